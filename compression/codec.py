@@ -1,0 +1,109 @@
+"""What a codec is: a named, stateless pair of functions between a float32 vector and its packed bytes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("shoal.compression packs little-endian and has only been written for such machines")
+
+Packed: TypeAlias = Tensor | bytes | bytearray | memoryview
+"""Packed bytes as they come: a ``(m,) uint8`` tensor, or anything that the wire hands out."""
+
+
+class CodecError(ValueError):
+    """The values or the packed bytes cannot be coded; whoever sent such bytes is to be dropped."""
+
+
+class Codec(Protocol):
+    """Tensor to bytes to tensor. Stateless, so one object serves any number of threads at once.
+
+    Decoding is deterministic to the bit: every machine that decodes the same bytes holds the same floats.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in run files and messages."""
+        ...
+
+    def packed_bytes(self, n: int) -> int:
+        """The exact size of ``n`` packed values, in bytes."""
+        ...
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Pack ``values``, ``(n,) float32``, contiguous, on the CPU, into ``(packed_bytes(n),) uint8``.
+
+        The result never shares memory with ``values``. Raises CodecError when a value is NaN or infinite.
+        """
+        ...
+
+    def decode(self, packed: Packed, n: int) -> Tensor:
+        """Unpack ``n`` values into a new ``(n,) float32``, each of them finite.
+
+        The result never shares memory with ``packed``. Raises CodecError when ``packed`` is not
+        ``packed_bytes(n)`` long, or when a value in it is NaN or infinite: the bytes may be hostile.
+        """
+        ...
+
+
+def checked_range(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of ``values``, ``(n,)`` of any float type; ``(0.0, 0.0)`` for none.
+
+    Raises CodecError when one of them is NaN or infinite. One pass, no temporary: ``aminmax`` hands on NaN.
+    """
+    if values.numel() == 0:
+        return 0.0, 0.0
+    low, high = torch.aminmax(values)
+    smallest, largest = float(low), float(high)
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        raise CodecError("the values hold NaN or infinity")
+    return smallest, largest
+
+
+def checked_values(values: Tensor) -> Tensor:
+    """``values`` without autograd history. CodecError unless it is a contiguous ``(n,) float32`` on the CPU."""
+    if values.dtype != torch.float32 or values.dim() != 1 or values.device.type != "cpu":
+        found = f"{tuple(values.shape)} {values.dtype} on {values.device}"
+        raise CodecError(f"a codec takes (n,) float32 on the CPU, not {found}")
+    if not values.is_contiguous():
+        raise CodecError("a codec takes a contiguous tensor")
+    return values.detach()
+
+
+def packed_tensor(packed: Packed, packed_bytes: int) -> Tensor:
+    """``packed`` as a contiguous ``(packed_bytes,) uint8`` tensor that can be viewed as any 4-byte type.
+
+    Shares memory with ``packed`` where alignment and writability allow, so the result is to be read only.
+    Raises CodecError when ``packed`` has another length or is no vector of bytes.
+    """
+    if isinstance(packed, Tensor):
+        if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.device.type != "cpu":
+            raise CodecError("packed bytes are (m,) uint8 on the CPU")
+        length, view = packed.numel(), None
+    else:
+        view = memoryview(packed)
+        if not view.c_contiguous:
+            raise CodecError("packed bytes are contiguous")
+        length = view.nbytes
+    if length != packed_bytes:
+        raise CodecError(f"{length} packed bytes where there should be {packed_bytes}")
+    if length == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if view is None:
+        assert isinstance(packed, Tensor)
+        tensor = packed.contiguous()
+    elif view.readonly:
+        # torch warns of a tensor over read-only memory: one copy of the packed (small) bytes instead.
+        tensor = torch.empty(length, dtype=torch.uint8)
+        tensor.numpy()[:] = np.frombuffer(view.cast("B"), dtype=np.uint8)
+    else:
+        tensor = torch.frombuffer(view, dtype=torch.uint8)
+    if tensor.data_ptr() % 4 or tensor.storage_offset() % 4:
+        tensor = tensor.clone()
+    return tensor

@@ -1,0 +1,145 @@
+"""What a recipe is, and how a run file's recipe is found among those the volunteer has installed.
+
+Nothing here imports code that a run names by path or sends over the network: a name is looked up among the
+installed entry points, or the run is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol, TypeVar
+
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import Tensor, nn
+
+from shoal.swarm.errors import RecipeError
+from shoal.swarm.run_file import DataSection, RunFile
+
+GROUP = "shoal.recipes"
+
+# Ours are found in a source checkout too, where no distribution has registered them.
+_OWN = {"gpt": "shoal.peer.recipes.gpt:GptRecipe"}
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
+class Samples(Protocol):
+    """Map-style training data; a sample is a window of ``tokens_per_sample + 1`` tokens."""
+
+    def __len__(self) -> int:
+        """How many samples there are, at least 1."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Tensor:
+        """Sample ``index``: ``(context + 1,) int64``. Raises ``IndexError`` outside ``range(len(self))``."""
+        ...
+
+    def batch(self, indices: Sequence[int], /) -> Tensor:
+        """Several samples at once: ``(len(indices), context + 1) int64``; a NumPy array will do too."""
+        ...
+
+
+class Recipe(Protocol):
+    """Model, loss and data of a run. Constructed as ``RecipeClass(settings, data)``.
+
+    The constructor raises ``RecipeError`` for settings and ``CorpusError`` for data that it cannot use.
+    """
+
+    tokens_per_sample: int
+    corpus_digest: bytes
+    """SHA-256 (32 bytes) of what is trained and tested on: peers with another one have other data."""
+    corpus_about: str
+    """One line for people: which corpus, how many bytes, of which Python where that matters."""
+
+    def __init__(self, settings: dict[str, Any], data: DataSection) -> None: ...
+
+    def build_model(self, seed: int) -> nn.Module:
+        """The model at its start, float32 on the CPU: a function of settings and ``seed`` and nothing else.
+
+        Neither reads nor advances torch's global random generator.
+        """
+        ...
+
+    def training_data(self) -> Samples:
+        """The training samples."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """Mean cross entropy, nats a token, ``() float32``; ``batch``: ``(b, context + 1) int64``."""
+        ...
+
+    def held_out_loss(self, model: nn.Module, device: torch.device | str, max_samples: int = 256) -> float:
+        """Mean cross entropy, nats a token, on at most ``max_samples`` samples that nobody trains on."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """JSON-able ``{"name": …, "settings": {…}}``, enough for ``model_from_config``."""
+        ...
+
+    @classmethod
+    def model_from_config(cls, config: Mapping[str, Any]) -> nn.Module:
+        """The model that ``config`` describes, float32 on the CPU, its parameters still to be loaded.
+
+        Needs no corpus. Raises ``RecipeError`` for a config that is not this recipe's.
+        """
+        ...
+
+
+def load_recipe(run_file: RunFile) -> Recipe:
+    """The recipe that the run names, with its data opened.
+
+    Raises ``RecipeError`` if it is not installed or refuses its settings, ``CorpusError`` if it refuses its
+    data.
+    """
+    recipe_class = find_recipe(run_file.recipe.name)
+    return recipe_class(run_file.recipe.settings, run_file.data)
+
+
+def load_model(config: Mapping[str, Any]) -> nn.Module:
+    """The model of a saved ``Recipe.config()``, its parameters still to be loaded; no corpus is opened.
+
+    Raises ``RecipeError`` if the recipe is not installed or the config is damaged.
+    """
+    name = config.get("name")
+    if not isinstance(name, str):
+        raise RecipeError(f"model config: name: expected the name of a recipe, not {name!r}")
+    return find_recipe(name).model_from_config(config)
+
+
+def find_recipe(name: str) -> type[Recipe]:
+    """The installed recipe class of that name. Raises ``RecipeError``, naming the installed ones."""
+    installed = {own: EntryPoint(own, target, GROUP) for own, target in _OWN.items()}
+    # A package may add recipes; it may not take the place of ours, or one run file would mean two things.
+    installed = {point.name: point for point in entry_points(group=GROUP)} | installed
+    if name not in installed:
+        raise RecipeError(
+            f"recipe.name: {name!r} is not installed here (installed: {', '.join(sorted(installed))}); "
+            f"install the package that provides it, which the run's host can name, and join again"
+        )
+    try:
+        found: type[Recipe] = installed[name].load()
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(
+            f"recipe.name: {name!r} is installed but does not load ({error}); reinstall the package of "
+            f"{installed[name].value!r}"
+        ) from error
+    return found
+
+
+def check_settings(
+    settings_type: type[SettingsT], settings: Any, where: str = "recipe.settings"
+) -> SettingsT:
+    """Validate a recipe's settings. Raises ``RecipeError`` naming each bad field and what was expected."""
+    try:
+        return settings_type.model_validate(settings)
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            field = ".".join([where, *(str(step) for step in problem["loc"])])
+            problems.append(f"{field}: {problem['msg']} (got {problem['input']!r:.80})")
+        raise RecipeError("; ".join(problems)) from error
+
+
+__all__ = ["Recipe", "Samples", "check_settings", "find_recipe", "load_model", "load_recipe"]

@@ -1,0 +1,271 @@
+"""Where the tokens come from: the standard library's sources, text files, or a file of tokens.
+
+Split into training and held-out tokens by content that every peer shares (names, positions), never by chance,
+with a digest over both, so that peers can tell whether they hold the same corpus.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from shoal.swarm.errors import CorpusError
+from shoal.swarm.run_file import DataSection
+
+BYTE_VOCAB = 256
+SEPARATOR = 0
+"""The byte after every file: no text contains it, so a model learns it as the end of a document."""
+
+_BLOCK_BYTES = 64 * 1024
+_MIN_BLOCKS = 64
+_CHECK_TOKENS = 1 << 22
+_TOKEN_TYPES: dict[str, npt.DTypeLike] = {".u16": "<u2", ".u32": "<u4"}
+
+# What distributions package apart from the interpreter, so that one machine has it and the next has not, or
+# what they generate per machine. Without it, two installations of one Python version mostly agree.
+_SKIPPED_FOLDERS = frozenset(
+    (
+        *("site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idlelib"),
+        *("idle_test", "lib2to3", "distutils", "ensurepip", "tkinter", "turtledemo"),
+    )
+)
+_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize.py", "usercustomize.py")
+
+Tokens = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens to train on and tokens to test on: ``(n,)`` uint8, uint16 or uint32, perhaps memory-mapped."""
+
+    train: Tokens
+    held_out: Tokens
+    digest: bytes
+    """SHA-256 over the tokens, and for text over where the split lies too."""
+    about: str
+
+
+class WindowDataset(Dataset[Tensor]):
+    """Windows of ``context + 1`` tokens that start every ``context``: each token is predicted once."""
+
+    def __init__(self, tokens: Tokens, context: int) -> None:
+        """``tokens``: ``(n,)`` unsigned, n > ``context``."""
+        assert len(tokens) > context > 0, "load_corpus checks the size"
+        self._tokens = tokens
+        self._context = context
+        self._span = np.arange(context + 1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._context
+
+    def __getitem__(self, index: int) -> Tensor:
+        """``(context + 1,) int64``. Raises ``IndexError`` outside ``range(len(self))``."""
+        return self.batch([index])[0]
+
+    def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
+        """``(len(indices), context + 1) int64``. Raises ``IndexError`` outside ``range(len(self))``."""
+        starts = np.asarray(indices, dtype=np.int64)
+        if starts.size and not 0 <= starts.min() <= starts.max() < len(self):
+            raise IndexError(
+                f"sample index: expected 0 to {len(self) - 1}, not {starts.min()} to {starts.max()}"
+            )
+        windows = self._tokens[starts[:, None] * self._context + self._span]
+        return torch.from_numpy(windows.astype(np.int64))
+
+
+def load_corpus(data: DataSection, vocab: int, context: int) -> Corpus:
+    """Open the corpus that ``[data]`` names; ``vocab`` and ``context`` (tokens) are the model's.
+
+    Raises ``CorpusError`` if it is missing, damaged, too small for one sample on either side of the split,
+    or has tokens the vocabulary has not.
+    """
+    kind, _, where = data.source.partition(":")
+    if data.source != "stdlib" and not (kind in ("text", "tokens") and where):
+        raise CorpusError(f"data.source: expected stdlib, text:GLOB or tokens:FILE, not {data.source!r}")
+    if kind == "tokens":
+        corpus = _load_tokens(Path(where).expanduser(), vocab, data.held_out)
+    elif vocab < BYTE_VOCAB:
+        raise CorpusError(
+            f"data.source {data.source!r} is bytes: set recipe.settings.vocab to 256, not {vocab}"
+        )
+    elif kind == "text":
+        corpus = _load_text(where, data.held_out)
+    else:
+        corpus = _load_stdlib(data.held_out)
+    for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(tokens) <= context:
+            raise CorpusError(
+                f"data.source {data.source!r}: {len(tokens)} {name} tokens, but a sample has {context + 1}; "
+                f"add data, shorten recipe.settings.context or change data.held_out ({data.held_out})"
+            )
+    return corpus
+
+
+def _load_stdlib(fraction: float) -> Corpus:
+    """The running Python's own library, as any volunteer has it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")
+        ]
+        paths += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith(_SKIPPED_FILES)
+        ]
+    if not paths:
+        raise CorpusError(f"{root}: no .py files of the standard library here; use text:GLOB instead")
+    corpus = _split_files(root, paths, fraction)
+    return _described(corpus, f"standard library of Python {platform.python_version()}, {len(paths)} files")
+
+
+def _load_text(pattern: str, fraction: float) -> Corpus:
+    """The files that a glob matches, ``**`` and ``~`` included."""
+    expanded = os.path.expanduser(pattern)
+    paths = sorted({Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match)})
+    if not paths:
+        raise CorpusError(
+            f"text:{pattern}: no file matches; check the path (** stands for folders of any depth)"
+        )
+    if len(paths) == 1:
+        corpus = _split_blocks(_read(paths, [_size(paths[0])]), fraction)
+        return _described(corpus, str(paths[0]))
+    # Names count from where the wildcards begin, so that peers may keep their copies in different folders.
+    root = Path(*_before_wildcard(Path(expanded).parts))
+    return _described(_split_files(root, paths, fraction), f"{pattern}, {len(paths)} files")
+
+
+def _before_wildcard(parts: tuple[str, ...]) -> tuple[str, ...]:
+    for position, part in enumerate(parts):
+        if glob.has_magic(part):
+            return parts[:position]
+    return parts[:-1]
+
+
+def _described(corpus: Corpus, what: str) -> Corpus:
+    sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out"
+    return Corpus(corpus.train, corpus.held_out, corpus.digest, f"{what}: {sizes}")
+
+
+def _hash_fraction(key: str) -> float:
+    """A number in [0, 1) that depends on ``key`` alone, on every machine."""
+    return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
+
+
+def _split_files(root: Path, paths: list[Path], fraction: float) -> Corpus:
+    """Whole files go to one side, so that no held-out text has its other half in the training data."""
+    named = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+    sizes = {path: _size(path) for _, path in named}
+    held_out = [path for name, path in named if sizes[path] and _hash_fraction(name) < fraction]
+    if not 0 < sum(sizes[path] for path in held_out) < sum(sizes.values()) / 2:
+        # Too few files, or too unlike in size, for chance to hold out a fair share of them: cut blocks.
+        everything = [path for _, path in named]
+        return _split_blocks(_read(everything, [sizes[path] for path in everything]), fraction)
+    chosen = set(held_out)
+    train = [path for _, path in named if path not in chosen]
+    return _text_corpus(
+        _read(train, [sizes[path] for path in train]), _read(held_out, [sizes[path] for path in held_out])
+    )
+
+
+def _split_blocks(text: npt.NDArray[np.uint8], fraction: float) -> Corpus:
+    """Hold out blocks of 64 KiB (smaller in a small text, to have some to choose from), at least one."""
+    size = max(1024, min(_BLOCK_BYTES, len(text) // _MIN_BLOCKS))
+    draws = np.array([_hash_fraction(f"block {number}") for number in range(-(-len(text) // size))])
+    chosen = (draws < fraction) | (draws == draws.min(initial=1.0))
+    mask = np.repeat(chosen, size)[: len(text)]
+    return _text_corpus(text[~mask], text[mask])
+
+
+def _text_corpus(train: npt.NDArray[np.uint8], held_out: npt.NDArray[np.uint8]) -> Corpus:
+    digest = hashlib.sha256(f"{len(train)} {len(held_out)} ".encode())
+    digest.update(train.data)
+    digest.update(held_out.data)
+    return Corpus(train, held_out, digest.digest(), "")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise CorpusError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out") from error
+
+
+def _read(paths: list[Path], sizes: list[int]) -> npt.NDArray[np.uint8]:
+    """The files end to end, a separator after each, in one array without a second copy."""
+    text = np.full(sum(sizes) + len(sizes), SEPARATOR, dtype=np.uint8)
+    position = 0
+    for path, size in zip(paths, sizes, strict=True):
+        try:
+            with path.open("rb", buffering=0) as file:
+                view = text[position : position + size].data
+                got = 0
+                while got < size and (count := file.readinto(view[got:])):
+                    got += count
+        except OSError as error:
+            raise CorpusError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out") from error
+        if got != size:
+            raise CorpusError(
+                f"{path}: {got} bytes, a moment ago {size}; let nobody write to it and try again"
+            )
+        position += size + 1
+    return text
+
+
+def _load_tokens(path: Path, vocab: int, fraction: float) -> Corpus:
+    """A memory-mapped file of little-endian token ids, read through once to check and digest it."""
+    tokens = _map_tokens(path)
+    digest = hashlib.sha256()
+    for start in range(0, len(tokens), _CHECK_TOKENS):
+        piece = np.ascontiguousarray(tokens[start : start + _CHECK_TOKENS])
+        digest.update(piece.data)
+        if int(piece.max()) >= vocab:
+            where = start + int(np.argmax(piece >= vocab))
+            raise CorpusError(
+                f"{path}: token {where} is {int(tokens[where])}, but recipe.settings.vocab is {vocab}; "
+                f"set it to the tokenizer's size or tokenize again"
+            )
+    train = len(tokens) - int(np.ceil(len(tokens) * fraction))
+    about = f"{path}: {train:,} tokens to train on, {len(tokens) - train:,} held out, {tokens.nbytes:,} bytes"
+    return Corpus(tokens[:train], tokens[train:], digest.digest(), about)
+
+
+def _map_tokens(path: Path) -> Tokens:
+    """``(n,)`` uint16 or uint32 on disk, n > 0. Raises ``CorpusError``."""
+    wanted = "expected .u16, .u32 (little-endian token ids, nothing else) or .npy (1-D uint16 or uint32)"
+    size = _size(path)
+    if path.suffix not in (*_TOKEN_TYPES, ".npy"):
+        raise CorpusError(f"{path}: {wanted}, not {path.suffix or 'a file without suffix'}")
+    if size == 0:
+        raise CorpusError(f"{path}: empty; tokenize again, or copy the file again")
+    try:
+        if path.suffix == ".npy":
+            tokens: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.ndim != 1 or tokens.dtype.str not in _TOKEN_TYPES.values() or not len(tokens):
+                raise CorpusError(f"{path}: {wanted}, not {tokens.dtype.str} of shape {tokens.shape}")
+            return tokens
+        dtype = np.dtype(_TOKEN_TYPES[path.suffix])
+        if size % dtype.itemsize:
+            raise CorpusError(
+                f"{path}: {size} bytes do not divide into tokens of {dtype.itemsize}; the file was cut off "
+                f"or is of another type: copy it again or rename it"
+            )
+        return np.memmap(path, dtype=dtype, mode="r")
+    except CorpusError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"{path}: cannot be opened ({error}); {wanted}") from error

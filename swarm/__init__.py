@@ -1,0 +1,1 @@
+"""What holds peers together: identities, encrypted links, the coordinator, and averaging."""

@@ -1,0 +1,60 @@
+"""Every deadline of a run, derived from its one number ``patience_s``: how long we wait for a silent machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CONNECT_S = 8.0
+"""How long a first connection may take before it counts as unreachable; known before any run file is."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """All in seconds. Progress deadlines: they start again whenever something arrives."""
+
+    patience_s: float
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Between two heartbeats: five may get lost before anybody worries."""
+        return min(5.0, self.patience_s / 6)
+
+    @property
+    def dead_s(self) -> float:
+        """A member that was silent for so long is out."""
+        return self.patience_s
+
+    @property
+    def request_s(self) -> float:
+        """For one answer; two tries fit into the patience."""
+        return self.patience_s / 2
+
+    @property
+    def announce_s(self) -> float:
+        """How far ahead the closing of a round is announced: everybody must have heard of it by then."""
+        return 2 * self.heartbeat_s
+
+    @property
+    def ready_s(self) -> float:
+        """From the announced closing until the round goes on without those who are not ready."""
+        return self.patience_s
+
+    @property
+    def contribution_s(self) -> float:
+        """Without a chunk from a contributor, until the owner goes on without it."""
+        return self.patience_s
+
+    @property
+    def result_s(self) -> float:
+        """Without a chunk from an owner: it may itself be waiting for contributors, one after the other."""
+        return 2.5 * self.patience_s
+
+    @property
+    def report_s(self) -> float:
+        """Without any progress of any member, until a verdict falls on what has been reported."""
+        return 4 * self.patience_s
+
+    @property
+    def lease_s(self) -> float:
+        """How many seconds of work one lease should hold: enough to ride out a coordinator's restart."""
+        return 2 * self.heartbeat_s

@@ -1,0 +1,395 @@
+"""Every message of the protocol, named by direction, with the range of every field.
+
+All are frozen and strict: a wrong type, an unknown field or a value out of range is refused when the bytes
+are decoded (``wire.py``), so handlers never see one. Tuples, not lists: they are what msgpack decodes to.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+PROTOCOL_VERSION = 1
+"""Raised whenever a message changes meaning; both sides must agree exactly."""
+
+MAX_MEMBERS = 256
+MAX_RANGES = 4096
+MAX_TENSORS = 65_536
+
+PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
+"""Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
+
+Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+Key = Annotated[bytes, Field(min_length=32, max_length=32)]
+Text = Annotated[str, Field(max_length=2000)]
+Host = Annotated[str, Field(min_length=1, max_length=255)]
+Port = Annotated[int, Field(ge=1, le=65_535)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+Role = Literal["trainer", "observer"]
+Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
+
+
+class Record(BaseModel):
+    """A value inside messages; frozen, strict, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Message(Record):
+    """A record that travels on its own; its class name is its type on the wire."""
+
+
+class SampleRange(Record):
+    """Samples ``start <= s < stop`` of the run's endless, permuted sequence of samples."""
+
+    start: Count
+    stop: Count
+
+
+class Certificate(Record):
+    """An identity's signature under the CURVE key that one of its processes uses."""
+
+    identity_key: Key
+    curve_key: Key
+    signature: Annotated[bytes, Field(min_length=64, max_length=64)]
+
+
+class DeviceInfo(Record):
+    """What a member trains on, for people to read."""
+
+    kind: Annotated[str, Field(max_length=16)]
+    name: Annotated[str, Field(max_length=100)]
+    memory_bytes: Count
+
+
+class RosterEntry(Record):
+    """Everything that one member must know to talk to another."""
+
+    peer: PeerId
+    certificate: Certificate
+    name: Annotated[str, Field(max_length=64)]
+    role: Role
+    host: Host
+    control_port: Port
+    data_port: Port
+    reachable: bool
+
+
+class TensorSpec(Record):
+    """One parameter of the model."""
+
+    name: Annotated[str, Field(max_length=500)]
+    shape: Annotated[tuple[Count, ...], Field(max_length=16)]
+    dtype: Annotated[str, Field(max_length=32)]
+
+
+class PlanMember(Record):
+    """One contributor of a round. ``weight_tokens`` is its share in the weighted mean."""
+
+    peer: PeerId
+    weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
+
+
+class Part(Record):
+    """Elements ``start <= i < stop`` of the contribution, reduced by ``members[owner]``."""
+
+    owner: Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
+    start: Count
+    stop: Count
+
+
+class RoundPlan(Record):
+    """Who reduces what in a round. Members are ordered by peer id, parts by start; parts tile all elements."""
+
+    round: Count
+    anchor_version: Count
+    state_digest: Digest
+    chunk_elements: Annotated[int, Field(ge=1, le=2**19)]
+    members: Annotated[tuple[PlanMember, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+
+
+class Verdict(Record):
+    """The one end of a round, journaled before it is announced and signed by the coordinator.
+
+    ``chain`` is SHA-256 over the previous chain and this verdict's content (``verdicts.chain_hash``);
+    ``digests`` are those of the parts' result bytes, in the plan's order, empty when aborted.
+    """
+
+    round: Count
+    committed: bool
+    reason: Text
+    anchor_version: Count
+    plan: RoundPlan | None
+    digests: Annotated[tuple[Digest, ...], Field(max_length=MAX_MEMBERS)]
+    tokens: Count
+    loss: Loss | None
+    previous_chain: Digest
+    chain: Digest
+    signature: Annotated[bytes, Field(max_length=64)]
+
+
+class RunView(Record):
+    """What one member has to know of the run right now; sent on change and with every heartbeat.
+
+    It is a state, not an event: a member that missed ten of them and reads the eleventh knows all it needs.
+    """
+
+    round: Count
+    anchor_version: Count
+    phase: Phase
+    closes_in_s: Seconds | None
+    plan: RoundPlan | None
+    verdict: Verdict | None
+    state_digest: Digest | None
+    tokens_committed: Count
+    tokens_in_round: Count
+    members: Count
+    must_resync: bool
+    roster_version: Count
+    roster: Annotated[tuple[RosterEntry, ...], Field(max_length=MAX_MEMBERS * 2)] | None
+
+
+# Peer to coordinator ------------------------------------------------------------------------------------
+
+
+class PeerToCoordinatorJoinRun(Message):
+    """The one request that a stranger may make. ``host`` is empty to be known by the address we come from."""
+
+    run: Annotated[str, Field(max_length=100)]
+    certificate: Certificate
+    name: Annotated[str, Field(max_length=64)]
+    role: Role
+    device: DeviceInfo
+    host: Annotated[str, Field(max_length=255)]
+    control_port: Port
+    data_port: Port
+
+
+class PeerToCoordinatorDescribeModel(Message):
+    """What this peer built from the run file; the run's first one defines it, later ones must agree."""
+
+    layout: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS)]
+    corpus_digest: Digest
+    corpus_about: Text
+
+
+class PeerToCoordinatorHeartbeat(Message):
+    """Liveness and progress. ``anchor_version`` and ``state_digest`` say which state the peer holds, if any."""
+
+    round: Count
+    activity: Annotated[str, Field(max_length=32)]
+    anchor_version: Count | None
+    state_digest: Digest | None
+    tokens_done: Count
+    tokens_per_s: Rate
+    step_s: Seconds
+    loss: Loss | None
+    chunks_moved: Count
+    bytes_sent: Count
+    bytes_received: Count
+    bandwidth_bps: Rate
+    roster_version: Count
+
+
+class PeerToCoordinatorRequestLease(Message):
+    """Ask for samples to train on; ``tokens_done`` as in the heartbeat, so that the answer is fresh."""
+
+    round: Count
+    samples: Annotated[int, Field(ge=1, le=2**31)]
+    tokens_done: Count
+
+
+class PeerToCoordinatorRoundReady(Message):
+    """Local work has stopped; a contribution over these sample ranges is waiting to be averaged."""
+
+    round: Count
+    anchor_version: Count
+    state_digest: Digest
+    weight_tokens: Count
+    ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+    loss: Loss | None
+
+
+class PeerToCoordinatorRoundReport(Message):
+    """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive."""
+
+    round: Count
+    digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_MEMBERS)]
+    trouble: Text
+
+
+class PeerToCoordinatorLeave(Message):
+    """Going away on purpose; unfinished leases are free again at once."""
+
+    reason: Text
+
+
+class PeerToCoordinatorGetStatus(Message):
+    """Ask for the run's status."""
+
+
+# Coordinator to peer ------------------------------------------------------------------------------------
+
+
+class CoordinatorToPeerJoinAccepted(Message):
+    """The run as its host wrote it (TOML text, hash checked by the peer), and the first view of it."""
+
+    peer: PeerId
+    run_toml: Annotated[str, Field(max_length=200_000)]
+    run_hash: Digest
+    coordinator: Certificate
+    observed_host: Host
+    reachable: bool
+    view: RunView
+
+
+class CoordinatorToPeerView(Message):
+    """The view, pushed on change and in answer to heartbeats, readies and reports."""
+
+    view: RunView
+
+
+class CoordinatorToPeerModelAccepted(Message):
+    """The model agrees with the run's."""
+
+
+class CoordinatorToPeerLease(Message):
+    """Samples that nobody else trains on. Empty: there is nothing to do right now, watch the view."""
+
+    ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+
+
+class CoordinatorToPeerSuperseded(Message):
+    """The same identity joined from another process: this one must stop."""
+
+
+class MemberStatus(Record):
+    """One line of ``shoal status``. ``share`` is the member's part of all committed tokens, 0 to 1."""
+
+    peer: PeerId
+    name: Annotated[str, Field(max_length=64)]
+    device: DeviceInfo
+    activity: Annotated[str, Field(max_length=32)]
+    alive: bool
+    synced: bool
+    reachable: bool
+    tokens_per_s: Rate
+    tokens_committed: Count
+    share: Annotated[float, Field(ge=0, le=1)]
+    loss: Loss | None
+    bytes_sent: Count
+    bytes_received: Count
+
+
+class CoordinatorToPeerStatus(Message):
+    """The run at a glance."""
+
+    run: Annotated[str, Field(max_length=100)]
+    run_hash: Digest
+    round: Count
+    phase: Phase
+    closes_in_s: Seconds | None
+    anchor_version: Count
+    rounds_committed: Count
+    rounds_aborted: Count
+    tokens_committed: Count
+    tokens_in_round: Count
+    loss: Loss | None
+    chain: Digest
+    state_digest: Digest | None
+    elapsed_s: Seconds
+    members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
+
+
+# Peer to peer -------------------------------------------------------------------------------------------
+
+
+class PeerToPeerPing(Message):
+    """Are you there? Also the coordinator's test whether a new member can be reached."""
+
+
+class PeerToPeerPong(Message):
+    """Yes."""
+
+
+class PeerToPeerOpenLink(Message):
+    """Agree on keys for bulk frames; travels inside CURVE. The opener then attaches its data socket."""
+
+    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+    secret: Key
+    cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
+
+
+class PeerToPeerLinkOpened(Message):
+    """The acceptor's half of the secret, and the cipher that both will use."""
+
+    secret: Key
+    cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
+
+
+class Blob(Record):
+    """The name of chunked bytes that a member offers.
+
+    ``contribution``: what it brings to the round; ``result``: means it holds of a round; ``state``: anchor and
+    outer optimizer state of an anchor version.
+    """
+
+    kind: Literal["contribution", "result", "state"]
+    number: Count
+
+
+class PeerToPeerOpenStream(Message):
+    """Send chunks ``first <= c < stop`` of ``blob`` over ``link``, as each becomes available."""
+
+    stream: Annotated[int, Field(ge=0, lt=2**32)]
+    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+    blob: Blob
+    first: Annotated[int, Field(ge=0, lt=2**32)]
+    stop: Annotated[int, Field(ge=0, lt=2**32)]
+    credit: Annotated[int, Field(ge=1, le=1024)]
+
+
+class PeerToPeerStreamOpened(Message):
+    """Chunks are coming."""
+
+
+class PeerToPeerStreamCredit(Message):
+    """``credit`` more chunks may be sent. No reply."""
+
+    stream: Annotated[int, Field(ge=0, lt=2**32)]
+    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+    credit: Annotated[int, Field(ge=1, le=1024)]
+
+
+class PeerToPeerCloseStream(Message):
+    """Stop sending. No reply."""
+
+    stream: Annotated[int, Field(ge=0, lt=2**32)]
+    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+
+
+# Either way ---------------------------------------------------------------------------------------------
+
+
+class Acknowledged(Message):
+    """Done; nothing more to say."""
+
+
+class RequestFailed(Message):
+    """The typed error in place of a reply; ``code`` is a class name in ``errors.REMOTE_ERRORS``."""
+
+    code: Annotated[str, Field(max_length=64)]
+    message: Text
+
+
+def _all_messages() -> dict[str, type[Message]]:
+    return {cls.__name__: cls for cls in Message.__subclasses__()}
+
+
+MESSAGES: dict[str, type[Message]] = _all_messages()
+"""Every message class by its name on the wire."""

@@ -1,0 +1,157 @@
+"""The run file: everything a run does, validated, with a hash that every peer of the run shares.
+
+The hash is over the validated content with its defaults filled in, so comments, order and spacing do not
+matter, and a new default in a later version shows as another hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from shoal.compression.registry import CODEC_NAMES
+from shoal.swarm.errors import RunFileError
+
+MAX_RUN_FILE_BYTES = 200_000
+
+PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunSection(_Section):
+    """``[run]``. The run ends after ``tokens`` committed tokens, ``rounds`` committed rounds or ``max_s``
+    seconds, whichever comes first; without any of them it goes on until the host stops it."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    tokens: PositiveInt | None = None
+    rounds: PositiveInt | None = None
+    max_s: Annotated[float, Field(gt=0)] | None = None
+
+
+class RecipeSection(_Section):
+    """``[recipe]``: the entry point in ``shoal.recipes`` and its own settings, which the recipe validates.
+
+    ``name = "own"`` is for people who bring model, loss and data themselves (``Session``)."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class DataSection(_Section):
+    """``[data]``. ``source``: ``stdlib``, ``text:GLOB``, ``tokens:FILE``, or ``own`` with an own loop.
+
+    ``tokens_per_sample`` is set for own loops that count something else than one unit a sample."""
+
+    source: Annotated[str, Field(min_length=1, max_length=500)] = "stdlib"
+    tokens_per_sample: PositiveInt | None = None
+    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
+
+
+class InnerSection(_Section):
+    """``[inner]``: the local optimizer of ``diloco``; with ``virtual_batch`` only ``batch_samples`` counts.
+
+    ``schedule`` scales the learning rate by global tokens: a linear warm-up, then ``constant``, or ``cosine``
+    or ``linear`` down to ``final_lr_factor`` at the run's ``tokens``."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: Rate = 4e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    momentum: Fraction = 0.0
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    batch_samples: Annotated[int, Field(gt=0, le=2**20)] = 8
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class ScheduleSection(_Section):
+    """``[schedule]``: the learning-rate factor on global tokens; applies to the inner optimizer of ``diloco``
+    and to the outer one of ``virtual_batch``."""
+
+    kind: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    final_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class OuterSection(_Section):
+    """``[outer]``: turns the mean contribution into the next anchor."""
+
+    optimizer: Literal["nesterov", "sgd", "adamw"] = "nesterov"
+    lr: Rate = 0.7
+    momentum: Fraction = 0.9
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+
+
+class RoundSection(_Section):
+    """``[round]``: a round closes at ``tokens`` or after ``max_s``. ``patience_s`` is how long anybody waits
+    for a silent machine; every deadline is derived from it (``deadlines.py``)."""
+
+    tokens: PositiveInt
+    max_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    patience_s: Annotated[float, Field(ge=1, le=600)] = 20.0
+
+
+class RunFile(_Section):
+    """A whole run file."""
+
+    run: RunSection
+    recipe: RecipeSection
+    data: DataSection = DataSection()
+    algorithm: Literal["diloco", "virtual_batch"] = "diloco"
+    codec: str = "int8"
+    inner: InnerSection = InnerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    outer: OuterSection = OuterSection()
+    round: RoundSection
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunFile:
+        if self.codec not in CODEC_NAMES:
+            raise ValueError(f"codec: expected one of {', '.join(CODEC_NAMES)}, not {self.codec!r}")
+        if self.schedule.kind != "constant" and self.run.tokens is None:
+            raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, to know where it ends")
+        return self
+
+    @property
+    def hash(self) -> bytes:
+        """SHA-256 of the canonical JSON of the validated content."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).digest()
+
+
+def parse_run_file(text: str, where: str = "run file") -> RunFile:
+    """Validate TOML text. Raises ``RunFileError`` that names the file, the field and what was expected."""
+    if len(text.encode()) > MAX_RUN_FILE_BYTES:
+        raise RunFileError(f"{where}: larger than {MAX_RUN_FILE_BYTES} bytes; that is no run file")
+    try:
+        return RunFile.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise RunFileError(f"{where}: not valid TOML: {error}") from error
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            field = ".".join(str(step) for step in problem["loc"])
+            lines.append(f"{field}: {problem['msg']}" if field else problem["msg"])
+        raise RunFileError(f"{where}: " + "; ".join(lines)) from error
+
+
+def load_run_file(path: Path) -> tuple[str, RunFile]:
+    """Read and validate; returns the text as written and the validated run file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunFileError(f"{path}: cannot be read: {error}") from error
+    return text, parse_run_file(text, str(path))

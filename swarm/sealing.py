@@ -1,0 +1,118 @@
+"""Sealed bulk frames: AEAD under keys of one link and direction, counter nonces, replays refused.
+
+Keys come from two secrets that travelled inside the CURVE channel (HKDF, RFC 5869); the cipher is AES-256-GCM
+(NIST SP 800-38D), or ChaCha20-Poly1305 (RFC 8439) where either side has no AES hardware. The header travels in
+the clear as associated data. Nothing here touches a socket.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from shoal.swarm.errors import WireError
+
+Cipher = Literal["aes-256-gcm", "chacha20-poly1305"]
+HELLO_STREAM = 0xFFFFFFFF
+"""The stream number of the empty frame with which a data connection attaches to its link."""
+
+TAG_BYTES = 16
+_HEADER = struct.Struct("!8sQII")
+HEADER_BYTES = _HEADER.size
+_WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class Header:
+    """Plain, authenticated: which link, its frame counter, which stream of it, which chunk of the stream."""
+
+    link: bytes
+    counter: int
+    stream: int
+    chunk: int
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(self.link, self.counter, self.stream, self.chunk)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Header:
+        """Raises ``WireError`` for another length."""
+        if len(data) != HEADER_BYTES:
+            raise WireError("bulk frame without a header")
+        return cls(*_HEADER.unpack(data))
+
+
+@cache
+def preferred_cipher() -> Cipher:
+    """The faster of the two here, measured once on 256 KiB: without AES hardware ChaCha20 wins clearly."""
+
+    def seconds(cipher: AESGCM | ChaCha20Poly1305) -> float:
+        data = bytes(2**18)
+        cipher.encrypt(bytes(12), data, None)
+        start = time.perf_counter()
+        cipher.encrypt(bytes(12), data, None)
+        return time.perf_counter() - start
+
+    aes, chacha = seconds(AESGCM(bytes(32))), seconds(ChaCha20Poly1305(bytes(32)))
+    return "aes-256-gcm" if aes <= chacha else "chacha20-poly1305"
+
+
+class ReplayWindow:
+    """Accepts every counter once; older than the last 1024 counts as seen (RFC 6479's idea)."""
+
+    def __init__(self) -> None:
+        self._highest = -1
+        self._seen = 0  # bit k: counter highest - k was accepted
+
+    def is_fresh(self, counter: int) -> bool:
+        age = self._highest - counter
+        return age < 0 or (age < _WINDOW and not self._seen >> age & 1)
+
+    def mark(self, counter: int) -> None:
+        age = self._highest - counter
+        if age < 0:
+            self._seen = (self._seen << -age | 1) & ((1 << _WINDOW) - 1) if -age < _WINDOW else 1
+            self._highest = counter
+        else:
+            self._seen |= 1 << age
+
+
+class SealedLink:
+    """Both directions of one link. ``seal`` and ``open`` may run in worker threads; the GIL is released."""
+
+    def __init__(self, link: bytes, secrets: bytes, cipher: Cipher, *, opener: bool) -> None:
+        """``secrets``: the opener's 32 bytes, then the acceptor's."""
+        keys = HKDF(hashes.SHA256(), 64, link, b"shoal bulk frames, version 1").derive(secrets)
+        make = AESGCM if cipher == "aes-256-gcm" else ChaCha20Poly1305
+        first, second = make(keys[:32]), make(keys[32:])
+        self.link = link
+        self._send, self._receive = (first, second) if opener else (second, first)
+        self._counter = itertools.count()
+        self._window = ReplayWindow()
+
+    def next_header(self, stream: int, chunk: int) -> bytes:
+        return Header(self.link, next(self._counter), stream, chunk).pack()
+
+    def seal(self, header: bytes, payload: memoryview, out: memoryview) -> None:
+        """Write ciphertext and tag: ``out`` is ``TAG_BYTES`` longer than ``payload``."""
+        self._send.encrypt_into(bytes(4) + header[8:16], payload, header, out)
+
+    def open(self, header: bytes, sealed: memoryview, out: memoryview) -> None:
+        """Decrypt into ``out``, ``TAG_BYTES`` shorter than ``sealed``. Raises ``WireError`` on a forgery or replay."""
+        counter = Header.unpack(header).counter
+        if not self._window.is_fresh(counter):
+            raise WireError("replayed bulk frame")
+        try:
+            self._receive.decrypt_into(bytes(4) + header[8:16], sealed, header, out)
+        except (InvalidTag, ValueError) as error:
+            raise WireError("forged bulk frame") from error
+        self._window.mark(counter)

@@ -1,0 +1,95 @@
+"""msgpack bytes to messages and back: one envelope, one size limit, one error for anything malformed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgpack
+
+from shoal.swarm.errors import ProtocolMismatch, WireError
+from shoal.swarm.messages import MESSAGES, PROTOCOL_VERSION, Message
+
+MAX_MESSAGE_BYTES = 8 * 2**20
+"""Of an encoded control message; ZeroMQ refuses larger ones before it allocates them."""
+
+Kind = Literal["request", "reply", "notice"]
+_KINDS: tuple[Kind, ...] = ("request", "reply", "notice")
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """``number`` pairs a reply with its request; it is 0 in a notice, which has no reply."""
+
+    kind: Kind
+    number: int
+    message: Message
+
+
+def encode(envelope: Envelope) -> bytes:
+    """Raises ``WireError`` when the message is larger than the other side would accept."""
+    fields = envelope.message.model_dump()
+    data: bytes = msgpack.packb(
+        [
+            PROTOCOL_VERSION,
+            _KINDS.index(envelope.kind),
+            envelope.number,
+            type(envelope.message).__name__,
+            fields,
+        ]
+    )
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{type(envelope.message).__name__} of {len(data)} bytes is too large to send")
+    return data
+
+
+def decode(data: bytes | memoryview) -> Envelope:
+    """Raises ``ProtocolMismatch`` for another version and ``WireError`` for everything else that is wrong."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes is too large")
+    try:
+        # Deeply nested arrays make msgpack raise StackError (a ValueError); limits follow the input's length.
+        fields: Any = msgpack.unpackb(data, use_list=False, strict_map_key=True)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack: {type(error).__name__}") from error
+    if not isinstance(fields, tuple) or not fields or type(fields[0]) is not int:
+        raise WireError("not a Shoal message")
+    if fields[0] != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"the other side speaks protocol version {fields[0]}, this one speaks {PROTOCOL_VERSION}: "
+            "install the same release of shoal on both machines"
+        )
+    match fields:
+        case (_, int(kind), int(number), str(name), dict(body)):
+            return Envelope(_kind(kind), _number(number), _message(name, body))
+    raise WireError("not a Shoal message")
+
+
+def _kind(index: int) -> Kind:
+    if isinstance(index, bool) or not 0 <= index < len(_KINDS):
+        raise WireError("unknown kind of envelope")
+    return _KINDS[index]
+
+
+def _number(number: int) -> int:
+    if isinstance(number, bool) or not 0 <= number < 2**63:
+        raise WireError("request number out of range")
+    return number
+
+
+def _message(name: str, body: dict[Any, Any]) -> Message:
+    cls = MESSAGES.get(name)
+    if cls is None:
+        raise WireError(f"unknown message type {name[:64]!r}")
+    try:
+        return cls.model_validate(body)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(f"malformed {name}: {_first_problem(error)}") from error
+
+
+def _first_problem(error: Exception) -> str:
+    problems = getattr(error, "errors", None)
+    if problems is None:
+        return type(error).__name__
+    first = problems(include_url=False, include_input=False, include_context=False)[0]
+    return f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}"[:300]
