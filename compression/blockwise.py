@@ -25,8 +25,8 @@ class Int8Blockwise:
     """Symmetric int8 with one float32 scale a block: ``scale = max|x| / 127``, ``code = round(x / scale)``.
 
     Rounds to nearest, ties to even; ``|x - decoded| <= scale / 2``, but for the rounding of float32 itself.
-    The last block may be short. A block whose scale would be subnormal (``max|x| < 127 * 2**-126``, a block of
-    zeros too) gets scale 0 and decodes to zeros, so machines that flush subnormals agree with those that do not.
+    The last block may be short. A block whose scale would be subnormal (``max|x| < 127 * 2**-126``) gets
+    scale 0 and decodes to zeros, so machines that flush subnormals agree with those that do not.
 
     Packed layout, ``blocks = ceil(n / block)``, everything little-endian::
 
@@ -92,7 +92,7 @@ class Int8Blockwise:
 
 
 def _encode_rows(rows: Tensor, scales: Tensor, codes: Tensor) -> None:
-    """Fill from ``rows``, ``(r, c) float32``, the ``scales``, ``(r, 1) float32``, and ``codes``, ``(r, c) int8``."""
+    """Quantize ``rows``, ``(r, c) float32``, into ``scales``, ``(r, 1)``, and ``codes``, ``(r, c) int8``."""
     # amax and amin hand on NaN, so the block maxima tell of every value that is not finite.
     largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
     checked_range(largest)

@@ -67,7 +67,7 @@ def checked_range(values: Tensor) -> tuple[float, float]:
 
 
 def checked_values(values: Tensor) -> Tensor:
-    """``values`` without autograd history. CodecError unless it is a contiguous ``(n,) float32`` on the CPU."""
+    """``values`` without autograd history. CodecError unless contiguous ``(n,) float32`` on the CPU."""
     if values.dtype != torch.float32 or values.dim() != 1 or values.device.type != "cpu":
         found = f"{tuple(values.shape)} {values.dtype} on {values.device}"
         raise CodecError(f"a codec takes (n,) float32 on the CPU, not {found}")

@@ -65,7 +65,7 @@ class SGD:
 
 @dataclass(frozen=True)
 class Nesterov:
-    """Nesterov momentum as in DiLoCo (arXiv:2311.08105), by the formula of ``torch.optim.SGD(nesterov=True)``.
+    """Nesterov momentum as in DiLoCo (arXiv:2311.08105), by the formula of ``torch.optim.SGD``.
 
     buffer = momentum * buffer + mean; anchor = anchor - lr * (mean + momentum * buffer).
     """
@@ -149,7 +149,7 @@ class AdamW:
 def make_outer(
     name: str, *, lr: float, momentum: float, betas: Sequence[float], eps: float, weight_decay: float
 ) -> OuterOptimizer:
-    """The outer optimizer called ``name``: "nesterov", "sgd" or "adamw". Settings it has no use for are ignored.
+    """The outer optimizer called ``name``: "nesterov", "sgd" or "adamw". It ignores settings it does not use.
 
     Raises ValueError for another name, or for a setting out of range.
     """
@@ -182,9 +182,9 @@ def _power(base: float, exponent: int) -> float:
 def _sqrt(x: Tensor) -> Tensor:
     """The correctly rounded float32 square root of ``x``, ``(n,)``, as a new tensor.
 
-    ``torch.sqrt`` is not that on the CPU: through MKL it is one bit off for every sixth value or so. NumPy's is
-    the processor's own, which is exact. Elsewhere: a float64 root with an error below one bit of float64 rounds
-    to the right float32, for no root of a float32 comes that near to the middle of two float32.
+    ``torch.sqrt`` is not that on the CPU: through MKL it is one bit off for every sixth value or so. NumPy's
+    is the processor's own, which is exact. Elsewhere: a float64 root with an error below one bit of float64
+    rounds to the right float32, for no root of a float32 comes that near to the middle of two float32.
     """
     if x.device.type == "cpu":
         root = torch.empty_like(x)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -21,6 +22,7 @@ from shoal.swarm.messages import Certificate
 
 _CERTIFICATE_CONTEXT = b"shoal curve key, version 1\0"
 _COORDINATOR_CONTEXT = b"shoal coordinator curve key, version 1"
+_MAX_FILE_BYTES = 65_536
 
 
 def peer_id(identity_key: bytes) -> str:
@@ -66,8 +68,9 @@ class Identity:
         try:
             if not path.exists():
                 return cls._create(path)
-            mode = path.stat().st_mode
-            text = path.read_bytes()
+            with path.open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                text = file.read(_MAX_FILE_BYTES)
         except OSError as error:
             raise IdentityError(f"{path}: cannot be used as identity file: {error}") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -76,8 +79,10 @@ class Identity:
             )
         try:
             key = serialization.load_pem_private_key(text, password=None)
-        except (ValueError, TypeError) as error:
-            raise IdentityError(f"{path}: not an identity file; move it away to get a new identity") from error
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise IdentityError(
+                f"{path}: not an identity file; move it away to get a new identity"
+            ) from error
         if not isinstance(key, Ed25519PrivateKey):
             raise IdentityError(f"{path}: holds another kind of key; expected Ed25519")
         return cls(key)
@@ -90,11 +95,14 @@ class Identity:
         )
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # A temporary name and link(2): of two processes that start at once, the second uses the first's key.
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        # A random one: process ids repeat in containers, and a killed process leaves its file behind.
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
             os.link(temporary, path)
         except FileExistsError:
             return cls.load_or_create(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ipaddress
 import re
 from dataclasses import dataclass
 from urllib.parse import parse_qs, quote, urlsplit
@@ -11,6 +12,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from shoal.swarm.errors import InviteError
 
 _EXAMPLE = "shoal://HOST:PORT/RUN?key=…"
+_HOST = re.compile(r"[a-z0-9]([a-z0-9._-]{0,253}[a-z0-9])?\.?")
 _RUN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
@@ -35,12 +37,16 @@ class Invite:
             split = urlsplit(url.strip())
             host, port = split.hostname, split.port
             query = parse_qs(split.query, strict_parsing=bool(split.query))
+            if ":" in (host or ""):
+                ipaddress.IPv6Address(host or "")
         except ValueError as error:
             raise InviteError(f"not an invite ({error}); expected {_EXAMPLE}") from error
         if split.scheme != "shoal":
             raise InviteError(f"an invite begins with shoal://, this one with {split.scheme or '?'}://")
         if not host or not port:
             raise InviteError(f"the invite names no host and port; expected {_EXAMPLE}")
+        if "@" in split.netloc or not (":" in host or _HOST.fullmatch(host)):
+            raise InviteError(f"the invite's host is no name or address: {host[:80]!r}")
         run = split.path.removeprefix("/")
         if not _RUN.fullmatch(run):
             raise InviteError(f"the invite names no run after the port; expected {_EXAMPLE}")
@@ -63,6 +69,6 @@ def parse_address(text: str, default_port: int = 0) -> tuple[str, int]:
         host, port = split.hostname, split.port
     except ValueError as error:
         raise InviteError(f"{text!r} is no HOST:PORT: {error}") from error
-    if not host or split.path:
+    if not host or split.netloc != text or "@" in text:
         raise InviteError(f"{text!r} is no HOST:PORT")
     return host, default_port if port is None else port

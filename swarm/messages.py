@@ -117,7 +117,8 @@ class Verdict(Record):
     """The one end of a round, journaled before it is announced and signed by the coordinator.
 
     ``chain`` is SHA-256 over the previous chain and this verdict's content (``verdicts.chain_hash``);
-    ``digests`` are those of the parts' result bytes, in the plan's order, empty when aborted.
+    ``digests`` are those of the parts' result bytes, in the plan's order, empty when aborted;
+    ``tokens`` are this round's, ``tokens_total`` all committed ones up to and with it.
     """
 
     round: Count
@@ -127,6 +128,7 @@ class Verdict(Record):
     plan: RoundPlan | None
     digests: Annotated[tuple[Digest, ...], Field(max_length=MAX_MEMBERS)]
     tokens: Count
+    tokens_total: Count
     loss: Loss | None
     previous_chain: Digest
     chain: Digest
@@ -137,8 +139,11 @@ class RunView(Record):
     """What one member has to know of the run right now; sent on change and with every heartbeat.
 
     It is a state, not an event: a member that missed ten of them and reads the eleventh knows all it needs.
+    ``epoch`` (the coordinator's start) and ``sequence`` order the views: an older one is ignored.
     """
 
+    epoch: Count
+    sequence: Count
     round: Count
     anchor_version: Count
     phase: Phase
@@ -171,11 +176,14 @@ class PeerToCoordinatorJoinRun(Message):
 
 
 class PeerToCoordinatorDescribeModel(Message):
-    """What this peer built from the run file; the run's first one defines it, later ones must agree."""
+    """What this peer built from the run file; the run's first one defines it, later ones must agree.
+
+    ``corpus_digest`` is None before the data is known (an own training loop brings it with its first batch)."""
 
     layout: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS)]
-    corpus_digest: Digest
+    corpus_digest: Digest | None
     corpus_about: Text
+    tokens_per_sample: Annotated[int, Field(ge=1, le=2**31)]
 
 
 class PeerToCoordinatorHeartbeat(Message):
@@ -216,10 +224,13 @@ class PeerToCoordinatorRoundReady(Message):
 
 
 class PeerToCoordinatorRoundReport(Message):
-    """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive."""
+    """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
+
+    ``dropped`` are the members (indices of the plan) that some chunk of our results does without."""
 
     round: Count
     digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_MEMBERS)]
+    dropped: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MEMBERS)], ...], Field(max_length=MAX_MEMBERS)]
     trouble: Text
 
 

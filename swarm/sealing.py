@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +29,8 @@ HELLO_STREAM = 0xFFFFFFFF
 TAG_BYTES = 16
 _HEADER = struct.Struct("!8sQII")
 HEADER_BYTES = _HEADER.size
-_WINDOW = 1024
+_WINDOW = 2**16
+"""Wide: a frame of a slow consumer may wait while gigabytes of other streams of its link go past."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def preferred_cipher() -> Cipher:
 
 
 class ReplayWindow:
-    """Accepts every counter once; older than the last 1024 counts as seen (RFC 6479's idea)."""
+    """Accepts every counter once; what is older than the window counts as seen (RFC 6479's idea)."""
 
     def __init__(self) -> None:
         self._highest = -1
@@ -91,13 +93,16 @@ class SealedLink:
 
     def __init__(self, link: bytes, secrets: bytes, cipher: Cipher, *, opener: bool) -> None:
         """``secrets``: the opener's 32 bytes, then the acceptor's."""
-        keys = HKDF(hashes.SHA256(), 64, link, b"shoal bulk frames, version 1").derive(secrets)
+        keys = HKDF(hashes.SHA256(), 96, link, b"shoal bulk frames, version 1").derive(secrets)
         make = AESGCM if cipher == "aes-256-gcm" else ChaCha20Poly1305
-        first, second = make(keys[:32]), make(keys[32:])
+        first, second = make(keys[:32]), make(keys[32:64])
         self.link = link
+        self.token = keys[64:]
+        """What a data connection shows to be let in; worth nothing for reading or forging frames."""
         self._send, self._receive = (first, second) if opener else (second, first)
         self._counter = itertools.count()
         self._window = ReplayWindow()
+        self._lock = threading.Lock()
 
     def next_header(self, stream: int, chunk: int) -> bytes:
         return Header(self.link, next(self._counter), stream, chunk).pack()
@@ -109,10 +114,14 @@ class SealedLink:
     def open(self, header: bytes, sealed: memoryview, out: memoryview) -> None:
         """Decrypt into ``out``, ``TAG_BYTES`` shorter than ``sealed``. Raises ``WireError`` on a forgery or replay."""
         counter = Header.unpack(header).counter
-        if not self._window.is_fresh(counter):
-            raise WireError("replayed bulk frame")
+        with self._lock:
+            if not self._window.is_fresh(counter):
+                raise WireError("replayed bulk frame")
         try:
             self._receive.decrypt_into(bytes(4) + header[8:16], sealed, header, out)
         except (InvalidTag, ValueError) as error:
             raise WireError("forged bulk frame") from error
-        self._window.mark(counter)
+        with self._lock:  # only now is the counter known to be genuine; another thread may have had the same
+            if not self._window.is_fresh(counter):
+                raise WireError("replayed bulk frame")
+            self._window.mark(counter)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 import zmq.asyncio
 
-from shoal.swarm.bulk import CREDIT, ChunkSource, DataPlane, Incoming, Link, Meter
-from shoal.swarm.control import Channel, ControlPlane
+from shoal.swarm.bulk import ChunkSource, DataPlane
+from shoal.swarm.channel import Channel
+from shoal.swarm.control import ControlPlane
 from shoal.swarm.errors import LinkClosed, LinkError, NotAdmitted, Unreachable, WireError
+from shoal.swarm.gate import Admit, Gate
 from shoal.swarm.identity import CurveKeys, verify_certificate
+from shoal.swarm.links import CREDIT, Incoming, Link, Meter
 from shoal.swarm.messages import (
     Acknowledged,
     Blob,
@@ -33,6 +36,7 @@ from shoal.swarm.messages import (
     PeerToPeerStreamOpened,
     RosterEntry,
 )
+from shoal.swarm.sealing import HELLO_STREAM
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ Sink = Callable[[int, int], memoryview]
 _ATTEMPTS = 3
 _RETRY_S = 0.05
 _MAX_RETRY_S = 0.5
+_MAX_SOCKETS = 8192  # each member can take four, with monitors; libzmq's 1023 would not do
 
 
 class Endpoint(Protocol):
@@ -71,24 +76,35 @@ class Node:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, keys: CurveKeys, host: str, ports: tuple[int, int], admit: Callable[[bytes], Awaitable[bool]]
+        cls, keys: CurveKeys, host: str, ports: tuple[int, int | None], admit: Admit
     ) -> AsyncIterator[Node]:
-        """Bind both planes on ``host`` (port 0: any free one); everything ends with the context."""
+        """Bind both planes on ``host`` (port 0: any free one); everything ends with the context.
+
+        Without a data port (None) the node takes part in control only. Raises ``Unreachable`` when it cannot bind.
+        """
         context = zmq.asyncio.Context()
+        context.max_sockets = _MAX_SOCKETS
         try:
             async with asyncio.TaskGroup() as tasks:
-                node = cls(ControlPlane(context, keys, admit, tasks), DataPlane(context, tasks))
+                data = DataPlane(context, tasks)
+                gate = Gate(context, tasks, admit, data.admits)
+                node = cls(ControlPlane(context, keys, tasks), data)
                 try:
                     node._register()
+                    gate.start()
                     node.control_port = node.control.start(host, ports[0])
-                    node.data_port = node._data.start(host, ports[1])
+                    node.data_port = 0 if ports[1] is None else data.start(host, ports[1])
                     yield node
                 finally:
                     node.control.stop()
-                    node._data.stop()
+                    data.stop()
+                    gate.stop()
                 tasks.create_task(_end())
-        except* _Ended:
-            pass
+        except BaseExceptionGroup as group:
+            # What the body raised comes out as it was, not wrapped in the group of tasks that it never saw.
+            _, others = group.split(_Ended)
+            if others is not None:
+                raise others.exceptions[0] if len(others.exceptions) == 1 else others from None
         finally:
             context.destroy(linger=0)
 
@@ -97,16 +113,34 @@ class Node:
         return self._data.meter
 
     def update_roster(self, roster: tuple[RosterEntry, ...]) -> None:
-        """Replace the set of members that may talk to us. Entries whose certificate is wrong are left out."""
-        entries = {}
+        """Replace the set of members that may talk to us. Entries whose certificate is wrong are left out.
+
+        Connections with those that are not on it any more, or elsewhere or under another key, are closed.
+        """
+        earlier, entries = self._roster, {}
         for entry in roster:
+            known = earlier.get(entry.peer)
             try:
-                if verify_certificate(entry.certificate) == entry.peer:
+                # Known certificates are not checked again: 256 of them take a while.
+                is_known = known is not None and known.certificate == entry.certificate
+                if is_known or verify_certificate(entry.certificate) == entry.peer:
                     entries[entry.peer] = entry
             except NotAdmitted as error:
                 log.warning("roster entry %s left out: %s", entry.peer, error)
+        for peer, known in earlier.items():
+            now = entries.get(peer)
+            if now is None or _address(now) != _address(known):
+                self._part_from(known.certificate.curve_key)
+        self._link_locks = {
+            peer: lock for peer, lock in self._link_locks.items() if peer in entries or lock.locked()
+        }
         self._roster = entries
         self._peers_by_key = {entry.certificate.curve_key: peer for peer, entry in entries.items()}
+
+    def _part_from(self, key: bytes) -> None:
+        self.control.forget(key)
+        for link in self._data.links_with(key):
+            self._data.close_link(link)
 
     def knows_key(self, curve_key: bytes) -> bool:
         return curve_key in self._peers_by_key
@@ -122,8 +156,8 @@ class Node:
     ) -> AsyncGenerator[int, None]:
         """Yield the index of each chunk once it lies in its sink, in order, resuming over broken links.
 
-        Raises the last ``LinkError`` (``Unreachable``, ``BlobUnavailable``, …) after ``progress_s`` without a
-        new chunk.
+        Raises the last ``LinkError`` (``Unreachable``, ``BlobUnavailable``, …) some time after ``progress_s``
+        without a new chunk. When closed early, the sinks are not written to any more.
         """
         following, progress = chunks.start, time.monotonic()
         retry_s, trouble = _RETRY_S, LinkError(f"{peer} sent nothing")
@@ -132,8 +166,9 @@ class Node:
                 rest = range(following, chunks.stop)
                 async with aclosing(self._attempt(peer, blob, rest, sink, progress_s / _ATTEMPTS)) as attempt:
                     async for chunk in attempt:
-                        following, progress, retry_s = chunk + 1, time.monotonic(), _RETRY_S
                         yield chunk
+                        # Only now: the time that our caller took for the chunk is not the other side's silence.
+                        following, progress, retry_s = chunk + 1, time.monotonic(), _RETRY_S
             except LinkError as error:
                 trouble = error
             if following < chunks.stop:
@@ -147,31 +182,27 @@ class Node:
     ) -> AsyncGenerator[int, None]:
         channel = self._channel(peer)
         link = await self._link(peer, channel, wait_s)
-        number, incoming = self._data.open_incoming(link, chunks.start)
+        number, incoming = link.open_incoming(chunks.start)
+        name = link.sealed.link
         ask = PeerToPeerOpenStream(
-            stream=number,
-            link=link.sealed.link,
-            blob=blob,
-            first=chunks.start,
-            stop=chunks.stop,
-            credit=CREDIT,
+            stream=number, link=name, blob=blob, first=chunks.start, stop=chunks.stop, credit=CREDIT
         )
+        more = PeerToPeerStreamCredit(stream=number, link=name, credit=CREDIT // 2)
         finished = False
         try:
             await channel.request(ask, PeerToPeerStreamOpened, wait_s)
-            consumed = 0
-            for _ in chunks:
-                yield await self._next_chunk(link, incoming, sink, wait_s)
-                consumed += 1
+            for consumed, expected in enumerate(chunks, start=1):
+                chunk = await self._next_chunk(link, incoming, sink, wait_s)
+                assert chunk == expected
+                yield chunk
                 if consumed % (CREDIT // 2) == 0:
-                    await channel.notify(
-                        PeerToPeerStreamCredit(stream=number, link=link.sealed.link, credit=CREDIT // 2)
-                    )
+                    await channel.notify(more)
             finished = True
         except TimeoutError as error:
-            if time.monotonic() - link.last_frame_s >= wait_s:
-                self._data.close_link(link)
-            raise LinkError(f"{peer} sent no chunk of {blob.kind} {blob.number} for {wait_s:.1f} s") from error
+            self._suspect(peer, link, wait_s)
+            raise LinkError(
+                f"{peer} sent no chunk of {blob.kind} {blob.number} for {wait_s:.1f} s"
+            ) from error
         except LinkClosed:
             self._data.close_link(link)
             raise
@@ -181,18 +212,24 @@ class Node:
                 await self._stop_stream(channel, link, number)
 
     async def _next_chunk(self, link: Link, incoming: Incoming, sink: Sink, wait_s: float) -> int:
-        while True:
+        """Raises ``LinkError`` at the first frame that is missing or damaged: later ones would leave a hole."""
+        frame = None
+        while frame is None:
             if incoming.gap and incoming.frames.empty():
                 raise LinkError("frames were lost on the way")
             async with asyncio.timeout(wait_s):
                 frame = await incoming.frames.get()
-            if frame is None:
-                continue
-            try:
-                return await self._data.unseal(link, *frame, sink)
-            except WireError as error:
-                log.warning("dropped a bulk frame: %s", error)
-                incoming.gap = True
+        return await self._data.unseal(link, *frame, sink)
+
+    def _suspect(self, peer: str, link: Link, silent_s: float) -> None:
+        """Give up a link over which nothing came at all, if we can have another one.
+
+        One that only the other side can open stays: its socket reconnects by itself.
+        """
+        entry = self._roster.get(peer)
+        can_replace = link.routing is None or (entry is not None and entry.reachable)
+        if can_replace and time.monotonic() - link.last_frame_s >= silent_s:
+            self._data.close_link(link)
 
     async def _stop_stream(self, channel: Channel, link: Link, number: int) -> None:
         try:
@@ -215,24 +252,34 @@ class Node:
     async def _link(self, peer: str, channel: Channel, wait_s: float) -> Link:
         """The link with that peer; opens one when there is none and the peer can be reached."""
         entry = self._roster[peer]
-        async with self._link_locks.setdefault(peer, asyncio.Lock()):
-            links = self._data.links_with(channel.remote_key)
-            attached = [link for link in links if link.attached.is_set() and link.routing is None]
-            attached += [link for link in links if link.attached.is_set() and link.routing is not None]
-            if attached:
-                return attached[0]
-            if not entry.reachable:
-                raise Unreachable(f"{peer} has not opened a link yet")
 
-            async def agree(ask: PeerToPeerOpenLink) -> PeerToPeerLinkOpened:
-                await channel.connected(wait_s)
-                return await channel.request(ask, PeerToPeerLinkOpened, wait_s)
+        async def agree(ask: PeerToPeerOpenLink) -> PeerToPeerLinkOpened:
+            await channel.connected(wait_s)
+            return await channel.request(ask, PeerToPeerLinkOpened, wait_s)
 
-            return await self._data.open_link(channel.remote_key, entry.host, entry.data_port, agree)
+        try:
+            # One at a time, or every stream that starts would open a link of its own.
+            async with asyncio.timeout(wait_s), self._link_locks.setdefault(peer, asyncio.Lock()):
+                for link in self._data.links_with(channel.remote_key):
+                    if link.attached.is_set():
+                        return link
+                if not entry.reachable:
+                    raise Unreachable(f"{peer} has not opened a link yet")
+                return await self._data.open_link(channel.remote_key, (entry.host, entry.data_port), agree)
+        except TimeoutError as error:
+            raise channel.diagnosis(wait_s) from error
 
     async def call_on(self, peer: str, wait_s: float) -> None:
         """Make sure that a link with ``peer`` exists, so that it can fetch from us though it cannot reach us."""
-        await self._link(peer, self._channel(peer), wait_s)
+        channel = self._channel(peer)
+        link = await self._link(peer, channel, wait_s)
+        # Credit for a stream that cannot exist asks no more than whether the link still does, over there.
+        probe = PeerToPeerStreamCredit(stream=HELLO_STREAM, link=link.sealed.link, credit=1)
+        try:
+            await channel.request(probe, Acknowledged, wait_s)
+        except LinkClosed:
+            self._data.close_link(link)
+            await self._link(peer, channel, wait_s)
 
     # What others ask of us ------------------------------------------------------------------------------
 
@@ -256,13 +303,14 @@ class Node:
         async def add_credit(channel: Channel, message: Message) -> Message:
             assert isinstance(message, PeerToPeerStreamCredit)
             link = self._data.find_link(channel.remote_key, message.link)
-            self._data.add_credit(link, message.stream, message.credit)
+            if message.stream in link.outgoing:
+                link.outgoing[message.stream].add(message.credit)
             return Acknowledged()
 
         async def close_stream(channel: Channel, message: Message) -> Message:
             assert isinstance(message, PeerToPeerCloseStream)
             link = self._data.find_link(channel.remote_key, message.link)
-            self._data.close_stream(link, message.stream)
+            link.close_stream(message.stream)
             return Acknowledged()
 
         control.handle(PeerToPeerPing, ping)
@@ -274,6 +322,10 @@ class Node:
     def _require_member(self, channel: Channel) -> None:
         if channel.remote_key not in self._peers_by_key:
             raise NotAdmitted("only members of the run may open links")
+
+
+def _address(entry: RosterEntry) -> tuple[bytes, str, int, int]:
+    return entry.certificate.curve_key, entry.host, entry.control_port, entry.data_port
 
 
 class _Ended(Exception):

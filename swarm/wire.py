@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgpack
+from pydantic import ValidationError
 
 from shoal.swarm.errors import ProtocolMismatch, WireError
-from shoal.swarm.messages import MESSAGES, PROTOCOL_VERSION, Message
+from shoal.swarm.messages import MAX_TENSORS, MESSAGES, PROTOCOL_VERSION, Message
 
 MAX_MESSAGE_BYTES = 8 * 2**20
 """Of an encoded control message; ZeroMQ refuses larger ones before it allocates them."""
+
+_MAX_PROBLEMS = 100
 
 Kind = Literal["request", "reply", "notice"]
 _KINDS: tuple[Kind, ...] = ("request", "reply", "notice")
@@ -48,8 +51,16 @@ def decode(data: bytes | memoryview) -> Envelope:
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(data)} bytes is too large")
     try:
-        # Deeply nested arrays make msgpack raise StackError (a ValueError); limits follow the input's length.
-        fields: Any = msgpack.unpackb(data, use_list=False, strict_map_key=True)
+        # Deeply nested arrays make msgpack raise StackError (a ValueError). It allocates an array by its declared
+        # length, so by default each of some bytes' nested headers could claim as much as the whole input has bytes.
+        fields: Any = msgpack.unpackb(
+            data,
+            use_list=False,
+            strict_map_key=True,
+            max_array_len=MAX_TENSORS,
+            max_map_len=64,
+            max_ext_len=0,
+        )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack: {type(error).__name__}") from error
     if not isinstance(fields, tuple) or not fields or type(fields[0]) is not int:
@@ -88,8 +99,10 @@ def _message(name: str, body: dict[Any, Any]) -> Message:
 
 
 def _first_problem(error: Exception) -> str:
-    problems = getattr(error, "errors", None)
-    if problems is None:
+    if not isinstance(error, ValidationError):
         return type(error).__name__
-    first = problems(include_url=False, include_input=False, include_context=False)[0]
-    return f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}"[:300]
+    if error.error_count() > _MAX_PROBLEMS:
+        return f"{error.error_count()} problems"  # pydantic would spell them all out to name the first
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    # The place may be made of the sender's own bytes, on the way to a log.
+    return ascii(f"{'.'.join(str(step)[:100] for step in first['loc'])}: {first['msg']}")[:300]

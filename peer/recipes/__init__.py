@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
@@ -36,8 +38,8 @@ class Samples(Protocol):
         """Sample ``index``: ``(context + 1,) int64``. Raises ``IndexError`` outside ``range(len(self))``."""
         ...
 
-    def batch(self, indices: Sequence[int], /) -> Tensor:
-        """Several samples at once: ``(len(indices), context + 1) int64``; a NumPy array will do too."""
+    def batch(self, indices: Sequence[int] | npt.NDArray[np.int64], /) -> Tensor:
+        """Several samples at once: ``(len(indices), context + 1) int64``; errors as above."""
         ...
 
 

@@ -184,7 +184,7 @@ def _split_files(root: Path, paths: list[Path], fraction: float) -> Corpus:
 
 def _split_blocks(text: npt.NDArray[np.uint8], fraction: float) -> Corpus:
     """Hold out blocks of 64 KiB (smaller in a small text, to have some to choose from), at least one."""
-    size = max(1024, min(_BLOCK_BYTES, len(text) // _MIN_BLOCKS))
+    size = max(1024, min(_BLOCK_BYTES, len(text) // _MIN_BLOCKS // 1024 * 1024))
     draws = np.array([_hash_fraction(f"block {number}") for number in range(-(-len(text) // size))])
     chosen = (draws < fraction) | (draws == draws.min(initial=1.0))
     mask = np.repeat(chosen, size)[: len(text)]
@@ -219,9 +219,7 @@ def _read(paths: list[Path], sizes: list[int]) -> npt.NDArray[np.uint8]:
         except OSError as error:
             raise CorpusError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out") from error
         if got != size:
-            raise CorpusError(
-                f"{path}: {got} bytes, a moment ago {size}; let nobody write to it and try again"
-            )
+            raise CorpusError(f"{path}: {got} bytes, just now {size}; let nobody write to it and try again")
         position += size + 1
     return text
 

@@ -21,7 +21,6 @@ from shoal.swarm.run_file import DataSection
 
 NAME = "gpt"
 
-_EMBEDDING_STD = 0.05
 _LINEAR_GAIN = 0.7
 _EVAL_BATCH = 16
 
@@ -110,7 +109,7 @@ class _Block(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021), the pairs being ``(i, i + d/2)``. ``x``: ``(..., t, d)``.
 
-    ``cos`` and ``sin``: ``(t, d)`` from ``rotary_table``. The products are float32, whatever ``x`` is.
+    ``cos`` and ``sin``: ``(t, d)`` from ``rotary_table``. The result is float32 like them, whatever ``x`` is.
     """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((second, first), dim=-1) * sin
@@ -149,13 +148,11 @@ class Gpt(nn.Module):
             for name, parameter in self.named_parameters():
                 if parameter.ndim == 1:
                     parameter.fill_(1.0)
-                elif name == "embedding.weight":
-                    parameter.copy_(_bell(parameter.shape, _EMBEDDING_STD, generator))
-                else:
-                    std = _LINEAR_GAIN / math.sqrt(parameter.shape[1])
-                    if name.endswith("_out.weight"):
-                        std /= math.sqrt(2 * self.settings.layers)
-                    parameter.copy_(_bell(parameter.shape, std, generator))
+                    continue
+                std = (1.0 if name == "embedding.weight" else _LINEAR_GAIN) / math.sqrt(parameter.shape[1])
+                if name.endswith("_out.weight"):
+                    std /= math.sqrt(2 * self.settings.layers)
+                parameter.copy_(_bell(parameter.shape, std, generator))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``tokens``: ``(b, t) int64``, t up to ``context``. Returns logits ``(b, t, vocab)``."""
@@ -259,8 +256,9 @@ def generate(
     """``tokens`` bytes that the model writes after ``prompt``, the prompt not included.
 
     ``temperature`` 0 takes the likeliest byte; ``top_k`` keeps that many candidates. Only the last
-    ``context`` bytes are seen; an empty prompt starts a document. Drawn on the CPU, from ``seed``. Raises ``RecipeError`` for a model that does not speak bytes, and
-    ``ValueError`` for arguments out of range.
+    ``context`` bytes are seen; an empty prompt starts a document. Drawn on the CPU, from ``seed``.
+
+    Raises ``RecipeError`` for a model that does not speak bytes, ``ValueError`` for arguments out of range.
     """
     settings = model.settings
     if settings.vocab != BYTE_VOCAB:

@@ -1,0 +1,65 @@
+# Everything a checkout needs. `make help` lists the targets; GNU make 3.81 is new enough.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+BENCHMARKS ?= convergence transport allreduce
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+INSTALLED := .venv/.installed
+
+.PHONY: help install demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make install   make .venv and install Shoal into it, with the versions of constraints.txt'
+	@echo 'make demo      train a small run with several peers on this machine      DEMO_ARGS=…'
+	@echo 'make test      run the tests                                             PYTEST_ARGS=…'
+	@echo 'make check     lint, format check and types'
+	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'
+	@echo 'make clean     remove caches and build outputs; .venv stays'
+	@echo
+	@echo 'PYTHON=…       the Python that makes .venv, 3.11 or newer (now: $(PYTHON))'
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/shoal demo $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# One after the other, whatever -j says: they would disturb each other's clocks.
+bench: $(INSTALLED)
+	@mkdir -p benchmarks/results
+	@for name in $(BENCHMARKS); do \
+	    echo "== $$name"; \
+	    $(BIN)/python benchmarks/$$name.py --json benchmarks/results/$$name.json $(BENCH_ARGS) || exit 1; \
+	done
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip is what `venv` writes last: an environment without it is a failed one, and is made again.
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "make: there is no '$(PYTHON)' here; name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "make: Shoal needs Python 3.11 or newer and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+	         "name another: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# The build backend goes in first, so that its version is a pinned one too.
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing Shoal into .venv (the first time takes some minutes)'
+	@$(PIP) install -c constraints.txt scikit-build-core
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

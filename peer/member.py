@@ -1,0 +1,227 @@
+"""A trainer's life in the run, on the event loop: heartbeats, leases, state, rounds. ``session.py`` drives it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from shoal.compression.registry import get_codec
+from shoal.peer.state import State, StateSource, fetch_state, state_blob
+from shoal.swarm.averaging.averager import Averager, Offer, Outcome
+from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.errors import LinkError, NotAdmitted
+from shoal.swarm.identity import CurveKeys, Identity
+from shoal.swarm.invite import Invite
+from shoal.swarm.messages import (
+    CoordinatorToPeerLease,
+    CoordinatorToPeerModelAccepted,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorHeartbeat,
+    PeerToCoordinatorRequestLease,
+    RunView,
+    SampleRange,
+)
+from shoal.swarm.transport import Node
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """What the training thread is doing; written there, read by the heartbeat."""
+
+    activity: str = "joining"
+    round: int = 0
+    tokens_done: int = 0
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    loss: float | None = None
+
+
+@dataclass
+class Work:
+    """Leases in hand that are not trained on yet; used on the event loop only."""
+
+    ranges: deque[SampleRange] = field(default_factory=deque)
+    refilling: bool = False
+
+    def samples(self) -> int:
+        return sum(one.stop - one.start for one in self.ranges)
+
+
+class Member:
+    """Made with ``open``. Its coroutines run on the loop; the training thread awaits them by ``NetworkThread``."""
+
+    def __init__(self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup) -> None:
+        self.node = node
+        self.client = client
+        self.progress = Progress()
+        self.state: State | None = None
+        self._averager: Averager | None = None
+        self._tasks = tasks
+        self._work = Work()
+        self._stopping = asyncio.Event()
+        self.rejoined = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
+    ) -> AsyncIterator[Member]:
+        """Bind, join, and heartbeat until the context ends; leaves the run then."""
+        keys = CurveKeys.fresh()
+        client: CoordinatorClient | None = None
+
+        async def admit(key: bytes) -> bool:
+            return client is not None and await client.admit(key)
+
+        ports = (bind[1], bind[1] + 1 if bind[1] else 0)
+        async with Node.open(keys, bind[0], ports, admit) as node:
+            client = CoordinatorClient(node, identity, keys, invite, describe())
+            await client.join()
+            async with asyncio.TaskGroup() as tasks:
+                member = cls(node, client, tasks)
+                beats = tasks.create_task(member._beat())
+                try:
+                    yield member
+                finally:
+                    beats.cancel()
+                    await client.leave("done")
+
+    # Heartbeats ---------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            with suppress(LinkError):
+                await self.beat()
+            await asyncio.sleep(self.client.deadlines.heartbeat_s)
+
+    async def beat(self) -> None:
+        """Tell the coordinator how we are, now. A coordinator that forgot us gets us anew, without our work."""
+        progress, state, averager = self.progress, self.state, self._averager
+        activity = (averager.activity if averager else "") or progress.activity
+        heartbeat = PeerToCoordinatorHeartbeat(
+            round=progress.round,
+            activity=activity,
+            anchor_version=state.version if state else None,
+            state_digest=state.digest if state else None,
+            tokens_done=progress.tokens_done,
+            tokens_per_s=progress.tokens_per_s,
+            step_s=progress.step_s,
+            loss=progress.loss,
+            chunks_moved=averager.chunks_moved if averager else 0,
+            bytes_sent=self.node.meter.sent_bytes,
+            bytes_received=self.node.meter.received_bytes,
+            bandwidth_bps=self.node.meter.bandwidth_bps,
+            roster_version=0,
+        )
+        try:
+            await self.client.heartbeat(heartbeat)
+        except NotAdmitted:
+            log.warning("the coordinator had given us up; joining again")
+            await self.client.join()
+            self.rejoined = True
+
+    # Joining ------------------------------------------------------------------------------------------------
+
+    async def describe(self, model: PeerToCoordinatorDescribeModel) -> None:
+        """Raises ``ModelMismatch`` or ``CorpusError`` naming the difference to the run's."""
+        await self.client.ask(model, CoordinatorToPeerModelAccepted)
+
+    async def hold(self, state: State) -> None:
+        """This is our state now: offer it to joiners (and no longer the one before last) and tell the coordinator."""
+        self.node.publish(state_blob(state.version), StateSource(state))
+        self.node.retract(state_blob(state.version - 2))
+        self.state = state
+        await self.beat()
+
+    async def agreed_state(self, candidate: State | None, slots: int, elements: int) -> State:
+        """The run's current state: the candidate where it is that, else fetched from others. Waits for a donor."""
+        while True:
+            view = self.client.view
+            if candidate is not None and candidate.version == view.anchor_version:
+                await self.hold(candidate)
+                view = self.client.view
+                if view.state_digest == candidate.digest and view.anchor_version == candidate.version:
+                    return candidate
+            if view.state_digest is None:
+                log.info("nobody holds version %d yet; waiting for a peer that does", view.anchor_version)
+                await self.client.wait_for(lambda new: new.state_digest is not None, 2.0)
+                continue
+            with suppress(LinkError):
+                state = await self._fetch(view, slots, elements)
+                await self.hold(state)
+                if self.client.view.anchor_version == state.version:
+                    return state
+            await asyncio.sleep(0.2)
+
+    async def _fetch(self, view: RunView, slots: int, elements: int) -> State:
+        assert view.state_digest is not None
+        donors = [peer for peer in self.node.trainers() if peer != self.client.peer]
+        return await fetch_state(
+            self.node,
+            donors,
+            view.anchor_version,
+            view.state_digest,
+            (1 + slots, elements),
+            self.client.deadlines.patience_s / 2,
+        )
+
+    async def start_afresh(self) -> None:
+        """Give everything back and join again, as somebody new with an old name."""
+        self._work.ranges.clear()
+        self.state = None
+        await self.client.rejoin()
+        self.rejoined = False
+
+    # Work ---------------------------------------------------------------------------------------------------
+
+    async def take_lease(self, samples: int) -> SampleRange | None:
+        """A range to train on, from the leases in hand; None when there is none now. Refills ahead of need."""
+        work = self._work
+        if not work.ranges:
+            await self._refill(samples)
+        elif not work.refilling and work.samples() < samples:
+            work.refilling = True
+            self._tasks.create_task(self._refill_ahead(samples))
+        return work.ranges.popleft() if work.ranges else None
+
+    async def _refill_ahead(self, samples: int) -> None:
+        try:
+            await self._refill(samples)
+        except LinkError as error:
+            log.debug("no lease ahead: %s", error)
+        finally:
+            self._work.refilling = False
+
+    async def _refill(self, samples: int) -> None:
+        ask = PeerToCoordinatorRequestLease(
+            round=self.progress.round, samples=samples, tokens_done=self.progress.tokens_done
+        )
+        answer = await self.client.ask(ask, CoordinatorToPeerLease)
+        self._work.ranges.extend(answer.ranges)
+
+    def give_back(self, rest: SampleRange) -> None:
+        """An unused rest of a lease; comes first again."""
+        self._work.ranges.appendleft(rest)
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Until the round, its phase or its closing moment changes."""
+        before = self.client.view
+        await self.client.wait_for(
+            lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s
+        )
+
+    # Rounds -------------------------------------------------------------------------------------------------
+
+    def prepare_averaging(self, elements: int) -> None:
+        """Once, when the model's size is known."""
+        self._averager = Averager(self.client, self.node, get_codec(self.client.run_file.codec), elements)
+
+    async def average(self, offer: Offer) -> Outcome:
+        assert self._averager is not None, "prepare_averaging first"
+        return await self._averager.average(offer)

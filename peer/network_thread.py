@@ -1,0 +1,103 @@
+"""The one place where the training thread meets the asyncio loop: a thread with a loop and one root task."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class NetworkThread(Generic[R]):
+    """Runs ``open()``'s context in its own thread from ``start`` to ``stop``; ``resource`` is what it yields.
+
+    Everything asynchronous happens in there; the training thread only submits coroutines and waits for them.
+    """
+
+    def __init__(self, open: Callable[[], AbstractAsyncContextManager[R]]) -> None:
+        self._open = open
+        self._thread = threading.Thread(target=self._main, name="shoal-network", daemon=True)
+        self._started: concurrent.futures.Future[R] = concurrent.futures.Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._failure: BaseException | None = None
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+
+    def start(self) -> R:
+        """Start the thread; returns the resource or raises what opening it raised."""
+        self._thread.start()
+        return self._started.result()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it in the loop and wait. Raises what it raises, or what ended the network thread meanwhile."""
+        loop = self._loop
+        if loop is None or self._failure is not None or not self._thread.is_alive():
+            coroutine.close()
+            raise self._failure or RuntimeError("the network thread is not running")
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        self._calls.add(future)
+        try:
+            return future.result()
+        except (concurrent.futures.CancelledError, asyncio.CancelledError):
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+        finally:
+            self._calls.discard(future)
+
+    def tell(self, callback: Callable[[], object]) -> None:
+        """Run a plain function in the loop, soon; does nothing once the thread has ended."""
+        if self._loop is not None and self._thread.is_alive() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the thread before its time."""
+        return self._failure
+
+    def stop(self) -> None:
+        """Leave the context and join the thread."""
+        stop = self._stop
+        if stop is not None:
+            self.tell(stop.set)
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
+            self._fail(_leaf(error))
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        if not self._started.done():
+            self._started.set_exception(error)
+        for call in list(self._calls):
+            if not call.done():
+                call.cancel()
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with self._open() as resource:
+                self._started.set_result(resource)
+                await self._stop.wait()
+        except BaseException as error:
+            # Before the loop cancels the calls that are under way, so that they know why.
+            self._failure = _leaf(error)
+            raise
+
+
+def _leaf(error: BaseException) -> BaseException:
+    """The first single error inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

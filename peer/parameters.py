@@ -1,0 +1,80 @@
+"""A model's trainable parameters as one flat float32 vector, and the layout that all peers must share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shoal.swarm.errors import ModelMismatch
+from shoal.swarm.messages import TensorSpec
+
+
+class ParameterVector:
+    """Views a model's trainable parameters, in the order of ``named_parameters``, as (n,) float32 on the CPU.
+
+    Buffers (such as BatchNorm's running statistics) are local to each peer and are not averaged.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        if not named:
+            raise ModelMismatch("the model has no trainable parameters")
+        self.parameters = [parameter for _, parameter in named]
+        self.layout = tuple(
+            TensorSpec(name=name, shape=tuple(one.shape), dtype=str(one.dtype).removeprefix("torch."))
+            for name, one in named
+        )
+        self.elements = sum(parameter.numel() for parameter in self.parameters)
+
+    def read(self) -> Tensor:
+        """The parameters' values, a new (n,) float32 on the CPU."""
+        return self._gather(lambda parameter: parameter.detach())
+
+    @torch.no_grad()
+    def write(self, vector: Tensor) -> None:
+        """Set every parameter from (n,) float32."""
+        at = 0
+        for parameter in self.parameters:
+            values = vector[at : at + parameter.numel()].view(parameter.shape)
+            parameter.copy_(values)
+            at += parameter.numel()
+
+    @torch.no_grad()
+    def take_gradients(self) -> Tensor:
+        """The gradients as a new (n,) float32 on the model's device; zeros where there is none. Clears them."""
+        device = self.parameters[0].device
+        flat = torch.empty(self.elements, device=device)
+        at = 0
+        for parameter in self.parameters:
+            part = flat[at : at + parameter.numel()]
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                part.copy_(parameter.grad.reshape(-1))
+            parameter.grad = None
+            at += parameter.numel()
+        return flat
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """(n,) float32 cut into tensors by parameter name, without copies."""
+        return split_by_layout(vector, self.layout)
+
+    def _gather(self, of: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        flat = torch.empty(self.elements)
+        at = 0
+        for parameter in self.parameters:
+            flat[at : at + parameter.numel()].copy_(of(parameter).reshape(-1))
+            at += parameter.numel()
+        return flat
+
+
+def split_by_layout(vector: Tensor, layout: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
+    """(n,) float32 cut into tensors by name and shape, without copies."""
+    named, at = {}, 0
+    for spec in layout:
+        size = int(torch.Size(spec.shape).numel())
+        named[spec.name] = vector[at : at + size].view(spec.shape)
+        at += size
+    return named

@@ -1,0 +1,153 @@
+"""What all peers of a run hold alike: anchor and outer optimizer state of one version; shared, fetched, saved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.swarm.errors import LinkError, StateFileError, StorageError, WireError
+from shoal.swarm.messages import Blob
+from shoal.swarm.transport import Endpoint
+
+_CHUNK_BYTES = 2**20
+_FORMAT = "shoal-state-1"
+
+
+@dataclass(frozen=True)
+class State:
+    """``values``: (1 + slots, n) float32 on the CPU, the anchor and the outer optimizer's vectors. Never changed
+    in place, so it can be served while the next one is being made. ``version``: committed rounds behind it."""
+
+    values: Tensor
+    version: int
+    digest: bytes
+
+    @classmethod
+    def make(cls, anchor: Tensor, outer: Tensor, version: int) -> State:
+        """``anchor`` (n,), ``outer`` (slots, n). Hashes everything."""
+        return cls.of(torch.cat([anchor.unsqueeze(0), outer]), version)
+
+    @classmethod
+    def of(cls, values: Tensor, version: int) -> State:
+        digest = hashlib.sha256(f"shoal state {version} {tuple(values.shape)}\0".encode())
+        digest.update(_bytes_of(values))
+        return cls(values, version, digest.digest())
+
+    @property
+    def anchor(self) -> Tensor:
+        return self.values[0]
+
+    @property
+    def outer(self) -> Tensor:
+        return self.values[1:]
+
+
+class StateSource:
+    """A state as chunks of 1 MiB, offered to joiners (a ``ChunkSource``)."""
+
+    def __init__(self, state: State) -> None:
+        self._data = _bytes_of(state.values)
+        self.chunks = -(-self._data.nbytes // _CHUNK_BYTES)
+
+    async def chunk(self, index: int) -> memoryview:
+        return self._data[index * _CHUNK_BYTES : (index + 1) * _CHUNK_BYTES]
+
+
+def state_blob(version: int) -> Blob:
+    return Blob(kind="state", number=version)
+
+
+async def fetch_state(
+    endpoint: Endpoint,
+    donors: Sequence[str],
+    version: int,
+    digest: bytes,
+    shape: tuple[int, int],
+    progress_s: float,
+) -> State:
+    """The state of that version and digest from the first donor that has it.
+
+    ``shape``: (1 + slots, n). Raises the last ``LinkError`` when no donor does.
+    """
+    trouble = LinkError(f"nobody in the run offers the state of version {version} yet")
+    values = torch.empty(shape)
+    data = _bytes_of(values)
+    chunks = -(-data.nbytes // _CHUNK_BYTES)
+
+    def sink(chunk: int, size: int) -> memoryview:
+        place = data[chunk * _CHUNK_BYTES : (chunk + 1) * _CHUNK_BYTES]
+        if place.nbytes != size:
+            raise WireError(f"a state chunk of {size} bytes does not fit")
+        return place
+
+    for donor in donors:
+        try:
+            async with aclosing(
+                endpoint.fetch(donor, state_blob(version), range(chunks), sink, progress_s)
+            ) as stream:
+                async for _ in stream:
+                    pass
+        except LinkError as error:
+            trouble = error
+            continue
+        state = State.of(values, version)
+        if state.digest == digest:
+            return state
+        trouble = LinkError(f"{donor} has another state of version {version} than the run agreed on")
+    raise trouble
+
+
+def save_state(path: Path, state: State, about: dict[str, Any]) -> None:
+    """Write a safetensors file, replacing atomically. ``about``: JSON-able, for ``load_state`` and export.
+
+    Raises ``StorageError`` when the disk refuses; an earlier file is left as it was.
+    """
+    header = {"format": _FORMAT, "version": str(state.version), "digest": state.digest.hex()}
+    header["about"] = json.dumps(about)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"values": state.values}, temporary, header)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"{path}: the state cannot be saved: {error}") from error
+
+
+def load_state(path: Path) -> tuple[State, dict[str, Any]]:
+    """Raises ``StateFileError`` when the file is missing, truncated, or not what it says it is."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != _FORMAT:
+                raise StateFileError(f"{path}: not a Shoal state file (format: expected {_FORMAT})")
+            values = file.get_tensor("values")
+        about = json.loads(header["about"])
+        version, digest = int(header["version"]), header["digest"]
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        if isinstance(error, StateFileError):
+            raise
+        raise StateFileError(f"{path}: not a whole Shoal state file: {error}") from error
+    if values.dtype != torch.float32 or values.dim() != 2 or not isinstance(about, dict):
+        raise StateFileError(f"{path}: field values: expected a (k, n) float32 tensor")
+    state = State.of(values, version)
+    if state.digest.hex() != digest:
+        raise StateFileError(f"{path}: its content does not match its digest; it is damaged")
+    return state, about
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return memoryview(values.numpy()).cast("B")

@@ -1,0 +1,127 @@
+"""An owner's side of a part: packed contributions in, packed means out, chunk by chunk. Pure but for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.compression.codec import Codec, CodecError, Packed
+
+Values = Packed | None
+"""A member's packed chunk; None stands for a contribution that will not come."""
+
+
+def mask_bytes(members: int) -> int:
+    """Length of the bit mask in front of every result chunk: bit ``i`` is set when member ``i`` is in the mean."""
+    return (members + 7) // 8
+
+
+def pack_mask(included: Sequence[int], members: int) -> bytes:
+    return sum(1 << index for index in included).to_bytes(mask_bytes(members), "little")
+
+
+def unpack_mask(result: memoryview, members: int) -> list[int]:
+    """The members in the mean of a result chunk."""
+    bits = int.from_bytes(result[: mask_bytes(members)], "little")
+    return [index for index in range(members) if bits >> index & 1]
+
+
+def result_bytes(codec: Codec, elements: int, members: int) -> int:
+    """The length of a result chunk that has anybody in it; without, it is the mask alone."""
+    return mask_bytes(members) + codec.packed_bytes(elements)
+
+
+@dataclass
+class Reduced:
+    """A finished chunk: what everybody gets, and the owner's own quantization error on it (None: no mean)."""
+
+    result: memoryview
+    included: list[int]
+    error: Tensor | None
+
+
+@dataclass
+class _Chunk:
+    arrived: dict[int, Packed] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+
+
+class PartReducer:
+    """Collects one part. Chunks are complete when every member has delivered or is given up.
+
+    The sum runs in the plan's order of members whatever the order of arrival, so the same contributions always
+    give the same bytes.
+    """
+
+    def __init__(self, codec: Codec, weights: Sequence[int], sizes: dict[int, int], own: int) -> None:
+        """``sizes``: elements of each chunk by its index; ``own``: the owner's index, whose values come unpacked."""
+        self._codec = codec
+        self._weights = list(weights)
+        self._sizes = sizes
+        self._own = own
+        self._chunks = {index: _Chunk() for index in sizes}
+        self._given_up: set[int] = set()
+
+    def offer(self, chunk: int, member: int, packed: Packed) -> bool:
+        """A delivery; returns whether the chunk is complete now."""
+        self._chunks[chunk].arrived[member] = packed
+        return self.is_complete(chunk)
+
+    def give_up(self, member: int) -> list[int]:
+        """Go on without this member where it has not delivered; returns the chunks that this completes."""
+        self._given_up.add(member)
+        completed = []
+        for index, chunk in self._chunks.items():
+            if member not in chunk.arrived and member not in chunk.missing:
+                chunk.missing.add(member)
+                if self.is_complete(index):
+                    completed.append(index)
+        return completed
+
+    def is_complete(self, chunk: int) -> bool:
+        state = self._chunks[chunk]
+        return len(state.arrived) + len(state.missing) == len(self._weights) - 1
+
+    def dropped(self) -> set[int]:
+        """Members that some chunk does without."""
+        return {member for chunk in self._chunks.values() for member in chunk.missing}
+
+    def reduce(self, chunk: int, own: Tensor) -> Reduced:
+        """The weighted mean of a complete chunk, encoded once. ``own``: (size,) float32, this owner's values.
+
+        Contributions with bytes that do not decode, or not to finite numbers, are left out.
+        """
+        state, size = self._chunks[chunk], self._sizes[chunk]
+        total = torch.zeros(size)
+        included, weight = [], 0
+        for member, member_weight in enumerate(self._weights):
+            values = own if member == self._own else self._decode(state, member, size)
+            if values is None:
+                continue
+            total += values * float(member_weight)
+            included.append(member)
+            weight += member_weight
+        mean = total / float(weight)
+        try:
+            packed = self._codec.encode(mean)
+        except CodecError:  # the sum overflowed: void for everybody
+            return Reduced(memoryview(pack_mask([], len(self._weights))), [], None)
+        state.arrived.clear()
+        error = mean - self._codec.decode(packed, size)
+        result = bytearray(mask_bytes(len(self._weights)) + packed.numel())
+        result[: mask_bytes(len(self._weights))] = pack_mask(included, len(self._weights))
+        result[mask_bytes(len(self._weights)) :] = packed.numpy().data
+        return Reduced(memoryview(result), included, error)
+
+    def _decode(self, state: _Chunk, member: int, size: int) -> Tensor | None:
+        packed = state.arrived.get(member)
+        if packed is None:
+            return None
+        try:
+            return self._codec.decode(packed, size)
+        except CodecError:
+            state.missing.add(member)
+            return None

@@ -1,0 +1,1 @@
+"""The coordinator: membership, leases, rounds and verdicts of a run, journaled before they are announced."""

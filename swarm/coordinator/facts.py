@@ -1,0 +1,120 @@
+"""What the coordinator has decided: the records of its journal. Replaying them gives its state again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+
+from shoal.swarm.errors import StorageError
+from shoal.swarm.messages import (
+    Count,
+    DeviceInfo,
+    Digest,
+    PeerId,
+    PeerToCoordinatorDescribeModel,
+    Record,
+    RosterEntry,
+    RoundPlan,
+    SampleRange,
+    Seconds,
+    Text,
+    Verdict,
+)
+
+
+class Fact(Record):
+    """One decision. Facts are only ever appended."""
+
+
+class ModelDescribed(Fact):
+    """What the run's first peer built from the run file; everybody else's must be the same."""
+
+    model: PeerToCoordinatorDescribeModel
+
+
+class StateAgreed(Fact):
+    """The digest of anchor and outer state that this anchor version has."""
+
+    anchor_version: Count
+    digest: Digest
+
+
+class MemberJoined(Fact):
+    """A member came, or came back."""
+
+    entry: RosterEntry
+    device: DeviceInfo
+
+
+class MemberLost(Fact):
+    """A member left or fell silent; what it held is for others."""
+
+    peer: PeerId
+    reason: Text
+
+
+class LeaseGranted(Fact):
+    """These samples are with this peer."""
+
+    peer: PeerId
+    ranges: tuple[SampleRange, ...]
+
+
+class LeasesHeld(Fact):
+    """All leases at once, so that the journal can forget the grants before it."""
+
+    fresh: Count
+    pool: tuple[SampleRange, ...]
+    held: dict[str, tuple[SampleRange, ...]]
+
+
+class RoundClosing(Fact):
+    """The closing moment of this round has been announced."""
+
+    round: Count
+
+
+class RoundReopened(Fact):
+    """Samples of this round's batch were lost with a member; the others train them too."""
+
+    round: Count
+
+
+class RoundPlanned(Fact):
+    """Who averages, and with which samples behind it (in the order of the plan's members)."""
+
+    plan: RoundPlan
+    ranges: tuple[tuple[SampleRange, ...], ...]
+    loss: float | None
+
+
+class VerdictGiven(Fact):
+    """How a round ended. ``lost``: members whose samples the committed mean does without; they are leased again."""
+
+    verdict: Verdict
+    elapsed_s: Seconds
+    lost: tuple[PeerId, ...]
+
+
+FACTS: dict[str, type[Fact]] = {cls.__name__: cls for cls in Fact.__subclasses__()}
+
+
+def pack_fact(fact: Fact) -> bytes:
+    """The journal's bytes of a fact."""
+    data: bytes = msgpack.packb([type(fact).__name__, fact.model_dump()])
+    return data
+
+
+def unpack_fact(data: bytes) -> Fact:
+    """Raises ``StorageError`` when the journal's row is damaged or of a later release."""
+    try:
+        name, body = _pair(msgpack.unpackb(data, use_list=False))
+        return FACTS[name].model_validate(body)
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise StorageError(f"the journal has a record that this release cannot read: {error}") from error
+
+
+def _pair(value: Any) -> tuple[str, dict[str, Any]]:
+    name, body = value
+    return name, body

@@ -1,0 +1,104 @@
+"""Which samples are whose: ranges of the run's endless sample sequence, leased, returned, committed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.swarm.messages import SampleRange
+
+Ranges = list[tuple[int, int]]
+
+
+def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Sorted, without empty ones, neighbours joined. Ranges must not overlap."""
+    merged: Ranges = []
+    for start, stop in sorted(ranges):
+        if start >= stop:
+            continue
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def subtract(ranges: Ranges, taken: Ranges) -> Ranges:
+    """``ranges`` without ``taken``; both merged."""
+    left: Ranges = []
+    for start, stop in ranges:
+        at = start
+        for other_start, other_stop in taken:
+            if other_stop <= at or other_start >= stop:
+                continue
+            if other_start > at:
+                left.append((at, other_start))
+            at = max(at, other_stop)
+        if at < stop:
+            left.append((at, stop))
+    return merge(left)
+
+
+def covers(ranges: Ranges, wanted: Ranges) -> bool:
+    """Whether every sample of ``wanted`` lies in ``ranges``."""
+    return not subtract(wanted, ranges)
+
+
+def count(ranges: Iterable[tuple[int, int]]) -> int:
+    """Samples in all the ranges."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def from_wire(ranges: Sequence[SampleRange]) -> Ranges:
+    return [(one.start, one.stop) for one in ranges]
+
+
+def to_wire(ranges: Iterable[tuple[int, int]]) -> tuple[SampleRange, ...]:
+    return tuple(SampleRange(start=start, stop=stop) for start, stop in ranges)
+
+
+@dataclass
+class LeaseLedger:
+    """Every sample below ``fresh`` is committed, in the pool, or with exactly one peer."""
+
+    fresh: int = 0
+    pool: Ranges = field(default_factory=list)
+    held: dict[str, Ranges] = field(default_factory=dict)
+
+    def outstanding(self) -> int:
+        """Samples that are with somebody and not committed."""
+        return sum(count(ranges) for ranges in self.held.values())
+
+    def choose(self, samples: int) -> Ranges:
+        """The next ``samples`` to lease: returned ones first. Changes nothing."""
+        chosen: Ranges = []
+        for start, stop in self.pool:
+            take = min(stop - start, samples - count(chosen))
+            if take:
+                chosen.append((start, start + take))
+        missing = samples - count(chosen)
+        if missing:
+            chosen.append((self.fresh, self.fresh + missing))
+        return merge(chosen)
+
+    def grant(self, peer: str, ranges: Ranges) -> None:
+        """``ranges`` as ``choose`` gave them are with ``peer`` now."""
+        self.pool = subtract(self.pool, ranges)
+        self.fresh = max([self.fresh, *(stop for _, stop in ranges)])
+        self.held[peer] = merge([*self.held.get(peer, []), *ranges])
+
+    def holds(self, peer: str, ranges: Ranges) -> bool:
+        """Whether all of them are with ``peer``."""
+        return covers(self.held.get(peer, []), merge(ranges))
+
+    def commit(self, peer: str, ranges: Ranges) -> None:
+        """They are part of the anchor now."""
+        left = subtract(self.held.get(peer, []), merge(ranges))
+        if left:
+            self.held[peer] = left
+        else:
+            self.held.pop(peer, None)
+
+    def give_back(self, peer: str) -> None:
+        """Whatever ``peer`` held is for others."""
+        self.pool = merge([*self.pool, *self.held.pop(peer, [])])

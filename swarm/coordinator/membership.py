@@ -1,0 +1,144 @@
+"""Who is in the run, who is alive, and who holds which state. Pure: time is an argument."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shoal.swarm.coordinator.facts import MemberJoined
+from shoal.swarm.messages import DeviceInfo, MemberStatus, PeerToCoordinatorHeartbeat, RosterEntry
+
+
+@dataclass
+class Member:
+    """What is known of one member. All but ``entry``, ``device`` and ``tokens_committed`` comes from heartbeats."""
+
+    entry: RosterEntry
+    device: DeviceInfo
+    heard_s: float
+    alive: bool = True
+    activity: str = "joining"
+    anchor_version: int | None = None
+    state_digest: bytes | None = None
+    tokens_done: int = 0
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    loss: float | None = None
+    chunks_moved: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bandwidth_bps: float = 0.0
+    tokens_committed: int = 0
+
+    @property
+    def is_trainer(self) -> bool:
+        return self.alive and self.entry.role == "trainer"
+
+    def forget_progress(self) -> None:
+        """Its uncommitted work is committed, or lost."""
+        self.tokens_done = 0
+
+
+@dataclass
+class Membership:
+    """The members by peer id, and the roster's version, which every change of it raises."""
+
+    members: dict[str, Member] = field(default_factory=dict)
+    roster_version: int = 0
+
+    def join(self, fact: MemberJoined, now_s: float) -> None:
+        earlier = self.members.get(fact.entry.peer)
+        member = Member(fact.entry, fact.device, now_s)
+        if earlier is not None:
+            member.tokens_committed = earlier.tokens_committed
+        self.members[fact.entry.peer] = member
+        self.roster_version += 1
+
+    def lose(self, peer: str) -> None:
+        member = self.members[peer]
+        member.alive = False
+        member.activity = "gone"
+        member.tokens_per_s = 0.0
+        member.forget_progress()
+        self.roster_version += 1
+
+    def hear(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, current_round: int, now_s: float) -> bool:
+        """Take over what a heartbeat says; returns whether it shows progress in the averaging.
+
+        Tokens of a peer that has not heard of the latest verdict yet may be committed already: not counted."""
+        member = self.members[peer]
+        moved = heartbeat.chunks_moved > member.chunks_moved
+        member.heard_s = now_s
+        for name in (
+            "activity",
+            "anchor_version",
+            "state_digest",
+            "tokens_done",
+            "tokens_per_s",
+            "step_s",
+            "loss",
+            "chunks_moved",
+            "bytes_sent",
+            "bytes_received",
+            "bandwidth_bps",
+        ):
+            setattr(member, name, getattr(heartbeat, name))
+        if heartbeat.round != current_round:
+            member.forget_progress()
+        return moved
+
+    def silent(self, now_s: float, dead_s: float) -> list[str]:
+        """Members that have been silent for too long."""
+        return [
+            peer for peer, member in self.members.items() if member.alive and now_s - member.heard_s > dead_s
+        ]
+
+    def roster(self) -> tuple[RosterEntry, ...]:
+        return tuple(member.entry for member in self.members.values() if member.alive)
+
+    def trainers(self) -> dict[str, Member]:
+        return {peer: member for peer, member in self.members.items() if member.is_trainer}
+
+    def synced(self, anchor_version: int, digest: bytes | None) -> dict[str, Member]:
+        """Live trainers that hold this anchor version, with this digest if it is agreed on."""
+        return {
+            peer: member
+            for peer, member in self.trainers().items()
+            if member.anchor_version == anchor_version
+            and member.state_digest is not None
+            and digest in (None, member.state_digest)
+        }
+
+    def common_digest(self, anchor_version: int) -> bytes | None:
+        """The digest that most holders of this anchor version report; of equals, who joined first."""
+        return majority(member.state_digest for member in self.synced(anchor_version, None).values())
+
+    def status(self, anchor_version: int, digest: bytes | None) -> tuple[MemberStatus, ...]:
+        synced = self.synced(anchor_version, digest)
+        total = sum(member.tokens_committed for member in self.members.values())
+        return tuple(
+            MemberStatus(
+                peer=peer,
+                name=member.entry.name,
+                device=member.device,
+                activity=member.activity,
+                alive=member.alive,
+                synced=peer in synced,
+                reachable=member.entry.reachable,
+                tokens_per_s=member.tokens_per_s,
+                tokens_committed=member.tokens_committed,
+                share=member.tokens_committed / total if total else 0.0,
+                loss=member.loss,
+                bytes_sent=member.bytes_sent,
+                bytes_received=member.bytes_received,
+            )
+            for peer, member in self.members.items()
+            if member.entry.role == "trainer"
+        )
+
+
+def majority(digests: Iterable[bytes | None]) -> bytes | None:
+    """The most frequent digest; of equally frequent ones the first; None of none."""
+    counts = Counter(digest for digest in digests if digest is not None)
+    return counts.most_common(1)[0][0] if counts else None

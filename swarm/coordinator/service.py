@@ -1,0 +1,270 @@
+"""The coordinator as a program: sockets, a clock and the journal around the pure machine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+from shoal.swarm.control import Channel
+from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.leases import to_wire
+from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.errors import LinkError, NotAdmitted, StorageError, UnknownRun
+from shoal.swarm.identity import Identity, verify_certificate
+from shoal.swarm.messages import (
+    Acknowledged,
+    CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerLease,
+    CoordinatorToPeerModelAccepted,
+    CoordinatorToPeerStatus,
+    CoordinatorToPeerSuperseded,
+    CoordinatorToPeerView,
+    Message,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorGetStatus,
+    PeerToCoordinatorHeartbeat,
+    PeerToCoordinatorJoinRun,
+    PeerToCoordinatorLeave,
+    PeerToCoordinatorRequestLease,
+    PeerToCoordinatorRoundReady,
+    PeerToCoordinatorRoundReport,
+    PeerToPeerPing,
+    PeerToPeerPong,
+    RosterEntry,
+)
+from shoal.swarm.run_file import RunFile
+from shoal.swarm.transport import Node
+
+log = logging.getLogger(__name__)
+
+_DIAL_BACK_S = 2.0
+_TICK_S = 0.1
+
+M = TypeVar("M", bound=Message)
+
+
+class CoordinatorService:
+    """Answers the members of one run. Make it with ``serve``; ``wait`` raises when the journal fails."""
+
+    def __init__(self, run_toml: str, run: RunFile, identity: Identity, node: Node, journal: Journal) -> None:
+        self.identity = identity
+        self.node = node
+        self._run_toml = run_toml
+        self._journal = journal
+        self._certificate = identity.certify(node.control.keys)
+        self._epoch = time.time_ns()
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._announced = -1
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._observers: list[Callable[[Fact], None]] = []
+        self.machine = RunMachine(run, identity.sign, time.monotonic())
+        self.machine.replay(journal.read(), time.monotonic())
+        self._register()
+
+    @classmethod
+    @asynccontextmanager
+    async def serve(
+        cls, run_toml: str, run: RunFile, identity: Identity, address: tuple[str, int], journal: Journal
+    ) -> AsyncIterator[CoordinatorService]:
+        """Listen on ``address`` until the context ends."""
+
+        async def admit(key: bytes) -> bool:
+            return True  # strangers may ask to join; every other handler looks the key up
+
+        async with Node.open(identity.coordinator_keys(), address[0], (address[1], None), admit) as node:
+            service = cls(run_toml, run, identity, node, journal)
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(service._tick()), tasks.create_task(service._push())]
+                try:
+                    yield service
+                finally:
+                    for task in loops:
+                        task.cancel()
+
+    async def wait(self) -> None:
+        """Returns never; raises ``StorageError`` when the journal cannot be written any more."""
+        await self._broken
+
+    def observe(self, observer: Callable[[Fact], None]) -> None:
+        """Call ``observer`` with every fact once it is in the journal."""
+        self._observers.append(observer)
+
+    # Events, one at a time --------------------------------------------------------------------------------
+
+    async def _flush(self) -> None:
+        """Journal first, then tell. A coordinator that cannot journal must not go on."""
+        facts = self.machine.take_facts()
+        if facts:
+            try:
+                await asyncio.to_thread(self._journal.write, facts)
+            except StorageError as error:
+                if not self._broken.done():
+                    self._broken.set_exception(error)
+                raise
+            for fact in facts:
+                for observer in self._observers:
+                    observer(fact)
+        if self.machine.announcements != self._announced:
+            self._announced = self.machine.announcements
+            self._changed.set()
+
+    async def _tick(self) -> None:
+        while not self._broken.done():
+            async with self._lock:
+                self.machine.tick(time.monotonic())
+                with suppress(StorageError):
+                    await self._flush()
+            await asyncio.sleep(_TICK_S)
+
+    async def _push(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            for peer, member in list(self.machine.membership.members.items()):
+                channel = self.node.control.incoming(member.entry.certificate.curve_key)
+                if member.alive and channel is not None:
+                    await self._notify(channel, self._view(peer))
+
+    async def _notify(self, channel: Channel, message: Message) -> None:
+        try:
+            async with asyncio.timeout(1.0):
+                await channel.notify(message)
+        except (LinkError, TimeoutError) as error:
+            log.debug("could not tell %s: %s", channel.label, error)
+
+    def _view(self, peer: str, roster_version: int = -1) -> CoordinatorToPeerView:
+        view = self.machine.view(peer, time.monotonic(), self._epoch, roster_version)
+        return CoordinatorToPeerView(view=view)
+
+    # Requests ---------------------------------------------------------------------------------------------
+
+    def _register(self) -> None:
+        handle = self.node.control.handle
+        handle(PeerToCoordinatorJoinRun, self._join)
+        handle(PeerToCoordinatorDescribeModel, self._describe)
+        handle(PeerToCoordinatorHeartbeat, self._heartbeat)
+        handle(PeerToCoordinatorRequestLease, self._lease)
+        handle(PeerToCoordinatorRoundReady, self._ready)
+        handle(PeerToCoordinatorRoundReport, self._report)
+        handle(PeerToCoordinatorLeave, self._leave)
+        handle(PeerToCoordinatorGetStatus, self._status)
+
+    async def _join(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorJoinRun)
+        name = self.machine.run.run.name
+        if message.run != name:
+            raise UnknownRun(f"this coordinator hosts the run {name!r}, not {message.run!r}: check the invite")
+        peer = verify_certificate(message.certificate)
+        if message.certificate.curve_key != channel.remote_key:
+            raise NotAdmitted("the certificate is for another connection's key")
+        entry = RosterEntry(
+            peer=peer,
+            certificate=message.certificate,
+            name=message.name,
+            role=message.role,
+            host=message.host or channel.remote_host,
+            control_port=message.control_port,
+            data_port=message.data_port,
+            reachable=False,
+        )
+        entry = entry.model_copy(update={"reachable": await self._is_reachable(entry)})
+        await self._retire_earlier(peer, channel.remote_key)
+        async with self._lock:
+            self.machine.join(entry, message.device, time.monotonic())
+            await self._flush()
+            return CoordinatorToPeerJoinAccepted(
+                peer=peer,
+                run_toml=self._run_toml,
+                run_hash=self.machine.run.hash,
+                coordinator=self._certificate,
+                observed_host=channel.remote_host,
+                reachable=entry.reachable,
+                view=self._view(peer).view,
+            )
+
+    async def _is_reachable(self, entry: RosterEntry) -> bool:
+        """Dial back: whether others can open connections to this member."""
+        if entry.role == "observer":
+            return False
+        channel = None
+        try:
+            channel = self.node.control.dial(entry.host, entry.control_port, entry.certificate.curve_key)
+            await channel.connected(_DIAL_BACK_S)
+            await channel.request(PeerToPeerPing(), PeerToPeerPong, _DIAL_BACK_S)
+        except LinkError as error:
+            log.info("%s (%s) cannot be reached: %s", entry.name, entry.peer, error)
+            return False
+        finally:
+            if channel is not None:
+                self.node.control.hang_up(channel)
+        return True
+
+    async def _retire_earlier(self, peer: str, new_key: bytes) -> None:
+        earlier = self.machine.membership.members.get(peer)
+        if earlier is not None and earlier.alive and earlier.entry.certificate.curve_key != new_key:
+            channel = self.node.control.incoming(earlier.entry.certificate.curve_key)
+            if channel is not None:
+                await self._notify(channel, CoordinatorToPeerSuperseded())
+
+    async def _describe(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorDescribeModel)
+        async with self._lock:
+            self.machine.require_member(channel.remote_key)
+            self.machine.describe_model(message)
+            await self._flush()
+        return CoordinatorToPeerModelAccepted()
+
+    async def _heartbeat(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorHeartbeat)
+        async with self._lock:
+            peer = self.machine.require_member(channel.remote_key)
+            self.machine.heartbeat(peer, message, time.monotonic())
+            await self._flush()
+            return self._view(peer, message.roster_version)
+
+    async def _lease(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorRequestLease)
+        async with self._lock:
+            peer = self.machine.require_member(channel.remote_key)
+            ranges = self.machine.request_lease(peer, message, time.monotonic())
+            await self._flush()
+        return CoordinatorToPeerLease(ranges=to_wire(ranges))
+
+    async def _ready(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorRoundReady)
+        async with self._lock:
+            peer = self.machine.require_member(channel.remote_key)
+            self.machine.ready(peer, message, time.monotonic())
+            self.machine.tick(time.monotonic())
+            await self._flush()
+            return self._view(peer)
+
+    async def _report(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorRoundReport)
+        async with self._lock:
+            peer = self.machine.require_member(channel.remote_key)
+            self.machine.report(peer, message, time.monotonic())
+            self.machine.tick(time.monotonic())
+            await self._flush()
+            return self._view(peer)
+
+    async def _leave(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorLeave)
+        async with self._lock:
+            peer = self.machine.require_member(channel.remote_key)
+            self.machine.leave(peer, message.reason, time.monotonic())
+            self.machine.tick(time.monotonic())
+            await self._flush()
+        return Acknowledged()
+
+    async def _status(self, channel: Channel, message: Message) -> Message:
+        async with self._lock:
+            self.machine.require_member(channel.remote_key)
+            status: CoordinatorToPeerStatus = self.machine.status(time.monotonic())
+        return status

@@ -1,0 +1,248 @@
+"""What the facts make of a run: all of the coordinator's state, how each fact changes it, and views of it. Pure."""
+
+from __future__ import annotations
+
+from functools import singledispatchmethod
+
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.leases import LeaseLedger, from_wire
+from shoal.swarm.coordinator.membership import Member, Membership
+from shoal.swarm.coordinator.rounds import Goal, Round
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.messages import (
+    CoordinatorToPeerStatus,
+    PeerToCoordinatorDescribeModel,
+    RunView,
+    TensorSpec,
+    Verdict,
+)
+from shoal.swarm.run_file import RunFile
+from shoal.swarm.verdicts import genesis
+
+
+class RunState:
+    """One run. Changed by facts alone (``record``, ``replay``), but for what heartbeats say and moments."""
+
+    def __init__(self, run: RunFile, now_s: float) -> None:
+        self.run = run
+        self.deadlines = Deadlines(run.round.patience_s)
+        self.membership = Membership()
+        self.leases = LeaseLedger()
+        self.round = Round(0)
+        self.model: PeerToCoordinatorDescribeModel | None = None
+        self.anchor_version = 0
+        self.agreed_digest: bytes | None = None
+        self.chain = genesis(run.hash)
+        self.verdict: Verdict | None = None
+        self.rounds_committed = self.rounds_aborted = 0
+        self.tokens_committed = 0
+        self.loss: float | None = None
+        self.announcements = 0
+        self.now_s = now_s
+        self._started_s = now_s
+        self._elapsed_before_s = 0.0
+        self._facts: list[f.Fact] = []
+
+    # Facts ----------------------------------------------------------------------------------------------
+
+    def take_facts(self) -> list[f.Fact]:
+        """The facts since the last call, for the journal."""
+        taken, self._facts = self._facts, []
+        return taken
+
+    def replay(self, journal: list[f.Fact], now_s: float) -> None:
+        """Take over a journal; whoever was alive gets the whole patience to be heard again."""
+        self.now_s = now_s
+        for fact in journal:
+            self._apply(fact)
+
+    def record(self, fact: f.Fact) -> None:
+        self._apply(fact)
+        self._facts.append(fact)
+        if not isinstance(fact, f.LeaseGranted):
+            self.announcements += 1
+
+    @singledispatchmethod
+    def _apply(self, fact: f.Fact) -> None:
+        raise AssertionError(f"no rule for {type(fact).__name__}")
+
+    @_apply.register
+    def _(self, fact: f.ModelDescribed) -> None:
+        self.model = fact.model
+
+    @_apply.register
+    def _(self, fact: f.StateAgreed) -> None:
+        assert fact.anchor_version == self.anchor_version
+        self.agreed_digest = fact.digest
+
+    @_apply.register
+    def _(self, fact: f.MemberJoined) -> None:
+        self.membership.join(fact, self.now_s)
+
+    @_apply.register
+    def _(self, fact: f.MemberLost) -> None:
+        self.membership.lose(fact.peer)
+        if fact.peer in self.round.ranges:
+            self.round.orphans.add(fact.peer)  # the verdict decides on its samples
+        else:
+            self.leases.give_back(fact.peer)
+        self.round.ready.pop(fact.peer, None)
+        self.round.reports.pop(fact.peer, None)
+
+    @_apply.register
+    def _(self, fact: f.LeaseGranted) -> None:
+        self.leases.grant(fact.peer, from_wire(fact.ranges))
+
+    @_apply.register
+    def _(self, fact: f.LeasesHeld) -> None:
+        held = {peer: from_wire(ranges) for peer, ranges in fact.held.items()}
+        self.leases = LeaseLedger(fact.fresh, from_wire(fact.pool), held)
+
+    @_apply.register
+    def _(self, fact: f.RoundClosing) -> None:
+        self.round.phase = "closing"
+        self.round.closes_s = self.now_s
+
+    @_apply.register
+    def _(self, fact: f.RoundReopened) -> None:
+        self.round.phase = "training"
+        self.round.ready.clear()
+
+    @_apply.register
+    def _(self, fact: f.RoundPlanned) -> None:
+        self.round.phase = "averaging"
+        self.round.plan = fact.plan
+        self.round.loss = fact.loss
+        self.round.progress_s = self.now_s
+        peers = [member.peer for member in fact.plan.members]
+        self.round.ranges = {
+            peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)
+        }
+        self.agreed_digest = fact.plan.state_digest
+
+    @_apply.register
+    def _(self, fact: f.VerdictGiven) -> None:
+        verdict = fact.verdict
+        assert verdict.round == self.round.number, "one verdict a round"
+        assert verdict.previous_chain == self.chain, "an unbroken chain"
+        self.verdict, self.chain = verdict, verdict.chain
+        self._elapsed_before_s, self._started_s = fact.elapsed_s, self.now_s
+        if verdict.committed:
+            self._commit(verdict, fact.lost)
+        else:
+            self.rounds_aborted += 1
+        for peer in self.round.orphans:
+            self.leases.give_back(peer)
+        phase = self.round.phase
+        self.round = Round(verdict.round + 1, opened_s=self.now_s)
+        if phase != "waiting" and self.membership.trainers():
+            self.round.phase = "training"
+        if self._is_over():
+            self.round.phase = "ended"
+
+    def _commit(self, verdict: Verdict, lost: tuple[str, ...]) -> None:
+        assert verdict.plan is not None
+        self.rounds_committed += 1
+        self.anchor_version = verdict.anchor_version
+        self.agreed_digest = None
+        self.tokens_committed += verdict.tokens
+        self.loss = verdict.loss if verdict.loss is not None else self.loss
+        for planned in verdict.plan.members:
+            member = self.membership.members[planned.peer]
+            member.forget_progress()
+            if planned.peer not in lost:
+                self.leases.commit(planned.peer, self.round.ranges[planned.peer])
+                member.tokens_committed += planned.weight_tokens
+
+    # What others see ------------------------------------------------------------------------------------
+
+    def view(self, peer: str | None, now_s: float, epoch: int = 0, roster_version: int = -1) -> RunView:
+        """What this member has to know; the roster only when it does not have this version."""
+        member = self.membership.members.get(peer) if peer is not None else None
+        closing = self.round.phase == "closing"
+        return RunView(
+            epoch=epoch,
+            sequence=self.announcements,
+            round=self.round.number,
+            anchor_version=self.anchor_version,
+            phase=self.round.phase,
+            closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
+            plan=self.round.plan,
+            verdict=self.verdict,
+            state_digest=self.state_digest(),
+            tokens_committed=self.tokens_committed,
+            tokens_in_round=sum(one.tokens_done for one in self.membership.trainers().values()),
+            members=len(self.membership.trainers()),
+            must_resync=member is not None and self._must_resync(member),
+            roster_version=self.membership.roster_version,
+            roster=self.membership.roster() if roster_version != self.membership.roster_version else None,
+        )
+
+    def status(self, now_s: float) -> CoordinatorToPeerStatus:
+        closing = self.round.phase == "closing"
+        return CoordinatorToPeerStatus(
+            run=self.run.run.name,
+            run_hash=self.run.hash,
+            round=self.round.number,
+            phase=self.round.phase,
+            closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
+            anchor_version=self.anchor_version,
+            rounds_committed=self.rounds_committed,
+            rounds_aborted=self.rounds_aborted,
+            tokens_committed=self.tokens_committed,
+            tokens_in_round=sum(one.tokens_done for one in self.membership.trainers().values()),
+            loss=self.loss,
+            chain=self.chain,
+            state_digest=self.state_digest(),
+            elapsed_s=self.elapsed_s(now_s),
+            members=self.membership.status(self.anchor_version, self.state_digest()),
+        )
+
+    def state_digest(self) -> bytes | None:
+        """Of the current anchor version's state: agreed, or what most of its holders say."""
+        return self.agreed_digest or self.membership.common_digest(self.anchor_version)
+
+    def elapsed_s(self, now_s: float) -> float:
+        """How long the run has been going, without the time that the coordinator was away."""
+        return self._elapsed_before_s + max(0.0, now_s - self._started_s)
+
+    def _must_resync(self, member: Member) -> bool:
+        return (
+            self.agreed_digest is not None
+            and member.anchor_version == self.anchor_version
+            and member.state_digest not in (None, self.agreed_digest)
+        )
+
+    def synced(self) -> dict[str, Member]:
+        return self.membership.synced(self.anchor_version, self.agreed_digest)
+
+    def goal(self) -> Goal:
+        """Of this round; the last one of a run that is limited in time closes with the run."""
+        max_s = self.run.round.max_s
+        if self.run.run.max_s is not None:
+            left_s = self.run.run.max_s - self.elapsed_s(self.round.opened_s)
+            max_s = min(max_s, max(left_s, 0.0))
+        return Goal(self.run.round.tokens, max_s, exact=self.run.algorithm == "virtual_batch")
+
+    def goal_samples(self) -> int:
+        assert self.model is not None
+        return -(-self.run.round.tokens // self.model.tokens_per_sample)
+
+    def is_late(self, now_s: float) -> bool:
+        return self.run.run.max_s is not None and self.elapsed_s(now_s) >= self.run.run.max_s
+
+    def _is_over(self) -> bool:
+        run = self.run.run
+        return (
+            (run.tokens is not None and self.tokens_committed >= run.tokens)
+            or (run.rounds is not None and self.rounds_committed >= run.rounds)
+            or (run.max_s is not None and self.elapsed_s(self.now_s) >= run.max_s)
+        )
+
+
+def count_elements(spec: TensorSpec) -> int:
+    """Elements of a tensor of that shape."""
+    elements = 1
+    for size in spec.shape:
+        elements *= size
+    return elements

@@ -1,0 +1,221 @@
+"""A member's side of the coordinator: join, heartbeat, the current view, and requests that outlive its absence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shoal.swarm.control import Channel
+from shoal.swarm.deadlines import CONNECT_S, Deadlines
+from shoal.swarm.errors import DeadlineExceeded, LinkError, Superseded, Unreachable, WireError
+from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
+from shoal.swarm.invite import Invite
+from shoal.swarm.messages import (
+    Acknowledged,
+    CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerSuperseded,
+    CoordinatorToPeerView,
+    DeviceInfo,
+    Message,
+    PeerToCoordinatorHeartbeat,
+    PeerToCoordinatorJoinRun,
+    PeerToCoordinatorLeave,
+    Role,
+    RunView,
+)
+from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.swarm.transport import Node
+from shoal.swarm.verdicts import check_verdict
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+_RETRY_S = 0.5
+JOIN_S = 20.0
+"""For the answer to a join: the coordinator may be trying for some seconds whether we can be reached."""
+
+
+@dataclass(frozen=True)
+class MemberInfo:
+    """How a member introduces itself; an empty ``host`` is the address that the coordinator sees."""
+
+    name: str
+    role: Role
+    device: DeviceInfo
+    host: str = ""
+    ports: tuple[int, int] | None = None
+
+
+class CoordinatorClient:
+    """``join`` first, then ``run`` in a task group for as long as the membership lasts."""
+
+    def __init__(self, node: Node, identity: Identity, keys: CurveKeys, invite: Invite, me: MemberInfo) -> None:
+        self.node = node
+        self.invite = invite
+        self.peer = identity.peer_id
+        self.me = me
+        self.run_file: RunFile
+        self.run_toml = ""
+        self.reachable = False
+        self.coordinator_is_away = False
+        self._certificate = identity.certify(keys)
+        self._channel: Channel = node.control.dial(invite.host, invite.port, invite.key)
+        self._coordinator_key = b""
+        self._view: RunView | None = None
+        self._closes_at_s: float | None = None
+        self._roster_version = 0  # no run has that one: the next view brings the roster
+        self._changed = asyncio.Event()
+        self._superseded = False
+        node.control.handle(CoordinatorToPeerView, self._on_view)
+        node.control.handle(CoordinatorToPeerSuperseded, self._on_superseded)
+
+    # Joining ----------------------------------------------------------------------------------------------
+
+    async def join(self) -> None:
+        """Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``ProtocolMismatch``, ``RunEnded``, …"""
+        self._channel = self.node.control.dial(self.invite.host, self.invite.port, self.invite.key)
+        await self._channel.connected(CONNECT_S)
+        control, data = self.me.ports or (self.node.control_port, self.node.data_port)
+        ask = PeerToCoordinatorJoinRun(
+            run=self.invite.run,
+            certificate=self._certificate,
+            name=self.me.name,
+            role=self.me.role,
+            device=self.me.device,
+            host=self.me.host,
+            control_port=control,
+            data_port=data,
+        )
+        answer = await self._channel.request(ask, CoordinatorToPeerJoinAccepted, JOIN_S)
+        verify_certificate(answer.coordinator)
+        if answer.coordinator.curve_key != self.invite.key:
+            raise WireError("the coordinator's certificate is for another key than the invite's")
+        run_file = parse_run_file(answer.run_toml, "the coordinator's run file")
+        if run_file.hash != answer.run_hash:
+            raise WireError(
+                "the run file hashes differently here than on the coordinator: "
+                "install the same release of shoal on both machines"
+            )
+        self._coordinator_key = answer.coordinator.identity_key
+        self.run_file, self.run_toml = run_file, answer.run_toml
+        self.reachable = answer.reachable
+        self._roster_version = 0  # no run has that one: the next view brings the roster
+        self._take(answer.view)
+
+    async def rejoin(self) -> None:
+        """Hand back everything and start as a new member, keeping the connection."""
+        try:
+            await self._channel.request(PeerToCoordinatorLeave(reason="starts afresh"), Acknowledged, 2.0)
+        except LinkError as error:
+            log.debug("could not leave before joining again: %s", error)
+        await self.join()
+
+    async def leave(self, reason: str) -> None:
+        """Tell the coordinator; never fails: it would find out by itself."""
+        try:
+            await self._channel.request(PeerToCoordinatorLeave(reason=reason), Acknowledged, 2.0)
+        except LinkError as error:
+            log.debug("left without a goodbye: %s", error)
+
+    # The view ---------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> RunView:
+        assert self._view is not None, "join first"
+        return self._view
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(self.run_file.round.patience_s)
+
+    @property
+    def closes_at_s(self) -> float | None:
+        """When the round closes, on the event loop's clock; None while that is not announced."""
+        return self._closes_at_s
+
+    async def wait_for(self, predicate: Callable[[RunView], bool], timeout_s: float | None = None) -> RunView:
+        """The first view that satisfies the predicate; the current one after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not predicate(self.view):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        return self.view
+
+    def _take(self, view: RunView) -> None:
+        old = self._view
+        if old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence):
+            return
+        verdict = view.verdict
+        if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
+            check_verdict(verdict, self._coordinator_key)
+        if view.roster is not None:
+            self.node.update_roster(view.roster)
+            self._roster_version = view.roster_version
+        self._view = view
+        loop = asyncio.get_running_loop()
+        self._closes_at_s = None if view.closes_in_s is None else loop.time() + view.closes_in_s
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Make ``wait_for`` look again."""
+        self._changed.set()
+
+    async def _on_view(self, channel: Channel, message: Message) -> None:
+        assert isinstance(message, CoordinatorToPeerView)
+        if channel is self._channel and self._view is not None:
+            self._take(message.view)
+
+    async def _on_superseded(self, channel: Channel, message: Message) -> None:
+        if channel is self._channel:
+            self._superseded = True
+            self._changed.set()
+
+    # Requests ---------------------------------------------------------------------------------------------
+
+    async def ask(self, message: Message, reply: type[M]) -> M:
+        """Repeat until the coordinator answers, however long it is away. All requests are idempotent.
+
+        Raises its typed errors; ``NotAdmitted`` when it does not know us any more (``rejoin`` then).
+        """
+        while True:
+            try:
+                answer = await self._channel.request(message, reply, self.deadlines.request_s)
+            except (DeadlineExceeded, Unreachable) as error:
+                self._require_place()
+                if not self.coordinator_is_away:
+                    log.warning("the coordinator does not answer; going on without it: %s", error)
+                self.coordinator_is_away = True
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self.coordinator_is_away = False
+            self._require_place()
+            if isinstance(answer, CoordinatorToPeerView):
+                self._take(answer.view)
+            return answer
+
+    async def heartbeat(self, heartbeat: PeerToCoordinatorHeartbeat) -> None:
+        """One beat; raises like ``ask``."""
+        beat = heartbeat.model_copy(update={"roster_version": self._roster_version})
+        await self.ask(beat, CoordinatorToPeerView)
+
+    def _require_place(self) -> None:
+        if self._superseded:
+            raise Superseded(
+                "the same identity joined this run from another process, which goes on in our place; "
+                "to run two on one machine, give one of them its own --identity FILE"
+            )
+
+    async def admit(self, curve_key: bytes) -> bool:
+        """Whether a caller's key is on the roster; asks for a fresh one when it is not."""
+        if curve_key == self.invite.key or self.node.knows_key(curve_key):
+            return True
+        self._roster_version = 0  # no run has that one: the next view brings the roster
+        await self.wait_for(lambda view: self.node.knows_key(curve_key), self.deadlines.heartbeat_s)
+        return self.node.knows_key(curve_key)
+

@@ -1,0 +1,169 @@
+"""Nothing that was offered is lost: it is in a mean, or in the residual."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.compression.codec import Codec, CodecError
+from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.registry import CODEC_NAMES, get_codec
+
+N, CHUNK = 700, 300
+CHUNKS = [(0, 300), (300, 600), (600, 700)]
+every_codec = pytest.mark.parametrize("codec", [get_codec(name) for name in CODEC_NAMES], ids=CODEC_NAMES)
+
+
+def noise(seed: int, n: int = N) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def after_a_round(codec: Codec) -> ErrorFeedback:
+    feedback = ErrorFeedback(N)
+    feedback.begin(noise(1))
+    for start, stop in CHUNKS:
+        feedback.encode_chunk(codec, start, stop)
+    feedback.commit()
+    return feedback
+
+
+@every_codec
+@given(
+    fates=st.lists(st.tuples(*[st.sampled_from(["sent", "kept", "exact", "never"])] * 3), max_size=8),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=30)
+def test_means_and_residual_add_up_to_what_was_offered(
+    codec: Codec, fates: list[tuple[str, ...]], data: st.DataObject
+) -> None:
+    feedback = ErrorFeedback(N)
+    offered, arrived = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
+    for number, fate_of_chunks in enumerate(fates):
+        contribution = noise(number)
+        committed = data.draw(st.booleans())
+        corrected = feedback.begin(contribution)
+        if committed:
+            offered += contribution.double()
+        for (start, stop), fate in zip(CHUNKS, fate_of_chunks, strict=True):
+            received = torch.zeros(stop - start)
+            if fate in ("sent", "kept"):
+                received = codec.decode(feedback.encode_chunk(codec, start, stop), stop - start)
+            if fate == "kept":
+                feedback.keep_chunk(start, stop)
+            if fate == "exact":
+                feedback.include_exactly(start, stop)
+                received = corrected[start:stop].clone()
+            if committed and fate in ("sent", "exact"):
+                arrived[start:stop] += received.double()
+        if committed:
+            feedback.commit()
+        else:
+            feedback.discard()
+    torch.testing.assert_close(arrived + feedback.residual.double(), offered, rtol=0, atol=1e-5)
+
+
+def test_float32_leaves_no_residual() -> None:
+    assert not after_a_round(get_codec("float32")).residual.any()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "int8"])
+def test_residual_is_what_the_codec_lost(name: str) -> None:
+    codec = get_codec(name)
+    feedback = after_a_round(codec)
+    lost = [noise(1)[a:b] - codec.decode(codec.encode(noise(1)[a:b]), b - a) for a, b in CHUNKS]
+    assert torch.equal(feedback.residual, torch.cat(lost))
+    assert feedback.residual.any()
+    assert torch.equal(feedback.begin(noise(2)), noise(2) + torch.cat(lost))
+
+
+@every_codec
+def test_what_nobody_asked_for_and_what_was_kept_is_carried_over(codec: Codec) -> None:
+    feedback = ErrorFeedback(N)
+    feedback.begin(noise(1))
+    feedback.encode_chunk(codec, 0, 300)
+    feedback.encode_chunk(codec, 300, 600)
+    feedback.keep_chunk(300, 600)
+    feedback.commit()
+    assert torch.equal(feedback.residual[300:], noise(1)[300:])
+    assert float(feedback.residual[:300].abs().max()) < 0.02
+
+
+def test_discard_leaves_the_residual_as_it_was() -> None:
+    feedback = after_a_round(get_codec("int8"))
+    before = feedback.residual.clone()
+    feedback.begin(noise(2))
+    for start, stop in CHUNKS:
+        feedback.encode_chunk(get_codec("int8"), start, stop)
+    feedback.add_owner_error(0, torch.ones(5))
+    feedback.discard()
+    assert not feedback.in_round
+    assert torch.equal(feedback.residual, before)
+    feedback.discard()
+    assert torch.equal(feedback.begin(noise(2)), noise(2) + before)
+
+
+def test_owner_error_is_added_where_it_belongs() -> None:
+    feedback = ErrorFeedback(6)
+    feedback.begin(torch.ones(6))
+    feedback.include_exactly(0, 4)
+    feedback.add_owner_error(2, torch.tensor([0.25, -0.5, 3.0]))
+    feedback.commit()
+    assert feedback.residual.tolist() == [0, 0, 0.25, -0.5, 4.0, 1.0]
+
+
+def test_owner_error_that_is_not_finite_is_refused_and_not_added() -> None:
+    feedback = ErrorFeedback(4)
+    feedback.begin(torch.ones(4))
+    with pytest.raises(CodecError):
+        feedback.add_owner_error(0, torch.tensor([1.0, math.nan]))
+    feedback.commit()
+    assert feedback.residual.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("take", [True, False])
+def test_contribution_that_is_not_finite_begins_no_round(bad: float, take: bool) -> None:
+    feedback = after_a_round(get_codec("int8"))
+    before = feedback.residual.clone()
+    contribution = noise(2)
+    contribution[3] = bad
+    with pytest.raises(CodecError):
+        feedback.begin(contribution, take=take)
+    assert not feedback.in_round
+    assert torch.equal(feedback.residual, before)
+
+
+@pytest.mark.parametrize("take", [True, False])
+def test_contribution_is_changed_only_when_taken(take: bool) -> None:
+    feedback = after_a_round(get_codec("int8"))
+    contribution = noise(2)
+    corrected = feedback.begin(contribution, take=take)
+    assert (corrected.data_ptr() == contribution.data_ptr()) == take
+    assert torch.equal(contribution, noise(2)) != take
+    assert torch.equal(corrected, noise(2) + feedback.residual)
+
+
+def test_threads_on_disjoint_chunks_give_the_same_as_one() -> None:
+    n, chunk, codec = 64 * 1000, 1000, get_codec("int8")
+    alone, together = ErrorFeedback(n), ErrorFeedback(n)
+    starts = range(0, n, chunk)
+    alone.begin(noise(5, n))
+    together.begin(noise(5, n))
+    expected = [alone.encode_chunk(codec, start, start + chunk) for start in starts]
+    with ThreadPoolExecutor(4) as pool:
+        packed = list(pool.map(lambda start: together.encode_chunk(codec, start, start + chunk), starts))
+    assert all(torch.equal(a, b) for a, b in zip(expected, packed, strict=True))
+    alone.commit()
+    together.commit()
+    assert torch.equal(alone.residual, together.residual)
+
+
+def test_load_copies() -> None:
+    feedback, saved = ErrorFeedback(3), torch.tensor([1.0, 2.0, 3.0])
+    feedback.load(saved)
+    saved.zero_()
+    assert feedback.residual.tolist() == [1.0, 2.0, 3.0]
