@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from shoal.compression.registry import get_codec
-from shoal.peer.state import State, StateSource, fetch_state, state_blob
+from shoal.peer.state import State, StateSource, fetch_state, save_state, state_blob
 from shoal.swarm.averaging.averager import Averager, Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.errors import LinkError, NotAdmitted
+from shoal.swarm.errors import LinkError, NotAdmitted, StorageError, Superseded
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
@@ -64,7 +66,8 @@ class Member:
         self._averager: Averager | None = None
         self._tasks = tasks
         self._work = Work()
-        self._stopping = asyncio.Event()
+        self._beat_now = asyncio.Event()
+        self._saving = False
         self.rejoined = False
 
     @classmethod
@@ -96,17 +99,28 @@ class Member:
 
     async def _beat(self) -> None:
         while True:
-            with suppress(LinkError):
+            self._beat_now.clear()
+            try:
                 await self.beat()
-            await asyncio.sleep(self.client.deadlines.heartbeat_s)
+            except Superseded:
+                raise
+            except LinkError as error:
+                log.warning("heartbeat: %s", error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.client.deadlines.heartbeat_s):
+                    await self._beat_now.wait()
+
+    @property
+    def activity(self) -> str:
+        """What this peer is doing, in a word or two."""
+        return (self._averager.activity if self._averager else "") or self.progress.activity
 
     async def beat(self) -> None:
         """Tell the coordinator how we are, now. A coordinator that forgot us gets us anew, without our work."""
         progress, state, averager = self.progress, self.state, self._averager
-        activity = (averager.activity if averager else "") or progress.activity
         heartbeat = PeerToCoordinatorHeartbeat(
             round=progress.round,
-            activity=activity,
+            activity=self.activity,
             anchor_version=state.version if state else None,
             state_digest=state.digest if state else None,
             tokens_done=progress.tokens_done,
@@ -132,19 +146,21 @@ class Member:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the difference to the run's."""
         await self.client.ask(model, CoordinatorToPeerModelAccepted)
 
-    async def hold(self, state: State) -> None:
+    def hold(self, state: State) -> None:
         """This is our state now: offer it to joiners (and no longer the one before last) and tell the coordinator."""
         self.node.publish(state_blob(state.version), StateSource(state))
-        self.node.retract(state_blob(state.version - 2))
+        if state.version >= 2:
+            self.node.retract(state_blob(state.version - 2))
         self.state = state
-        await self.beat()
+        self._beat_now.set()
 
     async def agreed_state(self, candidate: State | None, slots: int, elements: int) -> State:
         """The run's current state: the candidate where it is that, else fetched from others. Waits for a donor."""
         while True:
             view = self.client.view
             if candidate is not None and candidate.version == view.anchor_version:
-                await self.hold(candidate)
+                self.hold(candidate)
+                await self.beat()
                 view = self.client.view
                 if view.state_digest == candidate.digest and view.anchor_version == candidate.version:
                     return candidate
@@ -154,7 +170,8 @@ class Member:
                 continue
             with suppress(LinkError):
                 state = await self._fetch(view, slots, elements)
-                await self.hold(state)
+                self.hold(state)
+                await self.beat()
                 if self.client.view.anchor_version == state.version:
                     return state
             await asyncio.sleep(0.2)
@@ -215,6 +232,20 @@ class Member:
         await self.client.wait_for(
             lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s
         )
+
+    def save_later(self, path: Path, state: State, about: dict[str, Any]) -> None:
+        """Write the state beside everything else; skipped while the last one is still being written."""
+        if not self._saving:
+            self._saving = True
+            self._tasks.create_task(self._save(path, state, about))
+
+    async def _save(self, path: Path, state: State, about: dict[str, Any]) -> None:
+        try:
+            await asyncio.to_thread(save_state, path, state, about)
+        except StorageError as error:
+            log.warning("going on without a saved state: %s", error)
+        finally:
+            self._saving = False
 
     # Rounds -------------------------------------------------------------------------------------------------
 

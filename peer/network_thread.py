@@ -9,6 +9,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
+_INTERRUPT_POLL_S = 0.2
+
+
+class Interrupted(Exception):
+    """The wait was given up because somebody asked to stop; not an error."""
+
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -26,6 +33,7 @@ class NetworkThread(Generic[R]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._failure: BaseException | None = None
+        self._interrupted = threading.Event()
         self._calls: set[concurrent.futures.Future[Any]] = set()
 
     def start(self) -> R:
@@ -33,7 +41,11 @@ class NetworkThread(Generic[R]):
         self._thread.start()
         return self._started.result()
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def interrupt(self) -> None:
+        """Make the calls that allow it, now and later, raise ``Interrupted``; from any thread or signal handler."""
+        self._interrupted.set()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, interruptible: bool = False) -> T:
         """Run it in the loop and wait. Raises what it raises, or what ended the network thread meanwhile."""
         loop = self._loop
         if loop is None or self._failure is not None or not self._thread.is_alive():
@@ -42,16 +54,25 @@ class NetworkThread(Generic[R]):
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         self._calls.add(future)
         try:
-            return future.result()
+            return self._wait(future, interruptible)
         except (concurrent.futures.CancelledError, asyncio.CancelledError):
             if self._failure is not None:
                 raise self._failure from None
             raise
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Interrupted):
             future.cancel()
             raise
         finally:
             self._calls.discard(future)
+
+    def _wait(self, future: concurrent.futures.Future[T], interruptible: bool) -> T:
+        while interruptible:
+            if self._interrupted.is_set():
+                raise Interrupted
+            done, _ = concurrent.futures.wait((future,), timeout=_INTERRUPT_POLL_S)
+            if done:
+                break
+        return future.result()
 
     def tell(self, callback: Callable[[], object]) -> None:
         """Run a plain function in the loop, soon; does nothing once the thread has ended."""

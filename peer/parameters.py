@@ -74,7 +74,7 @@ def split_by_layout(vector: Tensor, layout: tuple[TensorSpec, ...]) -> dict[str,
     """(n,) float32 cut into tensors by name and shape, without copies."""
     named, at = {}, 0
     for spec in layout:
-        size = int(torch.Size(spec.shape).numel())
+        size = spec.elements
         named[spec.name] = vector[at : at + size].view(spec.shape)
         at += size
     return named

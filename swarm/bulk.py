@@ -1,8 +1,8 @@
 """The data plane: streams of sealed chunks over plain sockets, with credit, resumption and no copies.
 
-The receiver pulls: it opens a stream of a blob's chunks over the control channel, gives credit as it consumes,
-and decrypts straight into the memory where the chunk belongs. Frames of unknown links, without credit or out of
-order are dropped before any work is done on them.
+The receiver pulls: it opens a stream of a blob's chunks over the control channel, gives credit as it consumes
+and decrypts straight into the memory where the chunk belongs. Frames of unknown links, without credit or out
+of order are dropped before any work is done on them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_CHUNK_BYTES = 2**21 + 2**16
 
 _QUEUED_FRAMES = 64
 _FULL_QUEUE_S = 0.01
-# Long: on a slow uplink a heartbeat waits behind megabytes of chunks. Dead streams are noticed by their deadlines.
+# Long: on a slow uplink a heartbeat waits behind megabytes of chunks. Deadlines notice dead streams sooner.
 _SILENCE_MS = 120_000
 
 
@@ -139,7 +139,7 @@ class DataPlane:
         return expected is not None and hmac.compare_digest(expected.hex().encode(), token)
 
     def find_link(self, remote_key: bytes, name: bytes) -> Link:
-        """The link of that name with the holder of ``remote_key``. Raises ``LinkClosed`` when there is none."""
+        """The link of that name with the holder of ``remote_key``. Raises ``LinkClosed``."""
         link = self._links.get(name)
         if link is None or link.remote_key != remote_key:
             raise LinkClosed("that link is not open any more; open a new one")
@@ -200,7 +200,7 @@ class DataPlane:
             frames.insert(0, link.routing)
         tracker = await self._send_when_possible(link, frames)
         self._pool.give_back(buffer, tracker)
-        self.meter.sent_bytes += HEADER_BYTES + size
+        self.meter.sent(HEADER_BYTES + size, time.monotonic())
 
     async def _send_when_possible(self, link: Link, frames: list[bytes | memoryview]) -> zmq.MessageTracker:
         while True:
@@ -268,7 +268,7 @@ class DataPlane:
             raise WireError("truncated bulk frame")
         chunk = Header.unpack(header).chunk
         await in_thread(link.sealed.open, header, body.buffer, sink(chunk, size))
-        self.meter.received_bytes += HEADER_BYTES + size + TAG_BYTES
+        self.meter.received(HEADER_BYTES + size + TAG_BYTES, time.monotonic())
         return chunk
 
 

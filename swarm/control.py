@@ -1,7 +1,7 @@
 """The control plane: requests, replies and notices over CURVE, one ROUTER for callers and DEALERs to call.
 
-A channel is symmetric: whoever connected, both ends may send requests over it, so a peer that nobody can reach
-still answers over the connections that it made itself.
+A channel is symmetric: whoever connected, both ends may send requests over it, so a peer that nobody can
+reach still answers over the connections that it made itself.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ControlPlane:
                 routing, frame = frames[0].bytes, frames[1]
                 key, host = bytes.fromhex(str(frame.get("User-Id"))), str(frame.get("Peer-Address"))
                 await self._dispatch(self._caller(key, host, routing), frame.buffer)
-            # Receiving does not suspend while messages are queued: without this a flood would starve the rest.
+            # Receiving does not suspend while messages are queued: without this a flood starves the rest.
             await asyncio.sleep(0)
 
     def _caller(self, key: bytes, host: str, routing: bytes) -> Channel:
@@ -254,7 +254,7 @@ class ControlPlane:
                         self._close(channel, refused)
                 elif event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
                     failures += 1
-                    # Who has held the key before is more likely restarting, behind a proxy that accepts for it.
+                    # Who has held the key before is rather restarting, behind a proxy that accepts for it.
                     if failures >= _HANDSHAKE_TRIES and not channel.was_connected:
                         self._close(channel, _wrong_key(channel))
                 elif event == zmq.EVENT_MONITOR_STOPPED:

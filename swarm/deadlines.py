@@ -1,4 +1,4 @@
-"""Every deadline of a run, derived from its one number ``patience_s``: how long we wait for a silent machine."""
+"""Every deadline of a run, derived from its one number ``patience_s``: how long we wait for the silent."""
 
 from __future__ import annotations
 

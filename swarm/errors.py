@@ -14,6 +14,7 @@
     │   └── StateFileError      17    a saved state is missing, truncated or of another run
     ├── LinkError                     somebody else's machine, or the way to it
     │   ├── Unreachable         20    nothing answers at that address
+    │   │   └── MemberGone      20    it is not a member of the run any more
     │   ├── WrongKey            21    whoever answers does not hold the pinned key
     │   ├── ProtocolMismatch    22    the other side speaks another version
     │   ├── UnknownRun          23    the coordinator does not host that run
@@ -97,6 +98,10 @@ class Unreachable(LinkError):
     """Nothing answers at that address."""
 
     exit_code = 20
+
+
+class MemberGone(Unreachable):
+    """That peer is not on the roster (any more): waiting for it is pointless."""
 
 
 class WrongKey(LinkError):

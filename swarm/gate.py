@@ -1,7 +1,7 @@
 """The gate: who may connect at all. Answers libzmq's question for every handshake (ZAP, ZeroMQ RFC 27).
 
-Control connections prove a CURVE key. Data connections show the token of a link that was agreed on inside CURVE:
-without it a stranger could send an endless multipart message, which libzmq buffers whole and without a limit.
+Control connections prove a CURVE key. Data connections show the token of a link that was agreed on inside
+CURVE: without it a stranger could send an endless multipart message, which libzmq buffers without a limit.
 (pyzmq's ``AsyncioAuthenticator`` asks one caller after the other, and dies when a callback raises.)
 """
 

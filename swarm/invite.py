@@ -57,7 +57,7 @@ class Invite:
             raise InviteError("the invite's key is damaged; ask the host to send it again") from error
         if len(key) != 32:
             raise InviteError(
-                "the invite has no whole key= at its end; was it cut off? (quote it in the shell: it contains ?)"
+                "the invite has no whole key= at its end; was it cut off? (quote it in the shell)"
             )
         return cls(host, port, run, key)
 

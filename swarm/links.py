@@ -47,7 +47,7 @@ class Outgoing:
     _more: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, credit: int) -> None:
-        """No honest receiver ever has more than ``CREDIT`` chunks open; others do not get to fill our memory."""
+        """No honest receiver has more than ``CREDIT`` chunks open; others do not get to fill our memory."""
         self.credit = min(self.credit + credit, 2 * CREDIT)
         self._more.set()
 
@@ -101,12 +101,38 @@ class Link:
             self.socket.close(linger=0)
 
 
+_BUSY_BYTES = 2**18
+_BUCKET_S = 0.25
+
+
 @dataclass
 class Meter:
-    """Bytes of bulk frames, headers and tags included."""
+    """Bytes of bulk frames, headers and tags included, and the bandwidth that they have shown."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    bandwidth_bps: float = 0.0
+    """Of the busiest quarter seconds lately, both directions together; 0 before anything large has moved."""
+    _bucket: int = -1
+    _bucket_bytes: int = 0
+
+    def sent(self, size: int, now_s: float) -> None:
+        self.sent_bytes += size
+        self._count(size, now_s)
+
+    def received(self, size: int, now_s: float) -> None:
+        self.received_bytes += size
+        self._count(size, now_s)
+
+    def _count(self, size: int, now_s: float) -> None:
+        bucket = int(now_s / _BUCKET_S)
+        if bucket != self._bucket:
+            # Only busy moments say what the link can carry; slowly forgotten, for links that get worse.
+            if self._bucket_bytes >= _BUSY_BYTES:
+                shown = 8 * self._bucket_bytes / _BUCKET_S
+                self.bandwidth_bps = max(shown, 0.9 * self.bandwidth_bps)
+            self._bucket, self._bucket_bytes = bucket, 0
+        self._bucket_bytes += size
 
 
 class BufferPool:

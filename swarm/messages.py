@@ -6,6 +6,7 @@ are decoded (``wire.py``), so handlers never see one. Tuples, not lists: they ar
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -85,6 +86,10 @@ class TensorSpec(Record):
     name: Annotated[str, Field(max_length=500)]
     shape: Annotated[tuple[Count, ...], Field(max_length=16)]
     dtype: Annotated[str, Field(max_length=32)]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 class PlanMember(Record):

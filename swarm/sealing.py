@@ -1,8 +1,8 @@
 """Sealed bulk frames: AEAD under keys of one link and direction, counter nonces, replays refused.
 
 Keys come from two secrets that travelled inside the CURVE channel (HKDF, RFC 5869); the cipher is AES-256-GCM
-(NIST SP 800-38D), or ChaCha20-Poly1305 (RFC 8439) where either side has no AES hardware. The header travels in
-the clear as associated data. Nothing here touches a socket.
+(NIST SP 800-38D), or ChaCha20-Poly1305 (RFC 8439) where either side has no AES hardware. The header travels
+in the clear as associated data. Nothing here touches a socket.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class SealedLink:
         self._send.encrypt_into(bytes(4) + header[8:16], payload, header, out)
 
     def open(self, header: bytes, sealed: memoryview, out: memoryview) -> None:
-        """Decrypt into ``out``, ``TAG_BYTES`` shorter than ``sealed``. Raises ``WireError`` on a forgery or replay."""
+        """Decrypt into ``out``, ``TAG_BYTES`` shorter. Raises ``WireError`` on a forgery or replay."""
         counter = Header.unpack(header).counter
         with self._lock:
             if not self._window.is_fresh(counter):

@@ -1,7 +1,7 @@
 """One member's end of the network: the control and data planes together, addressed by peer id.
 
-``Endpoint`` is the interface that the averaging protocol and the tests' in-memory network share; ``Node`` is the
-real one.
+``Endpoint`` is the interface that the averaging protocol and the tests' in-memory network share; ``Node`` is
+the real one.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ import zmq.asyncio
 from shoal.swarm.bulk import ChunkSource, DataPlane
 from shoal.swarm.channel import Channel
 from shoal.swarm.control import ControlPlane
-from shoal.swarm.errors import LinkClosed, LinkError, NotAdmitted, Unreachable, WireError
+from shoal.swarm.errors import LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
 from shoal.swarm.gate import Admit, Gate
 from shoal.swarm.identity import CurveKeys, verify_certificate
 from shoal.swarm.links import CREDIT, Incoming, Link, Meter
 from shoal.swarm.messages import (
     Acknowledged,
     Blob,
-    Message,
     PeerToPeerCloseStream,
     PeerToPeerLinkOpened,
     PeerToPeerOpenLink,
     PeerToPeerOpenStream,
-    PeerToPeerPing,
-    PeerToPeerPong,
     PeerToPeerStreamCredit,
     PeerToPeerStreamOpened,
     RosterEntry,
 )
 from shoal.swarm.sealing import HELLO_STREAM
+from shoal.swarm.serving import answer_members
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +78,8 @@ class Node:
     ) -> AsyncIterator[Node]:
         """Bind both planes on ``host`` (port 0: any free one); everything ends with the context.
 
-        Without a data port (None) the node takes part in control only. Raises ``Unreachable`` when it cannot bind.
+        Without a data port (None) the node takes part in control only. Raises ``Unreachable`` when it cannot
+        bind.
         """
         context = zmq.asyncio.Context()
         context.max_sockets = _MAX_SOCKETS
@@ -90,7 +89,7 @@ class Node:
                 gate = Gate(context, tasks, admit, data.admits)
                 node = cls(ControlPlane(context, keys, tasks), data)
                 try:
-                    node._register()
+                    answer_members(node.control, data, node.knows_key)
                     gate.start()
                     node.control_port = node.control.start(host, ports[0])
                     node.data_port = 0 if ports[1] is None else data.start(host, ports[1])
@@ -145,6 +144,10 @@ class Node:
     def knows_key(self, curve_key: bytes) -> bool:
         return curve_key in self._peers_by_key
 
+    def trainers(self) -> list[str]:
+        """The members that train, in the roster's order: who has been here longest first."""
+        return [peer for peer, entry in self._roster.items() if entry.role == "trainer"]
+
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self._data.publish(blob, source)
 
@@ -157,7 +160,7 @@ class Node:
         """Yield the index of each chunk once it lies in its sink, in order, resuming over broken links.
 
         Raises the last ``LinkError`` (``Unreachable``, ``BlobUnavailable``, …) some time after ``progress_s``
-        without a new chunk. When closed early, the sinks are not written to any more.
+        without a new chunk, and ``MemberGone`` at once. When closed early, the sinks are not written to any more.
         """
         following, progress = chunks.start, time.monotonic()
         retry_s, trouble = _RETRY_S, LinkError(f"{peer} sent nothing")
@@ -167,8 +170,10 @@ class Node:
                 async with aclosing(self._attempt(peer, blob, rest, sink, progress_s / _ATTEMPTS)) as attempt:
                     async for chunk in attempt:
                         yield chunk
-                        # Only now: the time that our caller took for the chunk is not the other side's silence.
+                        # Only now: the time that our caller took is not the other side's silence.
                         following, progress, retry_s = chunk + 1, time.monotonic(), _RETRY_S
+            except MemberGone:
+                raise
             except LinkError as error:
                 trouble = error
             if following < chunks.stop:
@@ -212,7 +217,7 @@ class Node:
                 await self._stop_stream(channel, link, number)
 
     async def _next_chunk(self, link: Link, incoming: Incoming, sink: Sink, wait_s: float) -> int:
-        """Raises ``LinkError`` at the first frame that is missing or damaged: later ones would leave a hole."""
+        """Raises ``LinkError`` at the first missing or damaged frame: later ones would leave a hole."""
         frame = None
         while frame is None:
             if incoming.gap and incoming.frames.empty():
@@ -241,7 +246,7 @@ class Node:
     def _channel(self, peer: str) -> Channel:
         entry = self._roster.get(peer)
         if entry is None:
-            raise Unreachable(f"{peer} is not on the roster (any more)")
+            raise MemberGone(f"{peer} is not a member of the run (any more)")
         if entry.reachable:
             return self.control.dial(entry.host, entry.control_port, entry.certificate.curve_key)
         channel = self.control.incoming(entry.certificate.curve_key)
@@ -270,7 +275,7 @@ class Node:
             raise channel.diagnosis(wait_s) from error
 
     async def call_on(self, peer: str, wait_s: float) -> None:
-        """Make sure that a link with ``peer`` exists, so that it can fetch from us though it cannot reach us."""
+        """Make sure that there is a link with ``peer``: it can fetch from us though it cannot reach us."""
         channel = self._channel(peer)
         link = await self._link(peer, channel, wait_s)
         # Credit for a stream that cannot exist asks no more than whether the link still does, over there.
@@ -280,48 +285,6 @@ class Node:
         except LinkClosed:
             self._data.close_link(link)
             await self._link(peer, channel, wait_s)
-
-    # What others ask of us ------------------------------------------------------------------------------
-
-    def _register(self) -> None:
-        control = self.control
-
-        async def ping(channel: Channel, message: Message) -> Message:
-            return PeerToPeerPong()
-
-        async def open_link(channel: Channel, message: Message) -> Message:
-            assert isinstance(message, PeerToPeerOpenLink)
-            self._require_member(channel)
-            return self._data.accept_link(channel.remote_key, message)
-
-        async def open_stream(channel: Channel, message: Message) -> Message:
-            assert isinstance(message, PeerToPeerOpenStream)
-            self._require_member(channel)
-            self._data.serve(self._data.find_link(channel.remote_key, message.link), message)
-            return PeerToPeerStreamOpened()
-
-        async def add_credit(channel: Channel, message: Message) -> Message:
-            assert isinstance(message, PeerToPeerStreamCredit)
-            link = self._data.find_link(channel.remote_key, message.link)
-            if message.stream in link.outgoing:
-                link.outgoing[message.stream].add(message.credit)
-            return Acknowledged()
-
-        async def close_stream(channel: Channel, message: Message) -> Message:
-            assert isinstance(message, PeerToPeerCloseStream)
-            link = self._data.find_link(channel.remote_key, message.link)
-            link.close_stream(message.stream)
-            return Acknowledged()
-
-        control.handle(PeerToPeerPing, ping)
-        control.handle(PeerToPeerOpenLink, open_link)
-        control.handle(PeerToPeerOpenStream, open_stream)
-        control.handle(PeerToPeerStreamCredit, add_credit)
-        control.handle(PeerToPeerCloseStream, close_stream)
-
-    def _require_member(self, channel: Channel) -> None:
-        if channel.remote_key not in self._peers_by_key:
-            raise NotAdmitted("only members of the run may open links")
 
 
 def _address(entry: RosterEntry) -> tuple[bytes, str, int, int]:

@@ -51,8 +51,8 @@ def decode(data: bytes | memoryview) -> Envelope:
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(data)} bytes is too large")
     try:
-        # Deeply nested arrays make msgpack raise StackError (a ValueError). It allocates an array by its declared
-        # length, so by default each of some bytes' nested headers could claim as much as the whole input has bytes.
+        # Deep nesting makes msgpack raise StackError (a ValueError). Arrays are allocated by their declared
+        # length: unlimited, each of many nested headers could claim eight times the size of the whole input.
         fields: Any = msgpack.unpackb(
             data,
             use_list=False,

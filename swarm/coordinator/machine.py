@@ -11,7 +11,7 @@ from collections.abc import Callable
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, to_wire
 from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, plan_round
-from shoal.swarm.coordinator.state import RunState, count_elements
+from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, WireError
 from shoal.swarm.messages import (
     DeviceInfo,
@@ -196,7 +196,7 @@ class RunMachine(RunState):
             self._reopen()
             return
         assert self.model is not None
-        elements = sum(count_elements(spec) for spec in self.model.layout)
+        elements = sum(spec.elements for spec in self.model.layout)
         members = self.membership.trainers()
         plan = plan_round(self.round.number, self.anchor_version, elements, ready, members)
         if plan is None:

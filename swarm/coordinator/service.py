@@ -87,9 +87,12 @@ class CoordinatorService:
                     for task in loops:
                         task.cancel()
 
-    async def wait(self) -> None:
-        """Returns never; raises ``StorageError`` when the journal cannot be written any more."""
-        await self._broken
+    async def wait(self, stop: asyncio.Event) -> None:
+        """Until ``stop`` is set; raises ``StorageError`` when the journal cannot be written any more."""
+        self._broken.add_done_callback(lambda _: stop.set())
+        await stop.wait()
+        if self._broken.done():
+            await self._broken
 
     def observe(self, observer: Callable[[Fact], None]) -> None:
         """Call ``observer`` with every fact once it is in the journal."""

@@ -13,7 +13,6 @@ from shoal.swarm.messages import (
     CoordinatorToPeerStatus,
     PeerToCoordinatorDescribeModel,
     RunView,
-    TensorSpec,
     Verdict,
 )
 from shoal.swarm.run_file import RunFile
@@ -238,11 +237,3 @@ class RunState:
             or (run.rounds is not None and self.rounds_committed >= run.rounds)
             or (run.max_s is not None and self.elapsed_s(self.now_s) >= run.max_s)
         )
-
-
-def count_elements(spec: TensorSpec) -> int:
-    """Elements of a tensor of that shape."""
-    elements = 1
-    for size in spec.shape:
-        elements *= size
-    return elements

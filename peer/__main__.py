@@ -1,0 +1,5 @@
+"""``python -m shoal.peer`` is ``shoal``."""
+
+from shoal.peer.cli import main
+
+main()

@@ -1,0 +1,117 @@
+"""What this machine trains on: the device, its memory, what precision it has, how many samples fit at once."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.swarm.errors import DeviceError
+from shoal.swarm.messages import DeviceInfo
+
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def choose_device(asked: str) -> torch.device:
+    """``auto`` takes CUDA, then MPS, then the CPU. Raises ``DeviceError`` for one that is not here."""
+    if not _DEVICE.fullmatch(asked):
+        raise DeviceError(f"--device {asked}: expected auto, cpu, cuda, cuda:N or mps")
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if asked == "auto":
+        return torch.device("cuda" if has_cuda else "mps" if has_mps else "cpu")
+    device = torch.device(asked)
+    if device.type == "cuda" and not (has_cuda and (device.index or 0) < torch.cuda.device_count()):
+        raise DeviceError(f"--device {asked}: there are {torch.cuda.device_count()} CUDA devices here; try auto")
+    if device.type == "mps" and not has_mps:
+        raise DeviceError("--device mps: this is no Mac with Metal; try auto")
+    return device
+
+
+def parse_memory(text: str) -> int:
+    """``8G``, ``500M``, ``1.5 GiB`` to bytes. Raises ``DeviceError``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise DeviceError(f"--max-memory {text}: expected a size such as 8G or 500M")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All of the device's memory; the machine's for the CPU and MPS."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def describe_device(name: str) -> DeviceInfo:
+    """For the others to read."""
+    device = torch.device(name)
+    match device.type:
+        case "cuda":
+            label = torch.cuda.get_device_name(device)
+        case "mps":
+            label = f"Apple {platform.machine()} GPU"
+        case _:
+            label = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return DeviceInfo(kind=device.type[:16], name=label[:100], memory_bytes=memory_bytes(device))
+
+
+def autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A maker of contexts for the forward pass: bfloat16 where the device has it (``auto``) or where asked for."""
+    has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    if precision == "bfloat16" or (precision == "auto" and has_bfloat16):
+        return lambda: torch.autocast(device.type, torch.bfloat16)
+    return nullcontext
+
+
+def samples_that_fit(
+    model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int
+) -> int:
+    """How many of ``batch`` samples may run at once, a divisor-free count of at least one.
+
+    Measured: the bytes that autograd keeps for one sample's backward pass, on any device. Raises ``DeviceError``
+    when even one sample does not fit.
+    """
+    seen: dict[int, int] = {}
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = sample_loss()
+    del loss
+    # Half as much again for what the backward pass itself makes.
+    per_sample = max(1, int(1.5 * sum(seen.values())))
+    fits = free_bytes // per_sample
+    if fits < 1:
+        raise DeviceError(
+            f"one sample needs about {per_sample / 2**20:.0f} MiB beside the model, "
+            f"{free_bytes / 2**20:.0f} MiB are left: allow more --max-memory or join a run with a smaller model"
+        )
+    return int(min(batch, fits))
+
+
+def free_bytes(device: torch.device, model: nn.Module, limit: int | None, states: int) -> int:
+    """What is left for activations after the parameters, their gradients and ``states`` optimizer values each.
+
+    On CUDA the free memory counts as the upper limit; elsewhere the machine's.
+    """
+    static = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    total = memory_bytes(device)
+    if device.type == "cuda":
+        total = int(torch.cuda.mem_get_info(device)[0]) + static
+    allowed = min(total, limit) if limit else int(0.9 * total)
+    return allowed - static * (2 + states)

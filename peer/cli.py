@@ -1,0 +1,174 @@
+"""The command line: ``shoal host | join | status | export | generate | demo``; errors become exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shoal.peer.capability import parse_memory
+from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
+from shoal.peer.demo import DemoOptions, run_demo
+from shoal.peer.export import export_from_run, export_model, read_model
+from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
+from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
+from shoal.peer.recipes.gpt import Gpt, generate
+from shoal.peer.session import SHOAL_HOME, SessionOptions
+from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.errors import RecipeError, ShoalError
+from shoal.swarm.invite import Invite, parse_address
+from shoal.swarm.observer import get_status
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train one model together, on machines that nobody owns together.",
+)
+console = Console()
+errors = Console(stderr=True)
+
+InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=… (quote it: it contains ?)")]
+IdentityOption = Annotated[Path, typer.Option(help="Ed25519 identity; made when it is missing.")]
+LogJson = Annotated[Path | None, typer.Option(help="Write one JSON event a line to this file.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
+
+
+@app.command("host")
+def host_command(
+    run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0: any free one.")] = (
+        f"0.0.0.0:{DEFAULT_PORT}"
+    ),
+    advertise: Annotated[str, typer.Option(help="HOST[:PORT] that the invite shall name.")] = "",
+    state: Annotated[Path, typer.Option(help="Where the journal is kept.")] = SHOAL_HOME / "host",
+    identity: IdentityOption = SHOAL_HOME / "identity",
+    log_json: LogJson = None,
+    verbose: Verbose = False,
+) -> None:
+    """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
+    setup_logging(console, verbose)
+    options = HostOptions(
+        identity, state, parse_address(bind, DEFAULT_PORT), parse_address(advertise) if advertise else ("", 0)
+    )
+
+    def on_start(hosting: Hosting) -> None:
+        console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
+        console.print(f"Files   {hosting.state}")
+        if hosting.resumed_round:
+            console.print(f"Resumed in round {hosting.resumed_round}")
+        console.print("Invite  (one command joins a machine)")
+        console.print(f"\n  shoal join '{hosting.invite}'\n", soft_wrap=True, highlight=False)
+
+    with Reporter(console, log_json) as reporter:
+
+        def on_fact(fact: Fact) -> None:
+            event = describe_fact(fact)
+            if event is not None:
+                reporter.record(event)
+                console.print(plain_line(event), highlight=False)
+
+        asyncio.run(host(run, options, on_start, on_fact))
+
+
+@app.command("join")
+def join_command(
+    invite: InviteArgument,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    max_memory: Annotated[str, typer.Option(help="At most so much memory, such as 8G.")] = "",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for training; 0: all.")] = 0,
+    name: Annotated[str, typer.Option(help="How others see this machine; its host name by default.")] = "",
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; data goes over the next port.")] = "0.0.0.0",
+    advertise: Annotated[str, typer.Option(help="HOST[:PORT] at which other peers reach this one.")] = "",
+    state: Annotated[Path, typer.Option(help="Where the model is saved.")] = SHOAL_HOME / "runs",
+    identity: IdentityOption = SHOAL_HOME / "identity",
+    log_json: LogJson = None,
+    verbose: Verbose = False,
+) -> None:
+    """Join a run and train until it ends. Ctrl-C leaves gracefully, a second one at once."""
+    setup_logging(console, verbose)
+    work = Work(device, _memory(max_memory), threads or None)
+    with Reporter(console, log_json) as reporter:
+        options = SessionOptions(
+            identity=identity,
+            state=state,
+            name=name,
+            bind=parse_address(bind),
+            advertise=parse_address(advertise) if advertise else ("", 0),
+            on_event=reporter.on_event,
+        )
+        run_member(invite, options, work, reporter.watch)
+
+
+@app.command("status")
+def status_command(
+    invite: InviteArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show a run: round, loss, and its members with device, speed and share of the work."""
+    status = asyncio.run(get_status(Invite.parse(invite)))
+    if as_json:
+        console.print_json(data=status_json(status))
+    else:
+        console.print(status_table(status))
+
+
+@app.command("export")
+def export_command(
+    run: Annotated[str, typer.Option(help="An invite, a run's folder, or a saved state file.")],
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("model.safetensors"),
+) -> None:
+    """Write a run's model for inference, from a live run (invite) or from what a member saved here."""
+    if run.startswith("shoal://"):
+        version = asyncio.run(export_from_run(Invite.parse(run), out))
+    else:
+        version = export_model(Path(run), out)
+    console.print(f"Anchor version {version} written to {out}, its recipe to {out.with_suffix('.json')}")
+
+
+@app.command("generate")
+def generate_command(
+    model: Annotated[Path, typer.Argument(help="A model written by `shoal export`.")],
+    prompt: Annotated[str, typer.Option(help="What to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens (bytes).")] = 300,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.7,
+    top_k: Annotated[int, typer.Option(min=0, help="Among so many; 0: all.")] = 50,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Sample text from an exported gpt model."""
+    loaded = read_model(model)
+    if not isinstance(loaded, Gpt):
+        raise RecipeError(f"{model}: generate knows the gpt recipe only")
+    text = generate(loaded, prompt.encode(), tokens, temperature, top_k or None, seed)
+    print(prompt + text.decode(errors="replace"))
+
+
+@app.command("demo")
+def demo_command(
+    peers: Annotated[int, typer.Option(min=2, max=16, help="Peers at the start.")] = 4,
+    minutes: Annotated[float, typer.Option(min=0.2, help="How long to train.")] = 3.0,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("shoal-demo"),
+) -> None:
+    """A whole run on this machine: one peer is killed, one comes late, a model is trained."""
+    raise typer.Exit(run_demo(DemoOptions(peers, minutes, json, out), console))
+
+
+def _memory(text: str) -> int | None:
+    return parse_memory(text) if text else None
+
+
+def main() -> None:
+    """The ``shoal`` command."""
+    try:
+        app()
+    except ShoalError as error:
+        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED_AT_ONCE)

@@ -1,0 +1,94 @@
+"""What ``shoal join`` runs: recipe, model and data from the run file, trained in a ``Session`` until the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shoal.peer.capability import autocast, choose_device, free_bytes, samples_that_fit
+from shoal.peer.data import DataAbout
+from shoal.peer.inner_loop import InnerLoop, make_inner, optimizer_states
+from shoal.peer.network_thread import Interrupted
+from shoal.peer.recipes import load_recipe
+from shoal.peer.session import Session, SessionOptions
+
+log = logging.getLogger(__name__)
+
+STOPPED_AT_ONCE = 130
+
+
+@dataclass(frozen=True)
+class Work:
+    """``max_memory_bytes`` None: nine tenths of the device's. ``threads`` None: as many as torch likes."""
+
+    device: str = "auto"
+    max_memory_bytes: int | None = None
+    threads: int | None = None
+
+
+def run_member(
+    invite: str, options: SessionOptions, work: Work, watch: Callable[[Session], None] = lambda _: None
+) -> None:
+    """Join and train until the run ends or Ctrl-C: the first leaves gracefully, the second stops at once.
+
+    ``watch`` is called once with the session, before it trains. Raises the errors of joining and training.
+    """
+    device = choose_device(work.device)
+    if work.threads is not None:
+        torch.set_num_threads(work.threads)
+    with Session.connect(invite, options, str(device)) as session:
+        earlier = _handle_signals(session)
+        try:
+            watch(session)
+            _train(session, device, work.max_memory_bytes)
+        except Interrupted:
+            log.info("stopped before the run had a state to give")
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+
+def _train(session: Session, device: torch.device, max_memory: int | None) -> None:
+    run = session.run_file
+    recipe = load_recipe(run)
+    model = recipe.build_model(run.run.seed).to(device)
+    about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample)
+    optimizer = None if run.algorithm == "virtual_batch" else make_inner(model, run.inner)
+    cast = autocast(device, run.inner.precision)
+    room = free_bytes(device, model, max_memory, optimizer_states(run.inner, run.algorithm))
+    data = recipe.training_data()
+
+    def one_sample() -> torch.Tensor:
+        with cast():
+            return recipe.loss(model, data.batch([0]).to(device))
+
+    micro_batch = samples_that_fit(model, one_sample, run.inner.batch_samples, room)
+    if micro_batch < run.inner.batch_samples:
+        log.warning(
+            "batches of %d samples are taken in pieces of %d, to fit memory", run.inner.batch_samples, micro_batch
+        )
+    session.start(model, optimizer, about, recipe.config())
+    loop = InnerLoop(model, recipe.loss, cast, micro_batch)
+    for batch in session.batches(data):
+        session.step(loop.backward(batch))
+
+
+def _handle_signals(session: Session) -> dict[int, Any]:
+    stops = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stops
+        stops += 1
+        if stops > 1:
+            os._exit(STOPPED_AT_ONCE)
+        session.request_stop()
+
+    return {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+

@@ -1,0 +1,149 @@
+"""From leased sample ranges to batches: what is left, what is in hand, what is done; and whose data it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from shoal.swarm.coordinator.leases import Ranges, count, merge, to_wire
+from shoal.swarm.messages import SampleRange
+
+_PROBES = 16
+
+
+class Dataset(Protocol):
+    """Map-style: the same on every peer."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class DataAbout:
+    """What the run must know of the data: its digest, a line for people, and how many tokens a sample counts."""
+
+    digest: bytes
+    about: str
+    tokens_per_sample: int
+
+
+def fingerprint(dataset: Dataset) -> bytes:
+    """SHA-256 over the length and 16 samples spread over the dataset: enough to notice another one."""
+    digest = hashlib.sha256(f"shoal data {len(dataset)}".encode())
+    for index in np.linspace(0, len(dataset) - 1, min(_PROBES, len(dataset))).astype(int):
+        _hash_value(digest, dataset[int(index)])
+    return digest.digest()
+
+
+def _hash_value(digest: Any, value: Any) -> None:
+    match value:
+        case Tensor():
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        case np.ndarray():
+            digest.update(np.ascontiguousarray(value).tobytes())
+        case dict():
+            for key in sorted(value, key=str):
+                digest.update(str(key).encode())
+                _hash_value(digest, value[key])
+        case list() | tuple():
+            for one in value:
+                _hash_value(digest, one)
+        case _:
+            digest.update(repr(value).encode())
+
+
+def take_batch(dataset: Dataset, indices: NDArray[np.int64]) -> Any:
+    """The samples at ``indices`` (b,), collated."""
+    batch = getattr(dataset, "batch", None)
+    if batch is not None:
+        return batch(indices)
+    return default_collate([dataset[int(index)] for index in indices])
+
+
+class LeasedSamples:
+    """Samples of this peer's leases, in three states: left to do, in hand (one batch), done."""
+
+    def __init__(self, tokens_per_sample: int) -> None:
+        self._tokens_per_sample = tokens_per_sample
+        self._left: Ranges = []
+        self._done: Ranges = []
+        self._in_hand: tuple[int, int] | None = None
+        self._loss_sum: Tensor | None = None
+        self._loss_samples = 0
+        self._recent: float | None = None
+        self._steps = 0
+
+    @property
+    def left(self) -> int:
+        return count(self._left)
+
+    @property
+    def in_hand(self) -> bool:
+        return self._in_hand is not None
+
+    @property
+    def tokens_done(self) -> int:
+        return count(self._done) * self._tokens_per_sample
+
+    def add(self, start: int, stop: int) -> None:
+        """A new lease."""
+        self._left.append((start, stop))
+
+    def next_batch(self, samples: int) -> tuple[int, int] | None:
+        """Bounds of the next at most ``samples`` samples, now in hand; None when there are none."""
+        if not self._left:
+            return None
+        start, end = self._left.pop(0)
+        stop = min(start + samples, end)
+        if stop < end:
+            self._left.insert(0, (stop, end))
+        self._in_hand = (start, stop)
+        return self._in_hand
+
+    def finish(self, loss: Tensor) -> int:
+        """The batch in hand is done, with that mean loss; returns its samples."""
+        assert self._in_hand is not None, "step() without a batch of batches()"
+        start, stop = self._in_hand
+        self._in_hand = None
+        self._done = merge([*self._done, (start, stop)])
+        weighted = loss.detach().float() * (stop - start)
+        self._loss_sum = weighted if self._loss_sum is None else self._loss_sum + weighted
+        self._loss_samples += stop - start
+        self._steps += 1
+        if self._steps % 8 == 1:  # reading a loss waits for the GPU
+            self._recent = float(loss.detach())
+        return stop - start
+
+    def recent_loss(self) -> float | None:
+        """The loss of a step not long ago; None before the first or when it is not finite."""
+        return self._recent if self._recent is not None and np.isfinite(self._recent) else None
+
+    def mean_loss(self) -> float | None:
+        """Over all done samples."""
+        if self._loss_sum is None:
+            return None
+        mean = float(self._loss_sum) / self._loss_samples
+        return mean if np.isfinite(mean) else None
+
+    def done_ranges(self) -> tuple[SampleRange, ...]:
+        return to_wire(self._done)
+
+    def committed(self) -> None:
+        """What is done is part of the anchor; what is left stays ours."""
+        self._done, self._loss_sum, self._loss_samples = [], None, 0
+
+    def forget(self) -> None:
+        """None of it is ours any more."""
+        self._left, self._in_hand = [], None
+        self.committed()
+
+

@@ -1,0 +1,103 @@
+"""What ``shoal host`` runs: a coordinator with its journal, until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.service import CoordinatorService
+from shoal.swarm.errors import StorageError
+from shoal.swarm.identity import Identity
+from shoal.swarm.invite import Invite
+from shoal.swarm.run_file import load_run_file
+
+DEFAULT_PORT = 7707
+_PORT_FILE = "port.txt"
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """``bind``: where to listen; port 0 takes any free one, and the same one again after a restart.
+    ``advertise``: what the invite says, by default this machine's address and the bound port."""
+
+    identity: Path
+    state: Path
+    bind: tuple[str, int] = ("0.0.0.0", DEFAULT_PORT)
+    advertise: tuple[str, int] = ("", 0)
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """What the host's person has to know."""
+
+    invite: Invite
+    run_hash: bytes
+    state: Path
+    resumed_round: int
+
+
+async def host(
+    run_path: Path,
+    options: HostOptions,
+    on_start: Callable[[Hosting], None],
+    on_fact: Callable[[Fact], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …"""
+    text, run = load_run_file(run_path)
+    identity = Identity.load_or_create(options.identity)
+    state = options.state / run.run.name
+    journal = Journal(state / "journal.sqlite", run.hash, text)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        address = (options.bind[0], options.bind[1] or _earlier_port(state))
+        async with CoordinatorService.serve(text, run, identity, address, journal) as service:
+            port = service.node.control_port
+            invite = Invite(
+                options.advertise[0] or _own_address(options.bind[0]),
+                options.advertise[1] or port,
+                run.run.name,
+                service.node.control.keys.public,
+            )
+            _write(state / _PORT_FILE, f"{port}\n")
+            _write(state / "invite.txt", f"{invite}\n")
+            service.observe(on_fact)
+            on_start(Hosting(invite, run.hash, state, service.machine.round.number))
+            await service.wait(stop)
+    finally:
+        journal.close()
+
+
+def _earlier_port(state: Path) -> int:
+    """The port of the time before, so that invites stay valid; 0 when there was none."""
+    try:
+        return int((state / _PORT_FILE).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error}") from error
+
+
+def _own_address(bind: str) -> str:
+    """The address that the invite names: the bound one, or that of the interface that leads outside."""
+    if bind not in ("0.0.0.0", "::", "*"):
+        return bind
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); UDP connects without a packet
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

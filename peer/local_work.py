@@ -1,0 +1,72 @@
+"""What a peer does between two rounds and what it brings to the next one: one class an algorithm."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.peer.parameters import ParameterVector
+
+
+class LocalWork(Protocol):
+    """Local work since the anchor; ``vector`` is the model it works on."""
+
+    def step(self, samples: int, lr_factor: float) -> None:
+        """Take in the gradients of a mean loss over ``samples`` samples, and clear them."""
+
+    def contribution(self, anchor: Tensor) -> Tensor:
+        """(n,) float32 on the CPU, a new tensor; zeros when nothing was done."""
+
+    def restart(self, anchor: Tensor) -> None:
+        """Forget the work and begin again from ``anchor``."""
+
+
+class PseudoGradient:
+    """Inner optimizer steps; contributes anchor - local (DiLoCo, arXiv:2311.08105)."""
+
+    def __init__(self, vector: ParameterVector, optimizer: Optimizer, clip_norm: float | None) -> None:
+        self._vector = vector
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def step(self, samples: int, lr_factor: float) -> None:
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._vector.parameters, self._clip_norm)
+        for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = lr * lr_factor
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def contribution(self, anchor: Tensor) -> Tensor:
+        return torch.sub(anchor, self._vector.read())
+
+    def restart(self, anchor: Tensor) -> None:
+        self._vector.write(anchor)
+
+
+class AccumulatedGradient:
+    """No inner step; contributes the mean gradient over all its samples, so that the round's weighted mean is the
+    gradient of the global batch."""
+
+    def __init__(self, vector: ParameterVector) -> None:
+        self._vector = vector
+        self._sum: Tensor | None = None
+        self._samples = 0
+
+    def step(self, samples: int, lr_factor: float) -> None:
+        gradient = self._vector.take_gradients().mul_(float(samples))
+        self._sum = gradient if self._sum is None else self._sum.add_(gradient)
+        self._samples += samples
+
+    def contribution(self, anchor: Tensor) -> Tensor:
+        if self._sum is None:
+            return torch.zeros_like(anchor)
+        return (self._sum / float(self._samples)).to("cpu", copy=True)
+
+    def restart(self, anchor: Tensor) -> None:
+        self._sum, self._samples = None, 0
+        self._vector.write(anchor)

@@ -1,0 +1,69 @@
+"""Arbitrary valid messages of every class, made from the annotations in ``messages.py``."""
+
+import types
+import typing
+from typing import Any
+
+from annotated_types import Ge, Le, Lt, MaxLen, MinLen
+from hypothesis import strategies as st
+from pydantic import BaseModel, StringConstraints
+from pydantic.fields import FieldInfo
+
+from shoal.swarm.messages import MESSAGES, Message
+
+
+def _flat(metadata: typing.Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for item in metadata:
+        flat += _flat(item.metadata) if isinstance(item, FieldInfo) else [item]
+    return flat
+
+
+def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
+    """Values that the annotation allows; collections stay small."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return values(arguments[0], (*arguments[1:], *metadata))
+    limits = _flat(metadata)
+    low = next((m.ge for m in limits if isinstance(m, Ge)), None)
+    high = next((m.le for m in limits if isinstance(m, Le)), None)
+    high = next((m.lt - 1 for m in limits if isinstance(m, Lt)), high)
+    least = next((m.min_length for m in limits if isinstance(m, MinLen)), 0)
+    most = next((m.max_length for m in limits if isinstance(m, MaxLen)), None)
+    for constraint in limits:
+        if isinstance(constraint, StringConstraints):
+            return st.from_regex(str(constraint.pattern), fullmatch=True).filter(lambda s: s.isascii())
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([values(argument) for argument in arguments])
+    if origin is tuple:
+        return st.lists(values(arguments[0]), min_size=least, max_size=max(least, 2)).map(tuple)
+    if annotation is type(None):
+        return st.none()
+    if annotation is bool:
+        return st.booleans()
+    if annotation is int:
+        return st.integers(low, high)
+    if annotation is float:
+        return st.floats(low, high, allow_nan=False, allow_infinity=False)
+    if annotation is str:
+        return st.text(st.characters(exclude_categories=["Cs"]), min_size=least, max_size=min(most or 20, 20))
+    if annotation is bytes:
+        return st.binary(min_size=least, max_size=most or 20)
+    assert issubclass(annotation, BaseModel), annotation
+    return records(annotation)
+
+
+def records(cls: type[BaseModel]) -> st.SearchStrategy[Any]:
+    fields = {
+        name: values(annotation)
+        for name, annotation in typing.get_type_hints(cls, include_extras=True).items()
+        if name in cls.model_fields
+    }
+    return st.fixed_dictionaries(fields).map(lambda kwargs: cls(**kwargs))
+
+
+messages: st.SearchStrategy[Message] = st.sampled_from(sorted(MESSAGES)).flatmap(
+    lambda name: records(MESSAGES[name])
+)

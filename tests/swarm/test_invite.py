@@ -1,0 +1,93 @@
+import base64
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.swarm.errors import InviteError
+from shoal.swarm.invite import Invite, parse_address
+
+KEY = base64.urlsafe_b64encode(bytes(range(32))).decode().rstrip("=")
+
+hosts = st.one_of(
+    st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?(\.[a-z]{2,8})?", fullmatch=True),
+    st.ip_addresses(v=4).map(str),
+    st.ip_addresses(v=6).map(str),
+)
+
+
+@given(
+    hosts,
+    st.integers(1, 65_535),
+    st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True),
+    st.binary(min_size=32, max_size=32),
+)
+def test_round_trip(host: str, port: int, run: str, key: bytes) -> None:
+    invite = Invite(host, port, run, key)
+    assert Invite.parse(str(invite)) == invite
+    assert Invite.parse(f"  {invite}\n") == invite
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "shoal://",
+        "http://host:1/run?key=" + KEY,
+        "host:1/run?key=" + KEY,
+        f"shoal://host/run?key={KEY}",
+        f"shoal://:5/run?key={KEY}",
+        f"shoal://host:0/run?key={KEY}",
+        f"shoal://host:65536/run?key={KEY}",
+        f"shoal://host:-1/run?key={KEY}",
+        f"shoal://host:port/run?key={KEY}",
+        f"shoal://[::1/run?key={KEY}",
+        f"shoal://[::zz]:5/run?key={KEY}",
+        f"shoal://user@host:5/run?key={KEY}",
+        f"shoal://ho st:5/run?key={KEY}",
+        f"shoal://a;b:5/run?key={KEY}",
+        f"shoal://*:5/run?key={KEY}",
+        f"shoal://host:5?key={KEY}",
+        f"shoal://host:5/?key={KEY}",
+        f"shoal://host:5/Run?key={KEY}",
+        f"shoal://host:5/a/b?key={KEY}",
+        f"shoal://host:5/-run?key={KEY}",
+        f"shoal://host:5/{'r' * 64}?key={KEY}",
+        "shoal://host:5/run",
+        "shoal://host:5/run?",
+        "shoal://host:5/run?key=",
+        "shoal://host:5/run?key",
+        f"shoal://host:5/run?yek={KEY}",
+        f"shoal://host:5/run?key={KEY[:-2]}",
+        f"shoal://host:5/run?key={KEY}AAAA",
+        f"shoal://host:5/run?key={KEY[:-1]}!",
+        f"shoal://host:5/run?key={KEY[:-1]}é",
+        f"shoal://host:5/run?key={KEY[:-1]}\ud800",
+    ],
+)
+def test_malformed(url: str) -> None:
+    with pytest.raises(InviteError):
+        Invite.parse(url)
+
+
+@given(st.text(max_size=60), st.sampled_from(["", "shoal://", "shoal://host:1/run?key=", "shoal://["]))
+def test_arbitrary_text(text: str, prefix: str) -> None:
+    with contextlib.suppress(InviteError):
+        Invite.parse(prefix + text)
+
+
+@pytest.mark.parametrize("cut", range(len(f"shoal://host:5/run?key={KEY}")))
+def test_cut_off_anywhere(cut: int) -> None:
+    with pytest.raises(InviteError):
+        Invite.parse(f"shoal://host:5/run?key={KEY}"[:cut])
+
+
+def test_addresses() -> None:
+    assert parse_address("host") == ("host", 0)
+    assert parse_address("host", 7) == ("host", 7)
+    assert parse_address("0.0.0.0:80") == ("0.0.0.0", 80)
+    assert parse_address("[::1]:80") == ("::1", 80)
+    for text in ["", ":80", "host:x", "host:99999", "a/b", "a?b", "a#b", "u@h:1", "[::1", "::1"]:
+        with pytest.raises(InviteError):
+            parse_address(text)

@@ -1,0 +1,225 @@
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.swarm.samples import messages, records
+
+from shoal.swarm import wire
+from shoal.swarm.errors import ProtocolMismatch, WireError
+from shoal.swarm.messages import (
+    MESSAGES,
+    PROTOCOL_VERSION,
+    Blob,
+    Message,
+    PeerToCoordinatorLeave,
+    PeerToPeerOpenStream,
+    PeerToPeerPing,
+    RequestFailed,
+)
+from shoal.swarm.wire import Envelope, decode, encode
+
+KINDS = st.sampled_from(["request", "reply", "notice"])
+PLAIN: Any = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text() | st.binary(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def refuses(data: bytes) -> None:
+    with pytest.raises((WireError, ProtocolMismatch)):
+        decode(data)
+
+
+def only_refuses(data: bytes) -> None:
+    try:
+        envelope = decode(data)
+    except (WireError, ProtocolMismatch):
+        return
+    assert decode(encode(envelope)) == envelope
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES))
+def test_every_class_round_trips(name: str) -> None:
+    @settings(max_examples=10, deadline=None)
+    @given(records(MESSAGES[name]), KINDS, st.integers(0, 2**63 - 1))
+    def check(message: Message, kind: Any, number: int) -> None:
+        envelope = Envelope(kind, number, message)
+        assert decode(encode(envelope)) == envelope
+        assert decode(memoryview(encode(envelope))) == envelope
+
+    check()
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes(data: bytes) -> None:
+    only_refuses(data)
+
+
+@settings(deadline=None)
+@given(PLAIN)
+def test_arbitrary_msgpack(value: Any) -> None:
+    only_refuses(msgpack.packb(value))
+
+
+@settings(deadline=None)
+@given(messages, st.data())
+def test_mutated_bytes(message: Message, data: st.DataObject) -> None:
+    good = bytearray(encode(Envelope("request", 1, message)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, max(len(good) - 1, 0)))
+        match data.draw(st.sampled_from(["flip", "insert", "delete", "cut"])):
+            case "flip" if good:
+                good[at] ^= data.draw(st.integers(1, 255))
+            case "insert":
+                good[at:at] = data.draw(st.binary(min_size=1, max_size=9))
+            case "delete":
+                del good[at : at + data.draw(st.integers(1, 9))]
+            case "cut":
+                del good[at:]
+    only_refuses(bytes(good))
+
+
+@settings(deadline=None)
+@given(messages, PLAIN, st.data())
+def test_replaced_values(message: Message, value: Any, data: st.DataObject) -> None:
+    envelope: list[Any] = [PROTOCOL_VERSION, 0, 1, type(message).__name__, message.model_dump()]
+    if envelope[4] and data.draw(st.booleans()):
+        envelope[4][data.draw(st.sampled_from(sorted(envelope[4])))] = value
+    else:
+        envelope[data.draw(st.integers(0, 4))] = value
+    only_refuses(msgpack.packb(envelope))
+
+
+def test_truncated_anywhere() -> None:
+    blob = Blob(kind="state", number=3)
+    ask = PeerToPeerOpenStream(stream=1, link=bytes(8), blob=blob, first=0, stop=9, credit=8)
+    good = encode(Envelope("request", 7, ask))
+    for length in range(len(good)):
+        refuses(good[:length])
+    refuses(good + b"\0")
+
+
+def body(**changes: Any) -> bytes:
+    fields: dict[str, Any] = {"stream": 1, "link": bytes(8), "first": 0, "stop": 9, "credit": 8}
+    fields["blob"] = {"kind": "state", "number": 3}
+    fields.update(changes)
+    return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerOpenStream", fields]))
+
+
+def test_fields_are_strict() -> None:
+    decode(body())
+    for changes in (
+        {"stream": -1},
+        {"stream": 2**32},
+        {"stream": 1.0},
+        {"stream": "1"},
+        {"stream": True},
+        {"stream": None},
+        {"link": bytes(7)},
+        {"link": bytes(9)},
+        {"link": "\0" * 8},
+        {"credit": 0},
+        {"credit": 1025},
+        {"blob": {"kind": "other", "number": 3}},
+        {"blob": {"kind": "state", "number": 2**62 + 1}},
+        {"blob": {"kind": "state"}},
+        {"blob": []},
+        {"extra": 1},
+        {"x" * 10_000: 1},
+    ):
+        refuses(body(**changes))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToCoordinatorLeave", {"reason": "x" * 2001}]))
+
+
+def test_envelopes_are_strict() -> None:
+    for kind, number, name in (
+        (3, 1, "PeerToPeerPing"),
+        (-1, 1, "PeerToPeerPing"),
+        (True, 1, "PeerToPeerPing"),
+        (0, -1, "PeerToPeerPing"),
+        (0, True, "PeerToPeerPing"),
+        (0, 2**63, "PeerToPeerPing"),
+        (0, 1, "Message"),
+        (0, 1, "Blob"),
+        (0, 1, b"PeerToPeerPing"),
+    ):
+        refuses(msgpack.packb([PROTOCOL_VERSION, kind, number, name, {}]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing", {}, 0]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing"]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing", []]))
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x00\x00\x01"])
+def test_deep_nesting(opening: bytes) -> None:
+    refuses(opening * 300_000)
+    refuses(b"\x95\x01\x00\x01\xaePeerToPeerPing" + opening * 100_000)
+
+
+def test_huge_declared_lengths() -> None:
+    for opening in (b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"):
+        refuses(opening + struct.pack(">I", 2**32 - 1) + bytes(100))
+    for opening in (b"\xdd", b"\xdf"):
+        # Long enough to satisfy a limit that follows the input's length.
+        refuses(opening + struct.pack(">I", 1_000_000) + b"\xc0" * 4_000_000)
+
+
+def test_nested_headers_cannot_claim_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, int] = {}
+    unpackb = msgpack.unpackb
+
+    def spy(data: Any, **options: Any) -> Any:
+        limits.update(options)
+        return unpackb(data, **options)
+
+    monkeypatch.setattr(wire.msgpack, "unpackb", spy)
+    decode(encode(Envelope("request", 1, PeerToPeerPing())))
+    assert limits["max_array_len"] <= 65_536
+    assert limits["max_map_len"] <= 64
+
+
+def test_extension_types() -> None:
+    refuses(msgpack.packb(msgpack.ExtType(PROTOCOL_VERSION, b"x")))
+    refuses(msgpack.packb(msgpack.Timestamp(1)))
+
+
+def test_sizes() -> None:
+    refuses(b"\xc0" * (wire.MAX_MESSAGE_BYTES + 1))
+
+
+def test_too_large_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
+    with pytest.raises(WireError, match="too large"):
+        encode(Envelope("request", 1, PeerToCoordinatorLeave(reason="x" * 200)))
+
+
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1, -5, 2**64 - 1])
+def test_other_versions(version: int) -> None:
+    with pytest.raises(ProtocolMismatch, match=str(version)):
+        decode(msgpack.packb([version, "whatever comes", 17]))
+
+
+def test_what_is_logged_has_no_control_characters() -> None:
+    for data in (
+        body(**{"\x1b[2J\n": 1}),
+        msgpack.packb([PROTOCOL_VERSION, 0, 1, "\x1b[2J\n", {}]),
+    ):
+        with pytest.raises(WireError) as caught:
+            decode(data)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 500
+
+
+def test_many_problems_are_counted_not_spelled_out() -> None:
+    digests = [1] * 250
+    fields = {"round": 0, "digests": digests, "dropped": [], "trouble": ""}
+    with pytest.raises(WireError, match="250 problems"):
+        decode(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToCoordinatorRoundReport", fields]))
+
+
+def test_failures_travel() -> None:
+    failed = RequestFailed(code="BlobUnavailable", message="gone")
+    assert decode(encode(Envelope("reply", 1, failed))).message == failed
