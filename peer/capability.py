@@ -73,9 +73,7 @@ def autocast(device: torch.device, precision: str) -> Callable[[], AbstractConte
     return nullcontext
 
 
-def samples_that_fit(
-    model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int
-) -> int:
+def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int) -> int:
     """How many of ``batch`` samples may run at once, a divisor-free count of at least one.
 
     Measured: the bytes that autograd keeps for one sample's backward pass, on any device. Raises ``DeviceError``

@@ -17,6 +17,7 @@ from shoal.peer.data import DataAbout
 from shoal.peer.inner_loop import InnerLoop, make_inner, optimizer_states
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.recipes import load_recipe
+from shoal.peer.replica import Brought
 from shoal.peer.session import Session, SessionOptions
 
 log = logging.getLogger(__name__)
@@ -72,9 +73,11 @@ def _train(session: Session, device: torch.device, max_memory: int | None) -> No
     micro_batch = samples_that_fit(model, one_sample, run.inner.batch_samples, room)
     if micro_batch < run.inner.batch_samples:
         log.warning(
-            "batches of %d samples are taken in pieces of %d, to fit memory", run.inner.batch_samples, micro_batch
+            "batches of %d samples are taken in pieces of %d, to fit memory",
+            run.inner.batch_samples,
+            micro_batch,
         )
-    session.start(model, optimizer, about, recipe.config())
+    session.start(Brought(model, optimizer, about, recipe.config()))
     loop = InnerLoop(model, recipe.loss, cast, micro_batch)
     for batch in session.batches(data):
         session.step(loop.backward(batch))
@@ -91,4 +94,3 @@ def _handle_signals(session: Session) -> dict[int, Any]:
         session.request_stop()
 
     return {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,6 +80,7 @@ class LeasedSamples:
         self._loss_samples = 0
         self._recent: float | None = None
         self._steps = 0
+        self.tokens_trained = 0
 
     @property
     def left(self) -> int:
@@ -118,6 +118,7 @@ class LeasedSamples:
         weighted = loss.detach().float() * (stop - start)
         self._loss_sum = weighted if self._loss_sum is None else self._loss_sum + weighted
         self._loss_samples += stop - start
+        self.tokens_trained += (stop - start) * self._tokens_per_sample
         self._steps += 1
         if self._steps % 8 == 1:  # reading a loss waits for the GPU
             self._recent = float(loss.detach())
@@ -145,5 +146,3 @@ class LeasedSamples:
         """None of it is ours any more."""
         self._left, self._in_hand = [], None
         self.committed()
-
-

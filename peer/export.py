@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.peer.outer_optimizer import make_outer
 from shoal.peer.parameters import ParameterVector, split_by_layout
 from shoal.peer.recipes import load_model, load_recipe
+from shoal.peer.replica import outer_of
 from shoal.peer.state import State, fetch_state, load_state
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.invite import Invite
@@ -66,15 +66,7 @@ async def export_from_run(invite: Invite, out: Path) -> int:
             raise RecipeError("this run has no recipe to name its parameters: export a member's saved state instead")
         recipe = load_recipe(run)
         vector = ParameterVector(recipe.build_model(run.run.seed))
-        outer = run.outer
-        slots = make_outer(
-            outer.optimizer,
-            lr=outer.lr,
-            momentum=outer.momentum,
-            betas=outer.betas,
-            eps=outer.eps,
-            weight_decay=outer.weight_decay,
-        ).slots
+        slots = outer_of(run.outer).slots
         view = client.view
         if view.state_digest is None:
             raise StateFileError("no member of the run holds its state at the moment; try again later")

@@ -53,7 +53,7 @@ class InnerLoop:
     def backward(self, batch: Tensor) -> Tensor:
         """``batch``: (b, …) on any device. Returns the mean loss, () float32, after its backward pass."""
         total = torch.zeros((), device=self._device)
-        for micro in batch.split(self.micro_batch):
+        for micro in torch.split(batch, self.micro_batch):
             moved = micro.to(self._device, non_blocking=True)
             with self._autocast():
                 loss = self._loss(self._model, moved)

@@ -229,9 +229,7 @@ class Member:
     async def wait_for_change(self, timeout_s: float) -> None:
         """Until the round, its phase or its closing moment changes."""
         before = self.client.view
-        await self.client.wait_for(
-            lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s
-        )
+        await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
 
     def save_later(self, path: Path, state: State, about: dict[str, Any]) -> None:
         """Write the state beside everything else; skipped while the last one is still being written."""

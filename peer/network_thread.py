@@ -36,6 +36,11 @@ class NetworkThread(Generic[R]):
         self._interrupted = threading.Event()
         self._calls: set[concurrent.futures.Future[Any]] = set()
 
+    @property
+    def resource(self) -> R:
+        """What the context yielded; after ``start``."""
+        return self._started.result(timeout=0)
+
     def start(self) -> R:
         """Start the thread; returns the resource or raises what opening it raised."""
         self._thread.start()

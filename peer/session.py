@@ -20,35 +20,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.compression.registry import get_codec
 from shoal.peer.capability import describe_device
-from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
-from shoal.peer.local_work import AccumulatedGradient, LocalWork, PseudoGradient
+from shoal.peer.data import DataAbout, Dataset, fingerprint, take_batch
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
-from shoal.peer.outer_optimizer import make_outer
-from shoal.peer.parameters import ParameterVector
+from shoal.peer.replica import Brought, Replica
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.schedule import lr_factor
-from shoal.peer.state import State, load_state, save_state
 from shoal.peer.step_clock import StepClock
-from shoal.swarm.averaging.averager import CarryOn, Committed, Offer, OutOfDate
 from shoal.swarm.coordinator_client import MemberInfo
-from shoal.swarm.errors import ModelMismatch, ShoalError, StateFileError, UserError
+from shoal.swarm.errors import UserError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel, RunView
+from shoal.swarm.messages import RunView
 from shoal.swarm.run_file import RunFile
 
 log = logging.getLogger(__name__)
 
 SHOAL_HOME = Path.home() / ".shoal"
-_SAVE_EVERY_S = 30.0
-
 Event = dict[str, Any]
 
 
@@ -98,14 +91,12 @@ class Session:
         self.peer = identity.peer_id
         self.device = device
         self.options = options
-        self._network = NetworkThread(
-            lambda: Member.open(invite, identity, options.bind, self._introduction)
-        )
+        self._network = NetworkThread(lambda: Member.open(invite, identity, options.bind, self._introduction))
         self._member: Member = self._network.start()
         self.run_file: RunFile = self._member.client.run_file
         self._stopping = False
-        self._saved_s = time.monotonic()
-        self._recipe_config: dict[str, Any] | None = None
+        self._clock = StepClock()
+        self._replica_or_none: Replica | None = None
         if not self._member.client.reachable:
             log.warning(
                 "other peers cannot open connections to this machine: it can still train and average, "
@@ -132,53 +123,25 @@ class Session:
         device = next(model.parameters()).device
         session = cls.connect(invite, options, str(device))
         try:
-            session.start(model, inner_optimizer)
+            session.start(Brought(model, inner_optimizer))
         except BaseException:
             session.close()
             raise
         return session
 
-    def start(
-        self,
-        model: nn.Module,
-        inner_optimizer: Optimizer | None,
-        data: DataAbout | None = None,
-        recipe_config: dict[str, Any] | None = None,
-    ) -> None:
+    def start(self, brought: Brought) -> None:
         """Agree on the model with the run and load the anchor into it. Raises ``ModelMismatch``, ``CorpusError``."""
-        run = self.run_file
-        self._recipe_config = recipe_config
-        self._vector = ParameterVector(model)
-        outer = run.outer
-        self._outer = make_outer(
-            outer.optimizer,
-            lr=outer.lr,
-            momentum=outer.momentum,
-            betas=outer.betas,
-            eps=outer.eps,
-            weight_decay=outer.weight_decay,
-        )
-        self._work: LocalWork
-        if run.algorithm == "virtual_batch":
-            self._work = AccumulatedGradient(self._vector)
-        elif inner_optimizer is None:
-            raise UserError("the run's algorithm is diloco: give the session an inner_optimizer")
-        else:
-            self._work = PseudoGradient(self._vector, inner_optimizer, run.inner.clip_norm)
-        self.tokens_per_sample = (data.tokens_per_sample if data else run.data.tokens_per_sample) or 1
-        self._samples = LeasedSamples(self.tokens_per_sample)
-        self._clock = StepClock()
-        self._network.call(self._member.describe(self._description(data)))
-        self._member.prepare_averaging(self._vector.elements)
-        self._sync(self._candidate())
+        folder = f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}"
+        state_file = self.options.state / folder / self.peer / "state.safetensors"
+        self._replica_or_none = Replica(self.run_file, brought, self._network, state_file, self._emit)
+        self._replica.describe(brought.data)
+        self._member.prepare_averaging(self._replica.vector.elements)
+        self._replica.sync()
 
-    def _description(self, data: DataAbout | None) -> PeerToCoordinatorDescribeModel:
-        return PeerToCoordinatorDescribeModel(
-            layout=self._vector.layout,
-            corpus_digest=data.digest if data else None,
-            corpus_about=data.about if data else "",
-            tokens_per_sample=self.tokens_per_sample,
-        )
+    @property
+    def _replica(self) -> Replica:
+        assert self._replica_or_none is not None, "start() comes first"
+        return self._replica_or_none
 
     # The loop -----------------------------------------------------------------------------------------------
 
@@ -188,15 +151,15 @@ class Session:
         ``dataset``: ``len`` and ``[i]``, collated as ``torch.utils.data`` does, or with ``batch(indices)``. All
         peers need the same one. Call ``step`` after each batch.
         """
-        if self._recipe_config is None:
-            about = DataAbout(fingerprint(dataset), f"{len(dataset)} samples", self.tokens_per_sample)
-            self._network.call(self._member.describe(self._description(about)))
+        replica, samples = self._replica, self._replica.samples
+        if replica.recipe_config is None:
+            replica.describe(DataAbout(fingerprint(dataset), f"{len(dataset)} samples", replica.tokens_per_sample))
         order = SampleOrder(len(dataset), self.run_file.run.seed)
         while self._next_range():
-            while (bounds := self._samples.next_batch(self.run_file.inner.batch_samples)) is not None:
+            while (bounds := samples.next_batch(self.run_file.inner.batch_samples)) is not None:
                 self._clock.start()
                 yield take_batch(dataset, order.indices(*bounds))
-                if self._samples.in_hand:
+                if samples.in_hand:
                     raise UserError("call session.step(loss) after every batch of session.batches()")
                 if self._stopping or self.view.phase == "ended":
                     break
@@ -206,15 +169,16 @@ class Session:
 
         ``loss``: () the mean over the batch, any device.
         """
-        samples = self._samples.finish(loss)
+        replica = self._replica
+        samples = replica.samples.finish(loss)
         view = self.view
         factor = lr_factor(
             self.run_file.schedule,
             self.run_file.run.tokens,
             view.tokens_committed + view.tokens_in_round,
         )
-        self._work.step(samples, factor)
-        self._clock.stop(samples * self.tokens_per_sample)
+        replica.work.step(samples, factor)
+        self._clock.stop(samples * replica.tokens_per_sample)
         self._report_progress()
         if self._is_due(self._clock.step_s):
             self._close_round()
@@ -261,12 +225,9 @@ class Session:
 
     def close(self) -> None:
         """Save the state, leave the run and end the network thread."""
-        state = self._member.state
-        if state is not None and self._network.failure is None:
-            try:
-                save_state(self.state_file, state, self._about_state())
-            except ShoalError as error:
-                log.warning("%s", error)
+        if self._replica_or_none is not None and self._network.failure is None:
+            self._replica.save()
+            self._say_goodbye(self._replica)
         self._network.stop()
 
     def __enter__(self) -> Self:
@@ -282,28 +243,30 @@ class Session:
     def _next_range(self) -> bool:
         """Make sure there are leased samples to train on; False at the end."""
         while True:
-            if self._member.rejoined:
-                self._start_afresh("the coordinator had given this peer up")
             view = self.view
-            if view.round == self._round and view.phase == "ended":
+            if view.round == self._replica.round and view.phase == "ended":
+                # Others may still need results that we hold.
+                self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
                 return False
-            if self._is_due(0.0):
+            if self._member.rejoined:
+                self._replica.start_afresh("the coordinator had given this peer up")
+            elif self._is_due(0.0) or (self._stopping and view.phase == "closing"):
                 self._close_round()
             elif self._stopping:
                 return False
-            elif self._samples.left:
+            elif self._replica.samples.left:
                 return True
             else:
                 self._fetch_lease()
 
     def _fetch_lease(self) -> None:
         batch = self.run_file.inner.batch_samples
-        per_lease = self._clock.tokens_per_s * self._member.client.deadlines.lease_s / self.tokens_per_sample
+        per_lease = self._clock.tokens_per_s * self._member.client.deadlines.lease_s / self._replica.tokens_per_sample
         samples = max(1, round(per_lease / batch)) * batch
         try:
             lease = self._network.call(self._member.take_lease(samples), interruptible=True)
             if lease is not None:
-                self._samples.add(lease.start, lease.stop)
+                self._replica.samples.add(lease.start, lease.stop)
                 return
             self._set_activity("waiting")
             self._network.call(self._member.wait_for_change(0.5), interruptible=True)
@@ -313,10 +276,10 @@ class Session:
     def _report_progress(self) -> None:
         progress = self._member.progress
         progress.activity = "training"
-        progress.tokens_done = self._samples.tokens_done
+        progress.tokens_done = self._replica.samples.tokens_done
         progress.tokens_per_s = self._clock.tokens_per_s
         progress.step_s = self._clock.step_s
-        progress.loss = self._samples.recent_loss()
+        progress.loss = self._replica.samples.recent_loss()
 
     def _set_activity(self, activity: str) -> None:
         self._member.progress.activity = activity
@@ -324,122 +287,27 @@ class Session:
     def _is_due(self, step_s: float) -> bool:
         """Whether the round has to be closed here before another step of that length."""
         view = self.view
-        if view.round != self._round or view.phase == "averaging":
+        if view.round != self._replica.round or view.phase == "averaging":
             return True
         closes_at_s = self._member.client.closes_at_s
         if view.phase != "closing" or closes_at_s is None:
             return False
-        return step_s == 0.0 and not self._samples.left or time.monotonic() + step_s > closes_at_s
-
-    # Rounds -------------------------------------------------------------------------------------------------
+        return (step_s == 0.0 and not self._replica.samples.left) or time.monotonic() + step_s > closes_at_s
 
     def _close_round(self) -> None:
-        self._set_activity("ready")
-        contribution = self._work.contribution(self._state.anchor)
-        if not bool(torch.isfinite(contribution).all()):
-            self._start_afresh("the local work had become infinite or not a number")
-            return
-        offer = Offer(
-            round=self._round,
-            anchor_version=self._state.version,
-            state_digest=self._state.digest,
-            contribution=contribution,
-            weight_tokens=self._samples.tokens_done,
-            ranges=self._samples.done_ranges(),
-            loss=self._samples.mean_loss(),
-        )
-        outcome = self._network.call(self._member.average(offer))
-        match outcome:
-            case Committed():
-                self._apply(outcome)
-            case CarryOn():
-                if outcome.verdict is not None:
-                    self._enter_round(outcome.verdict.round + 1)
-                    self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
-            case OutOfDate():
-                self._start_afresh(outcome.reason)
+        self._replica.close_round()
         self._clock.reset()
 
-    def _apply(self, outcome: Committed) -> None:
-        verdict = outcome.verdict
-        factor = 1.0
-        if self.run_file.algorithm == "virtual_batch":
-            before = verdict.tokens_total - verdict.tokens
-            # Coarse, so that no two mathematical libraries disagree on it.
-            factor = round(lr_factor(self.run_file.schedule, self.run_file.run.tokens, before) * 2**16) / 2**16
-        state = self._state
-        anchor, outer = self._outer.step(state.anchor, state.outer, outcome.mean, state.version, factor)
-        self._state = State.make(anchor, outer, verdict.anchor_version)
-        self._work.restart(self._state.anchor)
-        if outcome.included:
-            self._samples.committed()
-        self._enter_round(verdict.round + 1)
-        self._network.tell(lambda: self._member.hold(self._state))
-        if time.monotonic() - self._saved_s > _SAVE_EVERY_S:
-            self._saved_s = time.monotonic()
-            state, about = self._state, self._about_state()
-            self._network.tell(lambda: self._member.save_later(self.state_file, state, about))
+    def _say_goodbye(self, replica: Replica) -> None:
+        meter, state = self._member.node.meter, replica.state
         self._emit(
-            "committed",
-            round=verdict.round,
-            anchor_version=verdict.anchor_version,
-            loss=verdict.loss,
-            tokens=verdict.tokens_total,
-            members=len(verdict.plan.members) if verdict.plan else 0,
-            included=outcome.included,
-            digest=self._state.digest.hex(),
+            "left",
+            bytes_sent=meter.sent_bytes,
+            bytes_received=meter.received_bytes,
+            anchor_version=state.version if state else None,
+            digest=state.digest.hex() if state else None,
+            tokens_trained=replica.samples.tokens_trained,
         )
-
-    def _enter_round(self, number: int) -> None:
-        self._round = number
-        progress = self._member.progress
-        progress.round = number
-        progress.tokens_done = self._samples.tokens_done
-
-    def _start_afresh(self, reason: str) -> None:
-        log.warning("starting again from the anchor: %s", reason)
-        self._emit("resync", reason=reason)
-        self._samples.forget()
-        self._network.call(self._member.start_afresh())
-        self._sync(None)
-
-    def _sync(self, candidate: State | None) -> None:
-        self._set_activity("syncing")
-        self._state = self._network.call(
-            self._member.agreed_state(candidate, self._outer.slots, self._vector.elements), interruptible=True
-        )
-        self._work.restart(self._state.anchor)
-        self._enter_round(self.view.round)
-        self._emit("synced", anchor_version=self._state.version, digest=self._state.digest.hex())
-
-    # State on disk ------------------------------------------------------------------------------------------
-
-    @property
-    def state_file(self) -> Path:
-        """Where this peer keeps the run's last state."""
-        folder = f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}"
-        return self.options.state / folder / self.peer / "state.safetensors"
-
-    def _candidate(self) -> State:
-        """What we hold without asking anybody: the saved state if it is the current one, else the initial one."""
-        initial = self._vector.read()
-        if self.view.anchor_version > 0 and self.state_file.exists():
-            try:
-                state, _ = load_state(self.state_file)
-                if state.values.shape == (1 + self._outer.slots, self._vector.elements):
-                    return state
-            except StateFileError as error:
-                log.warning("%s", error)
-        return State.make(initial, torch.zeros(self._outer.slots, self._vector.elements), 0)
-
-    def _about_state(self) -> dict[str, Any]:
-        return {
-            "run": self.run_file.run.name,
-            "run_hash": self.run_file.hash.hex(),
-            "run_toml": self._member.client.run_toml,
-            "recipe": self._recipe_config,
-            "layout": [spec.model_dump() for spec in self._vector.layout],
-        }
 
     def _introduction(self) -> MemberInfo:
         host, port = self.options.advertise
@@ -454,6 +322,3 @@ class Session:
     def _emit(self, event: str, **fields: Any) -> None:
         if self.options.on_event is not None:
             self.options.on_event({"event": event, "time": time.time(), **fields})
-
-
-__all__ = ["Event", "ModelMismatch", "Session", "SessionOptions"]

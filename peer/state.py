@@ -93,9 +93,7 @@ async def fetch_state(
 
     for donor in donors:
         try:
-            async with aclosing(
-                endpoint.fetch(donor, state_blob(version), range(chunks), sink, progress_s)
-            ) as stream:
+            async with aclosing(endpoint.fetch(donor, state_blob(version), range(chunks), sink, progress_s)) as stream:
                 async for _ in stream:
                     pass
         except LinkError as error:
@@ -150,4 +148,4 @@ def load_state(path: Path) -> tuple[State, dict[str, Any]]:
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    return memoryview(values.numpy()).cast("B")
+    return values.numpy().data.cast("B")

@@ -172,9 +172,7 @@ class DataPlane:
         stream = link.outgoing[ask.stream] = Outgoing(min(ask.credit, 2 * CREDIT))
         stream.task = self._tasks.create_task(self._send_stream(link, stream, ask, source))
 
-    async def _send_stream(
-        self, link: Link, stream: Outgoing, ask: PeerToPeerOpenStream, source: ChunkSource
-    ) -> None:
+    async def _send_stream(self, link: Link, stream: Outgoing, ask: PeerToPeerOpenStream, source: ChunkSource) -> None:
         try:
             await link.attached.wait()
             for index in range(ask.first, ask.stop):
@@ -259,9 +257,7 @@ class DataPlane:
             return
         link.attached.set()
 
-    async def unseal(
-        self, link: Link, header: bytes, body: zmq.Frame, sink: Callable[[int, int], memoryview]
-    ) -> int:
+    async def unseal(self, link: Link, header: bytes, body: zmq.Frame, sink: Callable[[int, int], memoryview]) -> int:
         """Decrypt one frame into ``sink(chunk, size)``; returns the chunk's index. Raises ``WireError``."""
         size = len(body.buffer) - TAG_BYTES
         if size < 0:

@@ -218,4 +218,3 @@ class CoordinatorClient:
         self._roster_version = 0  # no run has that one: the next view brings the roster
         await self.wait_for(lambda view: self.node.knows_key(curve_key), self.deadlines.heartbeat_s)
         return self.node.knows_key(curve_key)
-

@@ -80,9 +80,7 @@ class Identity:
         try:
             key = serialization.load_pem_private_key(text, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise IdentityError(
-                f"{path}: not an identity file; move it away to get a new identity"
-            ) from error
+            raise IdentityError(f"{path}: not an identity file; move it away to get a new identity") from error
         if not isinstance(key, Ed25519PrivateKey):
             raise IdentityError(f"{path}: holds another kind of key; expected Ed25519")
         return cls(key)

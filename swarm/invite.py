@@ -56,9 +56,7 @@ class Invite:
         except (binascii.Error, ValueError) as error:
             raise InviteError("the invite's key is damaged; ask the host to send it again") from error
         if len(key) != 32:
-            raise InviteError(
-                "the invite has no whole key= at its end; was it cut off? (quote it in the shell)"
-            )
+            raise InviteError("the invite has no whole key= at its end; was it cut off? (quote it in the shell)")
         return cls(host, port, run, key)
 
 

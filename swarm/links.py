@@ -26,9 +26,7 @@ class Incoming:
     """A stream that we receive: frames in order, at most as many as we gave credit for."""
 
     next_chunk: int
-    frames: asyncio.Queue[tuple[bytes, zmq.Frame] | None] = field(
-        default_factory=lambda: asyncio.Queue(CREDIT)
-    )
+    frames: asyncio.Queue[tuple[bytes, zmq.Frame] | None] = field(default_factory=lambda: asyncio.Queue(CREDIT))
     gap: bool = False
 
     def spoil(self) -> None:

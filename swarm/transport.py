@@ -73,9 +73,7 @@ class Node:
 
     @classmethod
     @asynccontextmanager
-    async def open(
-        cls, keys: CurveKeys, host: str, ports: tuple[int, int | None], admit: Admit
-    ) -> AsyncIterator[Node]:
+    async def open(cls, keys: CurveKeys, host: str, ports: tuple[int, int | None], admit: Admit) -> AsyncIterator[Node]:
         """Bind both planes on ``host`` (port 0: any free one); everything ends with the context.
 
         Without a data port (None) the node takes part in control only. Raises ``Unreachable`` when it cannot
@@ -130,9 +128,7 @@ class Node:
             now = entries.get(peer)
             if now is None or _address(now) != _address(known):
                 self._part_from(known.certificate.curve_key)
-        self._link_locks = {
-            peer: lock for peer, lock in self._link_locks.items() if peer in entries or lock.locked()
-        }
+        self._link_locks = {peer: lock for peer, lock in self._link_locks.items() if peer in entries or lock.locked()}
         self._roster = entries
         self._peers_by_key = {entry.certificate.curve_key: peer for peer, entry in entries.items()}
 
@@ -205,9 +201,7 @@ class Node:
             finished = True
         except TimeoutError as error:
             self._suspect(peer, link, wait_s)
-            raise LinkError(
-                f"{peer} sent no chunk of {blob.kind} {blob.number} for {wait_s:.1f} s"
-            ) from error
+            raise LinkError(f"{peer} sent no chunk of {blob.kind} {blob.number} for {wait_s:.1f} s") from error
         except LinkClosed:
             self._data.close_link(link)
             raise

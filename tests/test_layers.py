@@ -240,9 +240,7 @@ def test_modules_can_be_read_in_one_sitting() -> None:
 
 
 def run_python(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -258,9 +256,7 @@ def test_standard_compressors_import_from_the_root() -> None:
 
 def test_standard_compressors_import_under_pytest_from_the_root(tmp_path: Path) -> None:
     tiny = tmp_path / "test_tiny.py"
-    tiny.write_text(
-        "import gzip, bz2, lzma\n\ndef test_tiny():\n    assert gzip.decompress(gzip.compress(b'x'))\n"
-    )
+    tiny.write_text("import gzip, bz2, lzma\n\ndef test_tiny():\n    assert gzip.decompress(gzip.compress(b'x'))\n")
     settings = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider"]
     out = run_python("-m", "pytest", *settings, tiny)
     assert "1 passed" in out
@@ -271,9 +267,7 @@ def test_a_standard_package_wins_over_our_folder(tmp_path: Path) -> None:
     package = tmp_path / "compression"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    script = (
-        f"import sys; sys.path[1:1] = [{str(tmp_path)!r}]; import compression; print(compression.__file__)"
-    )
+    script = f"import sys; sys.path[1:1] = [{str(tmp_path)!r}]; import compression; print(compression.__file__)"
     assert run_python("-c", script).strip() == str(package / "__init__.py")
 
 
@@ -371,9 +365,7 @@ def test_violations_name_line_and_import() -> None:
 
 
 def test_peer_may_use_everything_of_ours() -> None:
-    source = (
-        "import shoal.swarm.wire, shoal.compression.codec\nfrom . import daemon\nfrom shoal.peer import cli"
-    )
+    source = "import shoal.swarm.wire, shoal.compression.codec\nfrom . import daemon\nfrom shoal.peer import cli"
     assert layer_violations(source, "shoal.peer.session") == []
     assert layer_violations("import shoal", "shoal.peer.session")
 

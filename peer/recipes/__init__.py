@@ -130,9 +130,7 @@ def find_recipe(name: str) -> type[Recipe]:
     return found
 
 
-def check_settings(
-    settings_type: type[SettingsT], settings: Any, where: str = "recipe.settings"
-) -> SettingsT:
+def check_settings(settings_type: type[SettingsT], settings: Any, where: str = "recipe.settings") -> SettingsT:
     """Validate a recipe's settings. Raises ``RecipeError`` naming each bad field and what was expected."""
     try:
         return settings_type.model_validate(settings)

@@ -79,9 +79,7 @@ class WindowDataset(Dataset[Tensor]):
         """``(len(indices), context + 1) int64``. Raises ``IndexError`` outside ``range(len(self))``."""
         starts = np.asarray(indices, dtype=np.int64)
         if starts.size and not 0 <= starts.min() <= starts.max() < len(self):
-            raise IndexError(
-                f"sample index: expected 0 to {len(self) - 1}, not {starts.min()} to {starts.max()}"
-            )
+            raise IndexError(f"sample index: expected 0 to {len(self) - 1}, not {starts.min()} to {starts.max()}")
         windows = self._tokens[starts[:, None] * self._context + self._span]
         return torch.from_numpy(windows.astype(np.int64))
 
@@ -98,9 +96,7 @@ def load_corpus(data: DataSection, vocab: int, context: int) -> Corpus:
     if kind == "tokens":
         corpus = _load_tokens(Path(where).expanduser(), vocab, data.held_out)
     elif vocab < BYTE_VOCAB:
-        raise CorpusError(
-            f"data.source {data.source!r} is bytes: set recipe.settings.vocab to 256, not {vocab}"
-        )
+        raise CorpusError(f"data.source {data.source!r} is bytes: set recipe.settings.vocab to 256, not {vocab}")
     elif kind == "text":
         corpus = _load_text(where, data.held_out)
     else:
@@ -119,14 +115,8 @@ def _load_stdlib(fraction: float) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")
-        ]
-        paths += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py") and not name.startswith(_SKIPPED_FILES)
-        ]
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
+        paths += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(_SKIPPED_FILES)]
     if not paths:
         raise CorpusError(f"{root}: no .py files of the standard library here; use text:GLOB instead")
     corpus = _split_files(root, paths, fraction)
@@ -138,9 +128,7 @@ def _load_text(pattern: str, fraction: float) -> Corpus:
     expanded = os.path.expanduser(pattern)
     paths = sorted({Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match)})
     if not paths:
-        raise CorpusError(
-            f"text:{pattern}: no file matches; check the path (** stands for folders of any depth)"
-        )
+        raise CorpusError(f"text:{pattern}: no file matches; check the path (** stands for folders of any depth)")
     if len(paths) == 1:
         corpus = _split_blocks(_read(paths, [_size(paths[0])]), fraction)
         return _described(corpus, str(paths[0]))

@@ -250,9 +250,7 @@ def _empty_model(settings: GptSettings) -> Gpt:
 
 
 @torch.no_grad()
-def generate(
-    model: Gpt, prompt: bytes, tokens: int, temperature: float, top_k: int | None, seed: int
-) -> bytes:
+def generate(model: Gpt, prompt: bytes, tokens: int, temperature: float, top_k: int | None, seed: int) -> bytes:
     """``tokens`` bytes that the model writes after ``prompt``, the prompt not included.
 
     ``temperature`` 0 takes the likeliest byte; ``top_k`` keeps that many candidates. Only the last

@@ -223,9 +223,7 @@ class AllReduce:
 
         peer, wait_s = self._members[member], self._deadlines.contribution_s
         try:
-            async with aclosing(
-                self._endpoint.fetch(peer, self.blob, work.chunks, sink, wait_s)
-            ) as stream:
+            async with aclosing(self._endpoint.fetch(peer, self.blob, work.chunks, sink, wait_s)) as stream:
                 async for chunk in stream:
                     await work.offer(chunk, member, received.pop(chunk))
         except LinkError as error:
@@ -258,9 +256,7 @@ class AllReduce:
         return stop - start
 
 
-async def fetch_part(
-    endpoint: Endpoint, store: ResultStore, part: Part, holder: str, progress_s: float
-) -> None:
+async def fetch_part(endpoint: Endpoint, store: ResultStore, part: Part, holder: str, progress_s: float) -> None:
     """Bring one part's result chunks from ``holder`` into the store. Raises ``LinkError``."""
     received: dict[int, memoryview] = {}
     blob = Blob(kind="result", number=store.plan.round)

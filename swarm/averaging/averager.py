@@ -156,9 +156,7 @@ class Averager:
     def _prepare(self, plan: RoundPlan, offer: Offer) -> AllReduce:
         corrected = self.feedback.begin(offer.contribution, take=True)
         store = self._open_store(plan)
-        return AllReduce(
-            self._endpoint, store, self._client.peer, corrected, self.feedback, self._client.deadlines
-        )
+        return AllReduce(self._endpoint, store, self._client.peer, corrected, self.feedback, self._client.deadlines)
 
     def _open_store(self, plan: RoundPlan) -> ResultStore:
         store = ResultStore(plan, self._codec)
@@ -204,9 +202,7 @@ class Averager:
             self.feedback.discard()
             return CarryOn(verdict.reason, verdict)
         assert verdict.plan is not None
-        if verdict.plan.anchor_version != offer.anchor_version or (
-            verdict.plan.state_digest != offer.state_digest
-        ):
+        if verdict.plan.anchor_version != offer.anchor_version or (verdict.plan.state_digest != offer.state_digest):
             self.feedback.discard()
             return OutOfDate("the others averaged on another state than ours")
         self.activity = "applying"

@@ -167,9 +167,7 @@ class RunMachine(RunState):
                 self.round.phase = "waiting"
                 self.announcements += 1
             return
-        moment = closing_moment(
-            self.round.opened_s, self.goal(), list(members.values()), now_s, self.deadlines
-        )
+        moment = closing_moment(self.round.opened_s, self.goal(), list(members.values()), now_s, self.deadlines)
         if moment is not None:
             self.record(f.RoundClosing(round=self.round.number))
             self.round.closes_s = moment

@@ -90,9 +90,7 @@ class Membership:
 
     def silent(self, now_s: float, dead_s: float) -> list[str]:
         """Members that have been silent for too long."""
-        return [
-            peer for peer, member in self.members.items() if member.alive and now_s - member.heard_s > dead_s
-        ]
+        return [peer for peer, member in self.members.items() if member.alive and now_s - member.heard_s > dead_s]
 
     def roster(self) -> tuple[RosterEntry, ...]:
         return tuple(member.entry for member in self.members.values() if member.alive)

@@ -48,9 +48,7 @@ class Goal:
 
 def tokens_now(members: Collection[Member], now_s: float) -> float:
     """Tokens of the members' uncommitted work, extrapolated from their last heartbeats by their speed."""
-    return sum(
-        member.tokens_done + member.tokens_per_s * min(now_s - member.heard_s, 5.0) for member in members
-    )
+    return sum(member.tokens_done + member.tokens_per_s * min(now_s - member.heard_s, 5.0) for member in members)
 
 
 def closing_moment(
@@ -87,9 +85,7 @@ def plan_round(
     """
     digest = majority(one.state_digest for one in ready.values())
     peers = sorted(
-        peer
-        for peer, one in ready.items()
-        if one.weight_tokens and one.state_digest == digest and peer in members
+        peer for peer, one in ready.items() if one.weight_tokens and one.state_digest == digest and peer in members
     )
     if not peers or digest is None:
         return None

@@ -114,9 +114,7 @@ class RunState:
         self.round.loss = fact.loss
         self.round.progress_s = self.now_s
         peers = [member.peer for member in fact.plan.members]
-        self.round.ranges = {
-            peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)
-        }
+        self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)}
         self.agreed_digest = fact.plan.state_digest
 
     @_apply.register

@@ -116,9 +116,7 @@ def test_encode_refuses_other_tensors(codec: Codec) -> None:
 @every_codec
 @given(data=st.data(), n=st.integers(0, 20))
 @settings(deadline=None, max_examples=200)
-def test_hostile_bytes_never_decode_to_something_not_finite(
-    codec: Codec, data: st.DataObject, n: int
-) -> None:
+def test_hostile_bytes_never_decode_to_something_not_finite(codec: Codec, data: st.DataObject, n: int) -> None:
     size = codec.packed_bytes(n)
     hot = st.sampled_from([0x00, 0x7F, 0x80, 0xFF, 0x7C, 0xFC])
     raw = bytes(data.draw(st.lists(hot | st.integers(0, 255), min_size=size, max_size=size)))
@@ -193,9 +191,7 @@ def test_float32_is_exact_to_the_bit(values: Tensor) -> None:
 @pytest.mark.parametrize(("name", "bits", "normal"), [("bfloat16", 8, 2.0**-126), ("float16", 11, 2.0**-14)])
 @given(values=vectors)
 @settings(deadline=None)
-def test_small_floats_err_by_half_a_bit_and_saturate(
-    name: str, bits: int, normal: float, values: Tensor
-) -> None:
+def test_small_floats_err_by_half_a_bit_and_saturate(name: str, bits: int, normal: float, values: Tensor) -> None:
     largest = torch.finfo(getattr(torch, name)).max
     codec = get_codec(name)
     decoded = codec.decode(codec.encode(values), values.numel())

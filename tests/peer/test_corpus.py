@@ -66,9 +66,7 @@ def test_files_go_to_one_side_each(tmp_path: Path) -> None:
     assert 3 <= len(held_out) <= 25
 
 
-def test_the_folder_that_holds_the_files_does_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_that_holds_the_files_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("here", "there/deeper"):
         write_files(tmp_path / name)
     digests = {load(f"text:{tmp_path}/{name}/*/*.txt").digest for name in ("here", "there/deeper")}
@@ -125,8 +123,7 @@ def test_one_file_is_split_by_blocks(tmp_path: Path, size: int) -> None:
     assert len(corpus.train) + len(corpus.held_out) == size + 1
     assert 0 < len(corpus.held_out) < 0.3 * size
     sides = [
-        set(np.frombuffer(s.tobytes()[: len(s) // 4 * 4], "<u4").tolist())
-        for s in (corpus.train, corpus.held_out)
+        set(np.frombuffer(s.tobytes()[: len(s) // 4 * 4], "<u4").tolist()) for s in (corpus.train, corpus.held_out)
     ]
     assert not sides[0] & sides[1]
 
@@ -140,9 +137,7 @@ def test_a_few_files_of_unlike_size_are_split_by_blocks(tmp_path: Path, large: i
         assert 1000 < len(corpus.held_out) < len(corpus.train)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "dtype"), [(".u16", "<u2"), (".u32", "<u4"), (".npy", "<u2"), (".npy", "<u4")]
-)
+@pytest.mark.parametrize(("suffix", "dtype"), [(".u16", "<u2"), (".u32", "<u4"), (".npy", "<u2"), (".npy", "<u4")])
 def test_token_files_are_mapped(tmp_path: Path, suffix: str, dtype: str) -> None:
     path = tmp_path / f"tokens{suffix}"
     tokens = (np.arange(1000) % 500).astype(dtype)

@@ -36,9 +36,7 @@ def test_generate_takes_the_likeliest_at_temperature_zero(model: Gpt) -> None:
 
 
 def test_generate_sees_the_last_context_bytes(model: Gpt) -> None:
-    assert generate(model, b"far away" + b"x" * 12, 8, 1.0, None, 0) == generate(
-        model, b"x" * 12, 8, 1.0, None, 0
-    )
+    assert generate(model, b"far away" + b"x" * 12, 8, 1.0, None, 0) == generate(model, b"x" * 12, 8, 1.0, None, 0)
 
 
 def test_generate_uses_all_of_the_context(model: Gpt) -> None:
@@ -60,8 +58,6 @@ def test_generate_refuses_tokens_that_are_no_bytes() -> None:
 @pytest.mark.parametrize(
     ("tokens", "temperature", "top_k"), [(-1, 1.0, None), (1, -0.1, None), (1, math.nan, None), (1, 1.0, 0)]
 )
-def test_generate_refuses_bad_arguments(
-    model: Gpt, tokens: int, temperature: float, top_k: int | None
-) -> None:
+def test_generate_refuses_bad_arguments(model: Gpt, tokens: int, temperature: float, top_k: int | None) -> None:
     with pytest.raises(ValueError, match="expected"):
         generate(model, b"", tokens, temperature, top_k, 0)

@@ -75,9 +75,7 @@ def test_starts_near_the_uniform_loss() -> None:
     assert deviations["blocks.1.mlp_out.weight"] == pytest.approx(0.7 * 352**-0.5 / 8**0.5, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"qk_norm": False}, {"tie_embedding": False}, {"layers": 1, "heads": 1}]
-)
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False}, {"tie_embedding": False}, {"layers": 1, "heads": 1}])
 def test_the_future_does_not_reach_the_past(changes: dict[str, Any]) -> None:
     model = with_settings(**changes).build_model(0)
     tokens = random_tokens(2, 12)
@@ -162,9 +160,7 @@ def test_equals_the_model_written_out(recipe: GptRecipe) -> None:
 def test_loss_is_the_mean_over_next_tokens(recipe: GptRecipe) -> None:
     model = recipe.build_model(0)
     batch = recipe.training_data().batch([0, 5, 9])
-    losses = [
-        F.cross_entropy(model(sample[None, :-1])[0, t], sample[t + 1]) for sample in batch for t in range(12)
-    ]
+    losses = [F.cross_entropy(model(sample[None, :-1])[0, t], sample[t + 1]) for sample in batch for t in range(12)]
     assert recipe.loss(model, batch).item() == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
 
 
@@ -214,9 +210,7 @@ def test_held_out_loss_is_the_mean_and_leaves_the_model_alone(recipe: GptRecipe)
     assert loss == pytest.approx(recipe.loss(model, held_out.batch(chosen)).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"tie_embedding": False, "hidden": 40, "qk_norm": False, "rope_theta": 500.0}]
-)
+@pytest.mark.parametrize("changes", [{}, {"tie_embedding": False, "hidden": 40, "qk_norm": False, "rope_theta": 500.0}])
 def test_config_rebuilds_the_model(changes: dict[str, Any]) -> None:
     recipe = with_settings(**changes)
     model = recipe.build_model(1)

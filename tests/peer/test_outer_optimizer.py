@@ -26,9 +26,7 @@ def make(name: str, lr: float = LR) -> OuterOptimizer:
 def noise(seed: int, n: int) -> Tensor:
     """Values of very different sizes, so that every rounding shows."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, generator=generator) * 10 ** (
-        torch.randint(-6, 2, (n,), generator=generator).float()
-    )
+    return torch.randn(n, generator=generator) * 10 ** (torch.randint(-6, 2, (n,), generator=generator).float())
 
 
 def run(name: str, n: int, steps: int, device: str = "cpu") -> tuple[Tensor, Tensor]:

@@ -19,9 +19,7 @@ def test_every_epoch_visits_every_index_once(length: int, seed: int, epoch: int)
 
 
 @given(lengths, seeds, st.integers(0, 10**6), st.lists(st.integers(0, 700), min_size=1, max_size=5))
-def test_a_range_is_the_same_in_one_piece_or_many(
-    length: int, seed: int, start: int, parts: list[int]
-) -> None:
+def test_a_range_is_the_same_in_one_piece_or_many(length: int, seed: int, start: int, parts: list[int]) -> None:
     order = SampleOrder(length, seed)
     edges = np.cumsum([start, *parts]).tolist()
     pieces = [order.indices(low, high) for low, high in pairwise(edges)]

@@ -21,9 +21,7 @@ def test_without_warmup_it_starts_at_one() -> None:
     assert lr_factor(ScheduleSection(kind="cosine"), 100, 0) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "quarter"), [("cosine", 0.1 + 0.9 * 0.853553), ("linear", 0.1 + 0.9 * 0.75)]
-)
+@pytest.mark.parametrize(("kind", "quarter"), [("cosine", 0.1 + 0.9 * 0.853553), ("linear", 0.1 + 0.9 * 0.75)])
 def test_decays_to_the_final_factor_and_stays(kind: str, quarter: float) -> None:
     schedule = ScheduleSection.model_validate({"kind": kind, "warmup_tokens": 200, "final_factor": 0.1})
     assert lr_factor(schedule, 1000, 200) == 1.0

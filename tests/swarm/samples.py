@@ -64,6 +64,4 @@ def records(cls: type[BaseModel]) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries(fields).map(lambda kwargs: cls(**kwargs))
 
 
-messages: st.SearchStrategy[Message] = st.sampled_from(sorted(MESSAGES)).flatmap(
-    lambda name: records(MESSAGES[name])
-)
+messages: st.SearchStrategy[Message] = st.sampled_from(sorted(MESSAGES)).flatmap(lambda name: records(MESSAGES[name]))

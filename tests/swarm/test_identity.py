@@ -76,9 +76,7 @@ def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
         f"print(Identity.load_or_create(Path({str(path)!r})).peer_id)"
     )
     command = [sys.executable, "-c", code]
-    children = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     for child in children:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"

@@ -1,0 +1,224 @@
+"""What happened, for people and machines: the coordinator's facts as JSON-able events, and any event in words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.swarm.coordinator import facts as f
+
+Event = dict[str, Any]
+
+_UNITS = ("", "k", "M", "G", "T", "P")
+
+
+def describe_fact(fact: f.Fact) -> Event | None:
+    """A journaled decision as an event, or None for those that only the coordinator's bookkeeping needs."""
+    about: Event
+    match fact:
+        case f.MemberJoined(entry=entry, device=device):
+            about = {"event": "member_joined", "peer": entry.peer, "name": entry.name, "role": entry.role}
+            about["device"] = device.name
+        case f.MemberLost():
+            about = {"event": "member_lost", "peer": fact.peer, "reason": fact.reason}
+        case f.RoundClosing():
+            about = {"event": "round_closing", "round": fact.round}
+        case f.RoundReopened():
+            about = {"event": "round_reopened", "round": fact.round}
+        case f.RoundPlanned(plan=plan):
+            about = {"event": "round_planned", "round": plan.round}
+            about["members"] = [member.peer for member in plan.members]
+            about["tokens"] = [member.weight_tokens for member in plan.members]
+            about["parts"] = len(plan.parts)
+        case f.VerdictGiven():
+            about = _describe_verdict(fact)
+        case _:
+            return None
+    return {"time": time.time(), **about}
+
+
+def _describe_verdict(fact: f.VerdictGiven) -> Event:
+    verdict = fact.verdict
+    return {
+        "event": "verdict",
+        "round": verdict.round,
+        "committed": verdict.committed,
+        "reason": verdict.reason,
+        "tokens": verdict.tokens,
+        "tokens_total": verdict.tokens_total,
+        "loss": verdict.loss,
+        "anchor_version": verdict.anchor_version,
+        "members": [member.peer for member in verdict.plan.members] if verdict.plan else [],
+        "elapsed_s": fact.elapsed_s,
+        "chain": verdict.chain.hex(),
+    }
+
+
+# Words ------------------------------------------------------------------------------------------------------
+
+
+def plain_line(event: Event) -> str:
+    """One line with the time of day in front, for terminals that scroll."""
+    return f"{clock(event.get('time'))}  {sentence(event)}"
+
+
+def sentence(event: Event) -> str:
+    """The event in a few words, of printable characters only: names and reasons come from other machines."""
+    say = _SENTENCES.get(str(event.get("event")), _any_event)
+    return printable(say(event))
+
+
+def _joined(event: Event) -> str:
+    reached = "" if event.get("reachable", True) else ", not reachable by others"
+    return f"joined {event.get('run')} as {event.get('peer')}{reached}"
+
+
+def _synced(event: Event) -> str:
+    return f"holds version {event.get('anchor_version')} of the anchor · {_short(event.get('digest'))}"
+
+
+def _committed(event: Event) -> str:
+    without = "" if event.get("included", True) else " · without this peer's work"
+    return " · ".join(
+        [
+            f"round {event.get('round')} committed",
+            f"loss {loss_text(event.get('loss'))}",
+            _peers(event.get("members")),
+            f"{count_text(event.get('tokens') or 0)} tokens",
+            f"anchor {_short(event.get('digest'))}{without}",
+        ]
+    )
+
+
+def _aborted(event: Event) -> str:
+    return f"round {event.get('round')} aborted for all: {event.get('reason')}"
+
+
+def _resync(event: Event) -> str:
+    return f"starting again from the anchor: {event.get('reason')}"
+
+
+def _left(event: Event) -> str:
+    words = [f"left at version {event.get('anchor_version')}"]
+    if event.get("tokens_trained") is not None:
+        words.append(f"{count_text(event['tokens_trained'])} tokens trained")
+    if event.get("bytes_sent") is not None:
+        words.append(f"{bytes_text(event['bytes_sent'])} sent")
+    return " · ".join([*words, f"anchor {_short(event.get('digest'))}"])
+
+
+def _member_joined(event: Event) -> str:
+    if event.get("role") == "observer":
+        return f"{event.get('name')} ({event.get('peer')}) looks at the run"
+    return f"{event.get('name')} ({event.get('peer')}) joined with {event.get('device')}"
+
+
+def _member_lost(event: Event) -> str:
+    return f"{event.get('peer')} is gone: {event.get('reason')}"
+
+
+def _round_closing(event: Event) -> str:
+    return f"round {event.get('round')} is closing"
+
+
+def _round_reopened(event: Event) -> str:
+    return f"round {event.get('round')} goes on: work was lost or is missing"
+
+
+def _round_planned(event: Event) -> str:
+    parts = event.get("parts")
+    return f"round {event.get('round')} averages {_peers(event.get('members'))} in {parts} parts"
+
+
+def _verdict(event: Event) -> str:
+    if not event.get("committed"):
+        return _aborted(event)
+    return " · ".join(
+        [
+            f"round {event.get('round')} committed",
+            f"loss {loss_text(event.get('loss'))}",
+            _peers(event.get("members")),
+            f"{count_text(event.get('tokens_total') or 0)} tokens",
+            f"chain {_short(event.get('chain'))}",
+        ]
+    )
+
+
+def _any_event(event: Event) -> str:
+    rest = [f"{key}={value}" for key, value in event.items() if key not in ("event", "time")]
+    return " ".join([str(event.get("event", "?")), *rest])
+
+
+_SENTENCES: dict[str, Callable[[Event], str]] = {
+    "joined": _joined,
+    "synced": _synced,
+    "committed": _committed,
+    "aborted": _aborted,
+    "resync": _resync,
+    "left": _left,
+    "member_joined": _member_joined,
+    "member_lost": _member_lost,
+    "round_closing": _round_closing,
+    "round_reopened": _round_reopened,
+    "round_planned": _round_planned,
+    "verdict": _verdict,
+}
+
+
+def _peers(members: Any) -> str:
+    number = len(members) if isinstance(members, list | tuple) else members or 0
+    return f"{number} peer{'' if number == 1 else 's'}"
+
+
+def _short(digest: Any) -> str:
+    return str(digest)[:8] if digest else "–"
+
+
+# Numbers ----------------------------------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    """Without what could move a terminal's cursor."""
+    return "".join(character if character.isprintable() else "·" for character in text)
+
+
+def clock(moment: float | None) -> str:
+    """Local time of day, ``HH:MM:SS``."""
+    return time.strftime("%H:%M:%S", time.localtime(moment))
+
+
+def bytes_text(size: float) -> str:
+    """``12.3 MB``: powers of a thousand, as networks count."""
+    number, unit = _scaled(size)
+    return f"{number} {unit}B"
+
+
+def count_text(number: float) -> str:
+    """``61.4k``, ``1.23M``."""
+    return "".join(_scaled(number))
+
+
+def _scaled(number: float) -> tuple[str, str]:
+    step = 0
+    while abs(number) >= 999.5 and step < len(_UNITS) - 1:
+        number /= 1000
+        step += 1
+    if step == 0:
+        return f"{number:.0f}", ""
+    decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    return f"{number:.{decimals}f}", _UNITS[step]
+
+
+def loss_text(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.3f}"
+
+
+def duration_text(seconds: float) -> str:
+    """``42 s``, ``3:05``, ``2:03:05``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

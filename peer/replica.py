@@ -1,0 +1,222 @@
+"""This peer's copy of the run: the state it holds, the local work on it, and how a round changes both.
+
+On the training thread; everything asynchronous is done by ``member.py`` on the network thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.peer.data import DataAbout, LeasedSamples
+from shoal.peer.local_work import AccumulatedGradient, LocalWork, PseudoGradient
+from shoal.peer.member import Member
+from shoal.peer.network_thread import NetworkThread
+from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
+from shoal.peer.parameters import ParameterVector
+from shoal.peer.schedule import lr_factor
+from shoal.peer.state import State, load_state, save_state
+from shoal.swarm.averaging.averager import CarryOn, Committed, Offer, OutOfDate
+from shoal.swarm.errors import StateFileError, StorageError, UserError
+from shoal.swarm.messages import PeerToCoordinatorDescribeModel
+from shoal.swarm.run_file import OuterSection, RunFile
+
+log = logging.getLogger(__name__)
+
+_SAVE_EVERY_S = 30.0
+
+Emit = Callable[..., None]
+
+
+def outer_of(outer: OuterSection) -> OuterOptimizer:
+    """The outer optimizer that a run file names."""
+    return make_outer(
+        outer.optimizer,
+        lr=outer.lr,
+        momentum=outer.momentum,
+        betas=outer.betas,
+        eps=outer.eps,
+        weight_decay=outer.weight_decay,
+    )
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a member brings to the run. ``inner_optimizer`` is needed by ``diloco``; ``data`` may come later;
+    ``recipe_config`` is None for own training loops."""
+
+    model: nn.Module
+    inner_optimizer: Optimizer | None = None
+    data: DataAbout | None = None
+    recipe_config: dict[str, Any] | None = None
+
+
+class Replica:
+    """``sync`` before anything else. ``round`` is the round that the local work is for."""
+
+    def __init__(
+        self, run: RunFile, brought: Brought, network: NetworkThread[Member], state_file: Path, emit: Emit
+    ) -> None:
+        """Raises ``ModelMismatch`` and ``UserError`` for a model or optimizer that cannot take part."""
+        self.vector = ParameterVector(brought.model)
+        self.tokens_per_sample = (brought.data.tokens_per_sample if brought.data else run.data.tokens_per_sample) or 1
+        self.samples = LeasedSamples(self.tokens_per_sample)
+        self.work = _local_work(run, self.vector, brought.inner_optimizer)
+        self.round = 0
+        self.state_file = state_file
+        self.recipe_config = brought.recipe_config
+        self._run = run
+        self._outer = outer_of(run.outer)
+        self._network = network
+        self._member = network.resource
+        self._emit = emit
+        self._saved_s = time.monotonic()
+        self._state: State
+
+    @property
+    def state(self) -> State | None:
+        """The state held now; None before ``sync``."""
+        return getattr(self, "_state", None)
+
+    def describe(self, data: DataAbout | None) -> None:
+        """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the run's."""
+        model = PeerToCoordinatorDescribeModel(
+            layout=self.vector.layout,
+            corpus_digest=data.digest if data else None,
+            corpus_about=data.about if data else "",
+            tokens_per_sample=self.tokens_per_sample,
+        )
+        self._network.call(self._member.describe(model))
+
+    def sync(self, *, afresh: bool = False) -> None:
+        """Get the run's current state, before the first round or after a mishap: what we hold if it is that, else from others. Raises ``Interrupted``."""
+        self._member.progress.activity = "syncing"
+        candidate = None if afresh else self._candidate()
+        self._state = self._network.call(
+            self._member.agreed_state(candidate, self._outer.slots, self.vector.elements), interruptible=True
+        )
+        self.work.restart(self._state.anchor)
+        self._enter_round(self._member.client.view.round)
+        self._emit("synced", anchor_version=self._state.version, digest=self._state.digest.hex())
+
+    def start_afresh(self, reason: str) -> None:
+        """Drop the local work and begin again from the run's current state."""
+        log.warning("starting again from the anchor: %s", reason)
+        self._emit("resync", reason=reason)
+        self.samples.forget()
+        self._network.call(self._member.start_afresh())
+        self.sync(afresh=True)
+
+    # Rounds -------------------------------------------------------------------------------------------------
+
+    def close_round(self) -> None:
+        """Offer the local work, await the verdict, and act on it."""
+        self._member.progress.activity = "ready"
+        contribution = self.work.contribution(self._state.anchor)
+        if not bool(torch.isfinite(contribution).all()):
+            self.start_afresh("the local work had become infinite or not a number")
+            return
+        offer = Offer(
+            round=self.round,
+            anchor_version=self._state.version,
+            state_digest=self._state.digest,
+            contribution=contribution,
+            weight_tokens=self.samples.tokens_done,
+            ranges=self.samples.done_ranges(),
+            loss=self.samples.mean_loss(),
+        )
+        outcome = self._network.call(self._member.average(offer))
+        match outcome:
+            case Committed():
+                self._apply(outcome)
+            case CarryOn():
+                if outcome.verdict is not None:
+                    self._enter_round(outcome.verdict.round + 1)
+                    self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
+            case OutOfDate():
+                self.start_afresh(outcome.reason)
+
+    def _apply(self, outcome: Committed) -> None:
+        verdict = outcome.verdict
+        factor = 1.0
+        if self._run.algorithm == "virtual_batch":
+            before = verdict.tokens_total - verdict.tokens
+            # Coarse, so that no two mathematical libraries disagree on it.
+            factor = round(lr_factor(self._run.schedule, self._run.run.tokens, before) * 2**16) / 2**16
+        state = self._state
+        anchor, outer = self._outer.step(state.anchor, state.outer, outcome.mean, state.version, factor)
+        self._state = State.make(anchor, outer, verdict.anchor_version)
+        self.work.restart(self._state.anchor)
+        if outcome.included:
+            self.samples.committed()
+        self._enter_round(verdict.round + 1)
+        self._network.tell(lambda: self._member.hold(self._state))
+        if time.monotonic() - self._saved_s > _SAVE_EVERY_S:
+            self._saved_s = time.monotonic()
+            new, about = self._state, self._about()
+            self._network.tell(lambda: self._member.save_later(self.state_file, new, about))
+        self._emit(
+            "committed",
+            round=verdict.round,
+            anchor_version=verdict.anchor_version,
+            loss=verdict.loss,
+            tokens=verdict.tokens_total,
+            members=len(verdict.plan.members) if verdict.plan else 0,
+            included=outcome.included,
+            digest=self._state.digest.hex(),
+            bytes_sent=self._member.node.meter.sent_bytes,
+            bytes_received=self._member.node.meter.received_bytes,
+        )
+
+    def _enter_round(self, number: int) -> None:
+        self.round = number
+        progress = self._member.progress
+        progress.round = number
+        progress.tokens_done = self.samples.tokens_done
+
+    # State on disk ------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write the state now. A disk that refuses is a warning: others hold the state too."""
+        if self.state is not None:
+            try:
+                save_state(self.state_file, self._state, self._about())
+            except StorageError as error:
+                log.warning("%s", error)
+
+    def _candidate(self) -> State:
+        """What we hold without asking anybody: the saved state if it is the current one, else the initial one."""
+        initial = self.vector.read()
+        if self._member.client.view.anchor_version > 0 and self.state_file.exists():
+            try:
+                state, _ = load_state(self.state_file)
+                if state.values.shape == (1 + self._outer.slots, self.vector.elements):
+                    return state
+            except StateFileError as error:
+                log.warning("%s", error)
+        return State.make(initial, torch.zeros(self._outer.slots, self.vector.elements), 0)
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "run": self._run.run.name,
+            "run_hash": self._run.hash.hex(),
+            "run_toml": self._member.client.run_toml,
+            "recipe": self.recipe_config,
+            "layout": [spec.model_dump() for spec in self.vector.layout],
+        }
+
+
+def _local_work(run: RunFile, vector: ParameterVector, inner: Optimizer | None) -> LocalWork:
+    if run.algorithm == "virtual_batch":
+        return AccumulatedGradient(vector)
+    if inner is None:
+        raise UserError("the run's algorithm is diloco: give the session an inner_optimizer")
+    return PseudoGradient(vector, inner, run.inner.clip_norm)

@@ -1,0 +1,195 @@
+"""What people look at in a terminal: a member's live panel and the run's status. Pure: values in, renderables out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.peer.events import bytes_text, count_text, duration_text, loss_text, printable
+from shoal.swarm.messages import CoordinatorToPeerStatus, MemberStatus
+
+if TYPE_CHECKING:
+    from shoal.peer.session import Snapshot
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PHASE_STYLES = {
+    "waiting": "yellow",
+    "training": "green",
+    "closing": "cyan",
+    "averaging": "magenta",
+    "ended": "bold green",
+}
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last ``width`` values as bars, the lowest of them the shortest."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in shown)
+
+
+def phase_text(phase: str) -> Text:
+    return Text(phase, style=_PHASE_STYLES.get(phase, ""))
+
+
+# A member's live view ---------------------------------------------------------------------------------------
+
+
+def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[str]) -> Panel:
+    """``losses`` of late and ``lines`` on the last events, both the oldest first."""
+    rows: list[RenderableType] = [_headline(snapshot), _round_bar(snapshot), _figures(snapshot, losses)]
+    if snapshot.coordinator_is_away:
+        rows.append(Text("the coordinator is away: training goes on, the round ends when it is back", "bold yellow"))
+    if lines:
+        rows.append(Text("\n".join(lines), style="dim", no_wrap=True, overflow="ellipsis"))
+    return Panel(
+        Group(*rows),
+        title=Text.assemble(("shoal", "bold"), " · ", (snapshot.run, "bold cyan")),
+        title_align="left",
+        subtitle=Text(f"{snapshot.peer} · {snapshot.device}", style="dim"),
+        subtitle_align="right",
+        box=box.ROUNDED,
+        border_style="cyan",
+        padding=(0, 1),
+    )
+
+
+def _headline(snapshot: Snapshot) -> Table:
+    left = Text.assemble("round ", (str(snapshot.round), "bold"), "  ", phase_text(snapshot.phase))
+    if snapshot.activity not in ("", snapshot.phase):
+        left.append(f"  {printable(snapshot.activity)}", style="dim")
+    members = f"{snapshot.members} peer{'' if snapshot.members == 1 else 's'}"
+    right = Text.assemble((members, "bold"), f" · {count_text(snapshot.tokens_committed)} tokens committed")
+    return _two_sides(left, right)
+
+
+def _round_bar(snapshot: Snapshot) -> Table:
+    done = min(snapshot.tokens_in_round, snapshot.tokens_target)
+    bar = ProgressBar(total=max(1, snapshot.tokens_target), completed=done)
+    words = Text(f"{count_text(snapshot.tokens_in_round)} / {count_text(snapshot.tokens_target)} tokens")
+    if snapshot.closes_in_s is not None:
+        words.append(f" · closes in {duration_text(snapshot.closes_in_s)}", style="cyan")
+    return _two_sides(bar, words)
+
+
+def _figures(snapshot: Snapshot, losses: Sequence[float]) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(4):
+        grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_row(
+        _figure("loss", loss_text(snapshot.loss)),
+        Text(sparkline(losses, 24), style="green"),
+        _figure("tokens/s", count_text(snapshot.tokens_per_s)),
+        _figure("here", f"{count_text(snapshot.tokens_done)} tokens"),
+    )
+    grid.add_row(
+        _figure("sent", bytes_text(snapshot.bytes_sent)),
+        _figure("received", bytes_text(snapshot.bytes_received)),
+        _figure("codec", f"{snapshot.compression:.1f}× smaller"),
+        _figure("anchor", f"v{snapshot.anchor_version}"),
+    )
+    return grid
+
+
+def _figure(name: str, value: str) -> Text:
+    return Text.assemble((f"{name} ", "dim"), (value, "bold"))
+
+
+def _two_sides(left: RenderableType, right: RenderableType) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid
+
+
+def status_line(snapshot: Snapshot) -> str:
+    """The same in one plain line, for logs."""
+    words = [
+        f"round {snapshot.round} {snapshot.phase}",
+        f"{count_text(snapshot.tokens_in_round)}/{count_text(snapshot.tokens_target)} tokens",
+        f"loss {loss_text(snapshot.loss)}",
+        f"{count_text(snapshot.tokens_per_s)} tokens/s",
+        f"{snapshot.members} peer{'' if snapshot.members == 1 else 's'}",
+        f"{bytes_text(snapshot.bytes_sent)} out, {bytes_text(snapshot.bytes_received)} in",
+    ]
+    if snapshot.activity not in ("", snapshot.phase):
+        words.insert(1, printable(snapshot.activity))
+    if snapshot.coordinator_is_away:
+        words.append("the coordinator is away")
+    return " · ".join(words)
+
+
+# The run's status -------------------------------------------------------------------------------------------
+
+
+def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
+    """What ``shoal status`` shows."""
+    rounds = f"{status.rounds_committed} committed, {status.rounds_aborted} aborted"
+    closes = "" if status.closes_in_s is None else f", closes in {duration_text(status.closes_in_s)}"
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="dim", no_wrap=True)
+    head.add_column()
+    head.add_row("run", Text.assemble((status.run, "bold cyan"), (f"  {status.run_hash.hex()[:16]}", "dim")))
+    head.add_row("round", Text.assemble((str(status.round), "bold"), " ", phase_text(status.phase), closes))
+    head.add_row("rounds", rounds)
+    head.add_row("loss", Text(loss_text(status.loss), style="bold"))
+    tokens = f"{count_text(status.tokens_committed)} committed, {count_text(status.tokens_in_round)} in this round"
+    head.add_row("tokens", tokens)
+    digest = status.state_digest.hex()[:16] if status.state_digest else "not agreed yet"
+    head.add_row("anchor", f"version {status.anchor_version}, {digest}")
+    head.add_row("running for", duration_text(status.elapsed_s))
+    members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
+    members.add_column("peer", no_wrap=True, overflow="ellipsis", min_width=10)
+    members.add_column("device", no_wrap=True, overflow="ellipsis", min_width=8)
+    members.add_column("doing", no_wrap=True, overflow="ellipsis", min_width=8)
+    for name in ("tokens/s", "share", "loss", "sent", "recv"):
+        members.add_column(name, justify="right", no_wrap=True)
+    members.add_column("synced", justify="center", no_wrap=True)
+    for member in sorted(status.members, key=lambda one: (not one.alive, -one.share, one.name)):
+        members.add_row(*_status_row(member), style="" if member.alive else "dim strike")
+    return Group(head, members if status.members else Text("\nnobody has joined yet", style="yellow"))
+
+
+def _status_row(member: MemberStatus) -> list[RenderableType]:
+    synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
+    doing = printable(member.activity) + ("" if member.reachable else " (unreachable)")
+    return [
+        Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim")),
+        Text(printable(member.device.name)),
+        Text(doing),
+        Text(count_text(member.tokens_per_s) if member.alive else "–"),
+        Text(f"{100 * member.share:.0f}%"),
+        Text(loss_text(member.loss)),
+        Text(bytes_text(member.bytes_sent)),
+        Text(bytes_text(member.bytes_received)),
+        synced,
+    ]
+
+
+def status_json(status: CoordinatorToPeerStatus) -> dict[str, Any]:
+    """All of it, digests as hexadecimal."""
+    plain: dict[str, Any] = _jsonable(status.model_dump())
+    return plain
+
+
+def _jsonable(value: Any) -> Any:
+    match value:
+        case bytes():
+            return value.hex()
+        case dict():
+            return {key: _jsonable(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_jsonable(one) for one in value]
+        case _:
+            return value

@@ -1,0 +1,909 @@
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from functools import wraps
+from typing import Any
+
+import pytest
+import zmq
+from tests.swarm.network import HOST, STATE, Member, Sink, Source, fetch, introduce, swarm
+
+from shoal.swarm import bulk, control
+from shoal.swarm.errors import (
+    BlobUnavailable,
+    DeadlineExceeded,
+    LinkClosed,
+    LinkError,
+    NotAdmitted,
+    StaleWork,
+    Unreachable,
+    UserError,
+    WireError,
+    WrongKey,
+)
+from shoal.swarm.identity import CurveKeys
+from shoal.swarm.links import CREDIT, BufferPool, Outgoing, in_thread
+from shoal.swarm.messages import (
+    Acknowledged,
+    Blob,
+    Message,
+    PeerToPeerCloseStream,
+    PeerToPeerOpenLink,
+    PeerToPeerOpenStream,
+    PeerToPeerPing,
+    PeerToPeerPong,
+    PeerToPeerStreamCredit,
+    PeerToPeerStreamOpened,
+)
+from shoal.swarm.transport import Node
+
+LONG_S = 30.0
+
+
+def run(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return wrapper
+
+
+def dial(caller: Member, called: Member) -> control.Channel:
+    return caller.node.control.dial(HOST, called.ports[0], called.keys.public)
+
+
+async def ping(caller: Member, called: Member) -> None:
+    await dial(caller, called).request(PeerToPeerPing(), PeerToPeerPong, LONG_S)
+
+
+# Requests -----------------------------------------------------------------------------------------------
+
+
+@run
+async def test_requests_both_ways_over_one_connection() -> None:
+    async with swarm() as (a, b):
+        await ping(a, b)
+        back = b.node.control.incoming(a.keys.public)
+        assert back is not None
+        assert back.remote_host.endswith(HOST)
+        await back.request(PeerToPeerPing(), PeerToPeerPong, LONG_S)
+        assert b.node.control.incoming(CurveKeys.fresh().public) is None
+
+
+@run
+async def test_notices_are_handled() -> None:
+    async with swarm() as (a, b):
+        got = asyncio.Event()
+
+        async def handler(channel: control.Channel, message: Message) -> None:
+            got.set()
+
+        b.node.control.handle(PeerToPeerPing, handler)
+        channel = dial(a, b)
+        await channel.connected(LONG_S)
+        await channel.notify(PeerToPeerPing())
+        async with asyncio.timeout(LONG_S):
+            await got.wait()
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (StaleWork("too late"), StaleWork),
+        (Unreachable("a third machine"), LinkError),
+        (UserError("not for travelling"), LinkError),
+        (ValueError("a library's"), LinkError),
+        (zmq.ZMQError(zmq.EAGAIN), LinkError),
+        (OSError("disk"), LinkError),
+    ],
+)
+@run
+async def test_errors_travel_and_leave_the_node_alive(
+    raised: Exception, expected: type[LinkError], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with swarm() as (a, b):
+
+        async def handler(channel: control.Channel, message: Message) -> Message:
+            raise raised
+
+        a_handler = b.node.control._handlers[PeerToPeerPing]
+        b.node.control.handle(PeerToPeerPing, handler)
+        with pytest.raises(LinkError) as caught:
+            await ping(a, b)
+        assert type(caught.value) is expected
+        b.node.control.handle(PeerToPeerPing, a_handler)
+        await ping(a, b)
+
+
+@run
+async def test_wrong_replies_and_unknown_requests() -> None:
+    async with swarm() as (a, b):
+        with pytest.raises(WireError, match="instead of"):
+            await dial(a, b).request(PeerToPeerPing(), Acknowledged, LONG_S)
+        with pytest.raises(WireError, match="not for this side"):
+            await dial(a, b).request(PeerToPeerPong(), PeerToPeerPong, LONG_S)
+
+
+@run
+async def test_deadline_and_late_replies() -> None:
+    async with swarm() as (a, b):
+        release = asyncio.Event()
+
+        async def handler(channel: control.Channel, message: Message) -> Message:
+            await release.wait()
+            return PeerToPeerPong()
+
+        honest = b.node.control._handlers[PeerToPeerPing]
+        b.node.control.handle(PeerToPeerPing, handler)
+        channel = dial(a, b)
+        await channel.connected(LONG_S)
+        with pytest.raises(DeadlineExceeded):
+            await channel.request(PeerToPeerPing(), PeerToPeerPong, 0.05)
+        assert channel.is_idle
+        release.set()
+        b.node.control.handle(PeerToPeerPing, honest)
+        await ping(a, b)
+
+
+@run
+async def test_requests_without_an_answer_fail_when_the_connection_is_lost() -> None:
+    async with swarm() as (a, b):
+        arrived = asyncio.Event()
+
+        async def handler(channel: control.Channel, message: Message) -> Message:
+            arrived.set()
+            await asyncio.Event().wait()
+            return PeerToPeerPong()
+
+        b.node.control.handle(PeerToPeerPing, handler)
+        async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(outcome(dial(a, b).request(PeerToPeerPing(), PeerToPeerPong, 1000)))
+            await arrived.wait()
+            await b.stop()
+        assert isinstance(waiting.result(), Unreachable)
+
+
+async def outcome(work: Coroutine[Any, Any, Any]) -> object:
+    try:
+        return await work
+    except LinkError as error:
+        return error
+
+
+@run
+async def test_hanging_up_fails_what_waits_instead_of_cancelling_it() -> None:
+    async with swarm(1) as (a,):
+        channel = a.node.control.dial(HOST, 1, CurveKeys.fresh().public)
+        async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(outcome(channel.request(PeerToPeerPing(), PeerToPeerPong, 1000)))
+            await asyncio.sleep(0)
+            a.node.control.hang_up(channel)
+        assert isinstance(waiting.result(), Unreachable)
+
+
+# Connecting ---------------------------------------------------------------------------------------------
+
+
+@run
+async def test_wrong_key_unknown_key_and_nobody() -> None:
+    async with swarm() as (a, b):
+        start = time.monotonic()
+        channel = a.node.control.dial(HOST, b.ports[0], CurveKeys.fresh().public)
+        with pytest.raises(WrongKey):
+            await channel.connected(LONG_S)
+        with pytest.raises(WrongKey):
+            await channel.request(PeerToPeerPing(), PeerToPeerPong, LONG_S)
+
+        b.allowed.clear()
+        with pytest.raises(NotAdmitted):
+            await dial(a, b).connected(LONG_S)
+        assert time.monotonic() - start < LONG_S / 2
+
+        b.allowed.add(a.keys.public)
+        await ping(a, b)  # a new channel: the refused one is gone
+
+        nobody = a.node.control.dial(HOST, 1, b.keys.public)
+        with pytest.raises(Unreachable):
+            await nobody.connected(0.3)
+        with pytest.raises(Unreachable):
+            await nobody.request(PeerToPeerPing(), PeerToPeerPong, 0.1)
+        with pytest.raises(Unreachable):
+            a.node.control.dial("no host\n", 1, b.keys.public)
+        with pytest.raises(Unreachable):
+            a.node.control.dial("no host\n", 1, b.keys.public)
+
+
+@pytest.mark.parametrize("trouble", [NotAdmitted("who?"), ValueError("odd"), None])
+@run
+async def test_the_gate_survives_what_admit_does(trouble: Exception | None) -> None:
+    async with swarm() as (a, b):
+        blocked = asyncio.Event()
+
+        async def admit(key: bytes) -> bool:
+            if key == a.keys.public:
+                if trouble is not None and not isinstance(trouble, ValueError):
+                    raise trouble
+                await blocked.wait()
+            return True
+
+        stranger = Member()
+        b.node.control  # noqa: B018
+        async with Node.open(b.keys, HOST, (0, 0), admit) as node:
+            channel = a.node.control.dial(HOST, node.control_port, b.keys.public)
+            await asyncio.sleep(0)
+            await stranger.start()
+            other = stranger.node.control.dial(HOST, node.control_port, b.keys.public)
+            # Answered though the first caller has been refused, or is still being looked up.
+            await other.request(PeerToPeerPing(), PeerToPeerPong, LONG_S)
+            if isinstance(trouble, NotAdmitted):
+                with pytest.raises(NotAdmitted):
+                    await channel.connected(LONG_S)
+            else:
+                blocked.set()
+                await channel.request(PeerToPeerPing(), PeerToPeerPong, LONG_S)
+            await stranger.stop()
+
+
+@run
+async def test_restart_with_the_same_keys() -> None:
+    async with swarm() as (a, b):
+        await ping(a, b)
+        channel = dial(a, b)
+        await b.stop()
+        with pytest.raises(LinkError):
+            await channel.request(PeerToPeerPing(), PeerToPeerPong, 0.2)
+        with pytest.raises(Unreachable):
+            await channel.notify(PeerToPeerPing())
+        await b.start()
+        await channel.request(PeerToPeerPing(), PeerToPeerPong, LONG_S)
+        assert dial(a, b) is channel
+
+
+@run
+async def test_restart_with_new_keys() -> None:
+    async with swarm() as (a, b):
+        source, sink = Source(3), Sink()
+        b.node.publish(STATE, source)
+        assert await fetch(a, b, sink, range(3)) == [0, 1, 2]
+        old = dial(a, b)
+        await b.stop()
+        b.keys = CurveKeys.fresh()
+        await b.start()
+        introduce(a, b)
+        b.node.publish(STATE, source)
+        assert old.is_broken
+        assert old.socket.closed
+        assert await fetch(a, b, sink, range(3)) == [0, 1, 2]
+
+
+@run
+async def test_a_caller_that_connects_anew_replaces_its_earlier_channel() -> None:
+    async with swarm() as (a, b):
+        await ping(a, b)
+        first = b.node.control.incoming(a.keys.public)
+        assert first is not None
+        a.node.control.hang_up(dial(a, b))
+        await ping(a, b)
+        second = b.node.control.incoming(a.keys.public)
+        assert second is not None
+        assert second is not first
+        assert first.is_broken
+        await second.request(PeerToPeerPing(), PeerToPeerPong, LONG_S)
+
+
+@run
+async def test_callers_are_forgotten_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_CHANNELS", 2)
+    async with swarm(4) as (a, b, c, d):
+        for caller in (b, c, d):
+            await ping(caller, a)
+            assert len(a.node.control._incoming) <= 2
+        await ping(b, a)  # and who was forgotten is simply known again
+
+
+@run
+async def test_port_taken_and_errors_of_the_body_come_out_bare() -> None:
+    async with swarm(1) as (a,):
+        with pytest.raises(Unreachable, match="--bind"):
+            async with Node.open(a.keys, HOST, (a.ports[0], 0), a.admit):
+                pass
+    with pytest.raises(StaleWork):
+        async with Node.open(a.keys, HOST, (0, None), a.admit) as node:
+            assert node.data_port == 0
+            raise StaleWork("mine")
+    with pytest.raises(asyncio.CancelledError):
+        async with Node.open(a.keys, HOST, (0, 0), a.admit):
+            raise asyncio.CancelledError
+
+
+@run
+async def test_nothing_is_left_behind() -> None:
+    async with swarm() as (a, b):
+        await ping(a, b)
+        before = len(asyncio.all_tasks())
+        for _ in range(20):
+            a.node.control.hang_up(a.node.control.dial(HOST, 1, b.keys.public))
+            channel = a.node.control.dial(HOST, b.ports[0], CurveKeys.fresh().public)
+            with pytest.raises(WrongKey):
+                await channel.connected(LONG_S)
+        async with asyncio.timeout(LONG_S):
+            while len(asyncio.all_tasks()) > before:
+                await asyncio.sleep(0.01)
+        assert len(a.node.control._dialed) == 1
+    assert len(asyncio.all_tasks()) == 1
+
+
+# Other versions and bad bytes ---------------------------------------------------------------------------
+
+
+def raw_dealer(context: zmq.asyncio.Context, me: CurveKeys, called: Member) -> zmq.asyncio.Socket:
+    from zmq.utils import z85
+
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.curve_publickey, socket.curve_secretkey = z85.encode(me.public), z85.encode(me.secret)
+    socket.curve_serverkey = z85.encode(called.keys.public)
+    socket.connect(f"tcp://{HOST}:{called.ports[0]}")
+    return socket
+
+
+@run
+async def test_a_caller_of_another_version() -> None:
+    import msgpack
+
+    from shoal.swarm.errors import ProtocolMismatch
+    from shoal.swarm.messages import PROTOCOL_VERSION
+
+    async with swarm() as (a, b):
+        with zmq.asyncio.Context() as context:
+            socket = raw_dealer(context, a.keys, b)
+            await socket.send(msgpack.packb([PROTOCOL_VERSION + 1, "the future"]))
+            async with asyncio.timeout(LONG_S):
+                answer = msgpack.unpackb(await socket.recv())
+            assert answer[0] == PROTOCOL_VERSION
+            socket.close()
+
+        # And what that answer does to the one who called, when it is we.
+        from zmq.utils import z85
+
+        with zmq.asyncio.Context() as context:
+            server = context.socket(zmq.ROUTER)
+            server.linger = 0
+            server.curve_secretkey, server.curve_server = z85.encode(b.keys.secret), True
+            port = server.bind_to_random_port(f"tcp://{HOST}")
+            async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
+                channel = a.node.control.dial(HOST, port, b.keys.public)
+                waiting = tasks.create_task(outcome(channel.request(PeerToPeerPing(), PeerToPeerPong, 1000)))
+                routing, _ = await server.recv_multipart()
+                await server.send_multipart([routing, msgpack.packb([PROTOCOL_VERSION + 1])])
+            assert isinstance(waiting.result(), ProtocolMismatch)
+            server.close()
+
+
+@run
+async def test_who_sends_nonsense_is_dropped_and_nobody_else() -> None:
+    async with swarm(3) as (a, b, c):
+        with zmq.asyncio.Context() as context:
+            socket = raw_dealer(context, a.keys, b)
+            await socket.send(b"nonsense")
+            async with asyncio.timeout(LONG_S):
+                while a.keys.public not in b.node.control._incoming:
+                    await asyncio.sleep(0.01)
+                while not b.node.control._incoming[a.keys.public].is_broken:
+                    await asyncio.sleep(0.01)
+            assert b.node.control.incoming(a.keys.public) is None
+            await ping(c, b)
+            socket.close()
+        await ping(a, b)  # a new connection starts afresh
+
+
+@run
+async def test_one_member_cannot_take_all_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_HANDLERS_PER_CHANNEL", 4)
+    async with swarm(3) as (a, b, c):
+        running = 0
+        full, end = asyncio.Event(), asyncio.Event()
+
+        async def handler(channel: control.Channel, message: Message) -> Message:
+            nonlocal running
+            if channel.remote_key == a.keys.public:
+                running += 1
+                full.set() if running == 4 else None
+                await end.wait()
+            return PeerToPeerPong()
+
+        b.node.control.handle(PeerToPeerPing, handler)
+        channel = dial(a, b)
+        await channel.connected(LONG_S)
+        for _ in range(200):
+            await channel.notify(PeerToPeerPing())
+        async with asyncio.timeout(LONG_S):
+            await full.wait()
+        await ping(c, b)
+        assert running == 4
+        end.set()
+
+
+# Streams ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 8, 100_000, 2**20])
+@run
+async def test_chunks_arrive_intact_and_in_order(size: int) -> None:
+    async with swarm() as (a, b):
+        source, sink = Source(50, size), Sink()
+        b.node.publish(STATE, source)
+        assert await fetch(a, b, sink, range(3, 47)) == list(range(3, 47))
+        assert sink.holds(source, range(3, 47))
+        assert sorted(sink.chunks) == list(range(3, 47))
+        assert a.node.meter.received_bytes == b.node.meter.sent_bytes == 44 * (size + 24 + 16)
+        assert await fetch(a, b, sink, range(0)) == []
+
+
+@run
+async def test_several_streams_share_a_link() -> None:
+    async with swarm() as (a, b):
+        source = Source(30, 10_000)
+        sinks = [Sink() for _ in range(5)]
+        b.node.publish(STATE, source)
+        async with asyncio.TaskGroup() as tasks:
+            for sink in sinks:
+                tasks.create_task(fetch(a, b, sink, range(30)))
+        assert all(sink.holds(source, range(30)) for sink in sinks)
+        assert len(a.node._data._links) == len(b.node._data._links) == 1
+
+
+@run
+async def test_sender_is_never_further_ahead_than_its_credit() -> None:
+    async with swarm() as (a, b):
+        consumed, ahead = 0, []
+
+        class Counting(Source):
+            async def chunk(self, index: int) -> memoryview:
+                ahead.append(index + 1 - consumed)
+                return await super().chunk(index)
+
+        source, sink = Counting(40), Sink()
+        b.node.publish(STATE, source)
+        async with aclosing(a.node.fetch(b.peer, STATE, range(40), sink, LONG_S)) as stream:
+            async for index in stream:
+                consumed = index + 1
+                # Let the sender run as far as it may: until it has nothing to do, requests go back and forth.
+                for _ in range(10):
+                    await ping(a, b)
+        assert consumed == 40
+        assert max(ahead) <= CREDIT
+        assert max(ahead) > CREDIT // 2
+
+
+def test_credit_does_not_pile_up() -> None:
+    stream = Outgoing(CREDIT)
+    for _ in range(100):
+        stream.add(1024)
+    assert stream.credit == 2 * CREDIT
+
+
+@pytest.mark.parametrize("lost", [0, 5, 19])
+@run
+async def test_resumes_after_a_lost_frame(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        source, sink = Source(20), Sink()
+        b.node.publish(STATE, source)
+        send, sent = b.node._data._send_frame, []
+
+        async def lossy(link: Any, stream: int, chunk: int, payload: memoryview) -> None:
+            sent.append(chunk)
+            if sent.count(lost) == 1 and chunk == lost:
+                return
+            await send(link, stream, chunk, payload)
+
+        monkeypatch.setattr(b.node._data, "_send_frame", lossy)
+        assert await fetch(a, b, sink, range(20), progress_s=3) == list(range(20))
+        assert sink.holds(source, range(20))
+        assert sent.count(lost) == 2
+
+
+@run
+async def test_resumes_after_a_damaged_frame_without_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        source, sink = Source(20), Sink()
+        b.node.publish(STATE, source)
+        send, damaged = b.node._data._send_when_possible, False
+
+        async def damage(link: Any, frames: list[Any]) -> Any:
+            nonlocal damaged
+            if not damaged and int.from_bytes(frames[-2][20:24], "big") == 5:
+                damaged = True
+                frames[-1][3] ^= 1
+            return await send(link, frames)
+
+        monkeypatch.setattr(b.node._data, "_send_when_possible", damage)
+        assert await fetch(a, b, sink, range(20)) == list(range(20))
+        assert damaged
+        assert sink.holds(source, range(20))
+
+
+@pytest.mark.parametrize("opener", ["fetcher", "server"])
+@run
+async def test_resumes_when_the_serving_node_restarts(opener: str) -> None:
+    async with swarm() as (a, b):
+        source, sink = Source(40), Sink()
+        b.node.publish(STATE, source)
+        if opener == "server":
+            await b.node.call_on(a.peer, LONG_S)
+            async with asyncio.timeout(LONG_S):
+                while not all(link.attached.is_set() for link in a.node._data._links.values()):
+                    await asyncio.sleep(0.01)
+        got = []
+        async with aclosing(a.node.fetch(b.peer, STATE, range(40), sink, 6)) as stream:
+            async for index in stream:
+                got.append(index)
+                if index == 10:
+                    await b.stop()
+                    await b.start()
+                    introduce(a, b)
+                    b.node.publish(STATE, source)
+        assert got == list(range(40))
+        assert sink.holds(source, range(40))
+
+
+@run
+async def test_a_link_of_a_caller_that_vanished_is_not_used_for_ever() -> None:
+    async with swarm() as (a, b):
+        source, sink = Source(5), Sink()
+        await b.node.call_on(a.peer, LONG_S)
+        await b.stop()
+        await b.start()
+        introduce(a, b)
+        b.node.publish(STATE, source)
+        assert await fetch(a, b, sink, range(5)) == list(range(5))
+
+
+@run
+async def test_an_absent_blob_may_still_come() -> None:
+    async with swarm() as (a, b):
+        start = time.monotonic()
+        with pytest.raises(BlobUnavailable):
+            await fetch(a, b, Sink(), range(5), progress_s=0.5)
+        assert time.monotonic() - start >= 0.5
+        source, sink = Source(5), Sink()
+        async with asyncio.TaskGroup() as tasks:
+            fetching = tasks.create_task(fetch(a, b, sink, range(5)))
+            await asyncio.sleep(0.1)
+            b.node.publish(STATE, source)
+        assert fetching.result() == list(range(5))
+        b.node.retract(STATE)
+        for blob, chunks in ((STATE, range(5)), (Blob(kind="state", number=2), range(1))):
+            with pytest.raises(BlobUnavailable):
+                await fetch(a, b, Sink(), chunks, 0.1, blob)
+        b.node.publish(STATE, source)
+        with pytest.raises(BlobUnavailable, match="only 5 chunks"):
+            await fetch(a, b, Sink(), range(6), 0.1)
+
+
+@run
+async def test_a_source_that_fails_ends_its_stream_only() -> None:
+    async with swarm() as (a, b):
+
+        class Failing(Source):
+            async def chunk(self, index: int) -> memoryview:
+                if index == 3:
+                    raise StaleWork("gone")
+                return await super().chunk(index)
+
+        b.node.publish(STATE, Failing(5))
+        with pytest.raises(LinkError):
+            await fetch(a, b, Sink(), range(5), 0.3)
+        b.node.publish(STATE, Source(5))
+        assert await fetch(a, b, Sink(), range(5)) == list(range(5))
+
+
+@run
+async def test_the_time_that_the_consumer_takes_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        b.node.publish(STATE, Source(20))
+        clock = time.monotonic
+        skipped = 0.0
+        monkeypatch.setattr("shoal.swarm.transport.time.monotonic", lambda: clock() + skipped)
+        got = []
+        async for index in a.node.fetch(b.peer, STATE, range(20), Sink(), 20):
+            got.append(index)
+            if index == 10:
+                skipped += 1000  # the consumer was busy, and meanwhile the link was lost
+                for link in list(a.node._data._links.values()):
+                    a.node._data.close_link(link)
+        assert got == list(range(20))
+
+
+@run
+async def test_a_fetch_that_is_given_up_frees_both_sides() -> None:
+    async with swarm() as (a, b):
+        source = Source(20, held_at=5)
+        b.node.publish(STATE, source)
+        async with aclosing(a.node.fetch(b.peer, STATE, range(20), Sink(), LONG_S)) as stream:
+            async for index in stream:
+                if index == 4:
+                    break
+        (ours,), (theirs,) = a.node._data._links.values(), b.node._data._links.values()
+        assert not ours.incoming
+        async with asyncio.timeout(LONG_S):
+            while theirs.outgoing:
+                await asyncio.sleep(0.01)
+        assert await fetch(a, b, Sink(), range(5)) == list(range(5))
+
+
+@run
+async def test_a_silent_link_is_replaced() -> None:
+    async with swarm() as (a, b):
+        source, sink = Source(5), Sink()
+        b.node.publish(STATE, source)
+        await fetch(a, b, Sink(), range(1))
+        (link,) = a.node._data._links.values()
+        link.socket.disconnect(link.socket.LAST_ENDPOINT.decode())  # nothing will ever come over it
+        assert await fetch(a, b, sink, range(5), progress_s=1.5) == list(range(5))
+        assert sink.holds(source, range(5))
+        assert link.socket.closed
+
+
+# Who cannot be reached ----------------------------------------------------------------------------------
+
+
+@run
+async def test_served_over_the_link_that_it_opened_itself() -> None:
+    async with swarm() as (a, b):
+        b.reachable = False
+        introduce(a, b)
+        source, sink = Source(20), Sink()
+        b.node.publish(STATE, source)
+        with pytest.raises(Unreachable):
+            await fetch(a, b, sink, range(20), 0.2)
+        await b.node.call_on(a.peer, LONG_S)
+        assert await fetch(a, b, sink, range(20)) == list(range(20))
+        assert sink.holds(source, range(20))
+        (link,) = a.node._data._links.values()
+        assert link.routing is not None
+
+        # The other side has forgotten the link, and nobody told us: calling on it again finds out.
+        a.node._data.close_link(link)
+        await b.node.call_on(a.peer, LONG_S)
+        assert await fetch(a, b, sink, range(20)) == list(range(20))
+        assert len(a.node._data._links) == len(b.node._data._links) == 1
+
+
+@run
+async def test_a_silent_link_that_only_they_can_open_is_kept() -> None:
+    async with swarm() as (a, b):
+        b.reachable = False
+        introduce(a, b)
+        source, sink = Source(5, held_at=2), Sink()
+        b.node.publish(STATE, source)
+        await b.node.call_on(a.peer, LONG_S)
+        got = []
+        with pytest.raises(LinkError):
+            async for index in a.node.fetch(b.peer, STATE, range(5), sink, 0.3):
+                got.append(index)
+        assert got == [0, 1]
+        source.go.set()
+        assert await fetch(a, b, sink, range(2, 5)) == [2, 3, 4]
+
+
+# Hostile ------------------------------------------------------------------------------------------------
+
+
+def open_link(name: bytes = b"\x01234567") -> PeerToPeerOpenLink:
+    return PeerToPeerOpenLink(link=name, secret=bytes(32), cipher="aes-256-gcm")
+
+
+@run
+async def test_only_members_open_links_and_use_their_own() -> None:
+    async with swarm(3) as (a, b, c):
+        b.node.publish(STATE, Source(5))
+        await fetch(a, b, Sink(), range(5))
+        (name,) = b.node._data._links
+        blob: dict[str, Any] = {"blob": STATE, "first": 0, "stop": 5, "credit": 8}
+        for ask in (
+            PeerToPeerOpenStream(stream=1, link=name, **blob),
+            PeerToPeerStreamCredit(stream=1, link=name, credit=8),
+            PeerToPeerCloseStream(stream=1, link=name),
+        ):
+            with pytest.raises(LinkClosed):
+                await dial(c, b).request(ask, Acknowledged, LONG_S)
+
+        introduce(a, b)  # c's key still gets in, but it is no member any more
+        with pytest.raises(NotAdmitted):
+            await dial(c, b).request(open_link(), Acknowledged, LONG_S)
+        with pytest.raises(NotAdmitted):
+            await dial(c, b).request(PeerToPeerOpenStream(stream=1, link=name, **blob), Acknowledged, LONG_S)
+
+
+@run
+async def test_links_end_with_membership() -> None:
+    async with swarm() as (a, b):
+        source = Source(20, held_at=5)
+        b.node.publish(STATE, source)
+        async with aclosing(a.node.fetch(b.peer, STATE, range(20), Sink(), LONG_S)) as stream:
+            async for index in stream:
+                if index == 4:
+                    break
+            b.node.update_roster((b.entry(),))
+            assert not b.node._data._links
+
+
+@run
+async def test_a_member_has_one_link_and_few_streams() -> None:
+    async with swarm() as (a, b):
+        b.node.publish(STATE, Source(5))
+        channel = dial(a, b)
+        for number in range(10):
+            await channel.request(open_link(b"\x01%07d" % number), Message, LONG_S)
+        assert list(b.node._data._links) == [b"\x010000009"]
+        for name in (b"\x010000009", b"\x00234567"):
+            with pytest.raises(WireError):
+                await channel.request(open_link(name), Message, LONG_S)
+
+        async def ask(stream: int) -> None:
+            message = PeerToPeerOpenStream(stream=stream, link=b"\x010000009", blob=STATE, first=0, stop=5, credit=1024)
+            await channel.request(message, PeerToPeerStreamOpened, LONG_S)
+
+        await ask(0)
+        with pytest.raises(WireError):
+            await ask(0)
+        with pytest.raises(WireError):
+            await ask(2**32 - 1)
+        for number in range(1, 64):
+            await ask(number)
+        with pytest.raises(BlobUnavailable, match="too many"):
+            await ask(64)
+
+
+async def speak(port: int, data: bytes) -> bytes:
+    """Raw TCP; what came back until the other side hung up."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(LONG_S):
+            await writer.drain()
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+
+
+@run
+async def test_strangers_do_not_disturb_a_stream() -> None:
+    async with swarm() as (a, b):
+        source, sink = Source(30, held_at=10), Sink()
+        b.node.publish(STATE, source)
+        got = []
+        async with aclosing(a.node.fetch(b.peer, STATE, range(30), sink, LONG_S)) as stream:
+            async for index in stream:
+                got.append(index)
+                if index != 9:
+                    continue
+                (name,) = b.node._data._links
+                for port in b.ports:
+                    # No greeting that is not ours gets further than the handshake: the connection is closed.
+                    await speak(port, b"GET / HTTP/1.1\r\n\r\n" + bytes(10_000))
+                    await speak(port, GREETING + READY + b"\x03" + (2**62).to_bytes(8, "big") + bytes(10_000))
+                    with zmq.asyncio.Context() as context:
+                        socket = context.socket(zmq.DEALER)
+                        socket.linger, socket.routing_id = 0, name
+                        socket.connect(f"tcp://{HOST}:{port}")
+                        for frames in ([b""], [bytes(24), bytes(16)], [name + bytes(16), bytes(2**22)]):
+                            await socket.send_multipart(frames)
+                        await ping(a, b)
+                        socket.close()
+                source.go.set()
+        assert got == list(range(30))
+        assert sink.holds(source, range(30))
+        assert source.asked == list(range(30))  # not even a retry
+
+
+@pytest.mark.parametrize("token", [b"", bytes(32).hex().encode(), b"\xff" * 64])
+@run
+async def test_a_data_connection_needs_the_token_of_a_link(token: bytes) -> None:
+    async with swarm() as (a, b):
+        b.node.publish(STATE, Source(1))
+        await fetch(a, b, Sink(), range(1))
+        (link,) = b.node._data._links.values()
+        with zmq.asyncio.Context() as context:
+            for user, password, expected in (
+                (link.sealed.link.hex().encode(), token, zmq.EVENT_HANDSHAKE_FAILED_AUTH),
+                (b"00", link.sealed.token.hex().encode(), zmq.EVENT_HANDSHAKE_FAILED_AUTH),
+                (b"\xff", token, zmq.EVENT_HANDSHAKE_FAILED_AUTH),
+                (
+                    link.sealed.link.hex().encode(),
+                    link.sealed.token.hex().encode(),
+                    zmq.EVENT_HANDSHAKE_SUCCEEDED,
+                ),
+            ):
+                socket = context.socket(zmq.DEALER)
+                socket.linger = 0
+                socket.plain_username, socket.plain_password = user, password
+                monitor = socket.get_monitor_socket()
+                socket.connect(f"tcp://{HOST}:{b.ports[1]}")
+                event = 0
+                async with asyncio.timeout(LONG_S):
+                    while event not in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+                        event = int.from_bytes((await monitor.recv_multipart())[0][:2], "little")
+                assert event == expected
+                socket.close()
+                monitor.close()
+
+
+@run
+async def test_an_oversized_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        largest = Blob(kind="state", number=2)
+        b.node.publish(largest, Source(2, bulk.MAX_CHUNK_BYTES))
+        sink = Sink(limit=2**30)
+        assert await fetch(a, b, sink, range(2), blob=largest) == [0, 1]
+        honest = bulk.MAX_CHUNK_BYTES
+        monkeypatch.setattr(bulk, "MAX_CHUNK_BYTES", 2**30)  # of the sender; the sockets are there already
+        b.node.publish(STATE, Source(2, honest + 8))
+        sink = Sink(limit=2**30)
+        with pytest.raises(LinkError):
+            async with aclosing(a.node._attempt(b.peer, STATE, range(2), sink, 0.5)) as attempt:
+                async for _ in attempt:
+                    pass
+        assert not sink.chunks
+
+
+@run
+async def test_a_chunk_that_the_sink_refuses() -> None:
+    async with swarm() as (a, b):
+        b.node.publish(STATE, Source(3, 800))
+        with pytest.raises(WireError, match="chunk of 800 bytes"):
+            await fetch(a, b, Sink(limit=799), range(3), 0.2)
+        assert await fetch(a, b, Sink(limit=800), range(3)) == [0, 1, 2]
+
+
+# Parts --------------------------------------------------------------------------------------------------
+
+
+@run
+async def test_a_cancelled_thread_has_left_the_memory_alone() -> None:
+    begun, proceed, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        proceed.wait(LONG_S)
+        done.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(in_thread(work))
+        await asyncio.to_thread(begun.wait, LONG_S)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        proceed.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done.is_set()
+
+
+def test_buffers_are_reused_only_when_zeromq_is_done() -> None:
+    class Tracker(zmq.MessageTracker):
+        done = False  # type: ignore[assignment]
+
+    pool, tracker = BufferPool(), Tracker()
+    first = pool.take(1000)
+    pool.give_back(first, tracker)
+    assert pool.take(1000) is not first
+    tracker.done = True  # type: ignore[misc]
+    assert pool.take(900) is first
+    for size in range(1, 200):
+        finished = Tracker()
+        finished.done = True  # type: ignore[misc]
+        pool.give_back(bytearray(size), finished)
+        pool.take(10**6)
+    assert len(pool._free) <= 16
