@@ -19,6 +19,7 @@ from shoal.peer.network_thread import Interrupted
 from shoal.peer.recipes import load_recipe
 from shoal.peer.replica import Brought
 from shoal.peer.session import Session, SessionOptions
+from shoal.swarm.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ def run_member(
 
 def _train(session: Session, device: torch.device, max_memory: int | None) -> None:
     run = session.run_file
+    if run.recipe.name == "own":
+        raise RecipeError("the members of this run bring their own training loop: start the host's script instead")
     recipe = load_recipe(run)
     model = recipe.build_model(run.run.seed).to(device)
     about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample)

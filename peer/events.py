@@ -145,12 +145,18 @@ def _verdict(event: Event) -> str:
     )
 
 
+def _words(event: Event) -> str:
+    return str(event.get("words", ""))
+
+
 def _any_event(event: Event) -> str:
     rest = [f"{key}={value}" for key, value in event.items() if key not in ("event", "time")]
     return " ".join([str(event.get("event", "?")), *rest])
 
 
 _SENTENCES: dict[str, Callable[[Event], str]] = {
+    "demo": _words,
+    "status": _words,
     "joined": _joined,
     "synced": _synced,
     "committed": _committed,

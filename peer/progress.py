@@ -160,7 +160,7 @@ class Reporter:
             self._look()
             if self._session is None or self._snapshot is None:
                 return
-            self._print(plain_line({"event": status_line(self._snapshot)}))
+            self._print(plain_line({"event": "status", "words": status_line(self._snapshot)}))
 
     def _look(self) -> None:
         # Taken away first: whatever the snapshot raises, nobody asks this session a second time.

@@ -94,14 +94,15 @@ class ControlPlane:
             socket = self._context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
             raise Unreachable(f"no socket left to call {host}:{port}: {error}") from error
+        monitor = socket.get_monitor_socket(addr=f"inproc://monitor-{next(_monitors)}")
         try:
             self._configure(socket)
             socket.curve_serverkey = z85.encode(key)
             socket.immediate = True
-            monitor = socket.get_monitor_socket(addr=f"inproc://monitor-{next(_monitors)}")
             socket.connect(address)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
+            _close_monitored(socket, linger_ms=0)
+            monitor.close(linger=0)
             raise Unreachable(f"{host}:{port} is no usable address: {error}") from error
         channel = Channel(key, f"{host}:{port}", socket, None, remote_host=host)
         self._dialed[address, key] = channel
@@ -128,7 +129,7 @@ class ControlPlane:
         channel.mark_broken(why)
         if channel.routing is None:
             self._dialed = {at: other for at, other in self._dialed.items() if other is not channel}
-            channel.socket.close(linger=linger_ms)
+            _close_monitored(channel.socket, linger_ms)
         elif self._incoming.get(channel.remote_key) is channel:
             del self._incoming[channel.remote_key]
 
@@ -260,7 +261,15 @@ class ControlPlane:
                 elif event == zmq.EVENT_MONITOR_STOPPED:
                     return
         finally:
+            _close_monitored(channel.socket, linger_ms=0)
             monitor.close(linger=0)
+
+
+def _close_monitored(socket: zmq.asyncio.Socket, linger_ms: int) -> None:
+    """Before its monitor is closed: libzmq's I/O thread blocks for ever on an event nobody can take."""
+    if not socket.closed:
+        socket.disable_monitor()
+        socket.close(linger=linger_ms)
 
 
 def _failed(error: ShoalError) -> RequestFailed:

@@ -1,0 +1,120 @@
+"""What the benchmarks share: the machine's description, the JSON that they write, and whole runs on loopback."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shoal.peer.demo_child import Child
+from shoal.peer.export import export_model
+
+console = Console()
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """With the option that every benchmark has."""
+    made = argparse.ArgumentParser(description=about)
+    made.add_argument("--json", type=Path, help="write machine, rows and ratios to this file")
+    return made
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures were measured."""
+    return {
+        "system": platform.platform(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def publish(title: str, rows: list[dict[str, Any]], ratios: dict[str, float], path: Path | None) -> None:
+    """Print the table and the ratios; write them as JSON where asked for."""
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else f"{value}" for value in row.values()))
+    console.print(table)
+    for name, ratio in ratios.items():
+        console.print(f"{name} = {ratio:.5g}", highlight=False)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": machine(), "rows": rows, "ratios": ratios}, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run on loopback gave: its exported model, committed tokens and rounds, bytes that each peer sent."""
+
+    model: Path
+    tokens: int
+    rounds: int
+    bytes_sent: list[int]
+    seconds: float
+    parity: bool
+
+
+def train_swarm(run_toml: str, peers: int, folder: Path, limit_s: float) -> Trained:
+    """Host the run and train it with so many peers, all processes of this machine, until it ends by itself.
+
+    Raises ``RuntimeError`` with the end of the log of a process that failed.
+    """
+    folder.mkdir(parents=True)
+    run_file = folder / "run.toml"
+    run_file.write_text(run_toml)
+    host = Child("host", folder / "host", ["host", str(run_file), "--bind", "127.0.0.1:0"])
+    members: list[Child] = []
+    started = time.monotonic()
+    try:
+        invite = _await_invite(host, started + 60)
+        for number in range(peers):
+            arguments = ["join", invite, "--name", f"peer-{number}", "--bind", "127.0.0.1", "--threads", "1"]
+            members.append(Child(f"peer-{number}", folder / f"peer-{number}", [*arguments, "--device", "cpu"]))
+        while any(member.is_running for member in members):
+            if time.monotonic() > started + limit_s:
+                raise RuntimeError(f"the run did not end within {limit_s:.0f} s")
+            time.sleep(0.2)
+        for member in members:
+            if member.process.returncode:
+                raise RuntimeError(f"{member.name} failed:\n{member.log.read_text()[-2000:]}")
+    finally:
+        for child in [*members, host]:
+            child.ask_to_end()
+            child.end()
+    host.take_events()
+    left = [event for member in members for event in member.take_events() if event["event"] == "left"]
+    verdicts = [event for event in host.events if event["event"] == "verdict" and event["committed"]]
+    model = folder / "model.safetensors"
+    export_model(folder / "peer-0" / "state", model)
+    return Trained(
+        model=model,
+        tokens=int(verdicts[-1]["tokens_total"]),
+        rounds=len(verdicts),
+        bytes_sent=[int(event["bytes_sent"]) for event in left],
+        seconds=float(verdicts[-1]["elapsed_s"]),
+        parity=len({event["digest"] for event in left}) == 1,
+    )
+
+
+def _await_invite(host: Child, deadline: float) -> str:
+    while time.monotonic() < deadline and host.is_running:
+        for path in (host.folder / "state").glob("*/invite.txt"):
+            text = path.read_text()
+            if text.endswith("\n"):
+                return text.strip()
+        time.sleep(0.1)
+    raise RuntimeError(f"the coordinator gave no invite:\n{host.log.read_text()[-2000:]}")

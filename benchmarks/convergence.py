@@ -1,0 +1,146 @@
+"""Held-out loss and bytes at equal tokens: one process on the global batch, against 4 peers in a swarm.
+
+One process with AdamW on the global batch; ``virtual_batch`` (the same mathematics, spread over peers); ``diloco``
+with float32 and with int8. Bytes are what each peer really sent in bulk frames; float32 data-parallel's are the
+ring all-reduce's 2 (N - 1) / N x 4 bytes x parameters for every step on the global batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Trained, console, parser, publish, train_swarm
+from torch import nn
+
+from shoal.peer.export import read_model
+from shoal.peer.inner_loop import make_inner
+from shoal.peer.recipes import Recipe, load_recipe
+from shoal.peer.sample_order import SampleOrder
+from shoal.peer.schedule import lr_factor
+from shoal.swarm.run_file import RunFile, parse_run_file
+
+PEERS = 4
+BATCH = 8
+CONTEXT = 128
+
+RUN = """
+algorithm = "{algorithm}"
+codec = "{codec}"
+[run]
+name = "convergence"
+seed = 1
+tokens = {tokens}
+[recipe]
+name = "gpt"
+settings = {{ layers = 2, width = 192, heads = 4, context = {context} }}
+[inner]
+lr = {lr}
+weight_decay = 0.1
+batch_samples = {batch}
+[schedule]
+kind = "cosine"
+warmup_tokens = {warmup}
+final_factor = 0.1
+[outer]
+{outer}
+[round]
+tokens = {round_tokens}
+max_s = 600
+patience_s = 6
+"""
+
+ADAMW = 'optimizer = "adamw"\nlr = {lr}\nbetas = [0.9, 0.95]\nweight_decay = 0.1'
+NESTEROV = 'optimizer = "nesterov"\nlr = 0.7\nmomentum = 0.9'
+
+
+def run_toml(algorithm: str, codec: str, steps: int, steps_a_round: int, lr: float) -> str:
+    """All variants see ``steps`` global batches of ``PEERS * BATCH`` windows."""
+    step_tokens = PEERS * BATCH * CONTEXT
+    return RUN.format(
+        algorithm=algorithm,
+        codec=codec,
+        tokens=steps * step_tokens,
+        context=CONTEXT,
+        lr=lr,
+        batch=BATCH,
+        warmup=min(20, steps // 5) * step_tokens,
+        outer=(ADAMW if algorithm == "virtual_batch" else NESTEROV).format(lr=lr),
+        round_tokens=steps_a_round * step_tokens,
+    )
+
+
+def train_alone(run: RunFile, recipe: Recipe) -> nn.Module:
+    """One process, the whole global batch at every step."""
+    assert run.run.tokens is not None
+    model = recipe.build_model(run.run.seed)
+    optimizer = make_inner(model, run.inner)
+    base = [float(group["lr"]) for group in optimizer.param_groups]
+    data = recipe.training_data()
+    order = SampleOrder(len(data), run.run.seed)
+    samples = PEERS * BATCH
+    step_tokens = samples * recipe.tokens_per_sample
+    for step in range(run.run.tokens // step_tokens):
+        factor = lr_factor(run.schedule, run.run.tokens, step * step_tokens)
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * factor
+        loss = recipe.loss(model, data.batch(order.indices(step * samples, (step + 1) * samples)))
+        loss.backward()
+        if run.inner.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), run.inner.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return model
+
+
+def row(name: str, loss: float, tokens: int, sent: float, ddp: float, trained: Trained | None) -> dict[str, Any]:
+    return {
+        "variant": name,
+        "held-out loss": loss,
+        "tokens": tokens,
+        "rounds": trained.rounds if trained else 0,
+        "MB sent a peer": sent / 1e6,
+        "share of float32 data-parallel": sent / ddp if trained else 1.0,
+        "parity": str(trained.parity) if trained else "-",
+    }
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--steps", type=int, default=600, help="steps on the global batch")
+    arguments.add_argument("--inner-steps", type=int, default=30, help="of diloco, between two rounds (H)")
+    arguments.add_argument("--lr", type=float, default=2e-3)
+    options = arguments.parse_args()
+    torch.set_num_threads(2)
+
+    alone = parse_run_file(run_toml("virtual_batch", "float32", options.steps, 1, options.lr))
+    recipe = load_recipe(alone)
+    console.print(f"one process: {options.steps} steps of {PEERS * BATCH * CONTEXT} tokens")
+    model = train_alone(alone, recipe)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ddp = 2 * (PEERS - 1) / PEERS * 4 * parameters * options.steps
+    single_loss = recipe.held_out_loss(model, "cpu")
+    assert alone.run.tokens is not None
+    rows = [row("one process, float32 data-parallel's bytes", single_loss, alone.run.tokens, ddp, ddp, None)]
+    ratios: dict[str, float] = {}
+    variants = [("virtual_batch", "float32", 1), ("diloco", "float32", options.inner_steps)]
+    variants.append(("diloco", "int8", options.inner_steps))
+    with tempfile.TemporaryDirectory() as folder:
+        for algorithm, codec, steps_a_round in variants:
+            name = f"{algorithm} {codec}"
+            console.print(f"{name}: {PEERS} peers")
+            toml = run_toml(algorithm, codec, options.steps, steps_a_round, options.lr)
+            trained = train_swarm(toml, PEERS, Path(folder) / name.replace(" ", "-"), 3600)
+            loss = recipe.held_out_loss(read_model(trained.model), "cpu")
+            sent = sum(trained.bytes_sent) / len(trained.bytes_sent)
+            rows.append(row(name, loss, trained.tokens, sent, ddp, trained))
+            key = name.replace(" ", "_") if algorithm == "diloco" else algorithm
+            ratios[f"{key}_loss_vs_single"] = loss / single_loss
+            ratios[f"{key}_bytes_vs_float32_ddp"] = sent / ddp
+    publish(f"{parameters:,} parameters, {PEERS} peers", rows, ratios, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A process of the demo: started, listened to by the events it logs, ended by its process id."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.panel import Panel
+from rich.text import Text
+
+from shoal.peer.demo_report import EventFile
+from shoal.peer.events import Event, printable
+
+_LEAVE_S = 5.0
+_TAIL_LINES = 20
+
+
+class Child:
+    """One process of ours with its folder: ``log.txt`` and ``events.jsonl`` in it."""
+
+    def __init__(self, name: str, folder: Path, arguments: list[str]) -> None:
+        self.name = name
+        self.folder = folder
+        self.log = folder / "log.txt"
+        self.file = EventFile(folder / "events.jsonl")
+        self.events: list[Event] = []
+        self.killed = False
+        folder.mkdir(parents=True)
+        own = ["--state", folder / "state", "--identity", folder / "identity", "--log-json", folder / "events.jsonl"]
+        command = [sys.executable, "-m", "shoal.peer", *arguments, *map(str, own)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def take_events(self) -> list[Event]:
+        new = self.file.new()
+        self.events += new
+        return new
+
+    def kill(self) -> None:
+        self.killed = True
+        self.process.kill()
+        self.process.wait()
+
+    def ask_to_end(self) -> None:
+        if self.is_running:
+            self.process.terminate()
+
+    def end(self) -> None:
+        """Wait a little, then insist."""
+        try:
+            self.process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def last_words(self) -> Panel:
+        """The end of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        words = "\n".join(printable(line) for line in lines) or "(it said nothing)"
+        return Panel(Text(words), title=str(self.log), title_align="left", border_style="red")
