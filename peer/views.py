@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.peer.session import Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
+_ONE_LINE: Any = {"no_wrap": True, "overflow": "ellipsis"}
 _PHASE_STYLES = {
     "waiting": "yellow",
     "training": "green",
@@ -149,10 +150,10 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     digest = status.state_digest.hex()[:16] if status.state_digest else "not agreed yet"
     head.add_row("anchor", f"version {status.anchor_version}, {digest}")
     head.add_row("running for", duration_text(status.elapsed_s))
-    members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
-    members.add_column("peer", no_wrap=True, overflow="ellipsis", min_width=10)
-    members.add_column("device", no_wrap=True, overflow="ellipsis", min_width=8)
-    members.add_column("doing", no_wrap=True, overflow="ellipsis", min_width=8)
+    members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    # Their cells do not wrap, but the columns may: those are the ones that rich makes narrower first.
+    for name in ("peer", "device", "doing"):
+        members.add_column(name)
     for name in ("tokens/s", "share", "loss", "sent", "recv"):
         members.add_column(name, justify="right", no_wrap=True)
     members.add_column("synced", justify="center", no_wrap=True)
@@ -165,9 +166,9 @@ def _status_row(member: MemberStatus) -> list[RenderableType]:
     synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
     doing = printable(member.activity) + ("" if member.reachable else " (unreachable)")
     return [
-        Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim")),
-        Text(printable(member.device.name)),
-        Text(doing),
+        Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),
+        Text(printable(member.device.name), **_ONE_LINE),
+        Text(doing, **_ONE_LINE),
         Text(count_text(member.tokens_per_s) if member.alive else "–"),
         Text(f"{100 * member.share:.0f}%"),
         Text(loss_text(member.loss)),

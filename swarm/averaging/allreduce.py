@@ -8,22 +8,23 @@ until the coordinator's verdict.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec
+from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.swarm.averaging.reducer import PartReducer, mask_bytes, result_bytes, unpack_mask
+from shoal.swarm.averaging.reducer import PartReducer
+from shoal.swarm.averaging.results import ResultStore, fetch_part
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, LinkError, WireError
-from shoal.swarm.messages import Blob, Part, RoundPlan
+from shoal.swarm.errors import BlobUnavailable, ShoalError, WireError
+from shoal.swarm.links import in_thread
+from shoal.swarm.messages import Blob, Part
 from shoal.swarm.transport import Endpoint
+
+__all__ = ["AllReduce", "Exchange", "ResultStore"]
 
 log = logging.getLogger(__name__)
 
@@ -31,92 +32,8 @@ _WINDOW = 16
 """How many chunks a fast contributor may be ahead of the slowest: what bounds an owner's memory."""
 
 
-class ResultStore:
-    """The result chunks of a round as they arrive or are made; offered to every member (a ``ChunkSource``)."""
-
-    def __init__(self, plan: RoundPlan, codec: Codec) -> None:
-        self.plan = plan
-        self.codec = codec
-        self.elements = plan.parts[-1].stop
-        self.chunks = -(-self.elements // plan.chunk_elements)
-        self.moved = 0
-        self._results: list[memoryview | None] = [None] * self.chunks
-        self._arrived = asyncio.Condition()
-
-    def bounds(self, chunk: int) -> tuple[int, int]:
-        """The elements of a chunk."""
-        start = chunk * self.plan.chunk_elements
-        return start, min(start + self.plan.chunk_elements, self.elements)
-
-    def chunks_of(self, part: Part) -> range:
-        size = self.plan.chunk_elements
-        return range(part.start // size, -(-part.stop // size))
-
-    async def put(self, chunk: int, result: memoryview) -> None:
-        async with self._arrived:
-            self._results[chunk] = result
-            self.moved += 1
-            self._arrived.notify_all()
-
-    async def chunk(self, index: int) -> memoryview:
-        """Waits until that result exists here."""
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: self._results[index] is not None)
-        return self[index]
-
-    def __getitem__(self, index: int) -> memoryview:
-        result = self._results[index]
-        if result is None:
-            raise BlobUnavailable(f"chunk {index} of round {self.plan.round} is not here")
-        return result
-
-    def forget(self, part: Part) -> None:
-        """Drop a part whose bytes are not the committed ones."""
-        for index in self.chunks_of(part):
-            self._results[index] = None
-
-    def has(self, part: Part) -> bool:
-        return all(self._results[index] is not None for index in self.chunks_of(part))
-
-    def digest(self, part: Part) -> bytes:
-        """SHA-256 of the part's result bytes, in the order of its chunks."""
-        digest = hashlib.sha256()
-        for index in self.chunks_of(part):
-            digest.update(self[index])
-        return digest.digest()
-
-    def sink(self, received: dict[int, memoryview]) -> Callable[[int, int], memoryview]:
-        """Where fetched result chunks go; refuses any that has neither of the two possible lengths."""
-        members = len(self.plan.members)
-
-        def take(chunk: int, size: int) -> memoryview:
-            start, stop = self.bounds(chunk)
-            if size not in (mask_bytes(members), result_bytes(self.codec, stop - start, members)):
-                raise WireError(f"a result chunk of {size} bytes does not fit")
-            received[chunk] = memoryview(bytearray(size))
-            return received[chunk]
-
-        return take
-
-    def included(self, chunk: int) -> list[int]:
-        return unpack_mask(self[chunk], len(self.plan.members))
-
-    def mean(self) -> Tensor:
-        """The decoded mean, (elements,) float32; zero where nobody's contribution arrived. Needs every chunk.
-
-        Raises ``CodecError`` when committed bytes do not decode."""
-        mean = torch.zeros(self.elements)
-        offset = mask_bytes(len(self.plan.members))
-        for index in range(self.chunks):
-            start, stop = self.bounds(index)
-            packed = self[index][offset:]
-            if packed.nbytes:
-                mean[start:stop] = self.codec.decode(packed, stop - start)
-        return mean
-
-
 class _ContributionSource:
-    """Our contribution, encoded when the first owner asks for a chunk and kept until the verdict."""
+    """Our contribution, encoded when the first owner asks for a chunk and kept until ``close``."""
 
     def __init__(self, store: ResultStore, feedback: ErrorFeedback) -> None:
         self.chunks = store.chunks
@@ -124,14 +41,26 @@ class _ContributionSource:
         self._feedback = feedback
         self._encoded: dict[int, memoryview] = {}
         self._locks: dict[int, asyncio.Lock] = {}
+        self._closed = False
 
     async def chunk(self, index: int) -> memoryview:
+        """Raises ``BlobUnavailable`` once closed: streams outlive the round."""
         async with self._locks.setdefault(index, asyncio.Lock()):
+            if self._closed:
+                raise BlobUnavailable(f"round {self._store.plan.round} is over")
             if index not in self._encoded:
                 bounds = self._store.bounds(index)
-                packed = await asyncio.to_thread(self._feedback.encode_chunk, self._store.codec, *bounds)
+                packed = await in_thread(self._feedback.encode_chunk, self._store.codec, *bounds)
                 self._encoded[index] = packed.numpy().data
-        return self._encoded[index]
+            return self._encoded[index]
+
+    async def close(self) -> None:
+        """Returns when nothing is being encoded any more."""
+        self._closed = True
+        for lock in list(self._locks.values()):
+            async with lock:
+                pass
+        self._encoded.clear()
 
 
 @dataclass
@@ -181,13 +110,20 @@ class AllReduce:
                     tasks.create_task(self._gather(part))
         return self._exchange
 
-    def settle(self) -> None:
-        """After a committed verdict: what the mean left out of ours is the next round's, what it took is done.
+    async def close(self) -> None:
+        """After ``run`` and before the feedback is settled, committed or discarded: hand out no contribution more."""
+        self._endpoint.retract(self.blob)
+        await self._source.close()
 
-        Runs in a worker thread. Own chunks went in as they are, so only the owner's encoding error stays."""
+    def settle(self, *, keep: bool) -> None:
+        """After ``store.mean`` of a committed verdict: what the mean left out of ours is the next round's.
+
+        Unless not to ``keep``, because others have our samples by now. Runs in a worker thread. Own chunks went in
+        as they are, so only the owner's encoding error stays."""
+        settle_chunk = self._feedback.keep_chunk if keep else self._feedback.include_exactly
         for index in range(self._store.chunks):
             if self._me not in self._store.included(index):
-                self._feedback.keep_chunk(*self._store.bounds(index))
+                settle_chunk(*self._store.bounds(index))
 
     def _rotated(self) -> list[Part]:
         """Parts beginning with our own: so that not everybody asks the same owner first."""
@@ -226,19 +162,22 @@ class AllReduce:
             async with aclosing(self._endpoint.fetch(peer, self.blob, work.chunks, sink, wait_s)) as stream:
                 async for chunk in stream:
                     await work.offer(chunk, member, received.pop(chunk))
-        except LinkError as error:
+        except ShoalError as error:  # the other side's errors come out of here, too
             log.warning("round %d goes on without %s: %s", self._plan.round, peer, error)
             await work.give_up(member)
 
     async def _reduce(self, reducer: PartReducer, index: int, weights: list[int]) -> None:
         start, stop = self._store.bounds(index)
         own = self._corrected[start:stop]
-        reduced = await asyncio.to_thread(reducer.reduce, index, own)
+        reduced = await in_thread(reducer.reduce, index, own)
         self._feedback.include_exactly(start, stop)
         if reduced.error is not None:
             # Only 1/share of what we add reaches the mean, so the error is added that many times over.
             total = sum(weights[member] for member in reduced.included)
-            self._feedback.add_owner_error(start, reduced.error * (total / weights[self._me]))
+            try:
+                self._feedback.add_owner_error(start, reduced.error * (total / weights[self._me]))
+            except CodecError as error:
+                log.warning("round %d: the error of chunk %d is too large to keep: %s", self._plan.round, index, error)
         await self._store.put(index, reduced.result)
 
     # Everybody else's ---------------------------------------------------------------------------------------
@@ -247,24 +186,13 @@ class AllReduce:
         owner = self._members[part.owner]
         try:
             await fetch_part(self._endpoint, self._store, part, owner, self._deadlines.result_s)
-        except LinkError as error:
+        except ShoalError as error:
             log.warning("round %d: no result from %s: %s", self._plan.round, owner, error)
             self._exchange.trouble = f"{owner} did not deliver its part: {error}"
 
     def _size(self, chunk: int) -> int:
         start, stop = self._store.bounds(chunk)
         return stop - start
-
-
-async def fetch_part(endpoint: Endpoint, store: ResultStore, part: Part, holder: str, progress_s: float) -> None:
-    """Bring one part's result chunks from ``holder`` into the store. Raises ``LinkError``."""
-    received: dict[int, memoryview] = {}
-    blob = Blob(kind="result", number=store.plan.round)
-    async with aclosing(
-        endpoint.fetch(holder, blob, store.chunks_of(part), store.sink(received), progress_s)
-    ) as stream:
-        async for chunk in stream:
-            await store.put(chunk, received.pop(chunk))
 
 
 class _OwnedPart:

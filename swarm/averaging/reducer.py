@@ -47,6 +47,7 @@ class Reduced:
 class _Chunk:
     arrived: dict[int, Packed] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
+    reduced: bool = False
 
 
 class PartReducer:
@@ -75,7 +76,7 @@ class PartReducer:
         self._given_up.add(member)
         completed = []
         for index, chunk in self._chunks.items():
-            if member not in chunk.arrived and member not in chunk.missing:
+            if not chunk.reduced and member not in chunk.arrived and member not in chunk.missing:
                 chunk.missing.add(member)
                 if self.is_complete(index):
                     completed.append(index)
@@ -104,12 +105,12 @@ class PartReducer:
             total += values * float(member_weight)
             included.append(member)
             weight += member_weight
+        state.arrived.clear()
         mean = total / float(weight)
         try:
             packed = self._codec.encode(mean)
         except CodecError:  # the sum overflowed: void for everybody
             return Reduced(memoryview(pack_mask([], len(self._weights))), [], None)
-        state.arrived.clear()
         error = mean - self._codec.decode(packed, size)
         result = bytearray(mask_bytes(len(self._weights)) + packed.numel())
         result[: mask_bytes(len(self._weights))] = pack_mask(included, len(self._weights))

@@ -1,0 +1,133 @@
+"""The results of a round on one member: kept until they are committed or void, and offered to everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+
+import torch
+from torch import Tensor
+
+from shoal.compression.codec import Codec, CodecError
+from shoal.swarm.averaging.reducer import mask_bytes, result_bytes, unpack_mask
+from shoal.swarm.errors import BlobUnavailable, WireError
+from shoal.swarm.messages import Blob, Part, RoundPlan
+from shoal.swarm.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+
+class ResultStore:
+    """The result chunks of a round as they arrive or are made; offered to every member (a ``ChunkSource``)."""
+
+    def __init__(self, plan: RoundPlan, codec: Codec) -> None:
+        self.plan = plan
+        self.codec = codec
+        self.elements = plan.parts[-1].stop
+        self.chunks = -(-self.elements // plan.chunk_elements)
+        self.moved = 0
+        self._results: list[memoryview | None] = [None] * self.chunks
+        self._void: set[int] = set()
+        self._closed = False
+        self._arrived = asyncio.Condition()
+
+    @property
+    def blob(self) -> Blob:
+        return Blob(kind="result", number=self.plan.round)
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """The elements of a chunk."""
+        start = chunk * self.plan.chunk_elements
+        return start, min(start + self.plan.chunk_elements, self.elements)
+
+    def chunks_of(self, part: Part) -> range:
+        size = self.plan.chunk_elements
+        return range(part.start // size, -(-part.stop // size))
+
+    async def put(self, chunk: int, result: memoryview) -> None:
+        async with self._arrived:
+            self._results[chunk] = result
+            self.moved += 1
+            self._arrived.notify_all()
+
+    async def chunk(self, index: int) -> memoryview:
+        """Waits until that result exists here. Raises ``BlobUnavailable`` when it never will."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: self._closed or self._results[index] is not None)
+        return self[index]
+
+    async def close(self) -> None:
+        """Nobody needs them any more: ends the streams that wait for one."""
+        async with self._arrived:
+            self._closed = True
+            self._results = [None] * self.chunks
+            self._arrived.notify_all()
+
+    def __getitem__(self, index: int) -> memoryview:
+        result = self._results[index]
+        if result is None:
+            raise BlobUnavailable(f"chunk {index} of round {self.plan.round} is not here")
+        return result
+
+    def forget(self, part: Part) -> None:
+        """Drop a part whose bytes are not the committed ones."""
+        for index in self.chunks_of(part):
+            self._results[index] = None
+
+    def has(self, part: Part) -> bool:
+        return all(self._results[index] is not None for index in self.chunks_of(part))
+
+    def digest(self, part: Part) -> bytes:
+        """SHA-256 of the part's result bytes, in the order of its chunks."""
+        digest = hashlib.sha256()
+        for index in self.chunks_of(part):
+            digest.update(self[index])
+        return digest.digest()
+
+    def sink(self, received: dict[int, memoryview]) -> Callable[[int, int], memoryview]:
+        """Where fetched result chunks go; refuses any that has neither of the two possible lengths."""
+        members = len(self.plan.members)
+
+        def take(chunk: int, size: int) -> memoryview:
+            start, stop = self.bounds(chunk)
+            if size not in (mask_bytes(members), result_bytes(self.codec, stop - start, members)):
+                raise WireError(f"a result chunk of {size} bytes does not fit")
+            received[chunk] = memoryview(bytearray(size))
+            return received[chunk]
+
+        return take
+
+    def mean(self) -> Tensor:
+        """The decoded mean, (elements,) float32. Needs every chunk.
+
+        A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
+        mean = torch.zeros(self.elements)
+        members = len(self.plan.members)
+        for index in range(self.chunks):
+            start, stop = self.bounds(index)
+            result = self[index]
+            try:
+                if unpack_mask(result, members):
+                    mean[start:stop] = self.codec.decode(result[mask_bytes(members) :], stop - start)
+                else:
+                    self._void.add(index)
+            except CodecError as error:
+                log.warning("chunk %d of round %d is void: %s", index, self.plan.round, error)
+                self._void.add(index)
+        return mean
+
+    def included(self, chunk: int) -> list[int]:
+        """The members in the mean of a chunk; after ``mean``."""
+        return [] if chunk in self._void else unpack_mask(self[chunk], len(self.plan.members))
+
+
+async def fetch_part(endpoint: Endpoint, store: ResultStore, part: Part, holder: str, progress_s: float) -> None:
+    """Bring one part's result chunks from ``holder`` into the store. Raises ``ShoalError``, the holder's too."""
+    received: dict[int, memoryview] = {}
+    stream = endpoint.fetch(holder, store.blob, store.chunks_of(part), store.sink(received), progress_s)
+    async with aclosing(stream):
+        async for chunk in stream:
+            await store.put(chunk, received.pop(chunk))

@@ -1,0 +1,105 @@
+"""``shoal``, but it kills itself at a named step: ``doomed_member.py STEP ROUND TIMES join INVITE …``.
+
+At the ``TIMES``-th time that it comes to the step in a round not before ``ROUND``, it sends itself a SIGKILL.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from shoal.peer.cli import main
+from shoal.peer.replica import Replica
+from shoal.swarm.averaging.allreduce import AllReduce, _ContributionSource
+from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.coordinator_client import CoordinatorClient
+from shoal.swarm.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
+
+
+class Doom:
+    """``comes_to(n)`` where the step is reached in round n."""
+
+    def __init__(self, first_round: int, times: int) -> None:
+        self._first_round = first_round
+        self._left = times
+
+    def comes_to(self, round_number: int) -> None:
+        if round_number >= self._first_round:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def serving(doom: Doom) -> None:
+    """When a chunk of its contribution is asked for; earlier ones are on their way or there."""
+    real = _ContributionSource.chunk
+
+    async def chunk(self: Any, index: int) -> memoryview:
+        doom.comes_to(self._store.plan.round)
+        return await real(self, index)
+
+    _ContributionSource.chunk = chunk  # type: ignore[method-assign]
+
+
+def reducing(doom: Doom) -> None:
+    """As the owner of a part, when a chunk is complete and about to be reduced."""
+    real = AllReduce._reduce
+
+    async def reduce(self: Any, *rest: Any) -> None:
+        doom.comes_to(self._plan.round)
+        await real(self, *rest)
+
+    AllReduce._reduce = reduce  # type: ignore[method-assign]
+
+
+def exchanged(doom: Doom) -> None:
+    """When all results are here and the report is about to be made."""
+    real = Averager._make_report
+
+    def make_report(self: Any, result: Any, plan: Any) -> Any:
+        doom.comes_to(plan.round)
+        return real(self, result, plan)
+
+    Averager._make_report = make_report  # type: ignore[method-assign]
+
+
+def _answered(doom: Doom, kind: type) -> None:
+    real = CoordinatorClient.ask
+
+    async def ask(self: Any, message: Any, reply: Any) -> Any:
+        answer = await real(self, message, reply)
+        if isinstance(message, kind):
+            doom.comes_to(message.round)  # type: ignore[attr-defined]
+        return answer
+
+    CoordinatorClient.ask = ask  # type: ignore[method-assign]
+
+
+def ready(doom: Doom) -> None:
+    """When the coordinator knows that its contribution is waiting."""
+    _answered(doom, PeerToCoordinatorRoundReady)
+
+
+def reported(doom: Doom) -> None:
+    """When the coordinator has its report."""
+    _answered(doom, PeerToCoordinatorRoundReport)
+
+
+def applying(doom: Doom) -> None:
+    """When the verdict is known and the outer step is about to be made."""
+    real = Replica._apply
+
+    def apply(self: Any, outcome: Any) -> None:
+        doom.comes_to(outcome.verdict.round)
+        real(self, outcome)
+
+    Replica._apply = apply  # type: ignore[method-assign]
+
+
+STEPS = {step.__name__: step for step in (ready, serving, reducing, exchanged, reported, applying)}
+
+if __name__ == "__main__":
+    _, step, first_round, times, *arguments = sys.argv
+    STEPS[step](Doom(int(first_round), int(times)))
+    sys.argv = ["shoal", *arguments]
+    main()

@@ -1,0 +1,399 @@
+"""A host and members as real processes on loopback: started, watched by their JSON events, killed, cleaned up.
+
+Nothing here sleeps for a fixed time: tests wait for an event, a line or an exit, each with a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal.swarm.coordinator.facts import Fact, LeasesHeld, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.leases import Ranges, from_wire
+from shoal.swarm.identity import Identity
+from shoal.swarm.invite import Invite
+from shoal.swarm.run_file import load_run_file
+from shoal.swarm.verdicts import genesis
+
+HERE = Path(__file__).parent
+SHOAL = (sys.executable, "-m", "shoal.peer")
+DOOMED_MEMBER = (sys.executable, str(HERE / "doomed_member.py"))
+DOOMED_HOST = (sys.executable, str(HERE / "doomed_host.py"))
+LOOPBACK = "127.0.0.1:0"
+
+START_S = 40.0
+"""For a process to come up, and for a few rounds, on a machine that is busy with other tests."""
+
+ROUNDS_S = 60.0
+LEAVE_S = 20.0
+KILLED = -signal.SIGKILL
+STOPPED_AT_ONCE = 130
+
+Event = dict[str, Any]
+T = TypeVar("T")
+
+
+def run_toml(
+    *,
+    name: str = "reef",
+    rounds: int | None = None,
+    tokens: int = 12_000,
+    max_s: float = 10.0,
+    patience_s: float = 4.0,
+    algorithm: str = "diloco",
+    codec: str = "int8",
+    source: str = "stdlib",
+    width: int = 32,
+    outer: str = "",
+) -> str:
+    """A run of a tiny gpt model: about 20,000 parameters, rounds of a second or two."""
+    ends = f"rounds = {rounds}" if rounds else ""
+    return f"""
+algorithm = "{algorithm}"
+codec = "{codec}"
+[run]
+name = "{name}"
+seed = 1
+{ends}
+[recipe]
+name = "gpt"
+[recipe.settings]
+layers = 1
+heads = 2
+width = {width}
+context = 32
+[data]
+source = "{source}"
+[inner]
+lr = 2e-3
+batch_samples = 4
+precision = "float32"
+[outer]
+{outer}
+[round]
+tokens = {tokens}
+max_s = {max_s}
+patience_s = {patience_s}
+"""
+
+
+def eventually(what: str, look: Callable[[], T | None], within_s: float, about: Callable[[], str] = lambda: "") -> T:
+    """The first result that is not None or False; fails with ``what`` after ``within_s``."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        found = look()
+        if found is not None and found is not False:
+            return found
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {within_s:.0f} s: {what}\n{about()}")
+        time.sleep(0.02)
+
+
+class Process:
+    """One process with its log and, if it writes any, its events. ``again`` starts the same command anew."""
+
+    def __init__(self, label: str, command: Sequence[str], log: Path, events: Path | None, cwd: Path) -> None:
+        self.label = label
+        self.command = list(command)
+        self.log = log
+        self._events = events
+        self._cwd = cwd
+        self._popen: subprocess.Popen[bytes]
+        self._events_before = self._log_before = 0
+        self.start()
+
+    def start(self) -> None:
+        """What was written before is not looked at any more, except by ``all_events``."""
+        self._events_before = len(self.all_events())
+        self._log_before = self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._cwd,
+                process_group=0,  # a Ctrl-C in the terminal is for pytest
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def running(self) -> bool:
+        return self._popen.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        if self.running:
+            os.kill(self.pid, number)
+
+    def interrupt(self) -> None:
+        self.send(signal.SIGINT)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self.send(signal.SIGKILL)
+        self._popen.wait()
+
+    def exit_code(self, within_s: float) -> int:
+        """Wait for its end."""
+        eventually(f"{self.label} ends", lambda: not self.running, within_s, self.tail)
+        code = self._popen.returncode
+        assert isinstance(code, int)
+        return code
+
+    # What it said -------------------------------------------------------------------------------------------
+
+    def text(self) -> str:
+        """The log of this start."""
+        return self.log.read_bytes()[self._log_before :].decode(errors="replace")
+
+    def tail(self, lines: int = 25) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return f"--- {self.label} (pid {self.pid})\n" + "\n".join(text.splitlines()[-lines:])
+
+    def all_events(self) -> list[Event]:
+        """Of all starts, oldest first. A line that is being written is left for later."""
+        if self._events is None or not self._events.exists():
+            return []
+        whole, _, _ = self._events.read_bytes().rpartition(b"\n")
+        return [json.loads(line) for line in whole.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+
+    def events(self, kind: str, **fields: Any) -> list[Event]:
+        """Of this start, with these values."""
+        mine = self.all_events()[self._events_before :]
+        return [one for one in mine if one["event"] == kind and all(one[key] == fields[key] for key in fields)]
+
+    def event(self, kind: str, within_s: float = ROUNDS_S, **fields: Any) -> Event:
+        """Wait for the first one; fails at once when the process has ended without it."""
+
+        def look() -> Event | None:
+            ended = not self.running
+            found = self.events(kind, **fields)
+            if not found and ended:
+                raise AssertionError(f"{self.label} ended without {kind} {fields}\n{self.tail()}")
+            return found[0] if found else None
+
+        return eventually(f"{self.label}: {kind} {fields}", look, within_s, self.tail)
+
+    def says(self, words: str, within_s: float = ROUNDS_S) -> None:
+        """Wait for words in the log of this start."""
+        eventually(f"{self.label} says {words!r}", lambda: words in self.text(), within_s, self.tail)
+
+
+class Host(Process):
+    """``invite`` as it was printed to its file."""
+
+    def __init__(self, label: str, command: Sequence[str], folder: Path, run_file: Path) -> None:
+        self.run_file = run_file
+        self.state = folder / "state" / load_run_file(run_file)[1].run.name
+        super().__init__(label, command, folder / "log.txt", folder / "events.jsonl", folder)
+
+    def start(self) -> None:
+        super().start()
+        self.says("Invite", START_S)
+        self.invite = (self.state / "invite.txt").read_text().strip()
+
+    def facts(self) -> list[Fact]:
+        """The journal."""
+        text, run = load_run_file(self.run_file)
+        journal = Journal(self.state / "journal.sqlite", run.hash, text)
+        try:
+            return journal.read()
+        finally:
+            journal.close()
+
+    def stop(self) -> None:
+        """Ctrl-C; it must be clean."""
+        self.interrupt()
+        assert self.exit_code(LEAVE_S) == 0, self.tail()
+
+
+class Member(Process):
+    """A ``shoal join``; its identity and state stay through restarts."""
+
+    def __init__(self, label: str, command: Sequence[str], folder: Path, cwd: Path) -> None:
+        super().__init__(label, command, folder / "log.txt", folder / "events.jsonl", cwd)
+        self.folder = folder
+
+    @property
+    def peer(self) -> str:
+        return str(self.event("joined", START_S)["peer"])
+
+    def committed(self, after: int = -1, within_s: float = ROUNDS_S) -> Event:
+        """Wait for the first round after ``after`` that was committed with this member's work."""
+
+        def look() -> Event | None:
+            found = [one for one in self.events("committed", included=True) if one["round"] > after]
+            if not found and not self.running:
+                raise AssertionError(f"{self.label} ended before a round after {after}\n{self.tail()}")
+            return found[0] if found else None
+
+        return eventually(f"{self.label} commits a round after {after}", look, within_s, self.tail)
+
+    def last_round(self) -> int:
+        """The highest round that it knows the end of; -1 before the first."""
+        return max((one["round"] for kind in ("committed", "aborted") for one in self.events(kind)), default=-1)
+
+    def leave(self) -> Event:
+        """Ctrl-C; it must leave with exit 0. Returns its goodbye."""
+        self.interrupt()
+        assert self.exit_code(LEAVE_S) == 0, self.tail()
+        return self.events("left")[-1]
+
+
+class Swarm:
+    """All processes of one test; ``close`` leaves none behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[Process] = []
+
+    def run_file(self, text: str) -> Path:
+        path = self.folder / "run.toml"
+        path.write_text(text)
+        return path
+
+    def host(self, toml: str, label: str = "host", launcher: Sequence[str] = SHOAL) -> Host:
+        """Returns when the invite is there."""
+        folder = self._folder(label)
+        path = folder / "run.toml"
+        path.write_text(toml)
+        options = ["--bind", LOOPBACK, "--state", str(folder / "state"), "--identity", str(folder / "identity")]
+        command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl")]
+        return self._add(Host(label, command, folder, path))
+
+    def member(
+        self,
+        invite: str,
+        label: str,
+        launcher: Sequence[str] = SHOAL,
+        identity: Path | None = None,
+        cwd: Path | None = None,
+    ) -> Member:
+        """Returns at once. ``launcher`` takes ``shoal``'s arguments after its own."""
+        folder = self._folder(label)
+        identity = identity or folder / "identity"
+        options = ["--identity", str(identity), "--state", str(folder / "state"), "--name", label]
+        more = ["--bind", LOOPBACK, "--threads", "1", "--device", "cpu", "--log-json", str(folder / "events.jsonl")]
+        return self._add(Member(label, [*launcher, "join", invite, *options, *more], folder, cwd or folder))
+
+    def members(self, invite: str, *labels: str) -> list[Member]:
+        return [self.member(invite, label) for label in labels]
+
+    def command(self, label: str, *command: str, cwd: Path | None = None) -> Process:
+        """Anything else, such as ``shoal status``."""
+        folder = self._folder(label)
+        return self._add(Process(label, command, folder / "log.txt", None, cwd or folder))
+
+    def identity(self, label: str) -> tuple[Path, str]:
+        """A new identity file and its peer id."""
+        path = self._folder(label) / "identity"
+        return path, Identity.load_or_create(path).peer_id
+
+    def tails(self) -> str:
+        return "\n".join(process.tail() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.send(signal.SIGKILL)
+        for process in self.processes:
+            process.kill()
+
+    def _folder(self, label: str) -> Path:
+        folder = self.folder / label
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _add(self, process: ProcessT) -> ProcessT:
+        self.processes.append(process)
+        return process
+
+
+ProcessT = TypeVar("ProcessT", bound=Process)
+
+
+# What must hold at the end of every test --------------------------------------------------------------------
+
+
+def check_parity(host: Host, members: Iterable[Member]) -> dict[int, str]:
+    """Everybody's digest of each anchor version is the same, and so is everybody's verdict on each round.
+
+    Returns the digests by version. Nothing may be running that still writes what it compares.
+    """
+    digests: dict[int, set[str]] = defaultdict(set)
+    verdicts: dict[int, set[str]] = defaultdict(set)
+    for member in members:
+        for event in member.all_events():
+            if event["event"] in ("synced", "committed"):
+                digests[event["anchor_version"]].add(event["digest"])
+            if event["event"] in ("committed", "aborted"):
+                verdicts[event["round"]].add(event["event"])
+    facts = host.facts()
+    for fact in facts:
+        if isinstance(fact, RoundPlanned):
+            digests[fact.plan.anchor_version].add(fact.plan.state_digest.hex())
+        if isinstance(fact, VerdictGiven):
+            verdicts[fact.verdict.round].add("committed" if fact.verdict.committed else "aborted")
+    assert {version: found for version, found in digests.items() if len(found) > 1} == {}, "parity"
+    assert {number: found for number, found in verdicts.items() if len(found) > 1} == {}, "one verdict for all"
+    return {version: found.pop() for version, found in digests.items()}
+
+
+def check_journal(host: Host) -> list[VerdictGiven]:
+    """One verdict a round, an unbroken chain, and every sample committed once, or leased once, or free.
+
+    Returns the verdicts.
+    """
+    _, run = load_run_file(host.run_file)
+    chain, committed = genesis(run.hash), []
+    plan: RoundPlanned | None = None
+    ledger = LeasesHeld(fresh=0, pool=(), held={})
+    verdicts: list[VerdictGiven] = []
+    for fact in host.facts():
+        if isinstance(fact, RoundPlanned):
+            assert plan is None, "one plan a round"
+            plan = fact
+        if isinstance(fact, LeasesHeld):
+            ledger = fact
+            _check_ledger(ledger, committed)
+        if isinstance(fact, VerdictGiven):
+            verdict = fact.verdict
+            assert verdict.round == len(verdicts), "one verdict a round"
+            assert verdict.previous_chain == chain, "an unbroken chain"
+            chain = verdict.chain
+            verdicts.append(fact)
+            if verdict.committed:
+                assert plan is not None
+                assert plan.plan == verdict.plan
+                for member, ranges in zip(plan.plan.members, plan.ranges, strict=True):
+                    if member.peer not in fact.lost:
+                        committed += from_wire(ranges)
+            plan = None
+    return verdicts
+
+
+def _check_ledger(ledger: LeasesHeld, committed: Ranges) -> None:
+    held = [one for ranges in ledger.held.values() for one in from_wire(ranges)]
+    at = 0
+    for start, stop in sorted([*committed, *from_wire(ledger.pool), *held]):
+        assert start == at, f"samples from {min(start, at)} on are {'lost' if start > at else 'with two'}"
+        at = stop
+    assert at == ledger.fresh, "samples at the end are lost"
+
+
+def invite_with(invite: str, **changes: Any) -> str:
+    """The invite with other parts: ``host``, ``port``, ``run``, ``key``."""
+    parts = Invite.parse(invite)
+    fields = {"host": parts.host, "port": parts.port, "run": parts.run, "key": parts.key} | changes
+    return str(Invite(**fields))
