@@ -268,7 +268,6 @@ class _Demo:
         self._console.print(Panel(Text("\n".join(lines)), title="what it writes after `def `", title_align="left"))
 
     def _write(self, plan: Plan, figures: Figures, model_path: Path) -> None:
-        assert self._host is not None
         curve = self._folder / "loss.png"
         self._console.print(Text.assemble("Model   ", (str(model_path), "cyan")))
         if plot_loss(curve, plan, figures, self._host.events):

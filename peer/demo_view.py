@@ -93,6 +93,9 @@ class Board:
                 self._aborted += not event["committed"]
                 if event["loss"] is not None:
                     self._losses.append(event["loss"])
+            case "member_lost":
+                names = [name for name, row in self._rows.items() if row.peer == event["peer"]]
+                event = {**event, "name": names[0] if names else ""}
         self._show(event)
 
     def feed_peer(self, name: str, event: Event) -> None:

@@ -115,7 +115,7 @@ def _member_joined(event: Event) -> str:
 
 
 def _member_lost(event: Event) -> str:
-    return f"{event.get('peer')} is gone: {event.get('reason')}"
+    return f"{event.get('name') or event.get('peer')} is gone: {event.get('reason')}"
 
 
 def _round_closing(event: Event) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -67,7 +69,8 @@ class Member:
         self._tasks = tasks
         self._work = Work()
         self._beat_now = asyncio.Event()
-        self._saving = False
+        self._next_save_s = 0.0
+        self._saving = asyncio.Lock()
         self.rejoined = False
 
     @classmethod
@@ -232,18 +235,21 @@ class Member:
         await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
 
     def save_later(self, path: Path, state: State, about: dict[str, Any]) -> None:
-        """Write the state beside everything else; skipped while the last one is still being written."""
-        if not self._saving:
-            self._saving = True
-            self._tasks.create_task(self._save(path, state, about))
+        """Write the state beside everything else; skipped where that would take more than a twentieth of the time."""
+        if time.monotonic() >= self._next_save_s:
+            self._next_save_s = math.inf
+            self._tasks.create_task(self.save(path, state, about))
 
-    async def _save(self, path: Path, state: State, about: dict[str, Any]) -> None:
-        try:
-            await asyncio.to_thread(save_state, path, state, about)
-        except StorageError as error:
-            log.warning("going on without a saved state: %s", error)
-        finally:
-            self._saving = False
+    async def save(self, path: Path, state: State, about: dict[str, Any]) -> None:
+        """Write the state now. A disk that refuses is a warning: others hold the state too."""
+        async with self._saving:
+            started_s = time.monotonic()
+            try:
+                await asyncio.to_thread(save_state, path, state, about)
+            except StorageError as error:
+                log.warning("going on without a saved state: %s", error)
+            finally:
+                self._next_save_s = time.monotonic() + 20 * (time.monotonic() - started_s)
 
     # Rounds -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ On the training thread; everything asynchronous is done by ``member.py`` on the 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +22,13 @@ from shoal.peer.network_thread import NetworkThread
 from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.schedule import lr_factor
-from shoal.peer.state import State, load_state, save_state
+from shoal.peer.state import State, load_state
 from shoal.swarm.averaging.averager import CarryOn, Committed, Offer, OutOfDate
-from shoal.swarm.errors import StateFileError, StorageError, UserError
+from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.run_file import OuterSection, RunFile
 
 log = logging.getLogger(__name__)
-
-_SAVE_EVERY_S = 30.0
 
 Emit = Callable[..., None]
 
@@ -78,7 +75,6 @@ class Replica:
         self._network = network
         self._member = network.resource
         self._emit = emit
-        self._saved_s = time.monotonic()
         self._state: State
 
     @property
@@ -97,7 +93,7 @@ class Replica:
         self._network.call(self._member.describe(model))
 
     def sync(self, *, afresh: bool = False) -> None:
-        """Get the run's current state, before the first round or after a mishap: what we hold if it is that, else from others. Raises ``Interrupted``."""
+        """Get the run's current state: what we hold if it is that, else from others. Raises ``Interrupted``."""
         self._member.progress.activity = "syncing"
         candidate = None if afresh else self._candidate()
         self._state = self._network.call(
@@ -159,10 +155,8 @@ class Replica:
             self.samples.committed()
         self._enter_round(verdict.round + 1)
         self._network.tell(lambda: self._member.hold(self._state))
-        if time.monotonic() - self._saved_s > _SAVE_EVERY_S:
-            self._saved_s = time.monotonic()
-            new, about = self._state, self._about()
-            self._network.tell(lambda: self._member.save_later(self.state_file, new, about))
+        new, about = self._state, self._about()
+        self._network.tell(lambda: self._member.save_later(self.state_file, new, about))
         self._emit(
             "committed",
             round=verdict.round,
@@ -185,12 +179,9 @@ class Replica:
     # State on disk ------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the state now. A disk that refuses is a warning: others hold the state too."""
+        """Write the state to disk now."""
         if self.state is not None:
-            try:
-                save_state(self.state_file, self._state, self._about())
-            except StorageError as error:
-                log.warning("%s", error)
+            self._network.call(self._member.save(self.state_file, self._state, self._about()))
 
     def _candidate(self) -> State:
         """What we hold without asking anybody: the saved state if it is the current one, else the initial one."""

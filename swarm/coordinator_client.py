@@ -61,6 +61,8 @@ class CoordinatorClient:
         self.run_toml = ""
         self.reachable = False
         self.coordinator_is_away = False
+        self.joins = 0
+        """How many times we were admitted; what an earlier membership held is with others."""
         self._certificate = identity.certify(keys)
         self._channel: Channel = node.control.dial(invite.host, invite.port, invite.key)
         self._coordinator_key = b""
@@ -103,15 +105,23 @@ class CoordinatorClient:
         self.run_file, self.run_toml = run_file, answer.run_toml
         self.reachable = answer.reachable
         self._roster_version = 0  # no run has that one: the next view brings the roster
+        self.joins += 1
         self._take(answer.view)
 
     async def rejoin(self) -> None:
-        """Hand back everything and start as a new member, keeping the connection."""
+        """Hand back everything and start as a new member; waits for a coordinator that is away. Raises like ``join``."""
         try:
             await self._channel.request(PeerToCoordinatorLeave(reason="starts afresh"), Acknowledged, 2.0)
         except LinkError as error:
             log.debug("could not leave before joining again: %s", error)
-        await self.join()
+        while True:
+            try:
+                await self.join()
+            except (DeadlineExceeded, Unreachable) as error:
+                await self._bear_absence(error)
+            else:
+                self.coordinator_is_away = False
+                return
 
     async def leave(self, reason: str) -> None:
         """Tell the coordinator; never fails: it would find out by itself."""
@@ -187,17 +197,27 @@ class CoordinatorClient:
             try:
                 answer = await self._channel.request(message, reply, self.deadlines.request_s)
             except (DeadlineExceeded, Unreachable) as error:
-                self._require_place()
-                if not self.coordinator_is_away:
-                    log.warning("the coordinator does not answer; going on without it: %s", error)
-                self.coordinator_is_away = True
-                await asyncio.sleep(_RETRY_S)
+                await self._bear_absence(error)
+                if self._channel.is_broken:
+                    self._channel = self.node.control.dial(self.invite.host, self.invite.port, self.invite.key)
                 continue
             self.coordinator_is_away = False
             self._require_place()
             if isinstance(answer, CoordinatorToPeerView):
                 self._take(answer.view)
             return answer
+
+    async def ask_view(self, message: Message) -> RunView:
+        """``ask`` what is answered with a view; returns the current one, which may be newer."""
+        await self.ask(message, CoordinatorToPeerView)
+        return self.view
+
+    async def _bear_absence(self, error: LinkError) -> None:
+        self._require_place()
+        if not self.coordinator_is_away:
+            log.warning("the coordinator does not answer; going on without it: %s", error)
+        self.coordinator_is_away = True
+        await asyncio.sleep(_RETRY_S)
 
     async def heartbeat(self, heartbeat: PeerToCoordinatorHeartbeat) -> None:
         """One beat; raises like ``ask``."""

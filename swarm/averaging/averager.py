@@ -14,11 +14,12 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.swarm.averaging.allreduce import AllReduce, Exchange, ResultStore, fetch_part
+from shoal.swarm.averaging.allreduce import AllReduce, Exchange
+from shoal.swarm.averaging.results import ResultStore, fetch_part
 from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
+from shoal.swarm.errors import LinkError, NotAdmitted, ShoalError, StaleWork
+from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
-    Blob,
     CoordinatorToPeerView,
     Part,
     PeerToCoordinatorRoundReady,
@@ -50,7 +51,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Committed:
-    """Apply ``mean`` (n,) float32. ``included``: our samples are in it; else they count with our next offer."""
+    """Apply ``mean`` (n,) float32. ``included``: our samples count as trained on; else they are in our next offer."""
 
     mean: Tensor
     verdict: Verdict
@@ -75,8 +76,17 @@ class OutOfDate:
 Outcome = Committed | CarryOn | OutOfDate
 
 
+@dataclass(frozen=True)
+class _Late:
+    """A contribution whose round was committed without it; its samples are still ours while ``joins`` is current."""
+
+    contribution: Tensor
+    weight_tokens: int
+    joins: int
+
+
 class Averager:
-    """Carries the residual and the recent results from round to round."""
+    """Carries the residual, what came too late, and the recent results from round to round."""
 
     def __init__(self, client: CoordinatorClient, endpoint: Endpoint, codec: Codec, elements: int) -> None:
         self.feedback = ErrorFeedback(elements)
@@ -85,7 +95,11 @@ class Averager:
         self._endpoint = endpoint
         self._codec = codec
         self._elements = elements
+        self._residual_weight = 0
+        self._late: _Late | None = None
         self._stores: dict[int, ResultStore] = {}
+        self._exchange: AllReduce | None = None
+        self._joins = 0
         self._moved_before = 0
 
     @property
@@ -95,13 +109,18 @@ class Averager:
 
     async def average(self, offer: Offer) -> Outcome:
         """Take part in the round's end, or at least in its outcome; returns when the verdict is known."""
+        self._joins = self._client.joins
         try:
-            return await self._until_verdict(offer)
+            outcome = await self._until_verdict(offer)
         except (StaleWork, NotAdmitted, CodecError) as error:
-            self.feedback.discard()
-            return OutOfDate(str(error))
+            outcome = OutOfDate(str(error))
         finally:
+            await self._end_exchange()
+            self.feedback.discard()
             self.activity = ""
+        if isinstance(outcome, OutOfDate):
+            self._late = None
+        return outcome
 
     async def _until_verdict(self, offer: Offer) -> Outcome:
         client, number = self._client, offer.round
@@ -113,64 +132,79 @@ class Averager:
             ranges=offer.ranges,
             loss=offer.loss,
         )
-        exchange: AllReduce | None = None
         report: PeerToCoordinatorRoundReport | None = None
-        while True:
-            view = client.view
-            if view.round > number:
-                return await self._conclude(view, offer, exchange)
-            plan = view.plan
-            if plan is not None and exchange is None and self._is_member(plan):
-                exchange = self._prepare(plan, offer)
-                report = await self._exchange(exchange, plan)
-            elif plan is not None:
-                if report is not None:
-                    await client.ask(report, CoordinatorToPeerView)
+        reported: tuple[int, int] | None = None
+        while (view := client.view).round <= number:
+            if view.plan is None:
+                self.activity = "ready"
+                view = await client.ask_view(ready)
+                if view.round == number and view.plan is None:
+                    if view.phase in ("training", "waiting"):
+                        return CarryOn("the round was reopened: samples of its batch had been lost")
+                    await self._wait(number)
+            elif report is None:
+                report = await self._take_part(view.plan, offer)
+            elif reported != (view.epoch, client.joins):
+                # Once to each coordinator and membership: a report counts as progress and delays the verdict.
+                reported = (view.epoch, client.joins)
+                await client.ask_view(report)
+            else:
                 self.activity = "waiting for verdict"
                 await self._wait(number)
-            else:
-                self.activity = "ready"
-                if (await self._say_ready(ready, number)).phase == "training":
-                    return CarryOn("the round was reopened: samples of its batch had been lost")
+        return await self._conclude(view, offer)
 
-    async def _say_ready(self, ready: PeerToCoordinatorRoundReady, number: int) -> RunView:
-        await self._client.ask(ready, CoordinatorToPeerView)
-        view = self._client.view
-        if view.round == number and view.plan is None and view.phase == "closing":
-            view = await self._wait(number)
-        return view if view.round == number and view.plan is None else view.model_copy(update={"phase": "averaging"})
-
-    async def _wait(self, number: int) -> RunView:
+    async def _wait(self, number: int) -> None:
         """Until the view changes in something that matters here, or it is time to repeat ourselves."""
         before = self._client.view
-        return await self._client.wait_for(
-            lambda view: view.round != number or view.phase != before.phase or view.plan != before.plan,
+        await self._client.wait_for(
+            lambda view: (
+                view.round != number or (view.epoch, view.phase, view.plan) != (before.epoch, before.phase, before.plan)
+            ),
             self._client.deadlines.heartbeat_s,
         )
 
-    def _is_member(self, plan: RoundPlan) -> bool:
-        return any(member.peer == self._client.peer for member in plan.members)
+    def _is_planned(self, plan: RoundPlan, offer: Offer) -> bool:
+        """Whether it is this offer that the plan counts on, not one of an earlier process or membership of ours."""
+        weights = {member.peer: member.weight_tokens for member in plan.members}
+        return weights.get(self._client.peer) == offer.weight_tokens and _same_state(plan, offer)
+
+    # What we bring ------------------------------------------------------------------------------------------
+
+    def _begin(self, offer: Offer) -> Tensor:
+        """Contribution plus residual; the feedback's round has begun. Raises ``CodecError``.
+
+        Residuals make up for what a mean lacked, so they count with the weight that they had in it."""
+        contribution, weight = self._with_late(offer), offer.weight_tokens
+        if self._residual_weight not in (0, weight):
+            self.feedback.load(self.feedback.residual * (self._residual_weight / weight))
+        self._residual_weight = weight
+        try:
+            return self.feedback.begin(contribution, take=True)
+        except CodecError:
+            self.feedback = ErrorFeedback(self._elements)
+            raise
+
+    def _with_late(self, offer: Offer) -> Tensor:
+        """The offer's contribution, with what came too late before; weighted by their tokens."""
+        late, contribution = self._late, offer.contribution
+        if late is None or late.joins != self._joins or late.weight_tokens > offer.weight_tokens:
+            return contribution
+        share = late.weight_tokens / offer.weight_tokens
+        return contribution.mul_(1.0 - share).add_(late.contribution, alpha=share)
 
     # Exchange -----------------------------------------------------------------------------------------------
 
-    def _prepare(self, plan: RoundPlan, offer: Offer) -> AllReduce:
-        corrected = self.feedback.begin(offer.contribution, take=True)
-        store = self._open_store(plan)
-        return AllReduce(self._endpoint, store, self._client.peer, corrected, self.feedback, self._client.deadlines)
-
-    def _open_store(self, plan: RoundPlan) -> ResultStore:
-        store = ResultStore(plan, self._codec)
-        self._stores[plan.round] = store
-        self._endpoint.publish(Blob(kind="result", number=plan.round), store)
-        for old in [number for number in self._stores if number <= plan.round - _KEPT_ROUNDS]:
-            self._moved_before += self._stores.pop(old).moved
-            self._endpoint.retract(Blob(kind="result", number=old))
-        return store
-
-    async def _exchange(self, exchange: AllReduce, plan: RoundPlan) -> PeerToCoordinatorRoundReport | None:
-        """Run it, unless the verdict comes first; None in that case."""
+    async def _take_part(self, plan: RoundPlan, offer: Offer) -> PeerToCoordinatorRoundReport | None:
+        """Exchange and make the report of it; None when the verdict came first."""
+        if not self._is_planned(plan, offer):
+            nothing = (None,) * len(plan.parts)
+            return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble="")
         self.activity = "averaging"
         client = self._client
+        corrected = await in_thread(self._begin, offer)
+        store = self._open_store(plan)
+        exchange = AllReduce(self._endpoint, store, client.peer, corrected, self.feedback, client.deadlines)
+        self._exchange = exchange
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(exchange.run())
             running.add_done_callback(lambda _: client.wake())
@@ -178,46 +212,63 @@ class Averager:
             if not running.done():
                 running.cancel()
                 return None
-        return await asyncio.to_thread(self._make_report, running.result(), plan)
+        return await in_thread(_make_report, store, running.result())
 
-    def _make_report(self, result: Exchange, plan: RoundPlan) -> PeerToCoordinatorRoundReport:
-        store = self._stores[plan.round]
-        return PeerToCoordinatorRoundReport(
-            round=plan.round,
-            digests=tuple(store.digest(part) if store.has(part) else None for part in plan.parts),
-            dropped=tuple(sorted(result.dropped)),
-            trouble=result.trouble[:2000],
-        )
+    async def _end_exchange(self) -> None:
+        if self._exchange is not None:
+            await self._exchange.close()
+            self._exchange = None
+
+    def _open_store(self, plan: RoundPlan) -> ResultStore:
+        store = ResultStore(plan, self._codec)
+        self._stores[plan.round] = store
+        self._endpoint.publish(store.blob, store)
+        return store
+
+    async def _drop_stores(self, *rounds: int) -> None:
+        for number in rounds:
+            store = self._stores.pop(number, None)
+            if store is not None:
+                self._endpoint.retract(store.blob)
+                self._moved_before += store.moved
+                await store.close()
 
     # Verdict ------------------------------------------------------------------------------------------------
 
-    async def _conclude(self, view: RunView, offer: Offer, exchange: AllReduce | None) -> Outcome:
-        verdict = view.verdict
-        if exchange is not None:
-            self._endpoint.retract(exchange.blob)
+    async def _conclude(self, view: RunView, offer: Offer) -> Outcome:
+        verdict, exchange = view.verdict, self._exchange
+        await self._end_exchange()
+        await self._drop_stores(*[number for number in self._stores if number <= offer.round - _KEPT_ROUNDS])
         if verdict is None or verdict.round != offer.round:
-            self.feedback.discard()
             return OutOfDate(f"the verdict of round {offer.round} was missed")
         if not verdict.committed:
-            self.feedback.discard()
+            await self._drop_stores(offer.round)
             return CarryOn(verdict.reason, verdict)
         assert verdict.plan is not None
-        if verdict.plan.anchor_version != offer.anchor_version or (verdict.plan.state_digest != offer.state_digest):
-            self.feedback.discard()
+        if not _same_state(verdict.plan, offer):
             return OutOfDate("the others averaged on another state than ours")
         self.activity = "applying"
         try:
             mean = await self._committed_mean(verdict)
-        except (LinkError, CodecError) as error:
-            self.feedback.discard()
+        except LinkError as error:
             return OutOfDate(f"committed results of round {offer.round} cannot be had: {error}")
+        planned = self._is_planned(verdict.plan, offer)
+        await in_thread(self._account, offer, exchange, planned)
+        return Committed(mean, verdict, included=planned)
+
+    def _account(self, offer: Offer, exchange: AllReduce | None, planned: bool) -> None:
+        """What of ours is not in the committed mean stays for the next one, unless others train on our samples now."""
+        ours = self._client.joins == self._joins
+        if exchange is None and planned and ours:
+            self._begin(offer)
         if exchange is not None:
-            await asyncio.to_thread(exchange.settle)
+            exchange.settle(keep=ours)
+        if self.feedback.in_round:
             self.feedback.commit()
+        if planned:
+            self._late = None
         elif offer.weight_tokens:
-            self.feedback.begin(offer.contribution, take=True)
-            self.feedback.commit()
-        return Committed(mean, verdict, included=exchange is not None)
+            self._late = _Late(self._with_late(offer), offer.weight_tokens, self._joins)
 
     async def _committed_mean(self, verdict: Verdict) -> Tensor:
         """The decoded mean of the committed bytes, fetched from whoever has what we lack. Raises ``LinkError``."""
@@ -227,22 +278,37 @@ class Averager:
             raise LinkError("the plan is for a model of another size")
         store = self._stores.get(plan.round) or self._open_store(plan)
         for part, digest in zip(plan.parts, verdict.digests, strict=True):
-            if not (store.has(part) and await asyncio.to_thread(store.digest, part) == digest):
+            if not (store.has(part) and await in_thread(store.digest, part) == digest):
                 await self._fetch_committed(store, part, digest)
-        return await asyncio.to_thread(store.mean)
+        return await in_thread(store.mean)
 
     async def _fetch_committed(self, store: ResultStore, part: Part, digest: bytes) -> None:
         members = [member.peer for member in store.plan.members]
         holders = [members[part.owner], *members]
-        trouble: LinkError = LinkError("nobody has them")
+        trouble = "nobody has them"
         for holder in dict.fromkeys(peer for peer in holders if peer != self._client.peer):
             store.forget(part)
             try:
                 await fetch_part(self._endpoint, store, part, holder, self._client.deadlines.patience_s)
-            except LinkError as error:
-                trouble = error
+            except ShoalError as error:  # the other side's errors come out of here, too
+                trouble = str(error)
                 continue
-            if await asyncio.to_thread(store.digest, part) == digest:
+            if await in_thread(store.digest, part) == digest:
                 return
-            log.warning("%s has other bytes than the committed ones", holder)
-        raise trouble
+            trouble = f"{holder} has other bytes than the committed ones"
+            log.warning("round %d: %s", store.plan.round, trouble)
+        store.forget(part)
+        raise LinkError(trouble)
+
+
+def _same_state(plan: RoundPlan, offer: Offer) -> bool:
+    return (plan.anchor_version, plan.state_digest) == (offer.anchor_version, offer.state_digest)
+
+
+def _make_report(store: ResultStore, exchange: Exchange) -> PeerToCoordinatorRoundReport:
+    return PeerToCoordinatorRoundReport(
+        round=store.plan.round,
+        digests=tuple(store.digest(part) if store.has(part) else None for part in store.plan.parts),
+        dropped=tuple(sorted(exchange.dropped)),
+        trouble=exchange.trouble[:2000],
+    )

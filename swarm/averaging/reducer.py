@@ -64,7 +64,6 @@ class PartReducer:
         self._sizes = sizes
         self._own = own
         self._chunks = {index: _Chunk() for index in sizes}
-        self._given_up: set[int] = set()
 
     def offer(self, chunk: int, member: int, packed: Packed) -> bool:
         """A delivery; returns whether the chunk is complete now."""
@@ -73,7 +72,6 @@ class PartReducer:
 
     def give_up(self, member: int) -> list[int]:
         """Go on without this member where it has not delivered; returns the chunks that this completes."""
-        self._given_up.add(member)
         completed = []
         for index, chunk in self._chunks.items():
             if not chunk.reduced and member not in chunk.arrived and member not in chunk.missing:
@@ -96,6 +94,7 @@ class PartReducer:
         Contributions with bytes that do not decode, or not to finite numbers, are left out.
         """
         state, size = self._chunks[chunk], self._sizes[chunk]
+        state.reduced = True
         total = torch.zeros(size)
         included, weight = [], 0
         for member, member_weight in enumerate(self._weights):

@@ -55,18 +55,22 @@ class MemberLost(Fact):
 
 
 class LeaseGranted(Fact):
-    """These samples are with this peer."""
+    """These samples are with this peer. ``round`` and ``tokens_done`` are of its request: the same again is a
+    repetition by a peer that did not get the answer."""
 
     peer: PeerId
+    round: Count
+    tokens_done: Count
     ranges: tuple[SampleRange, ...]
 
 
 class LeasesHeld(Fact):
-    """All leases at once, so that the journal can forget the grants before it."""
+    """All leases at once, so that the journal can forget the grants before it. ``answered``: everybody's last."""
 
     fresh: Count
     pool: tuple[SampleRange, ...]
     held: dict[str, tuple[SampleRange, ...]]
+    answered: tuple[LeaseGranted, ...]
 
 
 class RoundClosing(Fact):
@@ -76,7 +80,7 @@ class RoundClosing(Fact):
 
 
 class RoundReopened(Fact):
-    """Samples of this round's batch were lost with a member; the others train them too."""
+    """The round goes on: samples of its batch were lost with a member, or all its members were."""
 
     round: Count
 

@@ -10,6 +10,7 @@ from shoal.swarm.coordinator.facts import Fact, LeaseGranted, LeasesHeld, Verdic
 from shoal.swarm.errors import RunFileError, StorageError
 
 _FORMAT = "1"
+_TAKEN = "another coordinator writes to this journal: end one of the two"
 _LEASES = (LeaseGranted.__name__, LeasesHeld.__name__)
 
 
@@ -19,6 +20,7 @@ class Journal:
     def __init__(self, path: Path, run_hash: bytes, run_toml: str) -> None:
         """Open or create. Raises ``RunFileError`` when the journal is of another run file."""
         self.path = path
+        self._failure: StorageError | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -32,8 +34,17 @@ class Journal:
             for key, value in (("format", _FORMAT), ("run_hash", run_hash.hex()), ("run_toml", run_toml)):
                 self._database.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
             meta = dict(self._database.execute("SELECT key, value FROM meta"))
+            self._newest = self._newest_id()
         except (sqlite3.Error, OSError) as error:
             raise StorageError(f"{path}: the journal cannot be opened: {error}") from error
+        try:
+            self._check(meta, run_hash)
+        except (StorageError, RunFileError):
+            self.close()
+            raise
+
+    def _check(self, meta: dict[str, str], run_hash: bytes) -> None:
+        path = self.path
         if meta["format"] != _FORMAT:
             raise StorageError(f"{path}: journal format {meta['format']}, this release reads {_FORMAT}")
         if meta["run_hash"] != run_hash.hex():
@@ -46,26 +57,41 @@ class Journal:
         """All facts, oldest first."""
         try:
             rows = self._database.execute("SELECT data FROM facts ORDER BY id").fetchall()
-        except sqlite3.Error as error:
+            return [unpack_fact(data) for (data,) in rows]
+        except (sqlite3.Error, StorageError) as error:
             raise StorageError(f"{self.path}: the journal cannot be read: {error}") from error
-        return [unpack_fact(data) for (data,) in rows]
 
     def write(self, facts: Sequence[Fact]) -> None:
-        """Append in one transaction; grants from before a verdict are in its ``LeasesHeld`` and go."""
+        """Append in one transaction; grants from before a verdict are in its ``LeasesHeld`` and go.
+
+        After a failure every later write fails too: a journal with a gap would be another history."""
+        if self._failure is not None:
+            raise self._failure
         try:
             self._database.execute("BEGIN IMMEDIATE")
+            if self._newest_id() != self._newest:
+                raise sqlite3.OperationalError(_TAKEN)
             for fact in facts:
                 if isinstance(fact, LeasesHeld):
                     self._database.execute("DELETE FROM facts WHERE kind IN (?, ?)", _LEASES)
                 self._database.execute(
                     "INSERT INTO facts (kind, data) VALUES (?, ?)", (type(fact).__name__, pack_fact(fact))
                 )
+            newest = self._newest_id()
             self._database.execute("COMMIT")
+            self._newest = newest
         except sqlite3.Error as error:
-            raise StorageError(
-                f"{self.path}: the journal cannot be written: {error}. "
-                "Free some space and start again with the same command; nothing was announced that is not in it"
-            ) from error
+            self._failure = StorageError(
+                f"{self.path}: the journal cannot be written: {error}. If the disk is full, free some space; then "
+                "start again with the same command: nothing was announced that is not in the journal"
+            )
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise self._failure from error
+
+    def _newest_id(self) -> int:
+        (newest,) = self._database.execute("SELECT coalesce(max(id), 0) FROM facts").fetchone()
+        return int(newest)
 
     def verdicts(self) -> list[VerdictGiven]:
         """Every verdict of the run, oldest first."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.swarm.messages import SampleRange
 
 Ranges = list[tuple[int, int]]
+
+MAX_FRAGMENTS = 256
+"""Ranges in one lease: well below ``MAX_RANGES``, which a member's whole work has to fit into."""
 
 
 def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -44,6 +48,14 @@ def covers(ranges: Ranges, wanted: Ranges) -> bool:
     return not subtract(wanted, ranges)
 
 
+def is_tidy(ranges: Ranges) -> bool:
+    """Whether no range is empty and no sample is named twice, so that ``count`` counts samples."""
+    ordered = sorted(ranges)
+    return all(start < stop for start, stop in ordered) and all(
+        one[1] <= other[0] for one, other in itertools.pairwise(ordered)
+    )
+
+
 def count(ranges: Iterable[tuple[int, int]]) -> int:
     """Samples in all the ranges."""
     return sum(stop - start for start, stop in ranges)
@@ -70,14 +82,15 @@ class LeaseLedger:
         return sum(count(ranges) for ranges in self.held.values())
 
     def choose(self, samples: int) -> Ranges:
-        """The next ``samples`` to lease: returned ones first. Changes nothing."""
+        """The next ``samples`` to lease: returned ones first; fewer where they are in too many pieces."""
         chosen: Ranges = []
-        for start, stop in self.pool:
-            take = min(stop - start, samples - count(chosen))
+        missing = samples
+        for start, stop in self.pool[:MAX_FRAGMENTS]:
+            take = min(stop - start, missing)
             if take:
                 chosen.append((start, start + take))
-        missing = samples - count(chosen)
-        if missing:
+                missing -= take
+        if missing and len(self.pool) < MAX_FRAGMENTS:
             chosen.append((self.fresh, self.fresh + missing))
         return merge(chosen)
 

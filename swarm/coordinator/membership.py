@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator.facts import MemberJoined
-from shoal.swarm.messages import DeviceInfo, MemberStatus, PeerToCoordinatorHeartbeat, RosterEntry
+from shoal.swarm.messages import (
+    MAX_MEMBERS,
+    DeviceInfo,
+    MemberStatus,
+    PeerToCoordinatorHeartbeat,
+    Role,
+    RosterEntry,
+)
 
 
 @dataclass
@@ -30,6 +37,8 @@ class Member:
     bytes_received: int = 0
     bandwidth_bps: float = 0.0
     tokens_committed: int = 0
+    delivers: bool = True
+    """False once a part that it owned reached nobody else: it owns none until it joins again."""
 
     @property
     def is_trainer(self) -> bool:
@@ -42,7 +51,9 @@ class Member:
 
 @dataclass
 class Membership:
-    """The members by peer id, and the roster's version, which every change of it raises."""
+    """The members by peer id, and the roster's version, which every change of it raises.
+
+    Trainers stay known after they left; observers are forgotten, so that looking at a run leaves no traces."""
 
     members: dict[str, Member] = field(default_factory=dict)
     roster_version: int = 0
@@ -56,12 +67,15 @@ class Membership:
         self.roster_version += 1
 
     def lose(self, peer: str) -> None:
+        self.roster_version += 1
         member = self.members[peer]
+        if member.entry.role == "observer":
+            del self.members[peer]
+            return
         member.alive = False
         member.activity = "gone"
         member.tokens_per_s = 0.0
         member.forget_progress()
-        self.roster_version += 1
 
     def hear(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, current_round: int, now_s: float) -> bool:
         """Take over what a heartbeat says; returns whether it shows progress in the averaging.
@@ -92,6 +106,18 @@ class Membership:
         """Members that have been silent for too long."""
         return [peer for peer, member in self.members.items() if member.alive and now_s - member.heard_s > dead_s]
 
+    def excuse(self, seconds: float, now_s: float) -> None:
+        """Nobody could be heard for so long, for reasons of our own."""
+        for member in self.members.values():
+            member.heard_s = min(now_s, member.heard_s + seconds)
+
+    def is_observer(self, peer: str) -> bool:
+        return peer in self.members and self.members[peer].entry.role == "observer"
+
+    def places_left(self, role: Role) -> int:
+        """How many more of them the messages have room for."""
+        return MAX_MEMBERS - sum(one.alive and one.entry.role == role for one in self.members.values())
+
     def roster(self) -> tuple[RosterEntry, ...]:
         return tuple(member.entry for member in self.members.values() if member.alive)
 
@@ -113,8 +139,11 @@ class Membership:
         return majority(member.state_digest for member in self.synced(anchor_version, None).values())
 
     def status(self, anchor_version: int, digest: bytes | None) -> tuple[MemberStatus, ...]:
+        """Those that are here first; of a run that very many have left, not all of them."""
         synced = self.synced(anchor_version, digest)
         total = sum(member.tokens_committed for member in self.members.values())
+        trainers = [(peer, member) for peer, member in self.members.items() if member.entry.role == "trainer"]
+        trainers.sort(key=lambda one: not one[1].alive)
         return tuple(
             MemberStatus(
                 peer=peer,
@@ -131,8 +160,7 @@ class Membership:
                 bytes_sent=member.bytes_sent,
                 bytes_received=member.bytes_received,
             )
-            for peer, member in self.members.items()
-            if member.entry.role == "trainer"
+            for peer, member in trainers[: 4 * MAX_MEMBERS]
         )
 
 

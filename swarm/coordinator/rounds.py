@@ -22,7 +22,8 @@ from shoal.swarm.messages import (
 @dataclass
 class Round:
     """The one open round. Moments are on the coordinator's clock. ``ranges``: the samples behind the plan's
-    members; ``orphans``: those of them that were lost since."""
+    members; ``orphans``: those of them that were lost since, back or not. ``moves_left``: how often chunks that
+    were moved can still put the verdict off."""
 
     number: int
     phase: Phase = "waiting"
@@ -34,6 +35,8 @@ class Round:
     loss: float | None = None
     reports: dict[str, PeerToCoordinatorRoundReport] = field(default_factory=dict)
     progress_s: float = 0.0
+    reported_s: float = 0.0
+    moves_left: int = 0
     orphans: set[str] = field(default_factory=set)
 
 
@@ -46,27 +49,45 @@ class Goal:
     exact: bool
 
 
-def tokens_now(members: Collection[Member], now_s: float) -> float:
-    """Tokens of the members' uncommitted work, extrapolated from their last heartbeats by their speed."""
-    return sum(member.tokens_done + member.tokens_per_s * min(now_s - member.heard_s, 5.0) for member in members)
+@dataclass(frozen=True)
+class Work:
+    """One member's uncommitted work as it says, believed as far as its leases cover it."""
+
+    done_tokens: int
+    tokens_per_s: float
+    step_s: float
+    heard_s: float
+    leased_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return min(self.done_tokens, self.leased_tokens)
+
+    def tokens_at(self, now_s: float) -> float:
+        """Extrapolated from the last heartbeat."""
+        return min(self.done_tokens + self.tokens_per_s * min(now_s - self.heard_s, 5.0), self.leased_tokens)
+
+    def speed(self, lease_s: float) -> float:
+        """Tokens a second; whoever is fast has asked for leases that last."""
+        return min(self.tokens_per_s, self.leased_tokens / lease_s)
 
 
 def closing_moment(
-    opened_s: float, goal: Goal, members: Collection[Member], now_s: float, deadlines: Deadlines
+    opened_s: float, goal: Goal, works: Collection[Work], now_s: float, deadlines: Deadlines
 ) -> float | None:
     """The moment to announce, or None while it is too early to tell.
 
     Announced about ``announce_s`` ahead, or the slowest member's step, so that everybody can finish a step.
     """
     at_limit = opened_s + goal.max_s
-    slowest_s = max((member.step_s for member in members), default=0.0)
+    slowest_s = max((work.step_s for work in works), default=0.0)
     ahead_s = min(max(deadlines.announce_s, slowest_s), deadlines.patience_s)
     if goal.exact:
-        if sum(member.tokens_done for member in members) >= goal.tokens:
+        if sum(work.tokens for work in works) >= goal.tokens:
             return now_s
         return max(now_s, at_limit) if at_limit <= now_s + ahead_s else None
-    speed = sum(member.tokens_per_s for member in members)
-    missing = goal.tokens - tokens_now(members, now_s)
+    speed = sum(work.speed(deadlines.lease_s) for work in works)
+    missing = goal.tokens - sum(work.tokens_at(now_s) for work in works)
     at_goal = now_s + missing / speed if speed else (now_s if missing <= 0 else at_limit)
     moment = min(at_goal, at_limit)
     return max(moment, now_s + deadlines.announce_s / 2) if moment <= now_s + ahead_s else None
@@ -83,16 +104,15 @@ def plan_round(
 
     Members are ordered by peer id, which fixes the order of summation.
     """
-    digest = majority(one.state_digest for one in ready.values())
-    peers = sorted(
-        peer for peer, one in ready.items() if one.weight_tokens and one.state_digest == digest and peer in members
-    )
-    if not peers or digest is None:
+    working = {peer: one for peer, one in ready.items() if one.weight_tokens and peer in members}
+    digest = majority(one.state_digest for one in working.values())
+    if digest is None:
         return None
+    peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)
     chunk = chunk_elements(elements, len(peers))
     shares = owner_shares(
         [members[peer].bandwidth_bps or None for peer in peers],
-        [members[peer].entry.reachable for peer in peers],
+        [members[peer].entry.reachable and members[peer].delivers for peer in peers],
     )
     parts = split(elements, shares, chunk)
     return RoundPlan(
@@ -107,10 +127,12 @@ def plan_round(
 
 @dataclass(frozen=True)
 class Judgement:
-    """How the round ends: with digests when committed, with a reason when aborted."""
+    """How the round ends: with digests when committed, with a reason when aborted. ``failed``: the owners whose
+    parts others did not get."""
 
     digests: tuple[bytes, ...] = ()
     reason: str = ""
+    failed: tuple[str, ...] = ()
 
     @property
     def committed(self) -> bool:
@@ -123,26 +145,35 @@ def judge(
     live: Collection[str],
     *,
     overdue: bool,
+    enough: bool,
 ) -> Judgement | None:
     """The verdict, or None while it is worth waiting.
 
-    Committed when a live member holds every part and no two members hold different bytes of the same part. Waits
-    for all live members of the plan, or until ``overdue``.
+    Committed when two live members hold every part (one, if it is the last), so that the next death does not take
+    committed bytes away, and no two members hold different bytes of the same part. Waits for all live members of
+    the plan, or until ``overdue``; those who only lack what others hold can fetch it later, so that ``enough``
+    (time for the others' sake) ends the wait for them.
     """
     heard = {peer: report for peer, report in reports.items() if peer in live}
-    awaited = [member.peer for member in plan.members if member.peer in live and member.peer not in heard]
+    present = [member.peer for member in plan.members if member.peer in live]
     digests: list[bytes] = []
+    failed: list[str] = []
     for index, part in enumerate(plan.parts):
-        seen = {report.digests[index] for report in heard.values()} - {None}
-        if len(seen) > 1:
-            owner = plan.members[part.owner].peer
-            return Judgement(reason=f"{owner} sent different results of its part to different members")
-        digests += [digest for digest in seen if digest is not None]
-    if awaited and not overdue:
+        owner = plan.members[part.owner].peer
+        held = [one for one in (report.digests[index] for report in heard.values()) if one is not None]
+        if len(set(held)) > 1:
+            return Judgement(
+                reason=f"{owner} sent different results of its part to different members", failed=(owner,)
+            )
+        if held and len(held) >= min(2, len(present)):
+            digests.append(held[0])
+        else:
+            failed.append(owner)
+    if len(heard) < len(present) and not overdue and (failed or not enough):
         return None
-    if len(digests) == len(plan.parts):
+    if not failed:
         return Judgement(digests=tuple(digests))
-    missing = len(plan.parts) - len(digests)
     troubles = sorted({report.trouble for report in heard.values() if report.trouble})
     why = f"; {troubles[0]}" if troubles else ""
-    return Judgement(reason=f"{missing} of {len(plan.parts)} parts arrived nowhere{why}")
+    reason = f"{len(failed)} of {len(plan.parts)} parts did not arrive{why}"
+    return Judgement(reason=reason, failed=tuple(dict.fromkeys(failed)))

@@ -63,7 +63,7 @@ class CoordinatorService:
         self._announced = -1
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[Fact], None]] = []
-        self.machine = RunMachine(run, identity.sign, time.monotonic())
+        self.machine = RunMachine(run, identity.sign, time.monotonic(), self._epoch)
         self.machine.replay(journal.read(), time.monotonic())
         self._register()
 
@@ -142,7 +142,7 @@ class CoordinatorService:
             log.debug("could not tell %s: %s", channel.label, error)
 
     def _view(self, peer: str, roster_version: int = -1) -> CoordinatorToPeerView:
-        view = self.machine.view(peer, time.monotonic(), self._epoch, roster_version)
+        view = self.machine.view(peer, time.monotonic(), roster_version)
         return CoordinatorToPeerView(view=view)
 
     # Requests ---------------------------------------------------------------------------------------------
@@ -218,8 +218,8 @@ class CoordinatorService:
     async def _describe(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorDescribeModel)
         async with self._lock:
-            self.machine.require_member(channel.remote_key)
-            self.machine.describe_model(message)
+            peer = self.machine.require_member(channel.remote_key)
+            self.machine.describe_model(peer, message)
             await self._flush()
         return CoordinatorToPeerModelAccepted()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import singledispatchmethod
 
 from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.leases import LeaseLedger, from_wire
+from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire
 from shoal.swarm.coordinator.membership import Member, Membership
-from shoal.swarm.coordinator.rounds import Goal, Round
+from shoal.swarm.coordinator.rounds import Goal, Round, Work
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import (
     CoordinatorToPeerStatus,
@@ -18,16 +18,20 @@ from shoal.swarm.messages import (
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
+_MAX_COUNT = 2**62
 
 class RunState:
     """One run. Changed by facts alone (``record``, ``replay``), but for what heartbeats say and moments."""
 
-    def __init__(self, run: RunFile, now_s: float) -> None:
+    def __init__(self, run: RunFile, now_s: float, epoch: int) -> None:
+        """``epoch`` grows from start to start; roster versions go on from it, as observers are not journaled."""
         self.run = run
+        self.epoch = epoch
         self.deadlines = Deadlines(run.round.patience_s)
-        self.membership = Membership()
+        self.membership = Membership(roster_version=epoch)
         self.leases = LeaseLedger()
-        self.round = Round(0)
+        self.answered: dict[str, f.LeaseGranted] = {}
+        self.round = Round(0, opened_s=now_s)
         self.model: PeerToCoordinatorDescribeModel | None = None
         self.anchor_version = 0
         self.agreed_digest: bytes | None = None
@@ -51,13 +55,22 @@ class RunState:
 
     def replay(self, journal: list[f.Fact], now_s: float) -> None:
         """Take over a journal; whoever was alive gets the whole patience to be heard again."""
-        self.now_s = now_s
+        self.now_s = self.round.opened_s = now_s
         for fact in journal:
             self._apply(fact)
 
     def record(self, fact: f.Fact) -> None:
+        """Observers are no part of the run's history."""
+        match fact:
+            case f.MemberJoined(entry=entry):
+                passing = entry.role == "observer"
+            case f.MemberLost(peer=peer):
+                passing = self.membership.is_observer(peer)
+            case _:
+                passing = False
         self._apply(fact)
-        self._facts.append(fact)
+        if not passing:
+            self._facts.append(fact)
         if not isinstance(fact, f.LeaseGranted):
             self.announcements += 1
 
@@ -81,6 +94,7 @@ class RunState:
     @_apply.register
     def _(self, fact: f.MemberLost) -> None:
         self.membership.lose(fact.peer)
+        self.answered.pop(fact.peer, None)
         if fact.peer in self.round.ranges:
             self.round.orphans.add(fact.peer)  # the verdict decides on its samples
         else:
@@ -91,11 +105,13 @@ class RunState:
     @_apply.register
     def _(self, fact: f.LeaseGranted) -> None:
         self.leases.grant(fact.peer, from_wire(fact.ranges))
+        self.answered[fact.peer] = fact
 
     @_apply.register
     def _(self, fact: f.LeasesHeld) -> None:
         held = {peer: from_wire(ranges) for peer, ranges in fact.held.items()}
         self.leases = LeaseLedger(fact.fresh, from_wire(fact.pool), held)
+        self.answered = {one.peer: one for one in fact.answered}
 
     @_apply.register
     def _(self, fact: f.RoundClosing) -> None:
@@ -104,7 +120,7 @@ class RunState:
 
     @_apply.register
     def _(self, fact: f.RoundReopened) -> None:
-        self.round.phase = "training"
+        self.round.phase = "training" if self.membership.trainers() else "waiting"
         self.round.ready.clear()
 
     @_apply.register
@@ -112,7 +128,8 @@ class RunState:
         self.round.phase = "averaging"
         self.round.plan = fact.plan
         self.round.loss = fact.loss
-        self.round.progress_s = self.now_s
+        self.round.progress_s = self.round.reported_s = self.now_s
+        self.round.moves_left = len(fact.plan.members) * -(-fact.plan.parts[-1].stop // fact.plan.chunk_elements)
         peers = [member.peer for member in fact.plan.members]
         self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)}
         self.agreed_digest = fact.plan.state_digest
@@ -153,12 +170,12 @@ class RunState:
 
     # What others see ------------------------------------------------------------------------------------
 
-    def view(self, peer: str | None, now_s: float, epoch: int = 0, roster_version: int = -1) -> RunView:
+    def view(self, peer: str, now_s: float, roster_version: int = -1) -> RunView:
         """What this member has to know; the roster only when it does not have this version."""
-        member = self.membership.members.get(peer) if peer is not None else None
+        member = self.membership.members.get(peer)
         closing = self.round.phase == "closing"
         return RunView(
-            epoch=epoch,
+            epoch=self.epoch,
             sequence=self.announcements,
             round=self.round.number,
             anchor_version=self.anchor_version,
@@ -168,7 +185,7 @@ class RunState:
             verdict=self.verdict,
             state_digest=self.state_digest(),
             tokens_committed=self.tokens_committed,
-            tokens_in_round=sum(one.tokens_done for one in self.membership.trainers().values()),
+            tokens_in_round=self.tokens_in_round(),
             members=len(self.membership.trainers()),
             must_resync=member is not None and self._must_resync(member),
             roster_version=self.membership.roster_version,
@@ -187,7 +204,7 @@ class RunState:
             rounds_committed=self.rounds_committed,
             rounds_aborted=self.rounds_aborted,
             tokens_committed=self.tokens_committed,
-            tokens_in_round=sum(one.tokens_done for one in self.membership.trainers().values()),
+            tokens_in_round=self.tokens_in_round(),
             loss=self.loss,
             chain=self.chain,
             state_digest=self.state_digest(),
@@ -212,6 +229,21 @@ class RunState:
 
     def synced(self) -> dict[str, Member]:
         return self.membership.synced(self.anchor_version, self.agreed_digest)
+
+    def leased_tokens(self, peer: str) -> int:
+        """What this member's leases amount to: the most that it can have done."""
+        return count(self.leases.held.get(peer, [])) * (self.model.tokens_per_sample if self.model else 0)
+
+    def works(self) -> list[Work]:
+        """Of everybody whose work counts in this round."""
+        return [
+            Work(one.tokens_done, one.tokens_per_s, one.step_s, one.heard_s, self.leased_tokens(peer))
+            for peer, one in self.synced().items()
+        ]
+
+    def tokens_in_round(self) -> int:
+        trainers = self.membership.trainers().items()
+        return min(sum(min(one.tokens_done, self.leased_tokens(peer)) for peer, one in trainers), _MAX_COUNT)
 
     def goal(self) -> Goal:
         """Of this round; the last one of a run that is limited in time closes with the run."""

@@ -25,20 +25,16 @@ OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
 
 def test_three_peers_agree_bit_for_bit(swarm: Swarm) -> None:
-    rounds = 5
+    rounds = 8
     host = swarm.host(run_toml(rounds=rounds))
     members = swarm.members(host.invite, "a", "b", "c")
-    for member in members:
-        member.committed(within_s=START_S + ROUNDS_S)
+    members[0].event("synced", START_S)
     status = swarm.command("status", *SHOAL, "status", "--json", host.invite)
-    live = swarm.folder / "live.safetensors"
-    export = swarm.command("export", *SHOAL, "export", "--run", host.invite, "--out", str(live))
     assert status.exit_code(START_S) == 0, status.tail()
     shown = json.loads(status.text())
     assert shown["run"] == "reef"
     assert {one["name"] for one in shown["members"]} == {"a", "b", "c"}
-    assert export.exit_code(START_S) == 0, export.tail()
-
+    assert shown["members"][0]["device"]["kind"] == "cpu"
     for member in members:
         assert member.exit_code(ROUNDS_S) == 0, member.tail()
     host.stop()
