@@ -47,7 +47,7 @@ def _hash_value(digest: Any, value: Any) -> None:
     match value:
         case Tensor():
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        case np.ndarray():
+        case np.ndarray() | np.generic():  # the text of a NumPy scalar is not the same in all its releases
             digest.update(np.ascontiguousarray(value).tobytes())
         case dict():
             for key in sorted(value, key=str):
@@ -100,6 +100,9 @@ class LeasedSamples:
 
     def next_batch(self, samples: int) -> tuple[int, int] | None:
         """Bounds of the next at most ``samples`` samples, now in hand; None when there are none."""
+        if self._in_hand is not None:  # the loop over batches was left before its step
+            self._left.insert(0, self._in_hand)
+            self._in_hand = None
         if not self._left:
             return None
         start, end = self._left.pop(0)

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from shoal.peer.demo_child import Child
+from shoal.peer.demo_child import Child, fresh_folder
 from shoal.peer.demo_report import Figures, Plan, make_figures, plot_loss, report, write_json
 from shoal.peer.demo_view import Board
 from shoal.peer.events import printable
 from shoal.peer.export import export_model, read_model
 from shoal.peer.recipes import load_recipe
 from shoal.peer.recipes.gpt import Gpt, generate
-from shoal.swarm.errors import StateFileError, StorageError, UserError
+from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.run_file import RunFile, parse_run_file
 
 _CONTEXT = 128
@@ -119,7 +119,7 @@ class _Demo:
         self._options = options
         self._console = console
         self._run_s = 60.0 * options.minutes
-        self._folder = _fresh_folder(options.out)
+        self._folder = fresh_folder(options.out)
         self._toml = _RUN_TOML.format(
             peers=options.peers,
             max_s=self._run_s,
@@ -268,6 +268,7 @@ class _Demo:
         self._console.print(Panel(Text("\n".join(lines)), title="what it writes after `def `", title_align="left"))
 
     def _write(self, plan: Plan, figures: Figures, model_path: Path) -> None:
+        assert self._host is not None
         curve = self._folder / "loss.png"
         self._console.print(Text.assemble("Model   ", (str(model_path), "cyan")))
         if plot_loss(curve, plan, figures, self._host.events):
@@ -289,18 +290,3 @@ class _Demo:
         for trouble in troubles:
             self._console.print(Text(f"The demo failed: {trouble}", "bold red"))
         return 1 if troubles else 0
-
-
-def _fresh_folder(out: Path) -> Path:
-    """A new folder named by the time. Raises ``StorageError``."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for attempt in range(100):
-        folder = out / (f"{stamp}-{attempt}" if attempt else stamp)
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise StorageError(f"{folder}: cannot be made: {error}") from error
-        return folder
-    raise StorageError(f"{out}: no new folder can be made there")

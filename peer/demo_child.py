@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from rich.panel import Panel
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from shoal.peer.demo_report import EventFile
 from shoal.peer.events import Event, printable
+from shoal.swarm.errors import StorageError
 
 _LEAVE_S = 5.0
 _TAIL_LINES = 20
@@ -63,3 +65,18 @@ class Child:
         lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         words = "\n".join(printable(line) for line in lines) or "(it said nothing)"
         return Panel(Text(words), title=str(self.log), title_align="left", border_style="red")
+
+
+def fresh_folder(out: Path) -> Path:
+    """A new folder named by the time. Raises ``StorageError``."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(100):
+        folder = out / (f"{stamp}-{attempt}" if attempt else stamp)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise StorageError(f"{folder}: cannot be made: {error}") from error
+        return folder
+    raise StorageError(f"{out}: no new folder can be made there")

@@ -193,15 +193,15 @@ def _peer_figures(plan: Plan, name: str, events: Sequence[Event], tokens: Mappin
 
 def report(figures: Figures) -> RenderableType:
     """The table at the demo's end."""
-    peers = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    peers = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     peers.add_column("peer", style="bold", no_wrap=True)
     peers.add_column("was there", no_wrap=True)
-    for name in ("tokens", "tokens/s", "sent", "float32 DDP", "ratio"):
+    for name in ("tokens", "tok/s", "sent", "float32 DDP", "ratio"):
         peers.add_column(name, justify="right", no_wrap=True)
     peers.add_column("anchor", no_wrap=True)
     for peer in figures.peers:
         ratio = f"{peer.bytes_float32_ddp / peer.bytes_sent:.0f}×" if peer.bytes_sent else "–"
-        anchor = f"v{peer.version} {(peer.digest or '–')[:10]}"
+        anchor = f"v{peer.version} {(peer.digest or '–')[:8]}"
         peers.add_row(
             peer.name,
             peer.part,

@@ -34,6 +34,8 @@ class NetworkThread(Generic[R]):
         self._stop: asyncio.Event | None = None
         self._failure: BaseException | None = None
         self._interrupted = threading.Event()
+        self._lock = threading.Lock()
+        """Held to hand something to the loop, and to say that it takes no more."""
         self._calls: set[concurrent.futures.Future[Any]] = set()
 
     @property
@@ -52,17 +54,18 @@ class NetworkThread(Generic[R]):
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, interruptible: bool = False) -> T:
         """Run it in the loop and wait. Raises what it raises, or what ended the network thread meanwhile."""
-        loop = self._loop
-        if loop is None or self._failure is not None or not self._thread.is_alive():
-            coroutine.close()
-            raise self._failure or RuntimeError("the network thread is not running")
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        self._calls.add(future)
+        with self._lock:
+            loop = self._loop
+            if loop is None:
+                coroutine.close()
+                raise self._failure or _not_running()
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+            self._calls.add(future)
         try:
             return self._wait(future, interruptible)
         except (concurrent.futures.CancelledError, asyncio.CancelledError):
-            if self._failure is not None:
-                raise self._failure from None
+            if self._loop is None or self._failure is not None:
+                raise (self._failure or _not_running()) from None
             raise
         except (KeyboardInterrupt, Interrupted):
             future.cancel()
@@ -81,8 +84,9 @@ class NetworkThread(Generic[R]):
 
     def tell(self, callback: Callable[[], object]) -> None:
         """Run a plain function in the loop, soon; does nothing once the thread has ended."""
-        if self._loop is not None and self._thread.is_alive() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback)
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(callback)
 
     @property
     def failure(self) -> BaseException | None:
@@ -100,15 +104,12 @@ class NetworkThread(Generic[R]):
         try:
             asyncio.run(self._run())
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
-            self._fail(_leaf(error))
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
+            self._failure = _leaf(error)
+        # The loop is closed: what it was given last has not even begun.
         if not self._started.done():
-            self._started.set_exception(error)
+            self._started.set_exception(self._failure or _not_running())
         for call in list(self._calls):
-            if not call.done():
-                call.cancel()
+            call.cancel()
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -120,6 +121,13 @@ class NetworkThread(Generic[R]):
             # Before the loop cancels the calls that are under way, so that they know why.
             self._failure = _leaf(error)
             raise
+        finally:
+            with self._lock:
+                self._loop = None
+
+
+def _not_running() -> RuntimeError:
+    return RuntimeError("the network thread is not running")
 
 
 def _leaf(error: BaseException) -> BaseException:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.swarm.errors import LinkError, StateFileError, StorageError, WireError
+from shoal.swarm.errors import LinkError, ShoalError, StateFileError, StorageError, WireError
 from shoal.swarm.messages import Blob
 from shoal.swarm.transport import Endpoint
 
 _CHUNK_BYTES = 2**20
 _FORMAT = "shoal-state-1"
+_saving = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,10 @@ async def fetch_state(
             async with aclosing(endpoint.fetch(donor, state_blob(version), range(chunks), sink, progress_s)) as stream:
                 async for _ in stream:
                     pass
-        except LinkError as error:
-            trouble = error
+        except ShoalError as error:  # the donor's errors come out of here, too
+            trouble = LinkError(f"{donor}: {error}")
             continue
-        state = State.of(values, version)
+        state = await asyncio.to_thread(State.of, values, version)
         if state.digest == digest:
             return state
         trouble = LinkError(f"{donor} has another state of version {version} than the run agreed on")
@@ -113,16 +116,19 @@ def save_state(path: Path, state: State, about: dict[str, Any]) -> None:
     """
     header = {"format": _FORMAT, "version": str(state.version), "digest": state.digest.hex()}
     header["about"] = json.dumps(about)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"values": state.values}, temporary, header)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"{path}: the state cannot be saved: {error}") from error
+    header["about_digest"] = _text_digest(header["about"])
+    temporary = path.with_name(f".{path.name}.new")
+    with _saving:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"values": state.values}, temporary, header)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise StorageError(f"{path}: the state cannot be saved: {error}") from error
 
 
 def load_state(path: Path) -> tuple[State, dict[str, Any]]:
@@ -134,7 +140,7 @@ def load_state(path: Path) -> tuple[State, dict[str, Any]]:
                 raise StateFileError(f"{path}: not a Shoal state file (format: expected {_FORMAT})")
             values = file.get_tensor("values")
         about = json.loads(header["about"])
-        version, digest = int(header["version"]), header["digest"]
+        version, digest, about_digest = int(header["version"]), header["digest"], header["about_digest"]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, StateFileError):
             raise
@@ -142,9 +148,13 @@ def load_state(path: Path) -> tuple[State, dict[str, Any]]:
     if values.dtype != torch.float32 or values.dim() != 2 or not isinstance(about, dict):
         raise StateFileError(f"{path}: field values: expected a (k, n) float32 tensor")
     state = State.of(values, version)
-    if state.digest.hex() != digest:
+    if (state.digest.hex(), _text_digest(header["about"])) != (digest, about_digest):
         raise StateFileError(f"{path}: its content does not match its digest; it is damaged")
     return state, about
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _bytes_of(values: Tensor) -> memoryview:

@@ -96,7 +96,7 @@ def _figures(snapshot: Snapshot, losses: Sequence[float]) -> Table:
     grid.add_row(
         _figure("sent", bytes_text(snapshot.bytes_sent)),
         _figure("received", bytes_text(snapshot.bytes_received)),
-        _figure("codec", f"{snapshot.compression:.1f}× smaller"),
+        _figure("packed", f"{snapshot.compression:.1f}×"),
         _figure("anchor", f"v{snapshot.anchor_version}"),
     )
     return grid
@@ -150,13 +150,13 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     digest = status.state_digest.hex()[:16] if status.state_digest else "not agreed yet"
     head.add_row("anchor", f"version {status.anchor_version}, {digest}")
     head.add_row("running for", duration_text(status.elapsed_s))
-    members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     # Their cells do not wrap, but the columns may: those are the ones that rich makes narrower first.
     for name in ("peer", "device", "doing"):
         members.add_column(name)
-    for name in ("tokens/s", "share", "loss", "sent", "recv"):
+    for name in ("tok/s", "share", "loss", "sent", "recv"):
         members.add_column(name, justify="right", no_wrap=True)
-    members.add_column("synced", justify="center", no_wrap=True)
+    members.add_column("sync", justify="center", no_wrap=True)
     for member in sorted(status.members, key=lambda one: (not one.alive, -one.share, one.name)):
         members.add_row(*_status_row(member), style="" if member.alive else "dim strike")
     return Group(head, members if status.members else Text("\nnobody has joined yet", style="yellow"))

@@ -109,7 +109,7 @@ class CoordinatorClient:
         self._take(answer.view)
 
     async def rejoin(self) -> None:
-        """Hand back everything and start as a new member; waits for a coordinator that is away. Raises like ``join``."""
+        """Hand back everything and start as a new member; outlives the coordinator's absence. Raises like ``join``."""
         try:
             await self._channel.request(PeerToCoordinatorLeave(reason="starts afresh"), Acknowledged, 2.0)
         except LinkError as error:

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from shoal.compression.registry import CODEC_NAMES
 from shoal.swarm.errors import RunFileError
 
 MAX_RUN_FILE_BYTES = 200_000
 
+_MAX_SETTINGS_DEPTH = 8
+
 PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
+Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+"""Arrays of TOML are lists."""
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunSection(_Section):
@@ -47,6 +52,12 @@ class RecipeSection(_Section):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     settings: dict[str, Any] = Field(default_factory=dict)
 
+    @field_validator("settings")
+    @classmethod
+    def _plain(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        _check_plain(settings, "", _MAX_SETTINGS_DEPTH)
+        return settings
+
 
 class DataSection(_Section):
     """``[data]``. ``source``: ``stdlib``, ``text:GLOB``, ``tokens:FILE``, or ``own`` with an own loop.
@@ -66,7 +77,7 @@ class InnerSection(_Section):
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: Rate = 4e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     momentum: Fraction = 0.0
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
@@ -80,7 +91,7 @@ class ScheduleSection(_Section):
     and to the outer one of ``virtual_batch``."""
 
     kind: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    warmup_tokens: Annotated[int, Field(ge=0, le=2**62)] = 0
     final_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
 
 
@@ -90,7 +101,7 @@ class OuterSection(_Section):
     optimizer: Literal["nesterov", "sgd", "adamw"] = "nesterov"
     lr: Rate = 0.7
     momentum: Fraction = 0.9
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
 
@@ -132,6 +143,27 @@ class RunFile(_Section):
         return hashlib.sha256(canonical.encode()).digest()
 
 
+def _check_plain(value: Any, where: str, depth: int) -> None:
+    """Settings have one JSON, the same on every machine, as the hash needs it."""
+    if depth == 0:
+        raise ValueError(f"{where[:80]}: expected at most {_MAX_SETTINGS_DEPTH} levels")
+    match value:
+        case dict():
+            for key, inner in value.items():
+                _check_plain(inner, f"{where}.{key}" if where else key, depth - 1)
+        case list():
+            for index, inner in enumerate(value):
+                _check_plain(inner, f"{where}.{index}", depth - 1)
+        case bool() | str():
+            pass
+        case int() if -(2**63) <= value < 2**63:
+            pass
+        case float() if math.isfinite(value):
+            pass
+        case _:
+            raise ValueError(f"{where}: expected a text, truth value, finite number, array or table")
+
+
 def parse_run_file(text: str, where: str = "run file") -> RunFile:
     """Validate TOML text. Raises ``RunFileError`` that names the file, the field and what was expected."""
     if len(text.encode()) > MAX_RUN_FILE_BYTES:
@@ -144,14 +176,18 @@ def parse_run_file(text: str, where: str = "run file") -> RunFile:
         lines = []
         for problem in error.errors():
             field = ".".join(str(step) for step in problem["loc"])
-            lines.append(f"{field}: {problem['msg']}" if field else problem["msg"])
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{field}: {message}" if field else message)
         raise RunFileError(f"{where}: " + "; ".join(lines)) from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, arrays of thousands of levels
+        raise RunFileError(f"{where}: not valid TOML: {error}") from error
 
 
 def load_run_file(path: Path) -> tuple[str, RunFile]:
     """Read and validate; returns the text as written and the validated run file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(MAX_RUN_FILE_BYTES + 1).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RunFileError(f"{path}: cannot be read: {error}") from error
     return text, parse_run_file(text, str(path))

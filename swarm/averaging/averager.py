@@ -15,13 +15,11 @@ from torch import Tensor
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
-from shoal.swarm.averaging.results import ResultStore, fetch_part
+from shoal.swarm.averaging.results import ResultStore, ensure_part
 from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, NotAdmitted, ShoalError, StaleWork
+from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
-    CoordinatorToPeerView,
-    Part,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     RoundPlan,
@@ -267,7 +265,7 @@ class Averager:
             self.feedback.commit()
         if planned:
             self._late = None
-        elif offer.weight_tokens:
+        elif offer.weight_tokens and ours:
             self._late = _Late(self._with_late(offer), offer.weight_tokens, self._joins)
 
     async def _committed_mean(self, verdict: Verdict) -> Tensor:
@@ -277,28 +275,10 @@ class Averager:
         if plan.parts[-1].stop != self._elements:
             raise LinkError("the plan is for a model of another size")
         store = self._stores.get(plan.round) or self._open_store(plan)
+        others = [member.peer for member in plan.members if member.peer != self._client.peer]
         for part, digest in zip(plan.parts, verdict.digests, strict=True):
-            if not (store.has(part) and await in_thread(store.digest, part) == digest):
-                await self._fetch_committed(store, part, digest)
+            await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines.patience_s)
         return await in_thread(store.mean)
-
-    async def _fetch_committed(self, store: ResultStore, part: Part, digest: bytes) -> None:
-        members = [member.peer for member in store.plan.members]
-        holders = [members[part.owner], *members]
-        trouble = "nobody has them"
-        for holder in dict.fromkeys(peer for peer in holders if peer != self._client.peer):
-            store.forget(part)
-            try:
-                await fetch_part(self._endpoint, store, part, holder, self._client.deadlines.patience_s)
-            except ShoalError as error:  # the other side's errors come out of here, too
-                trouble = str(error)
-                continue
-            if await in_thread(store.digest, part) == digest:
-                return
-            trouble = f"{holder} has other bytes than the committed ones"
-            log.warning("round %d: %s", store.plan.round, trouble)
-        store.forget(part)
-        raise LinkError(trouble)
 
 
 def _same_state(plan: RoundPlan, offer: Offer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.swarm.averaging.reducer import mask_bytes, result_bytes, unpack_mask
-from shoal.swarm.errors import BlobUnavailable, WireError
+from shoal.swarm.errors import BlobUnavailable, LinkError, ShoalError, WireError
+from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, Part, RoundPlan
 from shoal.swarm.transport import Endpoint
 
@@ -131,3 +132,27 @@ async def fetch_part(endpoint: Endpoint, store: ResultStore, part: Part, holder:
     async with aclosing(stream):
         async for chunk in stream:
             await store.put(chunk, received.pop(chunk))
+
+
+async def ensure_part(
+    endpoint: Endpoint, store: ResultStore, part: Part, digest: bytes, others: Sequence[str], progress_s: float
+) -> None:
+    """Make sure that the store holds the committed bytes of a part, from its owner or any other member of the plan.
+
+    Raises ``LinkError`` when none of them has them."""
+    if store.has(part) and await in_thread(store.digest, part) == digest:
+        return
+    owner, trouble = store.plan.members[part.owner].peer, "nobody has them"
+    for holder in sorted(others, key=lambda peer: peer != owner):
+        store.forget(part)
+        try:
+            await fetch_part(endpoint, store, part, holder, progress_s)
+        except ShoalError as error:  # the other side's errors come out of here, too
+            trouble = str(error)
+            continue
+        if await in_thread(store.digest, part) == digest:
+            return
+        trouble = f"{holder} has other bytes than the committed ones"
+        log.warning("round %d: %s", store.plan.round, trouble)
+    store.forget(part)
+    raise LinkError(trouble)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, to_wire
-from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, plan_round
+from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, to_wire
+from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, plan_round, weighted_mean
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, WireError
 from shoal.swarm.messages import (
@@ -21,6 +21,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     RosterEntry,
+    RoundPlan,
     TensorSpec,
     Verdict,
 )
@@ -29,13 +30,18 @@ from shoal.swarm.verdicts import chain_hash, signed_bytes
 
 Sign = Callable[[bytes], bytes]
 
+_MAX_ELEMENTS = 2**40
+_LEASED_ROUNDS = 64
+"""What one member can hold at most, in rounds' worth of samples (or batches, where those are larger)."""
+
 
 class RunMachine(RunState):
     """The decisions. Methods named for events may raise a typed error for the peer that caused it."""
 
-    def __init__(self, run: RunFile, sign: Sign, now_s: float) -> None:
-        super().__init__(run, now_s)
+    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
+        super().__init__(run, now_s, epoch)
         self._sign = sign
+        self._ticked_s = now_s
 
     # Events ---------------------------------------------------------------------------------------------
 
@@ -45,16 +51,25 @@ class RunMachine(RunState):
         if self.round.phase == "ended" and entry.role == "trainer":
             raise RunEnded(f"the run {self.run.run.name} is over; `shoal export` still gives its model")
         known = self.membership.members.get(entry.peer)
+        if known is not None and known.entry.role == "trainer" and entry.role == "observer":
+            raise NotAdmitted("this identity trains in the run; look at the run with another one")
         if known is not None and known.alive:
             if known.entry.certificate.curve_key == entry.certificate.curve_key:
                 known.heard_s = now_s
                 return
             self.record(f.MemberLost(peer=entry.peer, reason="joined again"))
+        if not self.membership.places_left(entry.role):
+            raise NotAdmitted(f"the run {self.run.run.name} is full; try again later")
         self.record(f.MemberJoined(entry=entry, device=device))
 
-    def describe_model(self, model: PeerToCoordinatorDescribeModel) -> None:
+    def describe_model(self, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the run's first peer."""
+        if not self.membership.members[peer].is_trainer:
+            raise NotAdmitted("only members that train have a model")
         if self.model is None:
+            elements = sum(spec.elements for spec in model.layout)
+            if not 0 < elements <= _MAX_ELEMENTS:
+                raise ModelMismatch(f"a run's model has 1 to {_MAX_ELEMENTS} parameters, this one {elements}")
             self.record(f.ModelDescribed(model=model))
             return
         difference = first_difference(self.model.layout, model.layout)
@@ -88,9 +103,12 @@ class RunMachine(RunState):
 
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
         self.now_s = now_s
-        if self.membership.hear(peer, heartbeat, self.round.number, now_s):
+        moved = self.membership.hear(peer, heartbeat, self.round.number, now_s)
+        if moved and self.round.moves_left and peer in self.round.ranges and peer not in self.round.reports:
+            self.round.moves_left -= 1
             self.round.progress_s = now_s
-        if self.anchor_version == 0 and self.agreed_digest is None:
+        if self.anchor_version == 0 and not self.synced():
+            # The first to be here says what the run starts from; another one, when nobody has that any more.
             digest = self.membership.common_digest(0)
             if digest is not None:
                 self.record(f.StateAgreed(anchor_version=0, digest=digest))
@@ -100,37 +118,51 @@ class RunMachine(RunState):
             self.announcements += 1
 
     def request_lease(self, peer: str, ask: PeerToCoordinatorRequestLease, now_s: float) -> Ranges:
-        """Samples for this peer; none when the round has all it needs or is not training."""
+        """Samples for this peer; none when the round has all it needs or is not training.
+
+        The same request again gets the same answer: the first one was lost, with the connection or with us."""
         self.now_s = now_s
         member = self.membership.members[peer]
         member.heard_s = now_s
+        before = self.answered.get(peer)
+        if before is not None and (before.round, before.tokens_done) == (ask.round, ask.tokens_done):
+            ranges = from_wire(before.ranges)
+            if self.leases.holds(peer, ranges):
+                return ranges
         if ask.round != self.round.number:
             return []
         member.tokens_done = ask.tokens_done
-        if self.round.phase not in ("training", "waiting") or peer not in self.synced():
+        if self.round.phase not in ("training", "waiting") or peer not in self.synced() or self.model is None:
             return []
-        samples = ask.samples
-        if self.goal().exact:
-            # Guided self-scheduling (Polychronopoulos & Kuck 1987): ever smaller, so that all finish together.
-            left = max(0, self.goal_samples() - self.leases.outstanding())
-            fair = -(-left // (2 * len(self.synced())))
-            samples = min(left, max(self.run.inner.batch_samples, min(samples, fair)))
-        if samples == 0:
+        samples = min(ask.samples, self._lease_limit(peer))
+        if samples <= 0:
             return []
         ranges = self.leases.choose(samples)
-        self.record(f.LeaseGranted(peer=peer, ranges=to_wire(ranges)))
+        self.record(f.LeaseGranted(peer=peer, round=ask.round, tokens_done=ask.tokens_done, ranges=to_wire(ranges)))
         return ranges
+
+    def _lease_limit(self, peer: str) -> int:
+        batch, goal = self.run.inner.batch_samples, self.goal_samples()
+        if not self.goal().exact:
+            return _LEASED_ROUNDS * max(batch, goal) - count(self.leases.held.get(peer, []))
+        # Guided self-scheduling (Polychronopoulos & Kuck 1987): ever smaller, so that all finish together.
+        left = max(0, goal - self.leases.outstanding())
+        return min(left, max(batch, -(-left // (2 * len(self.synced())))))
 
     def ready(self, peer: str, ready: PeerToCoordinatorRoundReady, now_s: float) -> None:
         """A contribution is waiting. Raises ``StaleWork`` when its samples are not this peer's (any more)."""
         self.now_s = now_s
         member = self.membership.members[peer]
         member.heard_s = now_s
-        if ready.round != self.round.number or self.round.phase not in ("training", "closing"):
-            return
+        if ready.round != self.round.number or self.round.phase != "closing" or not member.is_trainer:
+            return  # also when the round goes on: its samples would not be all that this peer has done by the end
         ranges = from_wire(ready.ranges)
+        if not is_tidy(ranges):
+            raise WireError("the sample ranges of a contribution must not be empty or overlap")
         if not self.leases.holds(peer, ranges) or ready.anchor_version != self.anchor_version:
             raise StaleWork("these samples were given to others while this peer was silent; start from the anchor")
+        if self.agreed_digest not in (None, ready.state_digest):
+            raise StaleWork("this peer's state is not the run's; start from the anchor")
         if self.model is None or count(ranges) * self.model.tokens_per_sample != ready.weight_tokens:
             raise WireError("the weight of a contribution must be the tokens of its samples")
         member.tokens_done = ready.weight_tokens
@@ -140,19 +172,22 @@ class RunMachine(RunState):
         self.now_s = now_s
         self.membership.members[peer].heard_s = now_s
         plan = self.round.plan
-        if plan is None or report.round != self.round.number or peer not in self.round.ranges:
+        if plan is None or report.round != self.round.number or peer not in self.averaging():
             return
         if len(report.digests) != len(plan.parts) or any(one >= len(plan.members) for one in report.dropped):
             raise WireError("the report does not fit the plan of its round")
         self.round.reports[peer] = report
-        self.round.progress_s = now_s
+        self.round.progress_s = self.round.reported_s = now_s
 
     def tick(self, now_s: float) -> None:
         """Whatever time decides: silence, closing, planning, verdict."""
         self.now_s = now_s
+        self._excuse_own_silence(now_s)
         for peer in self.membership.silent(now_s, self.deadlines.dead_s):
             self.record(f.MemberLost(peer=peer, reason="silent"))
         match self.round.phase:
+            case "waiting" | "training" if self.is_late(now_s) and not self.synced():
+                self._give_verdict(Judgement(reason="the run's time was over"), now_s)
             case "training":
                 self._tick_training(now_s)
             case "closing":
@@ -160,67 +195,74 @@ class RunMachine(RunState):
             case "averaging":
                 self._tick_averaging(now_s)
 
+    def _excuse_own_silence(self, now_s: float) -> None:
+        """When we stood still (a suspended machine, a slow disk), nobody else was late."""
+        stood_s, self._ticked_s = now_s - self._ticked_s, now_s
+        if stood_s > self.deadlines.heartbeat_s:
+            self.membership.excuse(stood_s, now_s)
+            self.round.closes_s += stood_s
+            self.round.progress_s += stood_s
+            self.round.reported_s += stood_s
+
     def _tick_training(self, now_s: float) -> None:
-        members = self.synced()
-        if not members:
+        works = self.works()
+        if not works:
             if not self.membership.trainers():
                 self.round.phase = "waiting"
                 self.announcements += 1
             return
-        moment = closing_moment(self.round.opened_s, self.goal(), list(members.values()), now_s, self.deadlines)
+        moment = closing_moment(self.round.opened_s, self.goal(), works, now_s, self.deadlines)
         if moment is not None:
             self.record(f.RoundClosing(round=self.round.number))
             self.round.closes_s = moment
 
     def _tick_closing(self, now_s: float) -> None:
+        """Whoever holds no samples brings none: nobody waits for them."""
         ready = self.round.ready
-        awaited = [peer for peer in self.synced() if peer not in ready]
+        awaited = [peer for peer in self.synced() if peer not in ready and peer in self.leases.held]
         if not self.membership.trainers():
-            self._reopen()
-            self.round.phase = "waiting"
-        elif now_s >= self.round.closes_s and not awaited and ready:
+            self.record(f.RoundReopened(round=self.round.number))
+        elif now_s >= self.round.closes_s + (self.deadlines.ready_s if awaited or not ready else 0.0):
             self._plan(now_s)
-        elif now_s >= self.round.closes_s + self.deadlines.ready_s:
-            if ready:
-                self._plan(now_s)
-            else:
-                self._reopen()
 
     def _plan(self, now_s: float) -> None:
         ready = self.round.ready
         goal = self.goal()
-        missing = sum(one.weight_tokens for one in ready.values()) < goal.tokens
-        if goal.exact and missing and now_s < self.round.opened_s + goal.max_s and not self.is_late(now_s):
-            self._reopen()
-            return
-        assert self.model is not None
-        elements = sum(spec.elements for spec in self.model.layout)
-        members = self.membership.trainers()
-        plan = plan_round(self.round.number, self.anchor_version, elements, ready, members)
+        elements = sum(spec.elements for spec in self.model.layout) if self.model else 0
+        plan = plan_round(self.round.number, self.anchor_version, elements, ready, self.membership.trainers())
+        if goal.exact and (sum(one.weight_tokens for one in plan.members) if plan else 0) < goal.tokens:
+            self._free_kept_samples(plan)
+            if now_s < self.round.opened_s + goal.max_s and not self.is_late(now_s):
+                self.record(f.RoundReopened(round=self.round.number))
+                return
         if plan is None:
             self._give_verdict(Judgement(reason="nobody had anything to contribute"), now_s)
             return
         peers = [member.peer for member in plan.members]
         losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in peers]
-        known = [(loss, weight) for loss, weight in losses if loss is not None]
-        total = sum(weight for _, weight in known)
-        loss = sum(loss * weight for loss, weight in known) / total if total else None
+        loss = weighted_mean([(loss, weight) for loss, weight in losses if loss is not None])
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
         self.record(f.RoundPlanned(plan=plan, ranges=ranges, loss=loss))
 
-    def _reopen(self) -> None:
-        self.record(f.RoundReopened(round=self.round.number))
-        self.round.opened_s = self.now_s
+    def _free_kept_samples(self, plan: RoundPlan | None) -> None:
+        """A batch that has to be complete lacks samples: members that keep some and bring nothing usable lose them."""
+        fine = {peer for peer, one in self.round.ready.items() if not one.weight_tokens}
+        fine |= {member.peer for member in plan.members} if plan else set()
+        for peer in [one for one in self.leases.held if one not in fine]:
+            self.record(f.MemberLost(peer=peer, reason="kept samples from the others"))
 
     def _tick_averaging(self, now_s: float) -> None:
         assert self.round.plan is not None
         overdue = now_s > self.round.progress_s + self.deadlines.report_s
-        judgement = judge(self.round.plan, self.round.reports, self.membership.trainers(), overdue=overdue)
+        enough = now_s > self.round.reported_s + self.deadlines.ready_s
+        judgement = judge(self.round.plan, self.round.reports, self.averaging(), overdue=overdue, enough=enough)
         if judgement is not None:
             self._give_verdict(judgement, now_s)
 
     def _give_verdict(self, judgement: Judgement, now_s: float) -> None:
-        plan, lost = self.round.plan, self._lost_work()
+        plan, lost = self.round.plan, self.lost_work()
+        for peer in judgement.failed:
+            self.membership.members[peer].delivers = False
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
         tokens = sum(weight for peer, weight in weights.items() if peer not in lost)
         unsigned = Verdict(
@@ -241,16 +283,8 @@ class RunMachine(RunState):
         signed = unsigned.model_copy(update={"chain": chain, "signature": self._sign(signed_bytes(chain))})
         self.record(f.VerdictGiven(verdict=signed, elapsed_s=self.elapsed_s(now_s), lost=lost))
         held = {peer: to_wire(ranges) for peer, ranges in self.leases.held.items()}
-        ledger = f.LeasesHeld(fresh=self.leases.fresh, pool=to_wire(self.leases.pool), held=held)
-        self.record(ledger)
-
-    def _lost_work(self) -> tuple[str, ...]:
-        """Dead members whose contribution did not get into every chunk: others train on their samples again."""
-        if self.round.plan is None:
-            return ()
-        dropped = {index for report in self.round.reports.values() for index in report.dropped}
-        peers = [self.round.plan.members[index].peer for index in sorted(dropped)]
-        return tuple(peer for peer in peers if peer in self.round.orphans)
+        pool, answered = to_wire(self.leases.pool), tuple(self.answered.values())
+        self.record(f.LeasesHeld(fresh=self.leases.fresh, pool=pool, held=held, answered=answered))
 
 
 def first_difference(expected: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> str:

@@ -19,7 +19,8 @@ from shoal.swarm.messages import (
 
 @dataclass
 class Member:
-    """What is known of one member. All but ``entry``, ``device`` and ``tokens_committed`` comes from heartbeats."""
+    """What is known of one member. All but ``entry``, ``device``, ``tokens_committed`` and ``delivers`` comes from
+    heartbeats. ``delivers``: no part of its own has failed to reach the others since it joined; else it owns none."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -38,7 +39,6 @@ class Member:
     bandwidth_bps: float = 0.0
     tokens_committed: int = 0
     delivers: bool = True
-    """False once a part that it owned reached nobody else: it owns none until it joins again."""
 
     @property
     def is_trainer(self) -> bool:

@@ -93,6 +93,15 @@ def closing_moment(
     return max(moment, now_s + deadlines.announce_s / 2) if moment <= now_s + ahead_s else None
 
 
+def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
+    """Of (value, weight); never outside the values, whatever the rounding; None of none."""
+    total = sum(weight for _, weight in values)
+    if not total:
+        return None
+    known = [value for value, _ in values]
+    return min(max(sum(value * (weight / total) for value, weight in values), min(known)), max(known))
+
+
 def plan_round(
     number: int,
     anchor_version: int,
@@ -162,9 +171,7 @@ def judge(
         owner = plan.members[part.owner].peer
         held = [one for one in (report.digests[index] for report in heard.values()) if one is not None]
         if len(set(held)) > 1:
-            return Judgement(
-                reason=f"{owner} sent different results of its part to different members", failed=(owner,)
-            )
+            return Judgement(reason=f"{owner} sent different results of its part to different members", failed=(owner,))
         if held and len(held) >= min(2, len(present)):
             digests.append(held[0])
         else:

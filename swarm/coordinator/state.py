@@ -20,6 +20,7 @@ from shoal.swarm.verdicts import genesis
 
 _MAX_COUNT = 2**62
 
+
 class RunState:
     """One run. Changed by facts alone (``record``, ``replay``), but for what heartbeats say and moments."""
 
@@ -244,6 +245,18 @@ class RunState:
     def tokens_in_round(self) -> int:
         trainers = self.membership.trainers().items()
         return min(sum(min(one.tokens_done, self.leased_tokens(peer)) for peer, one in trainers), _MAX_COUNT)
+
+    def averaging(self) -> set[str]:
+        """The plan's members that are still here, and never left."""
+        return {peer for peer in self.round.ranges if peer not in self.round.orphans}
+
+    def lost_work(self) -> tuple[str, ...]:
+        """Dead members whose contribution did not get into every chunk: others train on their samples again."""
+        if self.round.plan is None:
+            return ()
+        dropped = {index for report in self.round.reports.values() for index in report.dropped}
+        peers = [self.round.plan.members[index].peer for index in sorted(dropped)]
+        return tuple(peer for peer in peers if peer in self.round.orphans)
 
     def goal(self) -> Goal:
         """Of this round; the last one of a run that is limited in time closes with the run."""

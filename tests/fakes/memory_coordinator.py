@@ -1,0 +1,221 @@
+"""The real ``RunMachine`` and the real ``CoordinatorClient`` with nothing but the event loop between them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.fakes.memory_network import MemoryEndpoint
+from tests.fakes.virtual_clock import now_s
+
+from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.leases import to_wire
+from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.errors import DeadlineExceeded
+from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
+from shoal.swarm.invite import Invite
+from shoal.swarm.messages import (
+    Acknowledged,
+    CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerLease,
+    CoordinatorToPeerModelAccepted,
+    CoordinatorToPeerView,
+    DeviceInfo,
+    Message,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorHeartbeat,
+    PeerToCoordinatorJoinRun,
+    PeerToCoordinatorLeave,
+    PeerToCoordinatorRequestLease,
+    PeerToCoordinatorRoundReady,
+    PeerToCoordinatorRoundReport,
+    RosterEntry,
+)
+from shoal.swarm.run_file import parse_run_file
+
+_DEVICE = DeviceInfo(kind="cpu", name="fake", memory_bytes=0)
+
+
+def identity(number: int) -> Identity:
+    """Always the same one for the same number: the order of members is an order of peer ids."""
+    return Identity(Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big")))
+
+
+def curve_keys(number: int) -> CurveKeys:
+    return CurveKeys.from_secret(bytes([1 + number % 200]) * 32)
+
+
+class MemoryCoordinator:
+    """``away``: it hears nothing. ``deaf_to``: messages of these classes are lost."""
+
+    def __init__(self, run_toml: str) -> None:
+        self.run_toml = run_toml
+        self.run = parse_run_file(run_toml)
+        self.identity = identity(1_000_000)
+        self.keys = curve_keys(199)
+        self.away = False
+        self.pushes = True
+        self.deaf_to: set[type[Message]] = set()
+        self.facts: list[Fact] = []
+        self.members: dict[bytes, MemoryChannel] = {}
+        self._epoch = 1
+        self.machine: RunMachine
+        self._announced = -1
+        self._start()
+
+    def _start(self) -> None:
+        self.machine = RunMachine(self.run, self.identity.sign, now_s(), self._epoch)
+        self.machine.replay(list(self.facts), now_s())
+
+    def restart(self) -> None:
+        """As after ``kill -9``: what was not journaled is forgotten."""
+        self._epoch += 1
+        self._start()
+        self.away = False
+
+    async def serve(self) -> None:
+        """Tick and push, for ever."""
+        while True:
+            if not self.away:
+                self.machine.tick(now_s())
+                await self._flush()
+            await asyncio.sleep(0.1)
+
+    async def _flush(self) -> None:
+        self.facts += self.machine.take_facts()
+        if self.machine.announcements != self._announced:
+            self._announced = self.machine.announcements
+            if self.pushes:
+                for peer, member in list(self.machine.membership.members.items()):
+                    channel = self.members.get(member.entry.certificate.curve_key)
+                    if member.alive and channel is not None:
+                        await channel.push(CoordinatorToPeerView(view=self.machine.view(peer, now_s())))
+
+    async def answer(self, channel: "MemoryChannel", message: Message) -> Message:
+        key = channel.own_keys.public
+        machine, now = self.machine, now_s()
+        answer: Message | None = None
+        if isinstance(message, PeerToCoordinatorJoinRun):
+            return await self._join(channel, message)
+        peer = machine.require_member(key)
+        match message:
+            case PeerToCoordinatorHeartbeat():
+                machine.heartbeat(peer, message, now)
+            case PeerToCoordinatorRoundReady():
+                machine.ready(peer, message, now)
+                machine.tick(now)
+            case PeerToCoordinatorRoundReport():
+                machine.report(peer, message, now)
+                machine.tick(now)
+            case PeerToCoordinatorDescribeModel():
+                machine.describe_model(peer, message)
+                answer = CoordinatorToPeerModelAccepted()
+            case PeerToCoordinatorRequestLease():
+                answer = CoordinatorToPeerLease(ranges=to_wire(machine.request_lease(peer, message, now)))
+            case PeerToCoordinatorLeave():
+                machine.leave(peer, message.reason, now)
+                machine.tick(now)
+                answer = Acknowledged()
+        await self._flush()
+        version = message.roster_version if isinstance(message, PeerToCoordinatorHeartbeat) else -1
+        return answer or CoordinatorToPeerView(view=machine.view(peer, now, version))
+
+    async def _join(self, channel: "MemoryChannel", message: PeerToCoordinatorJoinRun) -> Message:
+        peer = verify_certificate(message.certificate)
+        entry = RosterEntry(
+            peer=peer,
+            certificate=message.certificate,
+            name=message.name,
+            role=message.role,
+            host="127.0.0.1",
+            control_port=message.control_port,
+            data_port=message.data_port,
+            reachable=True,
+        )
+        self.machine.join(entry, message.device, now_s())
+        self.members[channel.own_keys.public] = channel
+        await self._flush()
+        return CoordinatorToPeerJoinAccepted(
+            peer=peer,
+            run_toml=self.run_toml,
+            run_hash=self.run.hash,
+            coordinator=self.identity.certify(self.keys),
+            observed_host="127.0.0.1",
+            reachable=True,
+            view=self.machine.view(peer, now_s()),
+        )
+
+
+class MemoryChannel:
+    """A member's connection to the coordinator."""
+
+    is_broken = False
+
+    def __init__(self, coordinator: MemoryCoordinator, own_keys: CurveKeys, latency_s: float) -> None:
+        self.own_keys = own_keys
+        self.open = True
+        self._coordinator = coordinator
+        self._latency_s = latency_s
+        self.handlers: dict[type[Message], Callable[[Any, Any], Awaitable[None]]] = {}
+
+    async def connected(self, deadline_s: float) -> None:
+        pass
+
+    async def request(self, message: Message, reply: type[Message], deadline_s: float) -> Message:
+        start = now_s()
+        await asyncio.sleep(self._latency_s)
+        if not self._hears(message):
+            await asyncio.sleep(deadline_s - self._latency_s)
+            raise DeadlineExceeded("the coordinator did not answer")
+        answer = await self._coordinator.answer(self, message)
+        await asyncio.sleep(self._latency_s)
+        if self._coordinator.away:  # it went away with the answer
+            await asyncio.sleep(max(0.0, start + deadline_s - now_s()))
+            raise DeadlineExceeded("the coordinator did not answer")
+        assert isinstance(answer, reply)
+        return answer
+
+    def _hears(self, message: Message) -> bool:
+        return self.open and not self._coordinator.away and type(message) not in self._coordinator.deaf_to
+
+    async def push(self, message: Message) -> None:
+        if self.open:
+            await self.handlers[type(message)](self, message)
+
+
+class _Control:
+    def __init__(self, channel: MemoryChannel) -> None:
+        self._channel = channel
+
+    def dial(self, host: str, port: int, key: bytes) -> MemoryChannel:
+        return self._channel
+
+    def handle(self, kind: type[Message], handler: Any) -> None:
+        self._channel.handlers[kind] = handler
+
+
+class MemoryNode:
+    """What ``CoordinatorClient`` needs of a node."""
+
+    control_port = data_port = 1
+
+    def __init__(self, channel: MemoryChannel, endpoint: MemoryEndpoint) -> None:
+        self.control = _Control(channel)
+        self._endpoint = endpoint
+
+    def update_roster(self, roster: tuple[RosterEntry, ...]) -> None:
+        self._endpoint.roster = {entry.peer for entry in roster}
+
+    def knows_key(self, key: bytes) -> bool:
+        return True
+
+
+def make_client(
+    coordinator: MemoryCoordinator, endpoint: MemoryEndpoint, me: Identity, keys: CurveKeys, latency_s: float
+) -> tuple[CoordinatorClient, MemoryChannel]:
+    channel = MemoryChannel(coordinator, keys, latency_s)
+    node: Any = MemoryNode(channel, endpoint)
+    invite = Invite("127.0.0.1", 1, coordinator.run.run.name, coordinator.keys.public)
+    info = MemberInfo(name="fake", role="trainer", device=_DEVICE)
+    return CoordinatorClient(node, me, keys, invite, info), channel

@@ -1,0 +1,170 @@
+"""Endpoints in one process: chunks take time by latency and bandwidth, and faults happen at named steps."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from tests.fakes.virtual_clock import now_s
+
+from shoal.swarm.bulk import ChunkSource
+from shoal.swarm.errors import BlobUnavailable, LinkError, MemberGone, Unreachable
+from shoal.swarm.messages import Blob
+from shoal.swarm.transport import Sink
+
+
+@dataclass(frozen=True)
+class Step:
+    """``holder`` is about to send ``chunk`` of ``blob`` to ``to``."""
+
+    holder: str
+    to: str
+    blob: Blob
+    chunk: int
+
+
+Fault = Callable[[Step, bytes], Awaitable[bytes]]
+"""Sees every step and its bytes; waits, changes the bytes, kills somebody or raises, as it likes."""
+
+
+class MemoryNetwork:
+    """``latency_s`` and ``bandwidth_bps``: ranges; every link draws its own from the seed."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        latency_s: tuple[float, float] = (0.001, 0.01),
+        bandwidth_bps: tuple[float, float] = (1e8, 1e9),
+    ) -> None:
+        self.endpoints: dict[str, MemoryEndpoint] = {}
+        self.faults: list[Fault] = []
+        self.log: list[Step] = []
+        self._seed, self._latency_s, self._bandwidth_bps = seed, latency_s, bandwidth_bps
+
+    def endpoint(self, peer: str) -> "MemoryEndpoint":
+        self.endpoints[peer] = MemoryEndpoint(self, peer)
+        return self.endpoints[peer]
+
+    def kill(self, peer: str) -> None:
+        """From now on nobody gets anything from it, nor it from anybody."""
+        self.endpoints[peer].alive = False
+
+    def link(self, one: str, other: str) -> tuple[float, float]:
+        """Latency and bandwidth from one to the other."""
+        draw = random.Random(f"{self._seed} {one} {other}")
+        return draw.uniform(*self._latency_s), draw.uniform(*self._bandwidth_bps)
+
+
+class MemoryEndpoint:
+    """Resumes and gives up like ``Node``. ``roster``: who may be asked; None for everybody."""
+
+    def __init__(self, network: MemoryNetwork, peer: str) -> None:
+        self.peer = peer
+        self.alive = True
+        self.blobs: dict[Blob, ChunkSource] = {}
+        self.roster: set[str] | None = None
+        self._network = network
+
+    def publish(self, blob: Blob, source: ChunkSource) -> None:
+        self.blobs[blob] = source
+
+    def retract(self, blob: Blob) -> None:
+        self.blobs.pop(blob, None)
+
+    async def fetch(
+        self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
+    ) -> AsyncGenerator[int, None]:
+        following, progress, trouble = chunks.start, now_s(), LinkError(f"{peer} sent nothing")
+        while following < chunks.stop:
+            try:
+                rest = range(following, chunks.stop)
+                async with aclosing(self._attempt(peer, blob, rest, sink, progress_s / 3)) as attempt:
+                    async for chunk in attempt:
+                        yield chunk
+                        following, progress = chunk + 1, now_s()
+            except MemberGone:
+                raise
+            except LinkError as error:
+                trouble = error
+            if following < chunks.stop:
+                if now_s() - progress > progress_s:
+                    raise trouble
+                await asyncio.sleep(0.25)
+
+    async def _attempt(
+        self, peer: str, blob: Blob, chunks: range, sink: Sink, wait_s: float
+    ) -> AsyncGenerator[int, None]:
+        if self.roster is not None and peer not in self.roster:
+            raise MemberGone(f"{peer} is not a member of the run (any more)")
+        latency_s, bandwidth_bps = self._network.link(peer, self.peer)
+        await asyncio.sleep(2 * latency_s)
+        source = self._holder(peer).blobs.get(blob)
+        if source is None:
+            raise BlobUnavailable(f"no {blob.kind} of {blob.number} here")
+        if chunks.stop > source.chunks:
+            raise BlobUnavailable("not so many chunks")
+        for chunk in chunks:
+            try:
+                async with asyncio.timeout(wait_s):
+                    payload = await self._send(Step(peer, self.peer, blob, chunk), source)
+                    await asyncio.sleep(8 * len(payload) / bandwidth_bps)
+                    if chunk == chunks.start:
+                        await asyncio.sleep(latency_s)
+            except TimeoutError as error:
+                raise LinkError(f"{peer} sent no chunk for {wait_s:.1f} s") from error
+            self._holder(peer)
+            sink(chunk, len(payload))[:] = payload
+            yield chunk
+
+    async def _send(self, step: Step, source: ChunkSource) -> bytes:
+        payload = bytes(await source.chunk(step.chunk))
+        for fault in self._network.faults:
+            payload = await fault(step, payload)
+        self._network.log.append(step)
+        return payload
+
+    def _holder(self, peer: str) -> "MemoryEndpoint":
+        holder = self._network.endpoints[peer]
+        if not (holder.alive and self.alive):
+            raise Unreachable(f"nothing answers at {peer}")
+        return holder
+
+
+# Faults -------------------------------------------------------------------------------------------------------
+
+
+def at(kind: str, holder: str, chunk: int, act: Callable[[], None], to: str | None = None) -> Fault:
+    """``act`` just before ``holder`` sends that chunk (to ``to``) for the first time; the chunk is lost."""
+    done = False
+
+    async def fault(step: Step, payload: bytes) -> bytes:
+        nonlocal done
+        if not done and (step.blob.kind, step.holder, step.chunk) == (kind, holder, chunk) and to in (None, step.to):
+            done = True
+            act()
+            raise LinkError("the connection was lost")
+        return payload
+
+    return fault
+
+
+def stalled(kind: str, holder: str, chunk: int, to: str | None = None) -> Fault:
+    """``holder`` never sends that chunk, nor any after it."""
+
+    async def fault(step: Step, payload: bytes) -> bytes:
+        if (step.blob.kind, step.holder) == (kind, holder) and step.chunk >= chunk and to in (None, step.to):
+            await asyncio.Event().wait()
+        return payload
+
+    return fault
+
+
+def changed(kind: str, holder: str, change: Callable[[bytes], bytes], to: str | None = None) -> Fault:
+    """``holder`` sends other bytes than it has (to ``to``)."""
+
+    async def fault(step: Step, payload: bytes) -> bytes:
+        wrong = (step.blob.kind, step.holder) == (kind, holder) and to in (None, step.to)
+        return change(payload) if wrong else payload
+
+    return fault

@@ -1,0 +1,486 @@
+"""Events in words and as JSON, the live panel and the status table, with and without a terminal."""
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from shoal.peer import progress
+from shoal.peer.events import bytes_text, count_text, duration_text, sentence
+from shoal.peer.progress import (
+    JsonLines,
+    Reporter,
+    describe_fact,
+    plain_line,
+    setup_logging,
+    status_json,
+    status_table,
+)
+from shoal.peer.session import Session, Snapshot
+from shoal.peer.views import session_panel, sparkline, status_line
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.errors import StorageError, Unreachable
+from shoal.swarm.messages import (
+    Certificate,
+    CoordinatorToPeerStatus,
+    DeviceInfo,
+    MemberStatus,
+    Part,
+    PeerToCoordinatorDescribeModel,
+    PlanMember,
+    RosterEntry,
+    RoundPlan,
+    SampleRange,
+    TensorSpec,
+    Verdict,
+)
+
+PEERS = ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")
+DEVICE = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30)
+PLAN = RoundPlan(
+    round=3,
+    anchor_version=3,
+    state_digest=bytes(32),
+    chunk_elements=10,
+    members=tuple(PlanMember(peer=peer, weight_tokens=100 + index) for index, peer in enumerate(PEERS)),
+    parts=(Part(owner=0, start=0, stop=10), Part(owner=1, start=10, stop=20)),
+)
+VERDICT = Verdict(
+    round=3,
+    committed=True,
+    reason="",
+    anchor_version=4,
+    plan=PLAN,
+    digests=(bytes(32), bytes(32)),
+    tokens=201,
+    tokens_total=1_234_567,
+    loss=2.3456,
+    previous_chain=bytes(32),
+    chain=bytes(range(32)),
+    signature=b"",
+)
+ABORTED = VERDICT.model_copy(update={"committed": False, "reason": "1 of 2 parts arrived nowhere", "loss": None})
+
+
+def entry(name: str = "dolphin", role: Any = "trainer") -> RosterEntry:
+    return RosterEntry(
+        peer=PEERS[0],
+        certificate=Certificate(identity_key=bytes(32), curve_key=bytes(32), signature=bytes(64)),
+        name=name,
+        role=role,
+        host="192.0.2.1",
+        control_port=1,
+        data_port=2,
+        reachable=True,
+    )
+
+
+FACTS: dict[str, f.Fact] = {
+    "ModelDescribed": f.ModelDescribed(
+        model=PeerToCoordinatorDescribeModel(
+            layout=(TensorSpec(name="w", shape=(20,), dtype="float32"),),
+            corpus_digest=None,
+            corpus_about="",
+            tokens_per_sample=1,
+        )
+    ),
+    "StateAgreed": f.StateAgreed(anchor_version=0, digest=bytes(32)),
+    "MemberJoined": f.MemberJoined(entry=entry(), device=DEVICE),
+    "MemberLost": f.MemberLost(peer=PEERS[0], reason="silent"),
+    "LeaseGranted": f.LeaseGranted(peer=PEERS[0], round=3, tokens_done=0, ranges=(SampleRange(start=0, stop=8),)),
+    "LeasesHeld": f.LeasesHeld(fresh=8, pool=(), held={}, answered=()),
+    "RoundClosing": f.RoundClosing(round=3),
+    "RoundReopened": f.RoundReopened(round=3),
+    "RoundPlanned": f.RoundPlanned(plan=PLAN, ranges=((), ()), loss=2.3456),
+    "VerdictGiven": f.VerdictGiven(verdict=VERDICT, elapsed_s=12.5, lost=()),
+}
+
+SNAPSHOT = Snapshot(
+    run="whale",
+    peer=PEERS[0],
+    device="cuda:0",
+    round=7,
+    anchor_version=7,
+    phase="closing",
+    activity="ready",
+    coordinator_is_away=False,
+    loss=2.5,
+    tokens_per_s=4321.0,
+    tokens_done=15_000,
+    tokens_in_round=43_000,
+    tokens_target=61_440,
+    tokens_committed=430_000,
+    members=4,
+    bytes_sent=12_300_000,
+    bytes_received=4_500,
+    compression=3.94,
+    closes_in_s=2.4,
+)
+
+
+def make_status() -> CoordinatorToPeerStatus:
+    members = tuple(
+        MemberStatus(
+            peer=peer,
+            name=name,
+            device=DEVICE,
+            activity="waiting for verdict" if alive else "gone",
+            alive=alive,
+            synced=alive,
+            reachable=False,
+            tokens_per_s=123_456.0,
+            tokens_committed=600_000,
+            share=0.5,
+            loss=2.3,
+            bytes_sent=123_456_789,
+            bytes_received=987_654_321,
+        )
+        for peer, name, alive in zip(PEERS, ("a-rather-long-machine-name", "orca"), (True, False), strict=True)
+    )
+    return CoordinatorToPeerStatus(
+        run="whale",
+        run_hash=bytes(range(32)),
+        round=7,
+        phase="averaging",
+        closes_in_s=None,
+        anchor_version=7,
+        rounds_committed=7,
+        rounds_aborted=1,
+        tokens_committed=1_200_000,
+        tokens_in_round=1000,
+        loss=2.3,
+        chain=bytes(32),
+        state_digest=None,
+        elapsed_s=3725.0,
+        members=members,
+    )
+
+
+def terminal(width: int = 100) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, record=True, color_system=None)
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def output(console: Console) -> str:
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+class FakeSession:
+    """As much of a session as a reporter looks at."""
+
+    def __init__(self, snapshot: Snapshot = SNAPSHOT) -> None:
+        self.value: Snapshot | Exception = snapshot
+        self.asked = 0
+
+    def snapshot(self) -> Snapshot:
+        self.asked += 1
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def watch(reporter: Reporter, session: FakeSession) -> None:
+    reporter.watch(cast(Session, session))
+
+
+# Facts and words --------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_fact_is_tried() -> None:
+    assert set(FACTS) == set(f.FACTS)
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_facts_become_json_and_one_line(name: str) -> None:
+    event = describe_fact(FACTS[name])
+    if event is None:
+        assert name in ("ModelDescribed", "StateAgreed", "LeaseGranted", "LeasesHeld")
+        return
+    assert json.loads(json.dumps(event)) == event
+    line = plain_line(event)
+    assert "\n" not in line
+    assert "None" not in line
+
+
+def test_verdicts_say_what_happened() -> None:
+    committed = describe_fact(FACTS["VerdictGiven"])
+    assert committed is not None
+    assert committed | {"time": 0} == {
+        "time": 0,
+        "event": "verdict",
+        "round": 3,
+        "committed": True,
+        "reason": "",
+        "tokens": 201,
+        "tokens_total": 1_234_567,
+        "loss": 2.3456,
+        "anchor_version": 4,
+        "members": list(PEERS),
+        "elapsed_s": 12.5,
+        "chain": bytes(range(32)).hex(),
+    }
+    assert sentence(committed) == "round 3 committed · loss 2.346 · 2 peers · 1.23M tokens · chain 00010203"
+    aborted = describe_fact(f.VerdictGiven(verdict=ABORTED, elapsed_s=1.0, lost=()))
+    assert aborted is not None
+    assert sentence(aborted) == "round 3 aborted for all: 1 of 2 parts arrived nowhere"
+
+
+def test_a_plan_carries_the_tokens_of_its_members() -> None:
+    planned = describe_fact(FACTS["RoundPlanned"])
+    assert planned is not None
+    assert (planned["members"], planned["tokens"], planned["parts"]) == (list(PEERS), [100, 101], 2)
+
+
+def test_observers_are_not_shown_as_peers() -> None:
+    event = describe_fact(f.MemberJoined(entry=entry(role="observer"), device=DEVICE))
+    assert event is not None
+    assert "looks at the run" in sentence(event)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "joined", "run": "whale", "peer": PEERS[0], "reachable": False},
+        {"event": "synced", "anchor_version": 3, "digest": "ab" * 32},
+        {"event": "committed", "round": 1, "loss": None, "tokens": 5, "members": 1, "digest": "ab" * 32},
+        {"event": "aborted", "round": 1, "reason": "why"},
+        {"event": "resync", "reason": "why"},
+        {"event": "left", "bytes_sent": 5, "digest": None, "anchor_version": None, "tokens_trained": 0},
+        {"event": "something of a later release", "x": 1},
+        {},
+    ],
+)
+def test_every_event_has_words(event: dict[str, Any]) -> None:
+    assert len(sentence(event)) > 0
+
+
+def test_names_cannot_move_the_cursor() -> None:
+    event = describe_fact(f.MemberJoined(entry=entry(name="\x1b[2J\nevil[/]"), device=DEVICE))
+    assert event is not None
+    line = plain_line(event)
+    assert line.isprintable()
+    assert "evil[/]" in line
+
+
+def test_numbers_for_people() -> None:
+    assert [bytes_text(size) for size in (0, 999, 1000, 12_345_678, 999_999)] == [
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "12.3 MB",
+        "1.00 MB",
+    ]
+    assert [count_text(number) for number in (0.4, 61_440, 1_230_000)] == ["0", "61.4k", "1.23M"]
+    assert [duration_text(seconds) for seconds in (0.2, 59.4, 185, 7385)] == ["0 s", "59 s", "3:05", "2:03:05"]
+    assert sparkline([3, 2, 1], 2) == "█▁"
+    assert sparkline([1, 1], 5) == "▁▁"
+    assert sparkline([], 5) == ""
+
+
+# Reporter ---------------------------------------------------------------------------------------------------
+
+
+def test_events_are_lines_of_json_and_of_text(tmp_path: Path) -> None:
+    console, path = plain(), tmp_path / "new" / "events.jsonl"
+    with Reporter(console, path) as reporter:
+        reporter.on_event({"event": "joined", "time": 1.0, "run": "[red]whale", "peer": PEERS[0]})
+        reporter.record({"event": "aborted", "time": 2.0, "round": 1, "reason": Path("odd")})
+        assert len(path.read_text().splitlines()) == 2  # flushed, not only at the end
+    with Reporter(console, path) as reporter:
+        reporter.on_event({"event": "resync", "time": 3.0, "reason": "why"})
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["joined", "aborted", "resync"]
+    lines = output(console).splitlines()
+    assert len(lines) == 2
+    assert "joined [red]whale" in lines[0]
+
+
+def test_events_of_many_threads_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Reporter(plain(), path) as reporter:
+
+        def work(number: int) -> None:
+            for index in range(50):
+                reporter.on_event({"event": "x", "number": number, "index": index, "long": "y" * 500})
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 200
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="events cannot be logged"), Reporter(plain(), tmp_path):
+        pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    lines = JsonLines(Path("/dev/full"))
+    for _ in range(3):
+        lines.write({"event": "x"})
+    lines.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_live_view_of_a_session() -> None:
+    console, session = terminal(), FakeSession()
+    with Reporter(console, None) as reporter:
+        watch(reporter, session)
+        reporter.on_event({"event": "committed", "time": 1.0, "round": 6, "loss": 2.6, "members": 4})
+        session.value = replace(SNAPSHOT, round=8, loss=2.4, coordinator_is_away=True)
+    shown = output(console)
+    for words in (
+        "whale",
+        "round 8",
+        "12.3 MB",
+        "4.50 kB",
+        "43.0k / 61.4k",
+        "closes in 2 s",
+        "the coordinator is away",
+    ):
+        assert words in shown
+    assert "round 6 committed" in shown
+
+
+def test_a_failed_session_keeps_its_last_view_and_is_not_asked_again() -> None:
+    console, session = terminal(), FakeSession()
+    with Reporter(console, None) as reporter:
+        watch(reporter, session)
+        reporter.render()
+        session.value = Unreachable("gone")
+        reporter.render()
+        asked = session.asked
+        reporter.render()
+        assert session.asked == asked
+    assert "whale" in output(console)
+
+
+def test_an_error_of_any_kind_does_not_come_out_of_the_end() -> None:
+    session = FakeSession()
+    reporter = Reporter(terminal(), None)
+    watch(reporter, session)
+    reporter.render()
+    session.value = KeyError("a bug elsewhere")
+    with pytest.raises(KeyError):
+        reporter.render()
+    with reporter:
+        pass
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.01)
+    console, session = plain(), FakeSession()
+    reporter = Reporter(console, None)
+    with reporter:
+        watch(reporter, session)
+        while session.asked < 3:
+            pass
+    first = output(console).splitlines()[0]
+    assert first.endswith(status_line(SNAPSHOT))
+    assert "round 7 closing · ready · 43.0k/61.4k tokens" in first
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_panel_fits(width: int) -> None:
+    console = terminal(width)
+    console.print(session_panel(SNAPSHOT, [3.0, 2.5, 2.6], ["a line " * 30]))
+    assert all(len(line) <= width for line in output(console).splitlines())
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("loss", [None, 2.0])
+def test_panel_shows_what_is_not_known_yet(away: bool, loss: float | None) -> None:
+    console = terminal()
+    early = replace(SNAPSHOT, loss=loss, coordinator_is_away=away, closes_in_s=None, tokens_target=0)
+    console.print(session_panel(early, [], []))
+    assert ("the coordinator is away" in output(console)) == away
+
+
+# Status -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_table_fits_and_keeps_its_numbers(width: int) -> None:
+    console = terminal(width)
+    console.print(status_table(make_status()))
+    shown = output(console)
+    assert all(len(line) <= width for line in shown.splitlines())
+    for words in (
+        "whale",
+        "7 averaging",
+        "7 committed, 1 aborted",
+        "2.300",
+        "1:02:05",
+        "123k",
+        "50%",
+        "123 MB",
+        "988 MB",
+    ):
+        assert words in shown
+
+
+def test_status_of_an_empty_run() -> None:
+    console = terminal()
+    console.print(status_table(make_status().model_copy(update={"members": ()})))
+    assert "nobody has joined yet" in output(console)
+
+
+def test_status_as_json() -> None:
+    plain_status = status_json(make_status())
+    assert json.loads(json.dumps(plain_status)) == plain_status
+    assert plain_status["run_hash"] == bytes(range(32)).hex()
+    assert plain_status["state_digest"] is None
+    assert [member["peer"] for member in plain_status["members"]] == list(PEERS)
+
+
+# Logging ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root_handlers() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("shoal")
+    handlers, level = list(root.handlers), ours.level
+    yield
+    root.handlers[:] = handlers
+    ours.setLevel(level)
+
+
+@pytest.mark.usefixtures("root_handlers")
+@pytest.mark.parametrize("make_console", [plain, terminal])
+def test_log_records_go_to_the_console_once(make_console: Any) -> None:
+    console = make_console()
+    setup_logging(console, verbose=True)
+    setup_logging(console, verbose=False)
+    logging.getLogger("shoal.peer").info("hello [/] there")
+    logging.getLogger("shoal.peer").debug("too much")
+    logging.getLogger("another.library").info("not ours")
+    shown = output(console)
+    assert shown.count("hello [/] there") == 1
+    assert "too much" not in shown
+    assert "not ours" not in shown
+
+
+@pytest.mark.usefixtures("root_handlers")
+def test_log_records_stand_above_the_live_view() -> None:
+    console = terminal()
+    setup_logging(console, verbose=False)
+    with Reporter(console, None) as reporter:
+        watch(reporter, FakeSession())
+        logging.getLogger("shoal.peer").warning("look here")
+    shown = output(console)
+    assert shown.index("look here") < shown.rindex("whale")
