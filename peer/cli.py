@@ -70,7 +70,7 @@ def host_command(
             event = describe_fact(fact)
             if event is not None:
                 reporter.record(event)
-                console.print(plain_line(event), highlight=False)
+                console.print(plain_line(event), markup=False, highlight=False, soft_wrap=True)
 
         asyncio.run(host(run, options, on_start, on_fact))
 

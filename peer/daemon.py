@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -24,6 +25,7 @@ from shoal.swarm.errors import RecipeError
 log = logging.getLogger(__name__)
 
 STOPPED_AT_ONCE = 130
+_SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def _handle_signals(session: Session) -> dict[int, Any]:
         nonlocal stops
         stops += 1
         if stops > 1:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), _SHOW_CURSOR)
             os._exit(STOPPED_AT_ONCE)
         session.request_stop()
 

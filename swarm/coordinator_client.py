@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -61,6 +62,7 @@ class CoordinatorClient:
         self.run_toml = ""
         self.reachable = False
         self.coordinator_is_away = False
+        self._away_s = -math.inf
         self.joins = 0
         """How many times we were admitted; what an earlier membership held is with others."""
         self._certificate = identity.certify(keys)
@@ -212,11 +214,16 @@ class CoordinatorClient:
         await self.ask(message, CoordinatorToPeerView)
         return self.view
 
+    def was_away(self, since_s: float) -> bool:
+        """Whether the coordinator did not answer, now or since that moment of the event loop's clock."""
+        return self.coordinator_is_away or self._away_s > since_s
+
     async def _bear_absence(self, error: LinkError) -> None:
         self._require_place()
         if not self.coordinator_is_away:
             log.warning("the coordinator does not answer; going on without it: %s", error)
         self.coordinator_is_away = True
+        self._away_s = asyncio.get_running_loop().time()
         await asyncio.sleep(_RETRY_S)
 
     async def heartbeat(self, heartbeat: PeerToCoordinatorHeartbeat) -> None:

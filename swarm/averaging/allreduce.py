@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.reducer import PartReducer
 from shoal.swarm.averaging.results import ResultStore, fetch_part
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, ShoalError, WireError
+from shoal.swarm.errors import BlobUnavailable, LinkError, MemberGone, ShoalError, WireError
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, Part
 from shoal.swarm.transport import Endpoint
@@ -82,8 +83,12 @@ class AllReduce:
         corrected: Tensor,
         feedback: ErrorFeedback,
         deadlines: Deadlines,
+        was_away: Callable[[float], bool] = lambda since_s: False,
     ) -> None:
-        """``corrected``: (elements,) float32, contribution plus residual, as ``feedback.begin`` returned it."""
+        """``corrected``: (elements,) float32, contribution plus residual, as ``feedback.begin`` returned it.
+
+        ``was_away``: whether the coordinator was, since that moment of the loop's clock. Then others may not have
+        heard of this round, and without a verdict it costs nothing to wait for them."""
         self._endpoint = endpoint
         self._store = store
         self._plan = store.plan
@@ -92,6 +97,7 @@ class AllReduce:
         self._corrected = corrected
         self._feedback = feedback
         self._deadlines = deadlines
+        self._was_away = was_away
         self._exchange = Exchange()
         self._source = _ContributionSource(store, feedback)
 
@@ -158,10 +164,18 @@ class AllReduce:
             return received[chunk]
 
         peer, wait_s = self._members[member], self._deadlines.contribution_s
-        try:
-            async with aclosing(self._endpoint.fetch(peer, self.blob, work.chunks, sink, wait_s)) as stream:
+        following = work.chunks.start
+
+        async def collect() -> None:
+            nonlocal following
+            rest = range(following, work.chunks.stop)
+            async with aclosing(self._endpoint.fetch(peer, self.blob, rest, sink, wait_s)) as stream:
                 async for chunk in stream:
+                    following = chunk + 1
                     await work.offer(chunk, member, received.pop(chunk))
+
+        try:
+            await self._patiently(collect)
         except ShoalError as error:  # the other side's errors come out of here, too
             log.warning("round %d goes on without %s: %s", self._plan.round, peer, error)
             await work.give_up(member)
@@ -185,10 +199,24 @@ class AllReduce:
     async def _gather(self, part: Part) -> None:
         owner = self._members[part.owner]
         try:
-            await fetch_part(self._endpoint, self._store, part, owner, self._deadlines.result_s)
+            await self._patiently(
+                lambda: fetch_part(self._endpoint, self._store, part, owner, self._deadlines.result_s)
+            )
         except ShoalError as error:
             log.warning("round %d: no result from %s: %s", self._plan.round, owner, error)
             self._exchange.trouble = f"{owner} did not deliver its part: {error}"
+
+    async def _patiently(self, fetch: Callable[[], Awaitable[None]]) -> None:
+        """Fetch; again when that took too long while the coordinator was away. Raises ``ShoalError``."""
+        while True:
+            start_s = asyncio.get_running_loop().time()
+            try:
+                return await fetch()
+            except MemberGone:
+                raise
+            except LinkError:
+                if not self._was_away(start_s):
+                    raise
 
     def _size(self, chunk: int) -> int:
         start, stop = self._store.bounds(chunk)

@@ -201,8 +201,9 @@ class Averager:
         client = self._client
         corrected = await in_thread(self._begin, offer)
         store = self._open_store(plan)
-        exchange = AllReduce(self._endpoint, store, client.peer, corrected, self.feedback, client.deadlines)
-        self._exchange = exchange
+        exchange = self._exchange = AllReduce(
+            self._endpoint, store, client.peer, corrected, self.feedback, client.deadlines, client.was_away
+        )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(exchange.run())
             running.add_done_callback(lambda _: client.wake())

@@ -63,9 +63,10 @@ class Work:
     def tokens(self) -> int:
         return min(self.done_tokens, self.leased_tokens)
 
-    def tokens_at(self, now_s: float) -> float:
-        """Extrapolated from the last heartbeat."""
-        return min(self.done_tokens + self.tokens_per_s * min(now_s - self.heard_s, 5.0), self.leased_tokens)
+    def tokens_at(self, now_s: float, opened_s: float) -> float:
+        """Extrapolated from the last heartbeat; before the round was opened, nobody trained for it."""
+        passed_s = min(now_s - max(self.heard_s, opened_s), 5.0)
+        return min(self.done_tokens + self.tokens_per_s * passed_s, self.leased_tokens)
 
     def speed(self, lease_s: float) -> float:
         """Tokens a second; whoever is fast has asked for leases that last."""
@@ -87,7 +88,7 @@ def closing_moment(
             return now_s
         return max(now_s, at_limit) if at_limit <= now_s + ahead_s else None
     speed = sum(work.speed(deadlines.lease_s) for work in works)
-    missing = goal.tokens - sum(work.tokens_at(now_s) for work in works)
+    missing = goal.tokens - sum(work.tokens_at(now_s, opened_s) for work in works)
     at_goal = now_s + missing / speed if speed else (now_s if missing <= 0 else at_limit)
     moment = min(at_goal, at_limit)
     return max(moment, now_s + deadlines.announce_s / 2) if moment <= now_s + ahead_s else None

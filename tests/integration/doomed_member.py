@@ -11,7 +11,6 @@ from typing import Any
 from shoal.peer.cli import main
 from shoal.peer.replica import Replica
 from shoal.swarm.averaging.allreduce import AllReduce, _ContributionSource
-from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 
@@ -54,13 +53,14 @@ def reducing(doom: Doom) -> None:
 
 def exchanged(doom: Doom) -> None:
     """When all results are here and the report is about to be made."""
-    real = Averager._make_report
+    real = AllReduce.run
 
-    def make_report(self: Any, result: Any, plan: Any) -> Any:
-        doom.comes_to(plan.round)
-        return real(self, result, plan)
+    async def run(self: Any) -> Any:
+        exchange = await real(self)
+        doom.comes_to(self._plan.round)
+        return exchange
 
-    Averager._make_report = make_report  # type: ignore[method-assign]
+    AllReduce.run = run  # type: ignore[method-assign]
 
 
 def _answered(doom: Doom, kind: type) -> None:

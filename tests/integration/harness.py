@@ -248,6 +248,9 @@ class Member(Process):
     def leave(self) -> Event:
         """Ctrl-C; it must leave with exit 0. Returns its goodbye."""
         self.interrupt()
+        return self.has_left()
+
+    def has_left(self) -> Event:
         assert self.exit_code(LEAVE_S) == 0, self.tail()
         return self.events("left")[-1]
 
@@ -358,15 +361,13 @@ def check_journal(host: Host) -> list[VerdictGiven]:
     _, run = load_run_file(host.run_file)
     chain, committed = genesis(run.hash), []
     plan: RoundPlanned | None = None
-    ledger = LeasesHeld(fresh=0, pool=(), held={})
     verdicts: list[VerdictGiven] = []
     for fact in host.facts():
         if isinstance(fact, RoundPlanned):
             assert plan is None, "one plan a round"
             plan = fact
         if isinstance(fact, LeasesHeld):
-            ledger = fact
-            _check_ledger(ledger, committed)
+            _check_ledger(fact, committed)
         if isinstance(fact, VerdictGiven):
             verdict = fact.verdict
             assert verdict.round == len(verdicts), "one verdict a round"
@@ -390,6 +391,17 @@ def _check_ledger(ledger: LeasesHeld, committed: Ranges) -> None:
         assert start == at, f"samples from {min(start, at)} on are {'lost' if start > at else 'with two'}"
         at = stop
     assert at == ledger.fresh, "samples at the end are lost"
+
+
+def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:
+    """Stop everybody with Ctrl-C and check all that must hold. Returns the verdicts."""
+    for member in members:
+        member.interrupt()
+    for member in members:
+        member.has_left()
+    host.stop()
+    check_parity(host, members)
+    return check_journal(host)
 
 
 def invite_with(invite: str, **changes: Any) -> str:

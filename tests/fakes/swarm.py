@@ -1,0 +1,224 @@
+"""A whole run on the virtual clock: a coordinator and members that contribute what a test tells them to."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import torch
+from tests.fakes.memory_coordinator import MemoryCoordinator, curve_keys, identity, make_client
+from tests.fakes.memory_network import MemoryNetwork
+from torch import Tensor
+
+from shoal.compression.registry import get_codec
+from shoal.swarm.averaging.averager import Averager, CarryOn, Committed, Offer, Outcome
+from shoal.swarm.coordinator.leases import Ranges, count, merge, to_wire
+from shoal.swarm.errors import LinkError, NotAdmitted
+from shoal.swarm.messages import (
+    CoordinatorToPeerLease,
+    CoordinatorToPeerModelAccepted,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorHeartbeat,
+    PeerToCoordinatorRequestLease,
+    RunView,
+    TensorSpec,
+)
+
+PATIENCE_S = 6.0
+
+
+def run_toml(tokens: int, codec: str = "float32", algorithm: str = "diloco", max_s: float = 600.0) -> str:
+    return (
+        f'algorithm = "{algorithm}"\ncodec = "{codec}"\n[run]\nname = "test"\n[recipe]\nname = "own"\n'
+        f"[inner]\nbatch_samples = 1\n[round]\ntokens = {tokens}\nmax_s = {max_s}\npatience_s = {PATIENCE_S}\n"
+    )
+
+
+class SimMember:
+    """Plain gradient descent with step 1 from an anchor of zeros; one sample is one token."""
+
+    def __init__(self, swarm: "Swarm", number: int, latency_s: float) -> None:
+        self.identity, keys = identity(number), curve_keys(number)
+        self.endpoint = swarm.network.endpoint(self.identity.peer_id)
+        self.client, self.channel = make_client(swarm.coordinator, self.endpoint, self.identity, keys, latency_s)
+        self.swarm = swarm
+        self.elements = swarm.elements
+        self.anchor, self.version = torch.zeros(self.elements), 0
+        self.round = 0
+        self.done: Ranges = []
+        self.averager: Averager
+        self.task: asyncio.Task[None] | None = None
+        self.rejoined = False
+        self.bandwidth_bps = 1e9
+
+    @property
+    def peer(self) -> str:
+        return self.identity.peer_id
+
+    @property
+    def view(self) -> RunView:
+        return self.client.view
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.anchor.numpy().tobytes() + bytes([self.version])).digest()
+
+    async def join(self, tasks: asyncio.TaskGroup) -> None:
+        await self.client.join()
+        layout = (TensorSpec(name="w", shape=(self.elements,), dtype="float32"),)
+        model = PeerToCoordinatorDescribeModel(
+            layout=layout, corpus_digest=bytes(32), corpus_about="", tokens_per_sample=1
+        )
+        await self.client.ask(model, CoordinatorToPeerModelAccepted)
+        self.averager = Averager(self.client, self.endpoint, get_codec(self.client.run_file.codec), self.elements)
+        self.round = self.view.round
+        await self.beat()
+        self.task = tasks.create_task(self._beats())
+
+    def die(self) -> None:
+        """As by ``kill -9``: no goodbye, no bytes, no answers."""
+        self.channel.open = False
+        self.swarm.network.kill(self.peer)
+        assert self.task is not None
+        self.task.cancel()
+
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(self.client.deadlines.heartbeat_s)
+            with suppress(LinkError):
+                await self.beat()
+
+    async def beat(self) -> None:
+        heartbeat = PeerToCoordinatorHeartbeat(
+            round=self.round,
+            activity="",
+            anchor_version=self.version,
+            state_digest=self.digest,
+            tokens_done=count(self.done),
+            tokens_per_s=0.0,
+            step_s=0.0,
+            loss=None,
+            chunks_moved=self.averager.chunks_moved,
+            bytes_sent=0,
+            bytes_received=0,
+            bandwidth_bps=self.bandwidth_bps,
+            roster_version=0,
+        )
+        try:
+            await self.client.heartbeat(heartbeat)
+        except NotAdmitted:
+            await self.client.join()
+            self.rejoined = True
+
+    async def work(self, samples: int) -> None:
+        """Lease and do that many samples, or what there is time for."""
+        while samples and self.view.round == self.round and self.view.phase in ("waiting", "training"):
+            ask = PeerToCoordinatorRequestLease(round=self.round, samples=samples, tokens_done=count(self.done))
+            answer = await self.client.ask(ask, CoordinatorToPeerLease)
+            if not answer.ranges:
+                await asyncio.sleep(0.2)
+                continue
+            taken = [(one.start, one.stop) for one in answer.ranges]
+            samples -= count(taken)
+            self.done = merge([*self.done, *taken])
+            await self.beat()
+
+    def offer(self, contribution: Tensor) -> Offer:
+        return Offer(
+            round=self.round,
+            anchor_version=self.version,
+            state_digest=self.digest,
+            contribution=contribution.clone(),
+            weight_tokens=count(self.done),
+            ranges=to_wire(self.done),
+            loss=None,
+        )
+
+    async def until_due(self) -> None:
+        await self.client.wait_for(lambda view: view.round != self.round or view.phase in ("closing", "averaging"))
+        closes_at_s = self.client.closes_at_s
+        if self.view.round == self.round and self.view.phase == "closing" and closes_at_s is not None:
+            await asyncio.sleep(max(0.0, closes_at_s - asyncio.get_running_loop().time()))
+
+    async def average(self, contribution: Tensor) -> Outcome:
+        """Bring ``contribution`` to the round's end and act on the outcome."""
+        await self.until_due()
+        outcome = await self.averager.average(self.offer(contribution))
+        match outcome:
+            case Committed():
+                self.apply(outcome.mean)
+                self.version = outcome.verdict.anchor_version
+                if outcome.included:
+                    self.done = []
+                self.round = outcome.verdict.round + 1
+            case CarryOn():
+                if outcome.verdict is not None:
+                    self.round = outcome.verdict.round + 1
+        return outcome
+
+    def apply(self, mean: Tensor) -> None:
+        """The outer step."""
+        self.anchor = self.anchor - mean
+
+    async def play(self, contribution: Tensor, samples: int) -> Outcome:
+        """Work, then average; as often as the round reopens."""
+        await self.work(samples)
+        while True:
+            outcome = await self.average(contribution)
+            if not (isinstance(outcome, CarryOn) and outcome.verdict is None):
+                return outcome
+
+
+@dataclass
+class Swarm:
+    coordinator: MemoryCoordinator
+    network: MemoryNetwork
+    elements: int
+    members: list[SimMember] = field(default_factory=list)
+
+    def __getitem__(self, index: int) -> SimMember:
+        """Members by the order of their peer ids, which is the order of plans."""
+        return sorted(self.members, key=lambda member: member.peer)[index]
+
+    async def own_nothing(self, *slow: SimMember) -> None:
+        """From the next plan on; so that the parts do not need them."""
+        for member in slow:
+            member.bandwidth_bps = 1.0
+            await member.beat()
+
+    def index(self, member: SimMember) -> int:
+        return sorted(one.peer for one in self.members).index(member.peer)
+
+
+@asynccontextmanager
+async def swarm(
+    members: int,
+    toml: str,
+    elements: int,
+    network: MemoryNetwork | None = None,
+    latency_s: float = 0.01,
+    make: type[SimMember] = SimMember,
+) -> AsyncIterator[Swarm]:
+    """A run whose members have all joined and are in step."""
+    coordinator = MemoryCoordinator(toml)
+    made = Swarm(coordinator, network or MemoryNetwork(), elements)
+    async with asyncio.TaskGroup() as tasks:
+        background = [tasks.create_task(coordinator.serve())]
+        try:
+            for number in range(members):
+                member = make(made, number + 1, latency_s * (1 + number))
+                made.members.append(member)
+                await member.join(tasks)
+            yield made
+        finally:
+            background += [member.task for member in made.members if member.task is not None]
+            for task in background:
+                task.cancel()
+
+
+async def together(*plays: "asyncio.Future[Outcome] | object") -> list[Outcome]:
+    """All at once; their outcomes in order."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(play) for play in plays]  # type: ignore[arg-type]
+    return [task.result() for task in running]

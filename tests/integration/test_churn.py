@@ -1,0 +1,243 @@
+"""Members and the coordinator are killed at named steps; the others go on, and who was killed comes back."""
+
+import signal
+
+import pytest
+from tests.integration.harness import (
+    DOOMED_HOST,
+    DOOMED_MEMBER,
+    KILLED,
+    ROUNDS_S,
+    SHOAL,
+    START_S,
+    STOPPED_AT_ONCE,
+    Host,
+    Member,
+    Swarm,
+    eventually,
+    finish,
+    run_toml,
+)
+
+from shoal.swarm.coordinator.facts import MemberLost, VerdictGiven
+from shoal.swarm.errors import Superseded
+
+pytestmark = pytest.mark.integration
+
+
+# Members ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "times"),
+    [
+        ("ready", 1),
+        ("serving", 1),
+        ("serving", 3),
+        ("reducing", 1),
+        ("reducing", 2),
+        ("exchanged", 1),
+        ("reported", 1),
+        ("applying", 1),
+    ],
+)
+def test_a_member_is_killed(swarm: Swarm, step: str, times: int) -> None:
+    host = swarm.host(run_toml(tokens=16_000))
+    others = swarm.members(host.invite, "a", "b")
+    for member in others:
+        member.committed(within_s=START_S + ROUNDS_S)
+    # Not in the round that it comes into: in one that all three are in.
+    first_round = others[0].last_round() + 2
+    doomed = swarm.member(host.invite, "doomed", (*DOOMED_MEMBER, step, str(first_round), str(times)))
+    peer = doomed.peer
+    assert doomed.exit_code(START_S + ROUNDS_S) == KILLED, doomed.tail()
+    ended = max(member.last_round() for member in others)
+    for member in others:
+        member.committed(after=ended + 1)
+
+    # The same command, now with nothing that kills it.
+    doomed.command = [*SHOAL, *doomed.command[doomed.command.index("join") :]]
+    doomed.start()
+    back = doomed.committed()
+    assert doomed.peer == peer
+    for member in others:
+        member.event("committed", round=back["round"])
+    verdicts = finish(host, [doomed, *others])
+    assert [one for one in others if one.events("resync")] == [], "nobody else has lost anything"
+    fatal = [one.verdict for one in verdicts if ended <= one.verdict.round <= ended + 1]
+    assert fatal
+    assert verdicts[back["round"]].verdict.committed
+
+
+def test_members_are_killed_at_random_moments(swarm: Swarm) -> None:
+    host = swarm.host(run_toml(tokens=16_000))
+    members = swarm.members(host.invite, "a", "b", "c")
+    for member in members:
+        member.committed(within_s=START_S + ROUNDS_S)
+    for turn in range(3):
+        victim, others = members[turn], members[:turn] + members[turn + 1 :]
+        at = others[0].last_round()
+        others[0].committed(after=at)
+        victim.kill()
+        victim.start()
+        for member in others:
+            member.committed(after=at + 1)
+        victim.committed()
+    finish(host, members)
+
+
+# The coordinator --------------------------------------------------------------------------------------------
+
+
+def restart(host: Host) -> None:
+    """The same command, now with nothing that kills it."""
+    invite = host.invite
+    host.command = [*SHOAL, *host.command[host.command.index("host") :]]
+    host.start()
+    assert host.invite == invite
+
+
+def goes_on(host: Host, members: list[Member], pids: list[int], ended: int) -> list[VerdictGiven]:
+    """Rounds after ``ended`` are committed by the very same processes, with all their work."""
+    for member in members:
+        member.committed(after=ended + 1)
+    assert [member.pid for member in members] == pids
+    assert all(member.running for member in members)
+    verdicts = finish(host, members)
+    for member in members:
+        assert member.events("resync") == [], "the restart cost nobody its work"
+    lost = [fact for fact in host.facts() if isinstance(fact, MemberLost) and fact.reason == "silent"]
+    assert lost == [], "the restart cost nobody its membership"
+    return verdicts
+
+
+def test_the_coordinator_is_killed_while_members_train(swarm: Swarm) -> None:
+    host = swarm.host(run_toml(tokens=40_000))
+    members = swarm.members(host.invite, "a", "b")
+    pids = [member.pid for member in members]
+    for member in members:
+        member.committed(within_s=START_S + ROUNDS_S)
+    host.kill()
+    ended = max(member.last_round() for member in members)
+    restart(host)
+    goes_on(host, members, pids, ended)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("fact", ["LeaseGranted", "RoundClosing", "RoundPlanned", "VerdictGiven"])
+def test_the_coordinator_is_killed_as_it_writes(swarm: Swarm, when: str, fact: str) -> None:
+    first_round = 0 if fact == "LeaseGranted" else 2
+    host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, fact, str(first_round)))
+    members = swarm.members(host.invite, "a", "b")
+    pids = [member.pid for member in members]
+    assert host.exit_code(START_S + ROUNDS_S) == KILLED, host.tail()
+    ended = max(member.last_round() for member in members)
+    restart(host)
+    verdicts = goes_on(host, members, pids, ended)
+    assert len([one for one in verdicts if one.verdict.committed]) >= 2
+
+
+def test_the_coordinator_is_killed_with_a_member(swarm: Swarm) -> None:
+    host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, "after", "RoundPlanned", "2"))
+    members = swarm.members(host.invite, "a", "b", "c")
+    assert host.exit_code(START_S + ROUNDS_S) == KILLED, host.tail()
+    members[2].kill()
+    ended = max(member.last_round() for member in members)
+    restart(host)
+    members[2].start()
+    for member in members:
+        member.committed(after=ended + 1)
+    finish(host, members)
+
+
+# Leaving ----------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_leaves_at_once_and_frees_the_samples(swarm: Swarm) -> None:
+    host = swarm.host(run_toml(tokens=10**9, max_s=3600))
+    leaver, other = swarm.members(host.invite, "leaver", "other")
+    for member in (leaver, other):
+        member.event("synced", START_S)
+    peer = leaver.peer
+    leaver.leave()
+    gone = host.event("member_lost", within_s=5, peer=peer)
+    assert gone["reason"] != "silent"
+    assert other.running
+    finish(host, [other])
+
+
+def test_the_second_ctrl_c_stops_at_once(swarm: Swarm) -> None:
+    # Its round is closing and waits for a member that is stopped: a graceful end has to wait for the verdict.
+    host = swarm.host(run_toml(patience_s=30))
+    member, silent = swarm.members(host.invite, "member", "silent")
+    for one in (member, silent):
+        one.committed(within_s=START_S + ROUNDS_S)
+    silent.send(signal.SIGSTOP)
+    before = member.last_round()
+    eventually(
+        "a round waits for the silent member",
+        lambda: any(one["round"] > before for one in host.events("round_closing")),
+        ROUNDS_S,
+        host.tail,
+    )
+    member.interrupt()
+    member.interrupt()
+    assert member.exit_code(3) in (0, STOPPED_AT_ONCE), member.tail()
+
+
+def test_ctrl_c_on_the_host_and_the_same_command_again(swarm: Swarm) -> None:
+    host = swarm.host(run_toml())
+    members = swarm.members(host.invite, "a", "b")
+    pids = [member.pid for member in members]
+    for member in members:
+        member.committed(within_s=START_S + ROUNDS_S)
+    host.stop()
+    ended = max(member.last_round() for member in members)
+    restart(host)
+    goes_on(host, members, pids, ended)
+
+
+def test_the_same_identity_twice(swarm: Swarm) -> None:
+    host = swarm.host(run_toml())
+    other, first = swarm.members(host.invite, "other", "first")
+    first.committed(within_s=START_S + ROUNDS_S)
+    second = swarm.member(host.invite, "second", identity=first.folder / "identity")
+    assert first.exit_code(START_S) == Superseded.exit_code, first.tail()
+    assert "--identity" in first.text()
+    assert second.peer == first.events("joined")[0]["peer"]
+    second.committed()
+    finish(host, [other, second])
+
+
+def test_everybody_leaves_and_comes_back(swarm: Swarm) -> None:
+    host = swarm.host(run_toml())
+    members = swarm.members(host.invite, "a", "b")
+    for member in members:
+        member.committed(after=1)
+    for member in members:
+        member.interrupt()
+    left = [member.has_left()["anchor_version"] for member in members]
+    host.stop()
+    restart(host)
+    for member in members:
+        member.start()
+    for member in members:
+        assert member.event("synced", START_S)["anchor_version"] >= max(left)
+    for member in members:
+        member.committed()
+    finish(host, members)
+
+
+def test_everybody_is_killed_and_comes_back(swarm: Swarm) -> None:
+    host = swarm.host(run_toml())
+    members = swarm.members(host.invite, "a", "b")
+    for member in members:
+        member.committed(after=1)
+    for process in [host, *members]:
+        process.kill()
+    restart(host)
+    for member in members:
+        member.start()
+    for member in members:
+        member.committed(within_s=START_S + ROUNDS_S)
+    finish(host, members)

@@ -1,0 +1,486 @@
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.fakes.memory_network import Fault, MemoryNetwork, at, changed, stalled
+from tests.fakes.virtual_clock import now_s, run_virtual
+from torch import Tensor
+
+from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.registry import CODEC_NAMES, get_codec
+from shoal.swarm.averaging.allreduce import _WINDOW, AllReduce, Exchange
+from shoal.swarm.averaging.partition import chunk_elements, split
+from shoal.swarm.averaging.results import ResultStore, ensure_part, fetch_part
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.errors import BlobUnavailable, LinkError, StorageError
+from shoal.swarm.messages import Blob, Part, PlanMember, RoundPlan
+
+PATIENCE_S = 6.0
+ELEMENTS = 5 * 4096 + 123
+"""Six chunks, the last one short."""
+
+PEERS = [letter * 16 for letter in "abcdefgh"]
+
+
+def make_plan(
+    weights: Sequence[int], elements: int = ELEMENTS, shares: Sequence[float] | None = None, chunk: int | None = None
+) -> RoundPlan:
+    members = len(weights)
+    chunk = chunk or chunk_elements(elements, members)
+    parts = split(elements, shares or [1 / members] * members, chunk)
+    return RoundPlan(
+        round=3,
+        anchor_version=1,
+        state_digest=bytes(32),
+        chunk_elements=chunk,
+        members=tuple(PlanMember(peer=PEERS[index], weight_tokens=weight) for index, weight in enumerate(weights)),
+        parts=tuple(Part(owner=owner, start=start, stop=stop) for owner, start, stop in parts),
+    )
+
+
+@dataclass
+class Side:
+    """One member of an exchange. ``brought`` is a copy of its contribution."""
+
+    store: ResultStore
+    feedback: ErrorFeedback
+    exchange: AllReduce
+    brought: Tensor
+    outcome: Exchange | None = None
+
+    async def run(self) -> None:
+        self.outcome = await self.exchange.run()
+
+    async def commit(self) -> Tensor:
+        mean = self.store.mean()
+        await self.exchange.close()
+        self.exchange.settle(keep=True)
+        self.feedback.commit()
+        return mean
+
+
+def make_sides(
+    network: MemoryNetwork, plan: RoundPlan, codec: str = "float32", feedbacks: Sequence[ErrorFeedback] | None = None
+) -> list[Side]:
+    sides = []
+    for index, member in enumerate(plan.members):
+        elements = plan.parts[-1].stop
+        brought = torch.randn(elements, generator=torch.Generator().manual_seed(100 * plan.round + index))
+        feedback = feedbacks[index] if feedbacks else ErrorFeedback(elements)
+        corrected = feedback.begin(brought.clone(), take=True)
+        store = ResultStore(plan, get_codec(codec))
+        endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
+        endpoint.publish(store.blob, store)
+        exchange = AllReduce(endpoint, store, member.peer, corrected, feedback, Deadlines(PATIENCE_S))
+        sides.append(Side(store, feedback, exchange, brought))
+    return sides
+
+
+async def run_all(sides: Sequence[Side]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for side in sides:
+            tasks.create_task(side.run())
+
+
+def digests(side: Side) -> list[bytes | None]:
+    return [side.store.digest(part) if side.store.has(part) else None for part in side.store.plan.parts]
+
+
+def weighted_mean(sides: Sequence[Side], who: Sequence[int]) -> Tensor:
+    weights = [sides[0].store.plan.members[index].weight_tokens for index in who]
+    total = sum((sides[index].brought.double() * weight for index, weight in zip(who, weights, strict=True)))
+    assert isinstance(total, Tensor)
+    return total / sum(weights)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("members", [1, 2, 3, 5, 8])
+def test_everybody_gets_the_same_weighted_mean(members: int, codec: str) -> None:
+    async def main() -> None:
+        plan = make_plan([7 * index + 1 for index in range(members)])
+        sides = make_sides(MemoryNetwork(seed=members), plan, codec)
+        await run_all(sides)
+        means = [await side.commit() for side in sides]
+        assert all(digests(side) == digests(sides[0]) for side in sides)
+        assert all(torch.equal(mean, means[0]) for mean in means)
+        assert all(side.outcome == Exchange() for side in sides)
+        expected = weighted_mean(sides, range(members))
+        # Encoded twice at most: the contributions, and their mean.
+        atol = {"float32": 1e-6, "bfloat16": 4e-2, "float16": 4e-3, "int8": 4.5 / 127}[codec]
+        torch.testing.assert_close(means[0].double(), expected, atol=atol, rtol=0)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("elements", [1, 17, 4095, 4096, 4097, 3 * 4096, 40_001])
+def test_any_size(elements: int) -> None:
+    async def main() -> None:
+        sides = make_sides(MemoryNetwork(), make_plan([3, 1, 2], elements), "int8")
+        await run_all(sides)
+        means = [await side.commit() for side in sides]
+        assert all(torch.equal(mean, means[0]) for mean in means)
+        torch.testing.assert_close(means[0].double(), weighted_mean(sides, range(3)), atol=5 / 127, rtol=0)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("shares", [[1.0, 0.0, 0.0], [0.0, 0.4, 0.6], [0.0, 0.0, 1.0]])
+def test_members_may_own_nothing(shares: list[float]) -> None:
+    async def main() -> None:
+        sides = make_sides(MemoryNetwork(), make_plan([1, 1, 1], shares=shares))
+        await run_all(sides)
+        assert all(digests(side) == digests(sides[0]) for side in sides)
+        assert None not in digests(sides[0])
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("codec", ["int8", "bfloat16"])
+def test_what_the_means_lack_is_in_the_residuals(codec: str) -> None:
+    """Over several rounds: means times total weight, and weighted residuals, add up to the contributions."""
+
+    async def main() -> None:
+        network, weights = MemoryNetwork(), [3, 1, 4]
+        feedbacks = [ErrorFeedback(ELEMENTS) for _ in weights]
+        offered = torch.zeros(ELEMENTS, dtype=torch.float64)
+        applied = torch.zeros(ELEMENTS, dtype=torch.float64)
+        for number in range(5):
+            plan = make_plan(weights).model_copy(update={"round": number})
+            sides = make_sides(network, plan, codec, feedbacks)
+            await run_all(sides)
+            mean = [await side.commit() for side in sides][0]
+            applied += sum(weights) * mean.double()
+            for side, weight in zip(sides, weights, strict=True):
+                offered += weight * side.brought.double()
+        kept = sum(weight * one.residual.double() for one, weight in zip(feedbacks, weights, strict=True))
+        torch.testing.assert_close(applied + kept, offered, atol=2e-4, rtol=0)
+        assert isinstance(kept, Tensor)
+        assert float(kept.abs().max()) > 1e-3
+        # Neither do they pile up: one round's loss is all that is ever missing.
+        assert all(float(one.residual.abs().max()) < 0.5 for one in feedbacks)
+
+    run_virtual(main())
+
+
+# Contributors that fail ---------------------------------------------------------------------------------------
+
+
+def without(fault: Fault | None, kill: bool = False) -> tuple[list[Side], float]:
+    """Members 0 and 1 of three while the third fails: silent from the start, or by a fault."""
+
+    async def main() -> tuple[list[Side], float]:
+        network = MemoryNetwork()
+        # The third one owns nothing, so that its failure leaves the parts whole.
+        sides = make_sides(network, make_plan([1, 1, 2], shares=[0.5, 0.5, 0.0]))
+        if fault is not None:
+            network.faults.append(fault)
+        if kill:
+            network.kill(PEERS[2])
+        await run_all(sides if not kill else sides[:2])
+        return sides, now_s()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("case", ["dead", "stalls", "stalls later"])
+def test_a_silent_contributor_is_dropped_where_it_did_not_deliver(case: str) -> None:
+    # The second owner's part is chunks 3 to 5.
+    first = {"dead": 0, "stalls": 0, "stalls later": 4}[case]
+    sides, took_s = without(None if case == "dead" else stalled("contribution", PEERS[2], first), case == "dead")
+    assert PATIENCE_S < took_s < 2.5 * PATIENCE_S
+    assert sides[0].outcome == Exchange({2} if first == 0 else set())
+    assert sides[1].outcome == Exchange({2})
+    mean, store = sides[0].store.mean(), sides[0].store
+    assert torch.equal(mean, sides[1].store.mean())
+    for chunk in range(store.chunks):
+        start, stop = store.bounds(chunk)
+        who = [0, 1, 2] if chunk < first else [0, 1]
+        assert store.included(chunk) == who
+        torch.testing.assert_close(mean[start:stop].double(), weighted_mean(sides, who)[start:stop])
+
+
+def test_the_dropped_contributor_keeps_what_was_left_out() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1, 2], shares=[0.5, 0.5, 0.0]), "int8")
+        network.faults.append(stalled("contribution", PEERS[2], 4))
+        await run_all(sides)
+        await sides[2].commit()
+        kept, brought = sides[2].feedback.residual, sides[2].brought
+        cut = sides[2].store.bounds(4)[0]
+        assert torch.equal(kept[cut:], brought[cut:])
+        assert 0 < float(kept[:cut].abs().max()) < 0.1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [lambda data: b"\xff" * len(data), lambda data: data[:-1], lambda data: b""],
+    ids=["not numbers", "too short", "empty"],
+)
+def test_garbage_is_left_out_and_known_to_all(garbage: object) -> None:
+    assert callable(garbage)
+    sides, _ = without(changed("contribution", PEERS[2], garbage))
+    assert sides[0].outcome == sides[1].outcome == Exchange({2})
+    assert sides[2].outcome == Exchange()
+    mean = sides[0].store.mean()
+    assert all(torch.equal(side.store.mean(), mean) for side in sides)
+    torch.testing.assert_close(mean.double(), weighted_mean(sides, [0, 1]))
+    sides[2].exchange.settle(keep=True)
+    sides[2].feedback.commit()
+    assert torch.equal(sides[2].feedback.residual, sides[2].brought)
+
+
+def test_errors_that_the_other_side_chooses_do_no_harm() -> None:
+    """A reply can carry any error of the protocol, also those that are no ``LinkError``."""
+
+    async def fault(step: object, payload: bytes) -> bytes:
+        if getattr(step, "holder") == PEERS[2]:  # noqa: B009
+            raise StorageError("ha")
+        return payload
+
+    sides, _ = without(fault)
+    assert sides[0].outcome == sides[1].outcome == Exchange({2})
+
+
+def test_a_window_bounds_what_fast_contributors_hand_in() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        plan = make_plan([1, 1, 1], 100 * 4096, shares=[1.0, 0.0, 0.0], chunk=4096)
+        sides = make_sides(network, plan)
+        network.faults.append(stalled("contribution", PEERS[2], 10))
+        async with asyncio.TaskGroup() as tasks:
+            for side in sides:
+                tasks.create_task(side.run())
+            await asyncio.sleep(PATIENCE_S / 2)
+            sent = [step.chunk for step in network.log if step.holder == PEERS[1] and step.blob.kind == "contribution"]
+            assert 10 + _WINDOW <= max(sent) <= 10 + _WINDOW + 2
+        assert sides[0].outcome == Exchange({2})
+        assert None not in digests(sides[1])
+
+    run_virtual(main())
+
+
+# Owners that fail ---------------------------------------------------------------------------------------------
+
+
+def test_an_owner_that_dies_in_its_reduce_leaves_only_its_part_open() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1, 1]))
+        network.faults.append(at("result", PEERS[1], 3, lambda: network.kill(PEERS[1])))
+        await run_all(sides)
+        for side in (sides[0], sides[2]):
+            assert side.outcome is not None
+            assert PEERS[1] in side.outcome.trouble
+            assert [digest is not None for digest in digests(side)] == [True, False, True]
+        assert digests(sides[0]) == digests(sides[2])
+        assert now_s() < 3.6 * PATIENCE_S
+
+    run_virtual(main())
+
+
+def test_results_can_be_had_from_whoever_has_them() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        plan = make_plan([1, 1, 1])
+        sides = make_sides(network, plan)
+        network.faults.append(at("result", PEERS[1], 3, lambda: network.kill(PEERS[1]), to=PEERS[2]))
+        network.faults.append(stalled("result", PEERS[1], 2, to=PEERS[2]))
+        await run_all(sides)
+        part = plan.parts[1]
+        assert [side.store.has(part) for side in sides] == [True, True, False]
+        wanted = sides[0].store.digest(part)
+        endpoint = network.endpoints[PEERS[2]]
+        await ensure_part(endpoint, sides[2].store, part, wanted, PEERS[:2], PATIENCE_S)
+        assert sides[2].store.digest(part) == wanted
+
+    run_virtual(main())
+
+
+def test_an_owner_of_two_faces_is_seen_by_the_digests() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1, 1]))
+        network.faults.append(changed("result", PEERS[1], lambda data: data[:-4] + bytes(4), to=PEERS[2]))
+        await run_all(sides)
+        assert digests(sides[0]) == digests(sides[1])
+        assert digests(sides[2])[1] not in (None, digests(sides[0])[1])
+        # Who has other bytes than the committed ones gets the right ones from the third, not from the owner.
+        part, wanted = sides[0].store.plan.parts[1], sides[0].store.digest(sides[0].store.plan.parts[1])
+        await ensure_part(network.endpoints[PEERS[2]], sides[2].store, part, wanted, PEERS[:2], PATIENCE_S)
+        assert digests(sides[2]) == digests(sides[0])
+
+    run_virtual(main())
+
+
+def test_what_nobody_has_is_not_made_up() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1]))
+        await run_all(sides)
+        part = sides[0].store.plan.parts[1]
+        with pytest.raises(LinkError, match="other bytes"):
+            await ensure_part(network.endpoints[PEERS[0]], sides[0].store, part, bytes(32), PEERS[1:2], PATIENCE_S)
+        assert not sides[0].store.has(part)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "void",
+    [
+        lambda data: data[:1] + b"\xff" * (len(data) - 1),
+        lambda data: data[:1],
+        lambda data: b"\0" + data[1:],
+        lambda data: b"\0",
+    ],
+    ids=["not numbers", "mean missing", "mask empty", "nobody"],
+)
+def test_result_bytes_without_a_mean_are_void_for_all(void: object) -> None:
+    """A bad owner's bytes, once committed, still come to the same for everybody, and nobody's work is lost."""
+    assert callable(void)
+
+    async def main() -> None:
+        sides = make_sides(MemoryNetwork(), make_plan([1, 1], shares=[1.0, 0.0]), "int8")
+        await run_all(sides)
+        for side in sides:
+            await side.store.put(2, memoryview(void(bytes(side.store[2]))))
+        means = [await side.commit() for side in sides]
+        assert torch.equal(means[0], means[1])
+        start, stop = sides[0].store.bounds(2)
+        assert not bool(means[0][start:stop].any())
+        assert bool(means[0][:start].any())
+        for side in sides:
+            assert torch.equal(side.feedback.residual[start:stop], side.brought[start:stop])
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b""])
+def test_result_chunks_of_other_sizes_are_refused(change: object) -> None:
+    assert callable(change)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1]))
+        network.faults.append(changed("result", PEERS[1], change))
+        await run_all(sides)
+        assert [digest is not None for digest in digests(sides[0])] == [True, False]
+        assert sides[0].outcome is not None
+        assert "does not fit" in sides[0].outcome.trouble
+
+    run_virtual(main())
+
+
+def test_a_mean_too_large_for_the_codec_keeps_the_exchange_going() -> None:
+    """The owner's error, in units of its own small weight, may not fit float32."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 2**40], shares=[1.0, 0.0]), "float16")
+        sides[0].exchange._corrected.fill_(3e38)
+        await run_all(sides)
+        assert None not in digests(sides[1])
+
+    run_virtual(main())
+
+
+# After the round ----------------------------------------------------------------------------------------------
+
+
+def test_streams_that_outlive_the_round_get_nothing_of_the_next() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1]))
+        await run_all(sides)
+        source = network.endpoints[PEERS[0]].blobs[sides[0].exchange.blob]
+        before = bytes(await source.chunk(5))
+        await sides[0].commit()
+        assert sides[0].exchange.blob not in network.endpoints[PEERS[0]].blobs
+        sides[0].feedback.begin(torch.ones(ELEMENTS))
+        for chunk in (0, 5):
+            with pytest.raises(BlobUnavailable):
+                await source.chunk(chunk)
+        assert torch.equal(sides[0].feedback._pending, torch.ones(ELEMENTS))  # type: ignore[arg-type]
+        assert before
+
+    run_virtual(main())
+
+
+def test_the_round_is_not_over_while_a_chunk_is_being_encoded() -> None:
+    """On a real loop with real threads: ``close`` waits for the codec, even for a stream that was cancelled."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        side = make_sides(network, make_plan([1, 1]))[0]
+        side.exchange._endpoint.publish(side.exchange.blob, side.exchange._source)
+        encoding, go_on, order = asyncio.Event(), asyncio.Event(), []
+        loop, original = asyncio.get_running_loop(), side.feedback.encode_chunk
+
+        def slow(*args: object) -> Tensor:
+            loop.call_soon_threadsafe(encoding.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            order.append("encoded")
+            return original(*args)  # type: ignore[arg-type]
+
+        side.feedback.encode_chunk = slow  # type: ignore[method-assign, assignment]
+        stream = asyncio.create_task(side.exchange._source.chunk(0))  # type: ignore[arg-type]
+        await encoding.wait()
+        stream.cancel()
+        closing = asyncio.create_task(side.exchange.close())
+        closing.add_done_callback(lambda _: order.append("closed"))
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        go_on.set()
+        await closing
+        await asyncio.sleep(0)
+        assert order == ["encoded", "closed"]
+        with pytest.raises(asyncio.CancelledError):
+            await stream
+
+    asyncio.run(main())
+
+
+def test_closing_a_store_ends_the_streams_that_wait_on_it() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        store = ResultStore(make_plan([1, 1]), get_codec("float32"))
+        waiting = asyncio.create_task(store.chunk(0))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        await store.close()
+        with pytest.raises(BlobUnavailable):
+            await waiting
+        network.endpoint(PEERS[0]).publish(store.blob, store)
+        other = ResultStore(store.plan, store.codec)
+        with pytest.raises(BlobUnavailable):
+            await fetch_part(network.endpoint(PEERS[1]), other, store.plan.parts[0], PEERS[0], 1.0)
+
+    run_virtual(main())
+
+
+def test_work_that_others_redo_is_not_kept() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1, 2], shares=[0.5, 0.5, 0.0]))
+        network.faults.append(stalled("contribution", PEERS[2], 0))
+        await run_all(sides)
+        sides[2].store.mean()
+        sides[2].exchange.settle(keep=False)
+        sides[2].feedback.commit()
+        assert not bool(sides[2].feedback.residual.any())
+
+    run_virtual(main())
+
+
+def test_blobs_are_named_by_the_round() -> None:
+    async def main() -> None:
+        side = make_sides(MemoryNetwork(), make_plan([1]))[0]
+        assert side.exchange.blob == Blob(kind="contribution", number=3)
+        assert side.store.blob == Blob(kind="result", number=3)
+
+    run_virtual(main())
