@@ -44,6 +44,7 @@ MAX_HANDLERS = 1024
 MAX_HANDLERS_PER_CHANNEL = 64
 _HANDSHAKE_TRIES = 2
 _SILENCE_MS = 15_000
+_GIVEN_UP_S = 3.0
 _monitors = itertools.count()
 
 
@@ -106,7 +107,7 @@ class ControlPlane:
             raise Unreachable(f"{host}:{port} is no usable address: {error}") from error
         channel = Channel(key, f"{host}:{port}", socket, None, remote_host=host)
         self._dialed[address, key] = channel
-        self._tasks.create_task(self._watch(channel, monitor))
+        self._tasks.create_task(self._watch(channel, monitor, address))
         self._tasks.create_task(self._receive_dialed(channel))
         return channel
 
@@ -236,12 +237,18 @@ class ControlPlane:
         except (LinkError, TimeoutError) as error:
             log.debug("%s went away before its answer: %s", channel.label, error)
 
-    async def _watch(self, channel: Channel, monitor: zmq.asyncio.Socket) -> None:
+    async def _watch(self, channel: Channel, monitor: zmq.asyncio.Socket, address: str) -> None:
         """Follow the connection's events, to tell a wrong key from a closed port from a refusal."""
-        failures = 0
+        failures, event = 0, 0
         try:
             while not channel.is_broken:
-                event = struct.unpack("=Hi", (await monitor.recv_multipart())[0])[0]
+                try:
+                    async with asyncio.timeout(_GIVEN_UP_S if event == zmq.EVENT_DISCONNECTED else None):
+                        event = struct.unpack("=Hi", (await monitor.recv_multipart())[0])[0]
+                except TimeoutError:
+                    # Not even a retry: libzmq gives up for good when something answers that is not ZeroMQ.
+                    event = 0
+                    channel.socket.connect(address)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     failures = 0
                     channel.mark_connected()

@@ -56,3 +56,11 @@ def run_virtual(main: Coroutine[Any, Any, T], horizon_s: float = 3600.0) -> T:
 
 def now_s() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def until(condition: Callable[[], object], step_s: float = 0.001) -> None:
+    """Look again and again: time is free here."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(step_s)

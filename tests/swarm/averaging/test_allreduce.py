@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.fakes.memory_network import Fault, MemoryNetwork, at, changed, stalled
+from tests.fakes.memory_network import Fault, MemoryNetwork, Step, at, changed, stalled
 from tests.fakes.virtual_clock import now_s, run_virtual
 from torch import Tensor
 
@@ -150,8 +150,8 @@ def test_what_the_means_lack_is_in_the_residuals(codec: str) -> None:
             plan = make_plan(weights).model_copy(update={"round": number})
             sides = make_sides(network, plan, codec, feedbacks)
             await run_all(sides)
-            mean = [await side.commit() for side in sides][0]
-            applied += sum(weights) * mean.double()
+            means = [await side.commit() for side in sides]
+            applied += sum(weights) * means[0].double()
             for side, weight in zip(sides, weights, strict=True):
                 offered += weight * side.brought.double()
         kept = sum(weight * one.residual.double() for one, weight in zip(feedbacks, weights, strict=True))
@@ -237,8 +237,8 @@ def test_garbage_is_left_out_and_known_to_all(garbage: object) -> None:
 def test_errors_that_the_other_side_chooses_do_no_harm() -> None:
     """A reply can carry any error of the protocol, also those that are no ``LinkError``."""
 
-    async def fault(step: object, payload: bytes) -> bytes:
-        if getattr(step, "holder") == PEERS[2]:  # noqa: B009
+    async def fault(step: Step, payload: bytes) -> bytes:
+        if step.holder == PEERS[2]:
             raise StorageError("ha")
         return payload
 

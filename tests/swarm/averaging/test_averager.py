@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.fakes.memory_network import MemoryNetwork, at, changed, stalled
 from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, together
-from tests.fakes.virtual_clock import now_s, run_virtual
+from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
 from shoal.compression.registry import CODEC_NAMES
@@ -210,8 +210,7 @@ def test_who_lacks_committed_bytes_fetches_them_from_another() -> None:
             reported: list[bool] = []
 
             async def die_when_reported() -> None:
-                while len(run.coordinator.machine.round.reports) < 3:
-                    await asyncio.sleep(0.05)
+                await until(lambda: len(run.coordinator.machine.round.reports) == 3)
                 reported.append(True)
                 dying(run, victim, doomed)
 
@@ -406,8 +405,7 @@ def test_who_is_given_up_in_the_exchange_keeps_nothing_of_it() -> None:
             run.network.faults.append(stalled("contribution", lost.peer, 1))
 
             async def give_up() -> None:
-                while run.coordinator.machine.round.plan is None:
-                    await asyncio.sleep(0.05)
+                await until(lambda: run.coordinator.machine.round.plan is not None)
                 run.coordinator.machine.leave(lost.peer, "test", now_s())
                 await lost.beat()
 
@@ -434,8 +432,7 @@ def test_a_new_process_under_an_old_name_takes_no_part_in_its_round() -> None:
 
             async def be_reborn() -> Any:
                 old = asyncio.ensure_future(reborn.play(contribution(2), 10))
-                while run.coordinator.machine.round.plan is None:
-                    await asyncio.sleep(0.05)
+                await until(lambda: run.coordinator.machine.round.plan is not None)
                 old.cancel()
                 await asyncio.wait([old])
                 run.network.faults.clear()
@@ -503,16 +500,12 @@ def test_a_coordinator_that_comes_back_ends_the_round_as_if_nothing_had_been(mom
 
             async def fail() -> None:
                 machine = coordinator.machine
-                match moment:
-                    case "closing":
-                        while machine.round.phase != "closing":
-                            await asyncio.sleep(0.01)
-                    case "averaging":
-                        while machine.round.plan is None:
-                            await asyncio.sleep(0.001)
-                    case "reports":
-                        while not machine.round.reports:
-                            await asyncio.sleep(0.001)
+                moments = {
+                    "closing": lambda: machine.round.phase == "closing",
+                    "averaging": lambda: machine.round.plan is not None,
+                    "reports": lambda: machine.round.reports,
+                }
+                await until(moments[moment])
                 coordinator.away = True
                 await asyncio.sleep(ABSENCE_S)
                 assert any(one.client.coordinator_is_away for one in run.members)

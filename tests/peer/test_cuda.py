@@ -1,0 +1,94 @@
+"""The parts of a peer that touch the device, on CUDA; they skip by themselves elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.peer.capability import autocast, choose_device, describe_device, free_bytes, samples_that_fit
+from shoal.peer.inner_loop import InnerLoop, make_inner
+from shoal.peer.local_work import AccumulatedGradient, PseudoGradient
+from shoal.peer.parameters import ParameterVector
+from shoal.swarm.run_file import InnerSection
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make_model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)).to(device)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def make_batch() -> Tensor:
+    return torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(1))
+
+
+def test_parameters_go_to_the_device_and_back_bit_for_bit() -> None:
+    vector = ParameterVector(make_model("cuda"))
+    values = torch.randn(vector.elements)
+    vector.write(values)
+    assert torch.equal(vector.read(), values)
+
+
+def test_micro_batches_give_the_gradient_of_the_batch() -> None:
+    whole, parts = make_model("cuda"), make_model("cuda")
+    batch = make_batch()
+    expected = InnerLoop(whole, loss_of, autocast(torch.device("cuda"), "float32"), 8).backward(batch)
+    found = InnerLoop(parts, loss_of, autocast(torch.device("cuda"), "float32"), 3).backward(batch)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(
+        ParameterVector(parts).take_gradients(), ParameterVector(whole).take_gradients(), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_gradients_on_cuda_agree_with_the_cpu() -> None:
+    contributions = []
+    for device in ("cpu", "cuda"):
+        model = make_model("cpu").to(device)
+        work = AccumulatedGradient(ParameterVector(model))
+        InnerLoop(model, loss_of, autocast(torch.device(device), "float32"), 8).backward(make_batch())
+        work.step(8, 1.0)
+        contributions.append(work.contribution(torch.zeros(0)))
+    assert contributions[1].device.type == "cpu"
+    torch.testing.assert_close(contributions[1], contributions[0], rtol=1e-3, atol=1e-5)
+
+
+def test_bfloat16_training_moves_the_parameters_down_the_loss() -> None:
+    device = choose_device("auto")
+    assert device.type == "cuda"
+    model = make_model("cuda")
+    vector = ParameterVector(model)
+    anchor = vector.read()
+    work = PseudoGradient(vector, make_inner(model, InnerSection(lr=1e-2)), 1.0)
+    loop = InnerLoop(model, loss_of, autocast(device, "auto"), 8)
+    losses = []
+    for _ in range(20):
+        losses.append(float(loop.backward(make_batch())))
+        work.step(8, 1.0)
+    assert losses[-1] < losses[0]
+    contribution = work.contribution(anchor)
+    assert contribution.device.type == "cpu"
+    assert torch.isfinite(contribution).all()
+    assert contribution.abs().max() > 0
+    work.restart(anchor)
+    assert torch.equal(vector.read(), anchor)
+
+
+def test_memory_is_measured() -> None:
+    device = torch.device("cuda")
+    model = make_model("cuda")
+    room = free_bytes(device, model, None, 2)
+    assert 0 < room < torch.cuda.get_device_properties(device).total_memory
+    batch = make_batch().to(device)
+    assert samples_that_fit(model, lambda: loss_of(model, batch[:1]), 8, room) == 8
+    assert describe_device("cuda").memory_bytes > 0
