@@ -17,7 +17,7 @@ from shoal.compression.registry import get_codec
 from shoal.peer.state import State, StateSource, fetch_state, save_state, state_blob
 from shoal.swarm.averaging.averager import Averager, Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.errors import LinkError, NotAdmitted, StorageError, Superseded
+from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, StorageError, Superseded
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
@@ -105,7 +105,7 @@ class Member:
             self._beat_now.clear()
             try:
                 await self.beat()
-            except Superseded:
+            except (Superseded, RunEnded):
                 raise
             except LinkError as error:
                 log.warning("heartbeat: %s", error)
@@ -222,7 +222,10 @@ class Member:
         ask = PeerToCoordinatorRequestLease(
             round=self.progress.round, samples=samples, tokens_done=self.progress.tokens_done
         )
-        answer = await self.client.ask(ask, CoordinatorToPeerLease)
+        try:
+            answer = await self.client.ask(ask, CoordinatorToPeerLease)
+        except NotAdmitted:
+            return  # the next heartbeat joins again
         self._work.ranges.extend(answer.ranges)
 
     def give_back(self, rest: SampleRange) -> None:

@@ -7,6 +7,7 @@ reach still answers over the connections that it made itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import struct
@@ -247,8 +248,11 @@ class ControlPlane:
                         event = struct.unpack("=Hi", (await monitor.recv_multipart())[0])[0]
                 except TimeoutError:
                     # Not even a retry: libzmq gives up for good when something answers that is not ZeroMQ.
-                    event = 0
-                    channel.socket.connect(address)
+                    with contextlib.suppress(zmq.ZMQError):
+                        channel.socket.disconnect(address)
+                    with contextlib.suppress(zmq.ZMQError):
+                        channel.socket.connect(address)
+                        event = 0
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     failures = 0
                     channel.mark_connected()

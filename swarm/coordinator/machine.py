@@ -107,7 +107,7 @@ class RunMachine(RunState):
         if moved and self.round.moves_left and peer in self.round.ranges and peer not in self.round.reports:
             self.round.moves_left -= 1
             self.round.progress_s = now_s
-        if self.anchor_version == 0 and not self.synced():
+        if self.anchor_version == 0 and (self.agreed_digest is None or not self.synced()):
             # The first to be here says what the run starts from; another one, when nobody has that any more.
             digest = self.membership.common_digest(0)
             if digest is not None:

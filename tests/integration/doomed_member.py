@@ -1,11 +1,13 @@
-"""``shoal``, but it kills itself at a named step: ``doomed_member.py STEP ROUND TIMES join INVITE …``.
+"""``shoal``, but it kills itself at a named step: ``doomed_member.py STEP TIMES ARMED join INVITE …``.
 
-At the ``TIMES``-th time that it comes to the step in a round not before ``ROUND``, it sends itself a SIGKILL.
+It sends itself a SIGKILL as it comes to the step for the ``TIMES``-th time in a round that begins to come to it
+when the file ``ARMED`` is there.
 """
 
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from shoal.peer.cli import main
@@ -18,14 +20,19 @@ from shoal.swarm.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorR
 class Doom:
     """``comes_to(n)`` where the step is reached in round n."""
 
-    def __init__(self, first_round: int, times: int) -> None:
-        self._first_round = first_round
-        self._left = times
+    def __init__(self, times: int, armed: Path) -> None:
+        self._times = times
+        self._armed = armed
+        self._round = -1
+        self._left = 0
 
     def comes_to(self, round_number: int) -> None:
-        if round_number >= self._first_round:
+        if round_number != self._round:
+            self._round = round_number
+            self._left = self._times if self._armed.exists() else 0
+        if self._left:
             self._left -= 1
-            if self._left == 0:
+            if not self._left:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -99,7 +106,7 @@ def applying(doom: Doom) -> None:
 STEPS = {step.__name__: step for step in (ready, serving, reducing, exchanged, reported, applying)}
 
 if __name__ == "__main__":
-    _, step, first_round, times, *arguments = sys.argv
-    STEPS[step](Doom(int(first_round), int(times)))
+    _, step, times, armed, *arguments = sys.argv
+    STEPS[step](Doom(int(times), Path(armed)))
     sys.argv = ["shoal", *arguments]
     main()

@@ -46,8 +46,8 @@ def run_toml(
     *,
     name: str = "reef",
     rounds: int | None = None,
-    tokens: int = 12_000,
-    max_s: float = 10.0,
+    tokens: int = 10**12,
+    max_s: float = 2.0,
     patience_s: float = 4.0,
     algorithm: str = "diloco",
     codec: str = "int8",
@@ -55,7 +55,7 @@ def run_toml(
     width: int = 32,
     outer: str = "",
 ) -> str:
-    """A run of a tiny gpt model: about 20,000 parameters, rounds of a second or two."""
+    """A run of a tiny gpt model, about 20,000 parameters. A round ends after ``max_s``, however fast the machine."""
     ends = f"rounds = {rounds}" if rounds else ""
     return f"""
 algorithm = "{algorithm}"

@@ -42,18 +42,18 @@ pytestmark = pytest.mark.integration
     ],
 )
 def test_a_member_is_killed(swarm: Swarm, step: str, times: int) -> None:
-    host = swarm.host(run_toml(tokens=16_000))
+    host = swarm.host(run_toml())
+    armed = swarm.folder / "armed"
     others = swarm.members(host.invite, "a", "b")
-    for member in others:
+    doomed = swarm.member(host.invite, "doomed", (*DOOMED_MEMBER, step, str(times), str(armed)))
+    for member in [doomed, *others]:
         member.committed(within_s=START_S + ROUNDS_S)
-    # Not in the round that it comes into: in one that all three are in.
-    first_round = others[0].last_round() + 2
-    doomed = swarm.member(host.invite, "doomed", (*DOOMED_MEMBER, step, str(first_round), str(times)))
     peer = doomed.peer
-    assert doomed.exit_code(START_S + ROUNDS_S) == KILLED, doomed.tail()
-    ended = max(member.last_round() for member in others)
+    armed.touch()
+    assert doomed.exit_code(ROUNDS_S) == KILLED, doomed.tail()
+    before = doomed.last_round()
     for member in others:
-        member.committed(after=ended + 1)
+        member.committed(after=before + 1)
 
     # The same command, now with nothing that kills it.
     doomed.command = [*SHOAL, *doomed.command[doomed.command.index("join") :]]
@@ -64,13 +64,15 @@ def test_a_member_is_killed(swarm: Swarm, step: str, times: int) -> None:
         member.event("committed", round=back["round"])
     verdicts = finish(host, [doomed, *others])
     assert [one for one in others if one.events("resync")] == [], "nobody else has lost anything"
-    fatal = [one.verdict for one in verdicts if ended <= one.verdict.round <= ended + 1]
-    assert fatal
-    assert verdicts[back["round"]].verdict.committed
+    fatal = verdicts[before + 1].verdict
+    assert fatal.plan is not None
+    if step in ("exchanged", "reported", "applying"):
+        assert fatal.committed, "all had its contribution"
+        assert peer in [member.peer for member in fatal.plan.members]
 
 
 def test_members_are_killed_at_random_moments(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(tokens=16_000))
+    host = swarm.host(run_toml())
     members = swarm.members(host.invite, "a", "b", "c")
     for member in members:
         member.committed(within_s=START_S + ROUNDS_S)
@@ -112,7 +114,7 @@ def goes_on(host: Host, members: list[Member], pids: list[int], ended: int) -> l
 
 
 def test_the_coordinator_is_killed_while_members_train(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(tokens=40_000))
+    host = swarm.host(run_toml(max_s=4))
     members = swarm.members(host.invite, "a", "b")
     pids = [member.pid for member in members]
     for member in members:
@@ -154,7 +156,7 @@ def test_the_coordinator_is_killed_with_a_member(swarm: Swarm) -> None:
 
 
 def test_ctrl_c_leaves_at_once_and_frees_the_samples(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(tokens=10**9, max_s=3600))
+    host = swarm.host(run_toml(max_s=3600))
     leaver, other = swarm.members(host.invite, "leaver", "other")
     for member in (leaver, other):
         member.event("synced", START_S)
@@ -181,8 +183,9 @@ def test_the_second_ctrl_c_stops_at_once(swarm: Swarm) -> None:
         host.tail,
     )
     member.interrupt()
-    member.interrupt()
-    assert member.exit_code(3) in (0, STOPPED_AT_ONCE), member.tail()
+    # Two signals that come at the same moment are one: once more, until it has ended.
+    eventually("the second Ctrl-C ends it", lambda: member.interrupt() or not member.running, 5, member.tail)
+    assert member.exit_code(0) == STOPPED_AT_ONCE, member.tail()
 
 
 def test_ctrl_c_on_the_host_and_the_same_command_again(swarm: Swarm) -> None:

@@ -25,9 +25,10 @@ def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy
     if origin is typing.Annotated:
         return values(arguments[0], (*arguments[1:], *metadata))
     limits = _flat(metadata)
-    low = next((m.ge for m in limits if isinstance(m, Ge)), None)
-    high = next((m.le for m in limits if isinstance(m, Le)), None)
-    high = next((m.lt - 1 for m in limits if isinstance(m, Lt)), high)
+    low: Any = next((m.ge for m in limits if isinstance(m, Ge)), None)
+    high: Any = next((m.le for m in limits if isinstance(m, Le)), None)
+    below: Any = next((m.lt for m in limits if isinstance(m, Lt)), None)
+    high = high if below is None else below - 1
     least = next((m.min_length for m in limits if isinstance(m, MinLen)), 0)
     most = next((m.max_length for m in limits if isinstance(m, MaxLen)), None)
     for constraint in limits:

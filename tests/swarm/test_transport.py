@@ -275,7 +275,9 @@ async def test_restart_with_the_same_keys() -> None:
         assert dial(a, b) is channel
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100), GREETING + READY, b""])
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100), GREETING + READY, b""], ids=["http", "zmtp", "none"]
+)
 @run
 async def test_comes_back_though_something_else_answered_meanwhile(answer: bytes) -> None:
     async with swarm() as (a, b):

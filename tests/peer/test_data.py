@@ -1,0 +1,171 @@
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.peer.data import LeasedSamples, fingerprint, take_batch
+from shoal.swarm.coordinator.leases import count, from_wire, merge
+
+LOSS = torch.tensor(2.0)
+
+
+def samples(*leases: tuple[int, int], tokens: int = 10) -> LeasedSamples:
+    made = LeasedSamples(tokens)
+    for lease in leases:
+        made.add(*lease)
+    return made
+
+
+def test_batches_come_from_one_lease_at_a_time_and_in_order() -> None:
+    work = samples((0, 5), (20, 22))
+    taken = []
+    while (bounds := work.next_batch(2)) is not None:
+        assert work.in_hand
+        taken.append(bounds)
+        assert work.finish(LOSS) == bounds[1] - bounds[0]
+    assert taken == [(0, 2), (2, 4), (4, 5), (20, 22)]
+    assert from_wire(work.done_ranges()) == [(0, 5), (20, 22)]
+    assert (work.left, work.in_hand, work.tokens_done, work.tokens_trained) == (0, False, 70, 70)
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=40),
+)
+def test_no_sample_is_lost_or_done_twice(sizes: list[int], steps: list[tuple[int, bool]]) -> None:
+    starts = np.cumsum([0, *sizes]).tolist()
+    work = samples(*itertools.pairwise(starts), tokens=1)
+    done: list[tuple[int, int]] = []
+    for size, finishes in steps:
+        bounds = work.next_batch(size)
+        if bounds is None:
+            break
+        if finishes:
+            work.finish(LOSS)
+            done.append(bounds)
+    in_hand = 0 if not work.in_hand else sum(sizes) - work.left - count(done)
+    assert work.left + in_hand + count(done) == sum(sizes)
+    assert from_wire(work.done_ranges()) == merge(done)
+    assert work.tokens_done == count(done)
+
+
+def test_a_batch_that_was_not_finished_comes_again() -> None:
+    work = samples((0, 8))
+    assert work.next_batch(4) == (0, 4)
+    assert work.next_batch(3) == (0, 3)
+    work.finish(LOSS)
+    assert work.next_batch(9) == (3, 4)
+    work.finish(LOSS)
+    assert work.next_batch(9) == (4, 8)
+
+
+def test_a_commit_keeps_what_is_left_and_a_fresh_start_keeps_nothing() -> None:
+    work = samples((0, 8))
+    work.next_batch(4)
+    work.finish(LOSS)
+    work.committed()
+    assert (work.left, work.tokens_done, work.done_ranges(), work.mean_loss()) == (4, 0, (), None)
+    assert work.tokens_trained == 40
+    work.next_batch(2)
+    work.forget()
+    assert (work.left, work.in_hand, work.tokens_done, work.next_batch(1)) == (0, False, 0, None)
+
+
+def test_losses_are_weighted_by_samples() -> None:
+    work = samples((0, 4))
+    assert work.mean_loss() is None
+    assert work.recent_loss() is None
+    for size, loss in ((3, 1.0), (1, 5.0)):
+        work.next_batch(size)
+        work.finish(torch.tensor(loss, requires_grad=True))
+    assert work.mean_loss() == 2.0
+    assert work.recent_loss() == 1.0
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_none(loss: float) -> None:
+    work = samples((0, 4))
+    work.next_batch(4)
+    work.finish(torch.tensor(loss))
+    assert work.mean_loss() is None
+    assert work.recent_loss() is None
+
+
+def test_a_step_needs_a_batch() -> None:
+    with pytest.raises(AssertionError):
+        samples((0, 4)).finish(LOSS)
+
+
+# Whose data it is ---------------------------------------------------------------------------------------------
+
+
+def make_data(label: Any = 3, length: int = 50) -> list[Any]:
+    return [{"x": torch.full((2, 2), float(index)), "y": (label, [np.arange(index)])} for index in range(length)]
+
+
+def test_the_same_data_has_the_same_fingerprint() -> None:
+    assert fingerprint(make_data()) == fingerprint(make_data())
+    assert len(fingerprint(make_data())) == 32
+
+
+def test_other_data_has_another() -> None:
+    changed = make_data()
+    changed[0]["x"] = changed[0]["x"] + 1
+    last = make_data()
+    last[-1]["y"] = (3, [np.arange(48)])
+    all_of_them = [make_data(), make_data(4), make_data(length=49), changed, last, []]
+    assert len({fingerprint(data) for data in all_of_them}) == len(all_of_them)
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    assert fingerprint([{"a": 1, "b": 2}]) == fingerprint([{"b": 2, "a": 1}])
+
+
+def test_numpy_scalars_are_their_bytes() -> None:
+    """Their text differs between releases of NumPy."""
+    assert fingerprint([np.float32(0.5)]) == fingerprint([np.array(0.5, dtype=np.float32)])
+
+
+def test_tensors_of_any_kind_can_be_hashed() -> None:
+    kinds = [
+        torch.tensor(1.0),
+        torch.tensor([True, False]),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.arange(6).view(2, 3).t(),
+        torch.ones(2, requires_grad=True),
+    ]
+    assert len({fingerprint([kind]) for kind in kinds}) == len(kinds)
+
+
+def test_the_fingerprint_is_the_same_in_another_process() -> None:
+    program = (
+        "import torch, numpy as np\nfrom shoal.peer.data import fingerprint\n"
+        "print(fingerprint([{'x': torch.ones(2), 'y': ('a', 1, np.int64(3))}]).hex())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"PYTHONPATH": ".src"}
+    )
+    assert found.stdout.strip() == fingerprint([{"x": torch.ones(2), "y": ("a", 1, np.int64(3))}]).hex()
+
+
+def test_batches_are_collated_or_made_by_the_dataset() -> None:
+    class Own:
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError
+
+        def batch(self, indices: Any) -> str:
+            return f"own {indices.tolist()}"
+
+    collated = take_batch([(torch.tensor(float(index)), index) for index in range(9)], np.array([4, 1]))
+    assert torch.equal(collated[0], torch.tensor([4.0, 1.0]))
+    assert torch.equal(collated[1], torch.tensor([4, 1]))
+    assert take_batch(Own(), np.array([4, 1])) == "own [4, 1]"

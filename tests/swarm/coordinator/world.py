@@ -1,0 +1,498 @@
+"""A run machine on a virtual clock, members that can behave or not, and what must hold whatever they do."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
+from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
+from shoal.swarm.identity import Identity
+from shoal.swarm.messages import (
+    Certificate,
+    DeviceInfo,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorHeartbeat,
+    PeerToCoordinatorRequestLease,
+    PeerToCoordinatorRoundReady,
+    PeerToCoordinatorRoundReport,
+    Role,
+    RosterEntry,
+    RoundPlan,
+    RunView,
+    TensorSpec,
+)
+from shoal.swarm.run_file import RunFile
+from shoal.swarm.verdicts import check_verdict, genesis
+
+CPU = DeviceInfo(kind="cpu", name="some CPU", memory_bytes=2**33)
+SIGNER = Identity.generate()
+TOKENS_PER_SAMPLE = 10
+MODEL = PeerToCoordinatorDescribeModel(
+    layout=(TensorSpec(name="w", shape=(100, 500), dtype="float32"),),
+    corpus_digest=b"c" * 32,
+    corpus_about="a corpus",
+    tokens_per_sample=TOKENS_PER_SAMPLE,
+)
+INITIAL = hashlib.sha256(b"initial state").digest()
+
+
+def run_file(algorithm: str = "diloco", **round_or_run: Any) -> RunFile:
+    """``tokens=``, ``max_s=``, ``patience_s=`` of the round; ``run_tokens=``, ``run_rounds=``, ``run_max_s=``."""
+    run = {key[4:]: value for key, value in round_or_run.items() if key.startswith("run_")}
+    goal = {key: value for key, value in round_or_run.items() if not key.startswith("run_")}
+    return RunFile.model_validate(
+        {
+            "run": {"name": "test", **run},
+            "recipe": {"name": "own"},
+            "algorithm": algorithm,
+            "inner": {"batch_samples": 2},
+            "round": {"tokens": 200, "max_s": 20.0, "patience_s": 3.0, **goal},
+        }
+    )
+
+
+def peer_name(number: int) -> str:
+    return "peer" + "abcdefghijklmnopqrstuvwxyz234567"[number] * 12
+
+
+def entry(number: int, key: int = 0, role: Role = "trainer", reachable: bool = True) -> RosterEntry:
+    certificate = Certificate(
+        identity_key=bytes([number]) * 32, curve_key=key.to_bytes(31, "big") + bytes([number]), signature=bytes(64)
+    )
+    return RosterEntry(
+        peer=peer_name(number),
+        certificate=certificate,
+        name=f"name {number}",
+        role=role,
+        host="10.0.0.1",
+        control_port=1,
+        data_port=2,
+        reachable=reachable,
+    )
+
+
+def heartbeat(**fields: Any) -> PeerToCoordinatorHeartbeat:
+    silent = {
+        "round": 0,
+        "activity": "training",
+        "anchor_version": 0,
+        "state_digest": INITIAL,
+        "tokens_done": 0,
+        "tokens_per_s": 0.0,
+        "step_s": 0.0,
+        "loss": None,
+        "chunks_moved": 0,
+        "bytes_sent": 0,
+        "bytes_received": 0,
+        "bandwidth_bps": 0.0,
+        "roster_version": 0,
+    }
+    return PeerToCoordinatorHeartbeat.model_validate(silent | fields)
+
+
+def part_digest(plan: RoundPlan, index: int) -> bytes:
+    return hashlib.sha256(f"{plan.round} {index} {plan.members}".encode()).digest()
+
+
+def next_state(digest: bytes) -> bytes:
+    return hashlib.sha256(b"next" + digest).digest()
+
+
+def report(
+    plan: RoundPlan, missing: tuple[int, ...] = (), wrong: tuple[int, ...] = (), dropped: tuple[int, ...] = ()
+) -> PeerToCoordinatorRoundReport:
+    digests: list[bytes | None] = [
+        None if i in missing else b"w" * 32 if i in wrong else part_digest(plan, i) for i in range(len(plan.parts))
+    ]
+    return PeerToCoordinatorRoundReport(
+        round=plan.round, digests=tuple(digests), dropped=dropped, trouble="a link was slow" if missing else ""
+    )
+
+
+@dataclass
+class Worker:
+    """A member's process as the machine's callers see it. ``hung`` ones only ever say that they are there."""
+
+    number: int
+    key: int = 0
+    running: bool = False
+    hung: bool = False
+    round: int = 0
+    version: int | None = None
+    digest: bytes | None = None
+    left: Ranges = field(default_factory=list)
+    done: Ranges = field(default_factory=list)
+    offered: bool = False
+    """Its contribution to this round was accepted as it is now."""
+    last_ask: PeerToCoordinatorRequestLease | None = None
+
+    @property
+    def peer(self) -> str:
+        return peer_name(self.number)
+
+    @property
+    def tokens_done(self) -> int:
+        return count(self.done) * TOKENS_PER_SAMPLE
+
+    def forget(self) -> None:
+        self.version = self.digest = self.last_ask = None
+        self.left, self.done, self.offered = [], [], False
+
+
+def journaled(machine: RunMachine) -> dict[str, Any]:
+    """All that a journal has to bring back."""
+    current = machine.round
+    return {
+        "leases": machine.leases,
+        "answered": machine.answered,
+        "model": machine.model,
+        "anchor": (machine.anchor_version, machine.agreed_digest),
+        "verdict": (machine.chain, machine.verdict, machine.loss),
+        "counts": (machine.rounds_committed, machine.rounds_aborted, machine.tokens_committed),
+        "members": {
+            peer: (one.entry, one.device, one.alive, one.tokens_committed)
+            for peer, one in machine.membership.members.items()
+            if one.entry.role == "trainer"
+        },
+        "round": (current.number, current.plan, current.ranges, current.orphans, current.loss),
+        "phase": "open" if current.phase in ("waiting", "training") else current.phase,
+    }
+
+
+def compacted(facts: list[bytes]) -> list[bytes]:
+    """As the journal does it: a ``LeasesHeld`` stands for all grants before it."""
+    kinds = [type(f.unpack_fact(one)).__name__ for one in facts]
+    newest = max((i for i, kind in enumerate(kinds) if kind == "LeasesHeld"), default=0)
+    return [
+        one
+        for i, (one, kind) in enumerate(zip(facts, kinds, strict=True))
+        if i >= newest or kind not in ("LeaseGranted", "LeasesHeld")
+    ]
+
+
+class World:
+    """Every event goes through here; ``settle`` after it takes the facts and checks what must always hold."""
+
+    def __init__(self, run: RunFile, members: int = 0) -> None:
+        self.run = run
+        self.now_s = 1000.0
+        self.epoch = 10**6
+        self.journal: list[bytes] = []
+        self.facts: list[f.Fact] = []
+        self.machine = RunMachine(run, SIGNER.sign, self.now_s, self.epoch)
+        self.workers = [Worker(number) for number in range(8)]
+        self.committed: Ranges = []
+        self.verdicts: list[f.VerdictGiven] = []
+        self.archive = INITIAL
+        self._phase = "open"
+        self._planned: Ranges = []
+        self._ranges: dict[str, Ranges] = {}
+        self._roster = (-1, ())  # type: tuple[int, tuple[RosterEntry, ...]]
+        self._keys = 0
+        for number in range(members):
+            self.join(self.workers[number])
+            self.sync(self.workers[number])
+
+    # Events ---------------------------------------------------------------------------------------------
+
+    def join(self, worker: Worker, *, new_process: bool = True) -> None:
+        if new_process:
+            self._keys += 1
+            worker.key = self._keys
+        worker.forget()
+        worker.running = True
+        self.machine.join(entry(worker.number, worker.key), CPU, self.now_s)
+        self.machine.describe_model(worker.peer, MODEL)
+        self.settle()
+
+    def sync(self, worker: Worker) -> None:
+        """Fetch the state that the run is at, from others or from the disk, and say so."""
+        view = self.view(worker)
+        worker.version, worker.digest = view.anchor_version, view.state_digest or self.archive
+        worker.round = view.round
+        self.beat(worker)
+
+    def afresh(self, worker: Worker) -> None:
+        self.leave(worker)
+        self.join(worker, new_process=False)
+        self.sync(worker)
+
+    def leave(self, worker: Worker) -> None:
+        if self.admitted(worker):
+            self.machine.leave(worker.peer, "done", self.now_s)
+            self.machine.tick(self.now_s)
+        worker.running = False
+        worker.forget()
+        self.settle()
+
+    def admitted(self, worker: Worker) -> bool:
+        try:
+            return self.machine.require_member(entry(worker.number, worker.key).certificate.curve_key) == worker.peer
+        except NotAdmitted:
+            return False
+
+    def beat(self, worker: Worker, **claims: Any) -> None:
+        said = {
+            "round": worker.round,
+            "anchor_version": worker.version,
+            "state_digest": worker.digest,
+            "tokens_done": worker.tokens_done,
+            "tokens_per_s": 40.0,
+            "step_s": 0.5,
+        }
+        self.machine.heartbeat(worker.peer, heartbeat(**(said | claims)), self.now_s)
+        self.settle()
+
+    def ask(self, worker: Worker, samples: int) -> Ranges:
+        worker.last_ask = PeerToCoordinatorRequestLease(
+            round=worker.round, samples=samples, tokens_done=worker.tokens_done
+        )
+        return self.repeat_ask(worker)
+
+    def repeat_ask(self, worker: Worker) -> Ranges:
+        assert worker.last_ask is not None
+        ranges = self.machine.request_lease(worker.peer, worker.last_ask, self.now_s)
+        self.settle()
+        return ranges
+
+    def take(self, worker: Worker, ranges: Ranges) -> None:
+        worker.left += subtract(subtract(merge(ranges), merge(worker.left)), worker.done)
+
+    def train(self, worker: Worker, samples: int = 2) -> None:
+        """A step on the next batch, unless the contribution of this round is waiting already."""
+        if not worker.left or worker.offered:
+            return
+        start, stop = worker.left.pop(0)
+        middle = min(start + samples, stop)
+        if middle < stop:
+            worker.left.insert(0, (middle, stop))
+        worker.done = merge([*worker.done, (start, middle)])
+
+    def ready(self, worker: Worker, **claims: Any) -> None:
+        """Raises what the machine raises."""
+        said = {
+            "round": worker.round,
+            "anchor_version": worker.version or 0,
+            "state_digest": worker.digest or self.archive,
+            "weight_tokens": worker.tokens_done,
+            "ranges": to_wire(worker.done),
+            "loss": 2.5,
+        }
+        try:
+            self.machine.ready(worker.peer, PeerToCoordinatorRoundReady.model_validate(said | claims), self.now_s)
+            self.machine.tick(self.now_s)
+        finally:
+            self.settle()
+
+    def report(self, worker: Worker, **faults: tuple[int, ...]) -> None:
+        plan = self.machine.round.plan
+        if plan is not None:
+            faults["dropped"] = tuple(i for i in faults.get("dropped", ()) if i < len(plan.members))
+            self.machine.report(worker.peer, report(plan, **faults), self.now_s)
+            self.machine.tick(self.now_s)
+            self.settle()
+
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.machine.tick(self.now_s)
+        self.settle()
+
+    def pass_time(self, seconds: float) -> None:
+        """In ticks that are short enough not to count as the coordinator's own silence."""
+        for _ in range(round(seconds / 0.25)):
+            self.tick(0.25)
+
+    def restart(self, *, compact: bool = True) -> None:
+        """Kill the coordinator and start it from its journal."""
+        before = journaled(self.machine)
+        self.revive(compact=compact)
+        assert journaled(self.machine) == before
+
+    def crash_unwritten(self, seconds: float) -> None:
+        """Kill it between a decision and the journal."""
+        self.now_s += seconds
+        self.machine.tick(self.now_s)
+        self.revive()
+
+    def revive(self, *, compact: bool = True) -> None:
+        self.epoch += 10**6
+        self.machine = RunMachine(self.run, SIGNER.sign, self.now_s, self.epoch)
+        journal = compacted(self.journal) if compact else self.journal
+        self.machine.replay([f.unpack_fact(one) for one in journal], self.now_s)
+        assert self.machine.take_facts() == []
+        self.settle()
+
+    def view(self, worker: Worker) -> RunView:
+        return self.machine.view(worker.peer, self.now_s)
+
+    # A member that behaves --------------------------------------------------------------------------------
+
+    def behave(self, worker: Worker) -> None:
+        """One turn of its loop."""
+        try:
+            self._behave(worker)
+        except StaleWork:
+            self.afresh(worker)
+
+    def _behave(self, worker: Worker) -> None:
+        if not worker.running or not self.admitted(worker):
+            self.join(worker)
+            self.sync(worker)
+        self.conclude(worker)
+        self.beat(worker)
+        view = self.view(worker)
+        match view.phase:
+            case "training":
+                worker.offered = False
+                if not worker.left:
+                    self.take(worker, self.ask(worker, 6))
+                self.train(worker)
+            case "closing":
+                if not worker.offered:
+                    self.ready(worker)
+                    worker.offered = True
+            case "averaging":
+                assert view.plan is not None
+                weights = {one.peer: one.weight_tokens for one in view.plan.members}
+                if worker.offered and worker.peer in weights:
+                    assert weights[worker.peer] == worker.tokens_done
+                    self.report(worker)
+
+    def conclude(self, worker: Worker) -> None:
+        """Act on the verdict of the round that it worked for."""
+        view = self.view(worker)
+        if view.round == worker.round:
+            if view.state_digest is None or view.anchor_version != worker.version or worker.digest is None:
+                self.sync(worker)
+            return
+        verdict = view.verdict
+        if verdict is None or verdict.round != worker.round:
+            self.afresh(worker)
+            return
+        if verdict.committed:
+            assert verdict.plan is not None
+            if (verdict.plan.anchor_version, verdict.plan.state_digest) != (worker.version, worker.digest):
+                self.afresh(worker)
+                return
+            assert worker.digest is not None
+            worker.version, worker.digest = verdict.anchor_version, next_state(worker.digest)
+            if worker.offered and worker.peer in [one.peer for one in verdict.plan.members]:
+                worker.done = []
+        worker.offered = False
+        worker.round = verdict.round + 1
+
+    # What must hold ---------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        for fact in self.machine.take_facts():
+            self.journal.append(f.pack_fact(fact))
+            assert f.unpack_fact(self.journal[-1]) == fact
+            self.facts.append(fact)
+            self._follow(fact)
+        self.check()
+
+    def _follow(self, fact: f.Fact) -> None:
+        """The story that the facts tell must be one story."""
+        machine = self.machine
+        match fact:
+            case f.MemberJoined():
+                assert fact.entry.role == "trainer", "observers leave no traces"
+            case f.RoundClosing():
+                assert self._phase == "open"
+                assert fact.round == len(self.verdicts)
+                if machine.round.phase == "closing" and machine.round.number == fact.round:
+                    lead_s = 0 if self.run.algorithm == "virtual_batch" else machine.deadlines.announce_s / 2
+                    assert machine.round.closes_s >= self.now_s + lead_s
+                self._phase = "closing"
+            case f.RoundReopened():
+                assert (self._phase, fact.round) == ("closing", len(self.verdicts))
+                self._phase = "open"
+            case f.RoundPlanned():
+                assert self._phase == "closing"
+                self._check_plan(fact)
+                self._phase = "averaging"
+            case f.VerdictGiven():
+                self._check_verdict(fact)
+                self._phase = "open"
+
+    def _check_plan(self, fact: f.RoundPlanned) -> None:
+        plan, machine = fact.plan, self.machine
+        peers = [one.peer for one in plan.members]
+        assert plan.round == len(self.verdicts)
+        assert peers == sorted(set(peers))
+        self._ranges = {peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)}
+        for one in plan.members:
+            assert one.peer in machine.round.ready or machine.round.number != plan.round
+            assert one.weight_tokens == count(self._ranges[one.peer]) * TOKENS_PER_SAMPLE
+        at = 0
+        for part in plan.parts:
+            assert part.start == at < part.stop
+            assert part.owner < len(peers)
+            assert part.start % plan.chunk_elements == 0
+            at = part.stop
+        assert at == sum(spec.elements for spec in MODEL.layout)
+        if self.run.algorithm == "virtual_batch":
+            tokens = sum(one.weight_tokens for one in plan.members)
+            forced = self.now_s >= machine.round.opened_s + machine.goal().max_s
+            assert tokens == self.run.round.tokens or (tokens < self.run.round.tokens and forced)
+
+    def _check_verdict(self, fact: f.VerdictGiven) -> None:
+        verdict = fact.verdict
+        chain = self.verdicts[-1].verdict.chain if self.verdicts else genesis(self.run.hash)
+        committed = sum(one.verdict.committed for one in self.verdicts)
+        assert verdict.round == len(self.verdicts)
+        assert verdict.previous_chain == chain
+        assert verdict.anchor_version == committed + verdict.committed
+        check_verdict(verdict, SIGNER.public_key)
+        if verdict.committed:
+            assert self._phase == "averaging"
+            assert verdict.plan is not None
+            assert len(verdict.digests) == len(verdict.plan.parts)
+            fresh = [one for peer, ranges in self._ranges.items() if peer not in fact.lost for one in ranges]
+            assert count(subtract(merge(fresh), self.committed)) == count(fresh), "committed twice"
+            self.committed = merge([*self.committed, *fresh])
+            assert verdict.tokens == count(fresh) * TOKENS_PER_SAMPLE
+            self.archive = next_state(verdict.plan.state_digest)
+        else:
+            assert verdict.reason
+            assert verdict.tokens == 0
+        assert verdict.tokens_total == count(self.committed) * TOKENS_PER_SAMPLE
+        self.verdicts.append(fact)
+
+    def check(self) -> None:
+        machine = self.machine
+        leases, members = machine.leases, machine.membership
+        everything = sorted(
+            [*self.committed, *leases.pool, *(one for ranges in leases.held.values() for one in ranges)]
+        )
+        assert merge(everything) == ([(0, leases.fresh)] if leases.fresh else [])
+        assert count(everything) == leases.fresh, "a sample is in two places"
+        for peer in leases.held:
+            assert members.members[peer].is_trainer or peer in machine.round.orphans
+        assert machine.tokens_committed == count(self.committed) * TOKENS_PER_SAMPLE
+        assert sum(one.tokens_committed for one in members.members.values()) == machine.tokens_committed
+        assert machine.round.number == len(self.verdicts)
+        assert (machine.round.plan is not None) == (machine.round.phase == "averaging")
+        if self.run.algorithm == "virtual_batch":
+            assert leases.outstanding() * TOKENS_PER_SAMPLE <= self.run.round.tokens
+        version, roster = self._roster
+        assert members.roster_version >= version
+        assert members.roster() == roster or members.roster_version > version
+        self._roster = members.roster_version, members.roster()
+        view = machine.view(peer_name(0), self.now_s)
+        status = machine.status(self.now_s)
+        assert view.tokens_in_round == status.tokens_in_round
+        assert len(status.members) == sum(one.entry.role == "trainer" for one in members.members.values())
+
+    def refused(self, event: Any, *arguments: Any, **keywords: Any) -> bool:
+        try:
+            event(*arguments, **keywords)
+        except (StaleWork, WireError, NotAdmitted):
+            return True
+        finally:
+            self.settle()
+        return False
