@@ -248,7 +248,7 @@ class Session:
                 # Others may still need results that we hold.
                 self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
                 return False
-            if self._member.rejoined:
+            if self._member.rejoined and not self._stopping:
                 self._replica.start_afresh("the coordinator had given this peer up")
             elif self._is_due(0.0) or (self._stopping and view.phase == "closing"):
                 self._close_round()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.reducer import PartReducer
 from shoal.swarm.averaging.results import ResultStore, fetch_part
@@ -186,12 +185,10 @@ class AllReduce:
         reduced = await in_thread(reducer.reduce, index, own)
         self._feedback.include_exactly(start, stop)
         if reduced.error is not None:
-            # Only 1/share of what we add reaches the mean, so the error is added that many times over.
+            # Only 1/share of what we add reaches the mean, so the error is added that many times over. It stays
+            # finite: the weighted sum was, and is larger.
             total = sum(weights[member] for member in reduced.included)
-            try:
-                self._feedback.add_owner_error(start, reduced.error * (total / weights[self._me]))
-            except CodecError as error:
-                log.warning("round %d: the error of chunk %d is too large to keep: %s", self._plan.round, index, error)
+            self._feedback.add_owner_error(start, reduced.error * (total / weights[self._me]))
         await self._store.put(index, reduced.result)
 
     # Everybody else's ---------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ def owner_shares(bandwidths_bps: Sequence[float | None], can_own: Sequence[bool]
     """Each member's share of the elements, summing to 1.
 
     In proportion to bandwidth: every owner moves its part once for each other member, so this is what lets all
-    finish together. Unknown bandwidth counts as the median of the known ones; less than an eighth of the median,
-    or unreachable, owns nothing. When nobody can own, everybody who contributes does: a group of one needs no link.
+    finish together. Unknown bandwidth counts as the median of those that can own; less than an eighth of it, or
+    unreachable, owns nothing. When nobody can own, everybody who contributes does: a group of one needs no link.
     """
-    known = sorted(bps for bps in bandwidths_bps if bps)
+    known = sorted(bps for bps, able in zip(bandwidths_bps, can_own, strict=True) if bps and able)
     median = known[len(known) // 2] if known else 1.0
     weights = [
         0.0 if not able or (bps and bps < median / 8) else (bps or median)

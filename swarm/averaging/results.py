@@ -113,8 +113,6 @@ class ResultStore:
             try:
                 if unpack_mask(result, members):
                     mean[start:stop] = self.codec.decode(result[mask_bytes(members) :], stop - start)
-                else:
-                    self._void.add(index)
             except CodecError as error:
                 log.warning("chunk %d of round %d is void: %s", index, self.plan.round, error)
                 self._void.add(index)

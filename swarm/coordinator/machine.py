@@ -217,9 +217,11 @@ class RunMachine(RunState):
             self.round.closes_s = moment
 
     def _tick_closing(self, now_s: float) -> None:
-        """Whoever holds no samples brings none: nobody waits for them."""
-        ready = self.round.ready
-        awaited = [peer for peer in self.synced() if peer not in ready and peer in self.leases.held]
+        """Whoever holds no samples brings none: nobody waits for them. For holders not heard since our own restart,
+        everybody does."""
+        ready, members, synced = self.round.ready, self.membership.members, self.synced()
+        holders = [peer for peer in self.leases.held if peer in synced or members[peer].anchor_version is None]
+        awaited = [peer for peer in holders if peer not in ready]
         if not self.membership.trainers():
             self.record(f.RoundReopened(round=self.round.number))
         elif now_s >= self.round.closes_s + (self.deadlines.ready_s if awaited or not ready else 0.0):

@@ -1,6 +1,7 @@
 """Members and the coordinator are killed at named steps; the others go on, and who was killed comes back."""
 
 import signal
+from collections.abc import Sequence
 
 import pytest
 from tests.integration.harness import (
@@ -29,46 +30,49 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
-    ("step", "times"),
+    "deaths",
     [
-        ("ready", 1),
-        ("serving", 1),
-        ("serving", 3),
-        ("reducing", 1),
-        ("reducing", 2),
-        ("exchanged", 1),
-        ("reported", 1),
-        ("applying", 1),
+        ["ready 1", "serving 1", "serving 3"],
+        ["reducing 1", "reducing 2"],
+        ["exchanged 1", "reported 1", "applying 1"],
     ],
+    ids=["contributing", "reducing", "done"],
 )
-def test_a_member_is_killed(swarm: Swarm, step: str, times: int) -> None:
+def test_a_member_is_killed(swarm: Swarm, deaths: list[str]) -> None:
     host = swarm.host(run_toml())
-    armed = swarm.folder / "armed"
     others = swarm.members(host.invite, "a", "b")
-    doomed = swarm.member(host.invite, "doomed", (*DOOMED_MEMBER, step, str(times), str(armed)))
-    for member in [doomed, *others]:
-        member.committed(within_s=START_S + ROUNDS_S)
+    doomed = swarm.member(host.invite, "doomed")
+    arguments = doomed.command[doomed.command.index("join") :]
     peer = doomed.peer
-    armed.touch()
-    assert doomed.exit_code(ROUNDS_S) == KILLED, doomed.tail()
-    before = doomed.last_round()
-    for member in others:
-        member.committed(after=before + 1)
+    fatal: dict[str, int] = {}
+    for number, death in enumerate(deaths):
+        armed = swarm.folder / f"armed-{number}"
+        doomed.kill()
+        doomed.command = [*DOOMED_MEMBER, *death.split(), str(armed), *arguments]
+        doomed.start()
+        for member in [doomed, *others]:
+            member.committed(within_s=START_S + ROUNDS_S)
+        armed.touch()
+        assert doomed.exit_code(ROUNDS_S) == KILLED, doomed.tail()
+        fatal[death] = doomed.last_round() + 1
+        for member in others:
+            member.committed(after=fatal[death])
 
     # The same command, now with nothing that kills it.
-    doomed.command = [*SHOAL, *doomed.command[doomed.command.index("join") :]]
+    doomed.command = [*SHOAL, *arguments]
     doomed.start()
-    back = doomed.committed()
+    back = doomed.committed(within_s=START_S + ROUNDS_S)["round"]
     assert doomed.peer == peer
     for member in others:
-        member.event("committed", round=back["round"])
+        member.event("committed", round=back)
     verdicts = finish(host, [doomed, *others])
     assert [one for one in others if one.events("resync")] == [], "nobody else has lost anything"
-    fatal = verdicts[before + 1].verdict
-    assert fatal.plan is not None
-    if step in ("exchanged", "reported", "applying"):
-        assert fatal.committed, "all had its contribution"
-        assert peer in [member.peer for member in fatal.plan.members]
+    for death, number in fatal.items():
+        verdict = verdicts[number].verdict
+        assert verdict.plan is not None
+        if death.split()[0] in ("exchanged", "reported", "applying"):
+            assert verdict.committed, f"{death}: all had its contribution"
+            assert peer in [member.peer for member in verdict.plan.members]
 
 
 def test_members_are_killed_at_random_moments(swarm: Swarm) -> None:
@@ -91,10 +95,10 @@ def test_members_are_killed_at_random_moments(swarm: Swarm) -> None:
 # The coordinator --------------------------------------------------------------------------------------------
 
 
-def restart(host: Host) -> None:
-    """The same command, now with nothing that kills it."""
+def restart(host: Host, launcher: Sequence[str] = SHOAL) -> None:
+    """The same command again: same invite, port included."""
     invite = host.invite
-    host.command = [*SHOAL, *host.command[host.command.index("host") :]]
+    host.command = [*launcher, *host.command[host.command.index("host") :]]
     host.start()
     assert host.invite == invite
 
@@ -126,17 +130,17 @@ def test_the_coordinator_is_killed_while_members_train(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("fact", ["LeaseGranted", "RoundClosing", "RoundPlanned", "VerdictGiven"])
-def test_the_coordinator_is_killed_as_it_writes(swarm: Swarm, when: str, fact: str) -> None:
-    first_round = 0 if fact == "LeaseGranted" else 2
-    host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, fact, str(first_round)))
+def test_the_coordinator_is_killed_as_it_writes(swarm: Swarm, when: str) -> None:
+    facts = ["LeaseGranted", "RoundClosing", "RoundPlanned", "VerdictGiven"]
+    host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, facts[0], "0"))
     members = swarm.members(host.invite, "a", "b")
     pids = [member.pid for member in members]
-    assert host.exit_code(START_S + ROUNDS_S) == KILLED, host.tail()
-    ended = max(member.last_round() for member in members)
-    restart(host)
-    verdicts = goes_on(host, members, pids, ended)
-    assert len([one for one in verdicts if one.verdict.committed]) >= 2
+    for next_fact in [*facts[1:], None]:
+        assert host.exit_code(START_S + ROUNDS_S) == KILLED, host.tail()
+        ended = max(member.last_round() for member in members)
+        # Some rounds in between, so that each death finds the run at work.
+        restart(host, (*DOOMED_HOST, when, next_fact, str(ended + 3)) if next_fact else SHOAL)
+    goes_on(host, members, pids, ended)
 
 
 def test_the_coordinator_is_killed_with_a_member(swarm: Swarm) -> None:

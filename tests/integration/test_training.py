@@ -98,9 +98,7 @@ def test_an_own_training_loop(swarm: Swarm) -> None:
         options = ("--identity", str(where / "identity"), "--state", str(where / "state"))
         loops.append(swarm.command(label, sys.executable, str(OWN_LOOP), host.invite, *options))
     for loop in loops:
-        eventually(
-            f"{loop.label} commits a round", lambda loop=loop: "'committed'" in loop.text(), ROUNDS_S, loop.tail
-        )
+        eventually(f"{loop.label} commits a round", lambda loop=loop: "'committed'" in loop.text(), ROUNDS_S, loop.tail)
     for loop in loops:
         loop.interrupt()
     for loop in loops:

@@ -140,7 +140,6 @@ def test_no_call_is_left_hanging_whenever_the_end_comes() -> None:
         network.stop()
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_call_that_came_too_late_to_begin_is_not_left_hanging() -> None:
     """It was handed to the loop after its last turn."""
     network = NetworkThread(opened)
@@ -149,6 +148,8 @@ def test_a_call_that_came_too_late_to_begin_is_not_left_hanging() -> None:
     async def never_begins() -> None:
         pytest.fail("the loop had ended")
 
+    coroutine = never_begins()
+
     def end_at_once() -> None:
         loop = asyncio.get_running_loop()
         resource.failing.set()
@@ -156,7 +157,7 @@ def test_a_call_that_came_too_late_to_begin_is_not_left_hanging() -> None:
 
         async def last_turn(*args: Any) -> None:
             await original(*args)
-            future = asyncio.run_coroutine_threadsafe(never_begins(), loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
             network._calls.add(future)
             futures.append(future)
 
@@ -167,6 +168,7 @@ def test_a_call_that_came_too_late_to_begin_is_not_left_hanging() -> None:
     network._thread.join(10)
     assert futures
     assert futures[0].done()
+    coroutine.close()
     network.stop()
 
 

@@ -199,6 +199,19 @@ def test_an_owner_of_two_faces_aborts_the_round_for_all() -> None:
     run_virtual(main())
 
 
+def test_the_verdict_ends_an_exchange_that_goes_on() -> None:
+    async def main() -> None:
+        async with swarm(4, run_toml(40), ELEMENTS) as run:
+            run.network.faults.append(changed("result", run[0].peer, lambda data: data[:-4] + bytes(4), to=run[1].peer))
+            run.network.faults.append(stalled("result", run[0].peer, 0, to=run[3].peer))
+            outcomes = await together(*play_all(run, 0))
+            assert [type(one) for one in outcomes] == [CarryOn] * 4
+            assert now_s() < PATIENCE_S
+            assert not any(one.averager.feedback.in_round for one in run.members)
+
+    run_virtual(main())
+
+
 def test_who_lacks_committed_bytes_fetches_them_from_another() -> None:
     """The owner delivers to some, then dies."""
 
@@ -265,9 +278,11 @@ def test_who_comes_too_late_brings_it_to_the_next_round_by_its_weight() -> None:
             close(outcomes[0].mean, weighted(brought, [10, 10, 30, 10]))
             assert in_step(*run.members)
             # Once only.
-            outcomes = await together(*play_all(run, 20, [20, 20, 20]))
+            outcomes = await together(
+                run[0].play(contribution(20), 10), run[1].play(contribution(21), 10), late.play(contribution(22), 40)
+            )
             assert isinstance(outcomes[0], Committed)
-            mean = weighted([contribution(20 + index) for index in range(3)], [1, 1, 1])
+            mean = weighted([contribution(20 + index) for index in range(3)], [10, 10, 40])
             close(outcomes[0].mean, mean)
 
     run_virtual(main())
@@ -579,6 +594,26 @@ def test_a_report_is_made_once() -> None:
     run_virtual(main())
 
 
+def test_a_new_coordinator_gets_the_reports_that_the_old_one_had() -> None:
+    async def main() -> None:
+        async with swarm(3, run_toml(30), ELEMENTS) as run:
+            run.network.faults.append(stalled("result", run[1].peer, 2, to=run[2].peer))
+
+            async def restart() -> None:
+                await until(lambda: len(run.coordinator.machine.round.reports) == 2)
+                await asyncio.sleep(0.5)
+                run.coordinator.restart()
+                run.network.faults.clear()
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(restart())
+                outcomes = await together(*play_all(run, 0))
+            assert all(isinstance(one, Committed) for one in outcomes)
+            assert now_s() < 2 * PATIENCE_S, "long before it would have been overdue"
+
+    run_virtual(main())
+
+
 def test_leaving_and_joining_again_outlives_an_absence() -> None:
     async def main() -> None:
         async with swarm(1, run_toml(10), ELEMENTS) as run:
@@ -621,11 +656,12 @@ def test_only_the_latest_results_are_kept_and_none_of_aborted_rounds() -> None:
 def test_a_contribution_beyond_float32_is_refused_and_forgotten() -> None:
     async def main() -> None:
         async with swarm(1, run_toml(10), ELEMENTS) as run:
+            run[0].averager.feedback.load(torch.full((ELEMENTS,), 3e38))
             await run[0].work(10)
-            outcome = await run[0].average(torch.full((ELEMENTS,), float("inf")))
+            outcome = await run[0].average(torch.full((ELEMENTS,), 3e38))
             assert isinstance(outcome, OutOfDate)
             assert not run[0].averager.feedback.in_round
-            assert bool(run[0].averager.feedback.residual.isfinite().all())
+            assert not bool(run[0].averager.feedback.residual.any()), "or it would be refused for ever"
 
     run_virtual(main())
 

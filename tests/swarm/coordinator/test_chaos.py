@@ -194,7 +194,7 @@ class ExactChaos(Chaos):
     algorithm = "virtual_batch"
 
 
-_SETTINGS = settings(max_examples=300, stateful_step_count=40, deadline=None)
+_SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestChaos = Chaos.TestCase
 TestChaos.settings = _SETTINGS
 TestExactChaos = ExactChaos.TestCase

@@ -1,0 +1,79 @@
+"""``virtual_batch`` over several peers is synchronous training on the global batch: a plain PyTorch loop agrees."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.harness import (
+    HERE,
+    ROUNDS_S,
+    SHOAL,
+    START_S,
+    Swarm,
+    check_journal,
+    check_parity,
+    run_toml,
+)
+
+from shoal.peer.recipes import load_recipe
+from shoal.peer.sample_order import SampleOrder
+from shoal.swarm.run_file import parse_run_file
+
+pytestmark = pytest.mark.integration
+
+ROUNDS = 6
+BATCH = 96
+CONTEXT = 32
+
+
+def plain_loop(toml: str) -> dict[str, torch.Tensor]:
+    """One process, one optimizer, the batches in order."""
+    run = parse_run_file(toml)
+    recipe = load_recipe(run)
+    model, data = recipe.build_model(run.run.seed), recipe.training_data()
+    order = SampleOrder(len(data), run.run.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    for number in range(ROUNDS):
+        batch = data.batch(order.indices(number * BATCH, (number + 1) * BATCH))
+        optimizer.zero_grad()
+        recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_three_unequal_peers_equal_one_process(swarm: Swarm) -> None:
+    outer = 'optimizer = "adamw"\nlr = 2e-3\nweight_decay = 0.01'
+    toml = run_toml(
+        algorithm="virtual_batch", codec="float32", tokens=BATCH * CONTEXT, max_s=120, rounds=ROUNDS, outer=outer
+    )
+    host = swarm.host(toml)
+    slow = (sys.executable, str(HERE / "slow_member.py"))
+    members = [
+        swarm.member(host.invite, "slowest", (*slow, "0.3")),
+        swarm.member(host.invite, "slow", (*slow, "0.1")),
+    ]
+    members[0].event("synced", START_S)
+    # The fast one comes when the others are there: else it might do everything alone.
+    members.append(swarm.member(host.invite, "fast"))
+    for member in members:
+        assert member.exit_code(START_S + ROUNDS_S) == 0, member.tail()
+    host.stop()
+    check_parity(host, members)
+    verdicts = [one.verdict for one in check_journal(host)]
+    assert [one.tokens for one in verdicts] == [BATCH * CONTEXT] * ROUNDS
+    weights = {
+        tuple(member.weight_tokens for member in one.plan.members)
+        for one in verdicts
+        if one.plan and len(one.plan.members) == 3
+    }
+    assert weights, "all three have averaged together"
+
+    out = swarm.folder / "model.safetensors"
+    export = swarm.command("export", *SHOAL, "export", "--run", str(members[0].folder), "--out", str(out))
+    assert export.exit_code(START_S) == 0, export.tail()
+    trained, plain = load_file(out), plain_loop(toml)
+    assert trained.keys() == plain.keys()
+    for name in plain:
+        difference = torch.linalg.vector_norm(trained[name] - plain[name]) / torch.linalg.vector_norm(plain[name])
+        assert difference < 1e-5, name

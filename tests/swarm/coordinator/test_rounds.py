@@ -1,0 +1,248 @@
+import pytest
+from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer_name, report
+
+from shoal.swarm.coordinator.facts import MemberJoined
+from shoal.swarm.coordinator.membership import Member, Membership, majority
+from shoal.swarm.coordinator.rounds import Goal, Work, closing_moment, judge, plan_round, weighted_mean
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan
+
+DEADLINES = Deadlines(30.0)
+"""Heartbeats every 5 s, closings announced 10 s ahead."""
+
+GOAL = Goal(1000, 100.0, exact=False)
+EXACT = Goal(1000, 100.0, exact=True)
+
+
+def work(done: int, speed: float, step_s: float = 0.1, heard_s: float = 0.0, leased: int = 10**6) -> Work:
+    return Work(done, speed, step_s, heard_s, leased)
+
+
+def closes(goal: Goal, now_s: float, *works: Work) -> float | None:
+    return closing_moment(0.0, goal, works, now_s, DEADLINES)
+
+
+# Closing ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_announced_early() -> None:
+    assert closes(GOAL, 0.0, work(0, 10.0)) is None
+    assert closes(GOAL, 20.0, work(790, 10.0, heard_s=20.0)) is None
+
+
+def test_announced_ahead_where_all_together_reach_the_goal() -> None:
+    assert closes(GOAL, 20.0, work(500, 10.0, heard_s=20.0), work(300, 15.0, heard_s=20.0)) == pytest.approx(28.0)
+
+
+def test_extrapolates_from_the_last_heartbeat_but_not_for_ever() -> None:
+    assert closes(GOAL, 22.0, work(880, 10.0, heard_s=20.0)) == pytest.approx(32.0)
+    assert closes(GOAL, 60.0, work(800, 10.0, heard_s=20.0)) is None
+
+
+def test_never_in_the_past_and_with_time_to_hear_of_it() -> None:
+    assert closes(GOAL, 20.0, work(5000, 10.0, heard_s=20.0)) == 25.0
+    assert closes(GOAL, 500.0, work(0, 0.0, heard_s=500.0)) == 505.0
+
+
+def test_at_the_limit_whatever_is_done() -> None:
+    assert closes(GOAL, 89.0, work(0, 0.0, heard_s=89.0)) is None
+    assert closes(GOAL, 91.0, work(0, 0.0, heard_s=91.0)) == 100.0
+
+
+def test_speed_zero() -> None:
+    assert closes(GOAL, 10.0, work(1000, 0.0, heard_s=10.0)) == 15.0
+    assert closes(GOAL, 10.0, work(999, 0.0, heard_s=10.0)) is None
+
+
+def test_slow_steps_are_announced_earlier_but_not_beyond_patience() -> None:
+    assert closes(GOAL, 20.0, work(800, 10.0, heard_s=20.0)) is None
+    assert closes(GOAL, 20.0, work(800, 10.0, step_s=25.0, heard_s=20.0)) == pytest.approx(40.0)
+    assert closes(GOAL, 20.0, work(0, 10.0, step_s=1e9, heard_s=20.0)) is None
+
+
+def test_boasting_without_leases_closes_nothing() -> None:
+    assert closes(GOAL, 20.0, work(2**62, 1e18, heard_s=19.0, leased=0)) is None
+    assert closes(GOAL, 20.0, work(2**62, 1e18, heard_s=19.0, leased=400)) is None
+    assert closes(EXACT, 20.0, work(2**62, 1e18, heard_s=19.0, leased=999)) is None
+
+
+def test_tiny_speeds_do_not_overflow() -> None:
+    assert closes(GOAL, 20.0, work(0, 5e-324, heard_s=20.0)) is None
+
+
+def test_nobody_trained_before_the_round_was_opened() -> None:
+    late = work(900, 50.0, heard_s=96.0)
+    assert closing_moment(99.0, GOAL, [late], 100.0, DEADLINES) == pytest.approx(105.0)
+    assert late.tokens_at(100.0, 99.0) == 950.0
+    assert late.tokens_at(100.0, 0.0) == 1100.0
+
+
+def test_exact_rounds_close_when_all_is_done_and_not_before() -> None:
+    assert closes(EXACT, 20.0, work(999, 1000.0, heard_s=20.0)) is None
+    assert closes(EXACT, 20.0, work(600, 0.0), work(400, 0.0)) == 20.0
+    assert closes(EXACT, 95.0, work(999, 1.0, heard_s=95.0)) == 100.0
+    assert closes(EXACT, 120.0, work(999, 1.0, heard_s=120.0)) == 120.0
+
+
+# Plans --------------------------------------------------------------------------------------------------
+
+
+def ready(tokens: int, digest: bytes = INITIAL) -> PeerToCoordinatorRoundReady:
+    return PeerToCoordinatorRoundReady(
+        round=3, anchor_version=2, state_digest=digest, weight_tokens=tokens, ranges=(), loss=None
+    )
+
+
+def plan(
+    weights: dict[int, int], digests: dict[int, bytes] | None = None, members: dict[int, Member] | None = None
+) -> RoundPlan | None:
+    everybody = members or {number: Member(entry(number), CPU, 0.0) for number in weights}
+    says = {
+        peer_name(number): ready(tokens, (digests or {}).get(number, INITIAL)) for number, tokens in weights.items()
+    }
+    return plan_round(3, 2, 50_000, says, {peer_name(number): one for number, one in everybody.items()})
+
+
+def some_plan(weights: dict[int, int]) -> RoundPlan:
+    made = plan(weights)
+    assert made is not None
+    return made
+
+
+def test_a_plan_orders_by_peer_and_tiles() -> None:
+    made = some_plan({2: 30, 0: 10, 1: 20})
+    assert [one.peer for one in made.members] == [peer_name(number) for number in range(3)]
+    assert [one.weight_tokens for one in made.members] == [10, 20, 30]
+    assert (made.round, made.anchor_version, made.state_digest) == (3, 2, INITIAL)
+    assert made.parts[0].start == 0
+    assert made.parts[-1].stop == 50_000
+
+
+def test_one_member_alone() -> None:
+    made = some_plan({5: 1})
+    assert [(one.owner, one.start, one.stop) for one in made.parts] == [(0, 0, 50_000)]
+
+
+def test_without_work_no_plan() -> None:
+    assert plan({}) is None
+    assert plan({0: 0, 1: 0}) is None
+
+
+def test_only_those_with_work_that_are_still_here() -> None:
+    members = {0: Member(entry(0), CPU, 0.0), 1: Member(entry(1), CPU, 0.0)}
+    made = plan({0: 5, 1: 0, 2: 7}, members=members)
+    assert made is not None
+    assert [one.peer for one in made.members] == [peer_name(0)]
+
+
+def test_the_majority_of_those_with_work_decides_on_the_state() -> None:
+    other = b"o" * 32
+    made = plan({0: 1, 1: 1, 2: 1, 3: 0, 4: 0}, {0: other, 3: other, 4: other})
+    assert made is not None
+    assert made.state_digest == INITIAL
+    assert [one.peer for one in made.members] == [peer_name(1), peer_name(2)]
+
+
+def test_of_equals_the_first() -> None:
+    assert majority([b"b", b"a", b"a", b"b"]) == b"b"
+    assert majority([None, b"a", None]) == b"a"
+    assert majority([None]) is None
+
+
+@pytest.mark.parametrize("fault", ["unreachable", "fails"])
+def test_who_cannot_deliver_owns_nothing(fault: str) -> None:
+    members = {number: Member(entry(number), CPU, 0.0) for number in range(3)}
+    if fault == "unreachable":
+        members[1].entry = entry(1, reachable=False)
+    else:
+        members[1].delivers = False
+    made = plan({0: 1, 1: 1, 2: 1}, members=members)
+    assert made is not None
+    assert {one.owner for one in made.parts} == {0, 2}
+    assert len(made.members) == 3
+
+
+def test_losses_are_weighted_and_stay_between_them() -> None:
+    assert weighted_mean([(1.0, 1), (2.0, 3)]) == pytest.approx(1.75)
+    assert weighted_mean([]) is None
+    assert weighted_mean([(1e30, 3), (1e30, 7), (1e30, 2**62)]) == 1e30
+
+
+# Verdicts -----------------------------------------------------------------------------------------------
+
+PLAN = some_plan({0: 10, 1: 20, 2: 30})
+A, B, C = (peer_name(number) for number in range(3))
+
+
+def test_waits_for_everybody() -> None:
+    reports = {A: report(PLAN), B: report(PLAN)}
+    assert judge(PLAN, reports, {A, B, C}, overdue=False, enough=False) is None
+
+
+def test_committed_when_all_have_all() -> None:
+    judgement = judge(PLAN, {one: report(PLAN) for one in (A, B, C)}, {A, B, C}, overdue=False, enough=False)
+    assert judgement is not None
+    assert judgement.committed
+    assert judgement.digests == tuple(part_digest(PLAN, index) for index in range(3))
+
+
+def test_who_only_lacks_what_others_hold_is_not_waited_for_long() -> None:
+    reports = {A: report(PLAN), B: report(PLAN)}
+    assert judge(PLAN, reports, {A, B, C}, overdue=False, enough=True)
+    reports = {A: report(PLAN), B: report(PLAN, missing=(1,))}
+    assert judge(PLAN, reports, {A, B, C}, overdue=False, enough=True) is None
+
+
+def test_a_part_that_one_of_several_holds_is_not_safe() -> None:
+    reports = {A: report(PLAN), B: report(PLAN, missing=(0,)), C: report(PLAN, missing=(0, 1))}
+    judgement = judge(PLAN, reports, {A, B, C}, overdue=False, enough=False)
+    assert judgement is not None
+    assert not judgement.committed
+    assert judgement.reason == "1 of 3 parts did not arrive; a link was slow"
+    assert judgement.failed == (A,)
+
+
+def test_the_last_survivor_is_enough() -> None:
+    judgement = judge(PLAN, {C: report(PLAN)}, {C}, overdue=False, enough=False)
+    assert judgement is not None
+    assert judgement.committed
+
+
+def test_the_dead_hold_nothing() -> None:
+    reports = {A: report(PLAN), B: report(PLAN, missing=(1,)), C: report(PLAN, missing=(0, 1, 2))}
+    judgement = judge(PLAN, reports, {B, C}, overdue=False, enough=False)
+    assert judgement is not None
+    assert not judgement.committed
+    nobody = judge(PLAN, reports, set(), overdue=False, enough=False)
+    assert nobody is not None
+    assert nobody.reason.startswith("3 of 3 parts")
+
+
+def test_overdue() -> None:
+    judgement = judge(PLAN, {A: report(PLAN)}, {A, B, C}, overdue=True, enough=False)
+    assert judgement is not None
+    assert judgement.failed == (A, B, C)
+    assert judge(PLAN, {A: report(PLAN), B: report(PLAN)}, {A, B, C}, overdue=True, enough=False)
+
+
+def test_different_bytes_of_a_part_abort_at_once() -> None:
+    judgement = judge(PLAN, {A: report(PLAN), B: report(PLAN, wrong=(1,))}, {A, B, C}, overdue=False, enough=False)
+    assert judgement is not None
+    assert not judgement.committed
+    assert judgement.reason.startswith(B)
+    assert judgement.failed == (B,)
+
+
+# Membership ---------------------------------------------------------------------------------------------
+
+
+def test_deadlines_of_silence() -> None:
+    members = Membership()
+    for number in range(2):
+        members.join(MemberJoined(entry=entry(number), device=CPU), 10.0 * number)
+    assert members.silent(30.0, 30.0) == []
+    assert members.silent(31.0, 30.0) == [A]
+    members.lose(A)
+    assert members.silent(99.0, 30.0) == [B]
+    assert [one.peer for one in members.roster()] == [B]
+    assert members.roster_version == 3

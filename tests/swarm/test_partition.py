@@ -1,0 +1,74 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.swarm.averaging.partition import MAX_CHUNK_ELEMENTS, chunk_elements, owner_shares, split
+
+MEMBERS = st.lists(st.tuples(st.none() | st.floats(0, 1e18, allow_nan=False), st.booleans()), min_size=1, max_size=40)
+ELEMENTS = st.integers(1, 2**34)
+
+
+@given(ELEMENTS, st.integers(1, 256))
+def test_chunks_are_blocks_of_codecs(elements: int, members: int) -> None:
+    chunk = chunk_elements(elements, members)
+    assert chunk % 4096 == 0
+    assert 4096 <= chunk <= MAX_CHUNK_ELEMENTS == 2**18
+
+
+def test_chunk_sizes() -> None:
+    assert chunk_elements(2**30, 4) == 2**18
+    assert chunk_elements(2**20, 4) == 2**15
+    assert chunk_elements(100, 4) == 4096
+
+
+@given(MEMBERS)
+def test_shares(members: list[tuple[float | None, bool]]) -> None:
+    shares = owner_shares([bps for bps, _ in members], [able for _, able in members])
+    assert sum(shares) == pytest.approx(1.0)
+    assert all(share >= 0 for share in shares)
+    if any(able for _, able in members):
+        assert all(share == 0 for share, (_, able) in zip(shares, members, strict=True) if not able)
+
+
+@given(ELEMENTS, MEMBERS)
+def test_parts_tile_all_elements(elements: int, members: list[tuple[float | None, bool]]) -> None:
+    shares = owner_shares([bps for bps, _ in members], [able for _, able in members])
+    chunk = chunk_elements(elements, len(members))
+    parts = split(elements, shares, chunk)
+    assert parts == split(elements, list(shares), chunk)
+    assert parts[0][1] == 0
+    assert parts[-1][2] == elements
+    assert all(one[2] == other[1] for one, other in itertools.pairwise(parts))
+    assert all(start < stop and start % chunk == 0 for _, start, stop in parts)
+    assert [owner for owner, _, _ in parts] == sorted({owner for owner, _, _ in parts})
+    for owner, start, stop in parts:
+        assert shares[owner] > 0, "who owns nothing owns not even a remainder"
+        assert abs(stop - start - shares[owner] * elements) <= 2 * chunk
+
+
+def test_in_proportion_to_bandwidth() -> None:
+    assert owner_shares([10.0, 20.0, 10.0], [True] * 3) == [0.25, 0.5, 0.25]
+
+
+def test_unknown_bandwidth_counts_as_the_median() -> None:
+    assert owner_shares([10.0, 20.0, 30.0, None], [True] * 4) == [0.125, 0.25, 0.375, 0.25]
+    assert owner_shares([None, None], [True] * 2) == [0.5, 0.5]
+
+
+def test_slow_and_unreachable_own_nothing() -> None:
+    assert owner_shares([8.0, 8.0, 0.9], [True] * 3) == [0.5, 0.5, 0.0]
+    assert owner_shares([8.0, 8.0, 8.0], [True, False, True]) == [0.5, 0.0, 0.5]
+    assert owner_shares([1.0, 90.0, 90.0], [True, False, False]) == [1.0, 0.0, 0.0], "slow only beside other owners"
+
+
+def test_when_nobody_is_reachable_all_own() -> None:
+    assert owner_shares([5.0, None], [False, False]) == [0.5, 0.5]
+    assert owner_shares([None], [False]) == [1.0]
+
+
+def test_remainders_go_to_the_largest_and_the_last_part_is_short() -> None:
+    assert split(100, [0.5, 0.25, 0.25], 10) == [(0, 0, 50), (1, 50, 80), (2, 80, 100)]
+    assert split(95, [0.5, 0.5], 10) == [(0, 0, 50), (1, 50, 95)]
+    assert split(5, [0.3, 0.7], 10) == [(1, 0, 5)]
