@@ -96,9 +96,7 @@ def gloo_peer(pipe: Connection, store: str, elements: int, rounds: int) -> None:
     torch.set_num_threads(1)
     pipe.send("here")
     rank, size = pipe.recv()
-    dist.init_process_group(
-        "gloo", f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=size
-    )
+    dist.init_process_group("gloo", f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=size)
     for number in range(rounds):
         vector = torch.randn(elements, generator=torch.Generator().manual_seed(number))
         pipe.send("ready")

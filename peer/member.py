@@ -6,10 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +45,6 @@ class Progress:
     loss: float | None = None
 
 
-@dataclass
-class Work:
-    """Leases in hand that are not trained on yet; used on the event loop only."""
-
-    ranges: deque[SampleRange] = field(default_factory=deque)
-    refilling: bool = False
-
-    def samples(self) -> int:
-        return sum(one.stop - one.start for one in self.ranges)
-
-
 class Member:
     """Made with ``open``. Its coroutines run on the loop; the training thread awaits them by ``NetworkThread``."""
 
@@ -67,7 +55,6 @@ class Member:
         self.state: State | None = None
         self._averager: Averager | None = None
         self._tasks = tasks
-        self._work = Work()
         self._beat_now = asyncio.Event()
         self._next_save_s = 0.0
         self._saving = asyncio.Lock()
@@ -193,44 +180,22 @@ class Member:
 
     async def start_afresh(self) -> None:
         """Give everything back and join again, as somebody new with an old name."""
-        self._work.ranges.clear()
         self.state = None
         await self.client.rejoin()
         self.rejoined = False
 
     # Work ---------------------------------------------------------------------------------------------------
 
-    async def take_lease(self, samples: int) -> SampleRange | None:
-        """A range to train on, from the leases in hand; None when there is none now. Refills ahead of need."""
-        work = self._work
-        if not work.ranges:
-            await self._refill(samples)
-        elif not work.refilling and work.samples() < samples:
-            work.refilling = True
-            self._tasks.create_task(self._refill_ahead(samples))
-        return work.ranges.popleft() if work.ranges else None
-
-    async def _refill_ahead(self, samples: int) -> None:
-        try:
-            await self._refill(samples)
-        except LinkError as error:
-            log.debug("no lease ahead: %s", error)
-        finally:
-            self._work.refilling = False
-
-    async def _refill(self, samples: int) -> None:
+    async def lease(self, samples: int) -> tuple[SampleRange, ...]:
+        """Samples to train on, about so many; none when there is nothing to do now. Waits for the coordinator."""
         ask = PeerToCoordinatorRequestLease(
             round=self.progress.round, samples=samples, tokens_done=self.progress.tokens_done
         )
         try:
             answer = await self.client.ask(ask, CoordinatorToPeerLease)
         except NotAdmitted:
-            return  # the next heartbeat joins again
-        self._work.ranges.extend(answer.ranges)
-
-    def give_back(self, rest: SampleRange) -> None:
-        """An unused rest of a lease; comes first again."""
-        self._work.ranges.appendleft(rest)
+            return ()  # the next heartbeat joins again
+        return answer.ranges
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Until the round, its phase or its closing moment changes."""

@@ -264,12 +264,12 @@ class Session:
         per_lease = self._clock.tokens_per_s * self._member.client.deadlines.lease_s / self._replica.tokens_per_sample
         samples = max(1, round(per_lease / batch)) * batch
         try:
-            lease = self._network.call(self._member.take_lease(samples), interruptible=True)
-            if lease is not None:
-                self._replica.samples.add(lease.start, lease.stop)
-                return
-            self._set_activity("waiting")
-            self._network.call(self._member.wait_for_change(0.5), interruptible=True)
+            leased = self._network.call(self._member.lease(samples), interruptible=True)
+            for one in leased:
+                self._replica.samples.add(one.start, one.stop)
+            if not leased:
+                self._set_activity("waiting")
+                self._network.call(self._member.wait_for_change(0.5), interruptible=True)
         except Interrupted:
             log.debug("no lease any more: stopping")
 

@@ -153,15 +153,15 @@ def test_a_call_that_came_too_late_to_begin_is_not_left_hanging() -> None:
     def end_at_once() -> None:
         loop = asyncio.get_running_loop()
         resource.failing.set()
-        original = loop.shutdown_default_executor
+        original = loop.close
 
-        async def last_turn(*args: Any) -> None:
-            await original(*args)
+        def close() -> None:
             future = asyncio.run_coroutine_threadsafe(coroutine, loop)
             network._calls.add(future)
             futures.append(future)
+            original()
 
-        loop.shutdown_default_executor = last_turn  # type: ignore[method-assign, assignment]
+        loop.close = close  # type: ignore[method-assign]
 
     futures: list[Any] = []
     network.tell(end_at_once)

@@ -1,4 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -118,6 +119,22 @@ def test_a_replay_in_many_threads_is_accepted_once() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(attempt, range(64))) == 1
+
+
+def test_a_replay_while_the_first_is_being_decrypted(monkeypatch: pytest.MonkeyPatch) -> None:
+    opener, acceptor = ends("aes-256-gcm")
+    header, sealed = seal(opener, b"payload")
+    genuine = acceptor._receive
+
+    class Overtaken:
+        def decrypt_into(self, *args: Any) -> None:
+            monkeypatch.setattr(acceptor, "_receive", genuine)
+            assert unseal(acceptor, header, sealed) == b"payload"
+            genuine.decrypt_into(*args)
+
+    monkeypatch.setattr(acceptor, "_receive", Overtaken())
+    with pytest.raises(WireError, match="replayed"):
+        unseal(acceptor, header, sealed)
 
 
 def test_counters_never_repeat() -> None:

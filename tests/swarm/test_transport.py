@@ -650,9 +650,12 @@ async def test_a_fetch_that_is_given_up_frees_both_sides() -> None:
             async for index in stream:
                 if index == 4:
                     break
-        (ours,), (theirs,) = a.node._data._links.values(), b.node._data._links.values()
+            (ours,), (theirs,) = a.node._data._links.values(), b.node._data._links.values()
+            (serving,) = (stream.task for stream in theirs.outgoing.values())
         assert not ours.incoming
         await until(lambda: not theirs.outgoing)
+        assert serving is not None
+        await until(serving.done)  # though its source would have held it for ever
         assert await fetch(a, b, Sink(), range(5)) == list(range(5))
 
 
