@@ -31,8 +31,6 @@ from shoal.swarm.verdicts import chain_hash, signed_bytes
 Sign = Callable[[bytes], bytes]
 
 _MAX_ELEMENTS = 2**40
-_LEASED_ROUNDS = 64
-"""What one member can hold at most, in rounds' worth of samples (or batches, where those are larger)."""
 
 
 class RunMachine(RunState):
@@ -107,11 +105,12 @@ class RunMachine(RunState):
         if moved and self.round.moves_left and peer in self.round.ranges and peer not in self.round.reports:
             self.round.moves_left -= 1
             self.round.progress_s = now_s
-        if self.anchor_version == 0 and (self.agreed_digest is None or not self.synced()):
-            # The first to be here says what the run starts from; another one, when nobody has that any more.
-            digest = self.membership.common_digest(0)
+        first = self.anchor_version == 0 and self.agreed_digest is None
+        if first or (self.agreed_digest is not None and not self.synced() and not self.unheard()):
+            # The first to be here says what the run starts from; what nobody has any more cannot be gone on from.
+            digest = self.membership.common_digest(self.anchor_version)
             if digest is not None:
-                self.record(f.StateAgreed(anchor_version=0, digest=digest))
+                self.record(f.StateAgreed(anchor_version=self.anchor_version, digest=digest))
         if self.round.phase == "waiting" and self.synced():
             self.round.phase = "training"
             self.round.opened_s = now_s
@@ -134,20 +133,12 @@ class RunMachine(RunState):
         member.tokens_done = ask.tokens_done
         if self.round.phase not in ("training", "waiting") or peer not in self.synced() or self.model is None:
             return []
-        samples = min(ask.samples, self._lease_limit(peer))
+        samples = min(ask.samples, self.lease_limit(peer))
         if samples <= 0:
             return []
         ranges = self.leases.choose(samples)
         self.record(f.LeaseGranted(peer=peer, round=ask.round, tokens_done=ask.tokens_done, ranges=to_wire(ranges)))
         return ranges
-
-    def _lease_limit(self, peer: str) -> int:
-        batch, goal = self.run.inner.batch_samples, self.goal_samples()
-        if not self.goal().exact:
-            return _LEASED_ROUNDS * max(batch, goal) - count(self.leases.held.get(peer, []))
-        # Guided self-scheduling (Polychronopoulos & Kuck 1987): ever smaller, so that all finish together.
-        left = max(0, goal - self.leases.outstanding())
-        return min(left, max(batch, -(-left // (2 * len(self.synced())))))
 
     def ready(self, peer: str, ready: PeerToCoordinatorRoundReady, now_s: float) -> None:
         """A contribution is waiting. Raises ``StaleWork`` when its samples are not this peer's (any more)."""
@@ -217,11 +208,9 @@ class RunMachine(RunState):
             self.round.closes_s = moment
 
     def _tick_closing(self, now_s: float) -> None:
-        """Whoever holds no samples brings none: nobody waits for them. For holders not heard since our own restart,
-        everybody does."""
-        ready, members, synced = self.round.ready, self.membership.members, self.synced()
-        holders = [peer for peer in self.leases.held if peer in synced or members[peer].anchor_version is None]
-        awaited = [peer for peer in holders if peer not in ready]
+        """Whoever holds no samples brings none: nobody waits for them."""
+        ready, synced, unheard = self.round.ready, self.synced(), self.unheard()
+        awaited = [one for one in self.leases.held if one not in ready and (one in synced or one in unheard)]
         if not self.membership.trainers():
             self.record(f.RoundReopened(round=self.round.number))
         elif now_s >= self.round.closes_s + (self.deadlines.ready_s if awaited or not ready else 0.0):

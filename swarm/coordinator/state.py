@@ -19,6 +19,8 @@ from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
 _MAX_COUNT = 2**62
+_LEASED_ROUNDS = 64
+"""What one member can hold at most, in rounds' worth of samples (or batches, where those are larger)."""
 
 
 class RunState:
@@ -245,6 +247,20 @@ class RunState:
     def tokens_in_round(self) -> int:
         trainers = self.membership.trainers().items()
         return min(sum(min(one.tokens_done, self.leased_tokens(peer)) for peer, one in trainers), _MAX_COUNT)
+
+    def unheard(self) -> set[str]:
+        """Members with samples that have not told their state yet, as we restarted only just now."""
+        members = self.membership.members
+        return {peer for peer in self.leases.held if members[peer].alive and members[peer].anchor_version is None}
+
+    def lease_limit(self, peer: str) -> int:
+        """The most samples that this member gets now; may be negative."""
+        batch, goal = self.run.inner.batch_samples, self.goal_samples()
+        if not self.goal().exact:
+            return _LEASED_ROUNDS * max(batch, goal) - count(self.leases.held.get(peer, []))
+        # Guided self-scheduling (Polychronopoulos & Kuck 1987): ever smaller, so that all finish together.
+        left = max(0, goal - self.leases.outstanding())
+        return min(left, max(batch, -(-left // (2 * len(self.synced())))))
 
     def averaging(self) -> set[str]:
         """The plan's members that are still here, and never left."""

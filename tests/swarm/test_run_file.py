@@ -1,0 +1,279 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.swarm.errors import RunFileError
+from shoal.swarm.run_file import MAX_RUN_FILE_BYTES, RunFile, load_run_file, parse_run_file
+
+LEAST = """
+[run]
+name = "tiny"
+[recipe]
+name = "gpt"
+[round]
+tokens = 1000
+"""
+FULL = """
+# A comment.
+algorithm = "virtual_batch"
+codec = "float32"
+
+[recipe]
+name = "gpt"
+[recipe.settings]
+layers = 2
+dropout = 0.0
+names = ["a", "b"]
+nested = { deep = true }
+
+[run]
+name = "tiny"
+seed = 7
+tokens = 1_000_000
+[round]
+tokens = 1000
+max_s = 60
+[data]
+source = "text:*.md"
+[inner]
+betas = [0.8, 0.99]
+lr = 1
+"""
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(RunFileError) as refused:
+        parse_run_file(text, "some.toml")
+    message = str(refused.value)
+    assert message.startswith("some.toml: ")
+    return message.removeprefix("some.toml: ")
+
+
+def with_line(section: str, line: str) -> str:
+    """``LEAST`` with one more line in that section, or the line in place of the field's old one."""
+    if not section:
+        return line + "\n" + LEAST
+    header = f"[{section}]\n"
+    if header not in LEAST:
+        return f"{LEAST}{header}{line}\n"
+    field = line.split(" ")[0]
+    before, after = LEAST.split(header)
+    mine, _, rest = after.partition("[")
+    mine = "".join(old for old in mine.splitlines(keepends=True) if not old.startswith(f"{field} "))
+    return f"{before}{header}{mine}{line}\n" + (f"[{rest}" if rest else "")
+
+
+def test_defaults_of_every_section() -> None:
+    assert parse_run_file(LEAST).model_dump() == {
+        "run": {"name": "tiny", "seed": 0, "tokens": None, "rounds": None, "max_s": None},
+        "recipe": {"name": "gpt", "settings": {}},
+        "data": {"source": "stdlib", "tokens_per_sample": None, "held_out": 0.02},
+        "algorithm": "diloco",
+        "codec": "int8",
+        "inner": {
+            "optimizer": "adamw",
+            "lr": 4e-4,
+            "betas": (0.9, 0.95),
+            "momentum": 0.0,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "clip_norm": 1.0,
+            "batch_samples": 8,
+            "precision": "auto",
+        },
+        "schedule": {"kind": "constant", "warmup_tokens": 0, "final_factor": 0.1},
+        "outer": {
+            "optimizer": "nesterov",
+            "lr": 0.7,
+            "momentum": 0.9,
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+        },
+        "round": {"tokens": 1000, "max_s": 600.0, "patience_s": 20.0},
+    }
+
+
+def test_a_full_one() -> None:
+    run = parse_run_file(FULL)
+    assert run.recipe.settings == {"layers": 2, "dropout": 0.0, "names": ["a", "b"], "nested": {"deep": True}}
+    assert (run.inner.betas, run.inner.lr, run.round.max_s) == ((0.8, 0.99), 1.0, 60.0)
+    assert (run.algorithm, run.codec, run.data.source, run.run.tokens) == (
+        "virtual_batch",
+        "float32",
+        "text:*.md",
+        1_000_000,
+    )
+
+
+# The hash -----------------------------------------------------------------------------------------------
+
+
+def test_the_hash_is_of_the_content() -> None:
+    shuffled = """
+round = { patience_s = 20, tokens = 1000 }   # the default, written out
+recipe = { name = 'gpt' }
+codec = "int8"
+[run]
+seed = 0
+name = "tiny"
+"""
+    assert parse_run_file(shuffled).hash == parse_run_file(LEAST).hash
+    assert parse_run_file(LEAST.replace("\n", "\r\n")).hash == parse_run_file(LEAST).hash
+    assert len(parse_run_file(LEAST).hash) == 32
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("", 'codec = "float32"'),
+        ("run", 'name = "other"'),
+        ("run", "seed = 1"),
+        ("round", "tokens = 1001"),
+        ("round", "patience_s = 20.5"),
+        ("inner", "lr = 1e-3"),
+        ("outer", "momentum = 0.8"),
+        ("schedule", "final_factor = 0.2"),
+        ("data", "held_out = 0.03"),
+        ("recipe.settings", "width = 5"),
+    ],
+)
+def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
+    assert parse_run_file(with_line(section, line)).hash != parse_run_file(LEAST).hash
+
+
+def test_the_hash_of_this_release() -> None:
+    """Another default is another run: members of two releases must not meet without noticing."""
+    assert parse_run_file(LEAST).hash.hex()[:16] == "1234d3e5238c3e10"
+
+
+# Refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "expected"),
+    [
+        ("run", 'name = "Big Name"', r"run\.name: .*pattern"),
+        ("run", 'name = ""', r"run\.name: .*pattern"),
+        ("run", "seed = -1", r"run\.seed: .*greater than or equal to 0"),
+        ("run", "tokens = 0", r"run\.tokens: .*greater than 0"),
+        ("run", "rounds = 0", r"run\.rounds: .*greater than 0"),
+        ("run", "rounds = true", r"run\.rounds: .*valid integer"),
+        ("run", "max_s = 0", r"run\.max_s: .*greater than 0"),
+        ("run", "max_s = inf", r"run\.max_s: .*finite"),
+        ("run", "max_s = nan", r"run\.max_s: "),
+        ("run", "until = 5", r"run\.until: .*not permitted"),
+        ("recipe", "name = 5", r"recipe\.name: .*valid string"),
+        ("recipe", 'name = "a/b"', r"recipe\.name: .*pattern"),
+        ("recipe", "settings = 5", r"recipe\.settings: .*dictionary"),
+        ("recipe.settings", "when = 1979-05-27", r"recipe\.settings: when: expected a text"),
+        ("recipe.settings", "rate = nan", r"recipe\.settings: rate: expected .*finite number"),
+        ("recipe.settings", "many = [1, inf]", r"recipe\.settings: many\.1: expected"),
+        ("recipe.settings", "big = 9223372036854775808", r"recipe\.settings: big: expected"),
+        ("recipe.settings", "a.b.c.d.e.f.g.h = 1", r"recipe\.settings: a\.b.*at most 8 levels"),
+        ("data", 'source = ""', r"data\.source: .*at least 1"),
+        ("data", "tokens_per_sample = 0", r"data\.tokens_per_sample: .*greater than 0"),
+        ("data", "held_out = 0.5", r"data\.held_out: .*less than 0\.5"),
+        ("", 'algorithm = "adam"', r"algorithm: .*'diloco' or 'virtual_batch'"),
+        ("", 'codec = "zip"', r"codec: expected one of float32, .*int8.*, not 'zip'"),
+        ("", "speed = 5", r"speed: .*not permitted"),
+        ("inner", 'optimizer = "lion"', r"inner\.optimizer: .*'adamw' or 'sgd'"),
+        ("inner", "lr = 0", r"inner\.lr: .*greater than 0"),
+        ("inner", 'lr = "fast"', r"inner\.lr: .*valid number"),
+        ("inner", "betas = [0.9]", r"inner\.betas\.1: .*required"),
+        ("inner", "betas = [0.9, 1.0]", r"inner\.betas\.1: .*less than 1"),
+        ("inner", "momentum = 1", r"inner\.momentum: .*less than 1"),
+        ("inner", "eps = 0", r"inner\.eps: .*greater than 0"),
+        ("inner", "weight_decay = -1", r"inner\.weight_decay: .*greater than or equal to 0"),
+        ("inner", "clip_norm = 0", r"inner\.clip_norm: .*greater than 0"),
+        ("inner", "batch_samples = 0", r"inner\.batch_samples: .*greater than 0"),
+        ("inner", "batch_samples = 2.5", r"inner\.batch_samples: .*integer"),
+        ("inner", 'precision = "float16"', r"inner\.precision: .*'auto', 'float32' or 'bfloat16'"),
+        ("schedule", 'kind = "step"', r"schedule\.kind: .*'constant', 'cosine' or 'linear'"),
+        ("schedule", 'kind = "cosine"', r"schedule\.kind = 'cosine' needs run\.tokens"),
+        ("schedule", "warmup_tokens = -1", r"schedule\.warmup_tokens: .*greater than or equal to 0"),
+        ("schedule", "final_factor = 2", r"schedule\.final_factor: .*less than or equal to 1"),
+        ("outer", 'optimizer = "lamb"', r"outer\.optimizer: .*'nesterov', 'sgd' or 'adamw'"),
+        ("outer", "lr = 1e7", r"outer\.lr: .*less than or equal to 1000000"),
+        ("outer", "betas = 0.9", r"outer\.betas: .*tuple"),
+        ("round", "tokens = 0", r"round\.tokens: .*greater than 0"),
+        ("round", 'tokens = "many"', r"round\.tokens: .*valid integer"),
+        ("round", "max_s = 100_000", r"round\.max_s: .*less than or equal to 86400"),
+        ("round", "patience_s = 0.5", r"round\.patience_s: .*greater than or equal to 1"),
+        ("round", 'patience_s = "20"', r"round\.patience_s: .*valid number"),
+    ],
+)
+def test_a_refusal_names_the_field_and_what_is_expected(section: str, line: str, expected: str) -> None:
+    assert re.match(expected, refusal(with_line(section, line)))
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    message = refusal(LEAST.replace("1000", "0").replace('"tiny"', '"T"'))
+    assert "run.name: " in message
+    assert "round.tokens: " in message
+    assert refusal("") == "run: Field required; recipe: Field required; round: Field required"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run = ",
+        "[run",
+        'a = "\ud7ff',
+        "a = 1\na = 2",
+        "x = " + "[" * 50_000,
+        "x = " + "9" * 5000,
+        LEAST + "\0",
+    ],
+)
+def test_what_is_not_toml(text: str) -> None:
+    assert refusal(text).startswith("not valid TOML: ")
+
+
+def test_keys_that_would_eat_the_memory() -> None:
+    assert refusal(".".join("a" * 90_000) + " = 1").startswith("a key with more than 64 dots")
+    assert refusal("[" + ".".join("a" * 90_000) + "]").startswith("a key with more than 64 dots")
+    assert refusal("x = {" + ".".join("a" * 90_000) + " = 1}").startswith("a key with more than 64 dots")
+    parse_run_file("# " + "." * 100 + LEAST)
+
+
+# Files --------------------------------------------------------------------------------------------------
+
+
+def test_load(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(FULL)
+    text, run = load_run_file(path)
+    assert text == FULL
+    assert run == parse_run_file(FULL)
+    path.write_bytes(b"\xef\xbb\xbf" + FULL.encode())
+    assert load_run_file(path) == (text, run)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.toml", tmp_path):
+        with pytest.raises(RunFileError, match=re.escape(f"{path}: cannot be read: ")):
+            load_run_file(path)
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(LEAST.encode() + b"# caf\xe9")
+    with pytest.raises(RunFileError, match=r"latin\.toml: cannot be read: .*utf-8"):
+        load_run_file(latin)
+
+
+def test_huge_files(tmp_path: Path) -> None:
+    path = tmp_path / "huge.toml"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(RunFileError, match=rf"huge\.toml: larger than {MAX_RUN_FILE_BYTES} bytes"):
+        load_run_file(path)
+    largest = LEAST + "#" * (MAX_RUN_FILE_BYTES - len(LEAST))
+    assert parse_run_file(largest) == parse_run_file(LEAST)
+    assert "larger than" in refusal(largest + "#")
+
+
+def test_a_run_file_never_changes() -> None:
+    run = parse_run_file(LEAST)
+    with pytest.raises(ValueError, match="frozen"):
+        run.codec = "float32"
+    assert RunFile.model_validate(run.model_dump()) == run
