@@ -109,11 +109,11 @@ def row(name: str, loss: float, tokens: int, sent: float, ddp: float, trained: T
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--steps", type=int, default=600, help="steps on the global batch")
+    arguments.add_argument("--steps", type=int, default=300, help="steps on the global batch")
     arguments.add_argument("--inner-steps", type=int, default=30, help="of diloco, between two rounds (H)")
     arguments.add_argument("--lr", type=float, default=2e-3)
     options = arguments.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
     alone = parse_run_file(run_toml("virtual_batch", "float32", options.steps, 1, options.lr))
     recipe = load_recipe(alone)

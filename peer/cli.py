@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +32,8 @@ app = typer.Typer(
 )
 console = Console()
 errors = Console(stderr=True)
+
+_FILES = 8192
 
 InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=… (quote it: it contains ?)")]
 IdentityOption = Annotated[Path, typer.Option(help="Ed25519 identity; made when it is missing.")]
@@ -158,12 +161,21 @@ def demo_command(
     raise typer.Exit(run_demo(DemoOptions(peers, minutes, json, out), console))
 
 
+def _allow_many_files() -> None:
+    """Every member takes some sockets; macOS allows 256 files by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _memory(text: str) -> int | None:
     return parse_memory(text) if text else None
 
 
 def main() -> None:
     """The ``shoal`` command."""
+    _allow_many_files()
     try:
         app()
     except ShoalError as error:

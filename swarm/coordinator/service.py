@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -171,7 +172,7 @@ class CoordinatorService:
             certificate=message.certificate,
             name=message.name,
             role=message.role,
-            host=message.host or channel.remote_host,
+            host=await _numeric(message.host, message.control_port) or channel.remote_host,
             control_port=message.control_port,
             data_port=message.data_port,
             reachable=False,
@@ -271,3 +272,19 @@ class CoordinatorService:
             self.machine.require_member(channel.remote_key)
             status: CoordinatorToPeerStatus = self.machine.status(time.monotonic())
         return status
+
+
+async def _numeric(host: str, port: int) -> str:
+    """The address of a host name; empty when there is none in time.
+
+    Looked up here, in a thread: libzmq would do it on the one that moves everybody's bytes, at each member again."""
+    if not host:
+        return ""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_DIAL_BACK_S):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (TimeoutError, OSError, UnicodeError) as error:
+        log.info("a member calls itself %r, which has no address: %s", host, error)
+        return ""
+    return str(found[0][4][0])

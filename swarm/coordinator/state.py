@@ -58,7 +58,7 @@ class RunState:
 
     def replay(self, journal: list[f.Fact], now_s: float) -> None:
         """Take over a journal; whoever was alive gets the whole patience to be heard again."""
-        self.now_s = self.round.opened_s = now_s
+        self.now_s = now_s
         for fact in journal:
             self._apply(fact)
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from slow_member import slow_down
+
 from shoal.peer.cli import main
 from shoal.peer.replica import Replica
 from shoal.swarm.averaging.allreduce import AllReduce, _ContributionSource
@@ -107,6 +109,7 @@ STEPS = {step.__name__: step for step in (ready, serving, reducing, exchanged, r
 
 if __name__ == "__main__":
     _, step, times, armed, *arguments = sys.argv
+    slow_down(0.02)
     STEPS[step](Doom(int(times), Path(armed)))
     sys.argv = ["shoal", *arguments]
     main()

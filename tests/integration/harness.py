@@ -26,6 +26,9 @@ from shoal.swarm.verdicts import genesis
 
 HERE = Path(__file__).parent
 SHOAL = (sys.executable, "-m", "shoal.peer")
+CALM = (sys.executable, str(HERE / "slow_member.py"), "0.02")
+"""``shoal`` that rests between steps, to leave the cores to the processes that are starting."""
+
 DOOMED_MEMBER = (sys.executable, str(HERE / "doomed_member.py"))
 DOOMED_HOST = (sys.executable, str(HERE / "doomed_host.py"))
 LOOPBACK = "127.0.0.1:0"
@@ -280,7 +283,7 @@ class Swarm:
         self,
         invite: str,
         label: str,
-        launcher: Sequence[str] = SHOAL,
+        launcher: Sequence[str] = CALM,
         identity: Path | None = None,
         cwd: Path | None = None,
     ) -> Member:
@@ -291,8 +294,8 @@ class Swarm:
         more = ["--bind", LOOPBACK, "--threads", "1", "--device", "cpu", "--log-json", str(folder / "events.jsonl")]
         return self._add(Member(label, [*launcher, "join", invite, *options, *more], folder, cwd or folder))
 
-    def members(self, invite: str, *labels: str) -> list[Member]:
-        return [self.member(invite, label) for label in labels]
+    def members(self, invite: str, *labels: str, launcher: Sequence[str] = CALM) -> list[Member]:
+        return [self.member(invite, label, launcher) for label in labels]
 
     def command(self, label: str, *command: str, cwd: Path | None = None) -> Process:
         """Anything else, such as ``shoal status``."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from tests.integration.harness import (
+    CALM,
     DOOMED_HOST,
     DOOMED_MEMBER,
     KILLED,
@@ -59,7 +60,7 @@ def test_a_member_is_killed(swarm: Swarm, deaths: list[str]) -> None:
             member.committed(after=fatal[death])
 
     # The same command, now with nothing that kills it.
-    doomed.command = [*SHOAL, *arguments]
+    doomed.command = [*CALM, *arguments]
     doomed.start()
     back = doomed.committed(within_s=START_S + ROUNDS_S)["round"]
     assert doomed.peer == peer

@@ -11,6 +11,7 @@ import pytest
 from tests.integration.harness import (
     HERE,
     ROUNDS_S,
+    SHOAL,
     START_S,
     Member,
     Swarm,
@@ -113,7 +114,7 @@ def test_strangers(swarm: Swarm) -> None:
         assert words in said["text"]
         assert said["seconds"] < SOON_S, said
     # The command line makes exit codes of them.
-    refused(swarm.member(wrong_key, "wrong-key"), WrongKey, "check the invite")
+    refused(swarm.member(wrong_key, "wrong-key", SHOAL), WrongKey, "check the invite")
     launcher = (sys.executable, str(HERE / "other_version.py"))
     refused(swarm.member(host.invite, "version", launcher), ProtocolMismatch, "same release")
 

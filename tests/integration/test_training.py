@@ -28,7 +28,7 @@ OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 def test_three_peers_agree_bit_for_bit(swarm: Swarm) -> None:
     rounds = 8
     host = swarm.host(run_toml(rounds=rounds, tokens=12_000, max_s=10))
-    members = swarm.members(host.invite, "a", "b", "c")
+    members = swarm.members(host.invite, "a", "b", "c", launcher=SHOAL)
     members[0].event("synced", START_S)
     status = swarm.command("status", *SHOAL, "status", "--json", host.invite)
     assert status.exit_code(START_S) == 0, status.tail()
@@ -52,7 +52,7 @@ def test_three_peers_agree_bit_for_bit(swarm: Swarm) -> None:
 def test_exports_of_the_live_run_and_of_a_saved_state_are_the_same(swarm: Swarm) -> None:
     # One long round: the anchor stays the same while it is fetched.
     host = swarm.host(run_toml(max_s=3600))
-    member = swarm.member(host.invite, "a")
+    member = swarm.member(host.invite, "a", SHOAL)
     member.event("synced", START_S)
     live, saved = swarm.folder / "live.safetensors", swarm.folder / "saved.safetensors"
     export = swarm.command("export", *SHOAL, "export", "--run", host.invite, "--out", str(live))

@@ -316,6 +316,17 @@ def test_a_repeated_request_is_answered_after_the_verdict_too() -> None:
     assert world.repeat_ask(worker) == expected
 
 
+def test_a_new_process_does_not_get_the_answer_of_the_one_before() -> None:
+    world = World(run_file(), 2)
+    averaging(world)
+    worker = world.workers[1]
+    before = world.machine.answered[worker.peer]
+    world.join(worker)
+    assert world.machine.leases.holds(worker.peer, [(one.start, one.stop) for one in before.ranges])
+    worker.last_ask = PeerToCoordinatorRequestLease(round=0, samples=6, tokens_done=before.tokens_done)
+    assert world.repeat_ask(worker) == []
+
+
 def test_no_leases_without_state_model_or_round() -> None:
     world = World(run_file())
     ask = PeerToCoordinatorRequestLease(round=0, samples=4, tokens_done=0)
@@ -369,6 +380,15 @@ def test_a_view_counts_what_is_credible() -> None:
     world.beat(world.workers[1], tokens_done=2**62)
     view, status = world.view(world.workers[0]), world.machine.status(world.now_s)
     assert view.tokens_in_round == status.tokens_in_round == 4 * TOKENS_PER_SAMPLE
+
+
+def test_work_of_an_earlier_round_may_be_committed_already() -> None:
+    world = World(run_file(), 1)
+    work(world, 0, 4)
+    world.beat(world.workers[0])
+    assert world.view(world.workers[0]).tokens_in_round == 40
+    world.beat(world.workers[0], round=5)
+    assert world.view(world.workers[0]).tokens_in_round == 0
 
 
 # Ready --------------------------------------------------------------------------------------------------
