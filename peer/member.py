@@ -28,6 +28,7 @@ from shoal.swarm.messages import (
     RunView,
     SampleRange,
 )
+from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Member:
         async with Node.open(keys, bind[0], ports, admit) as node:
             client = CoordinatorClient(node, identity, keys, invite, describe())
             await client.join()
-            async with asyncio.TaskGroup() as tasks:
+            async with task_scope() as tasks:
                 member = cls(node, client, tasks)
                 beats = tasks.create_task(member._beat())
                 try:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
+from shoal.swarm.tasks import leaf
+
 _INTERRUPT_POLL_S = 0.2
 
 
@@ -52,8 +54,10 @@ class NetworkThread(Generic[R]):
         """Make the calls that allow it, now and later, raise ``Interrupted``; from any thread or signal handler."""
         self._interrupted.set()
 
-    def call(self, coroutine: Coroutine[Any, Any, T], *, interruptible: bool = False) -> T:
-        """Run it in the loop and wait. Raises what it raises, or what ended the network thread meanwhile."""
+    def call(self, coroutine: Coroutine[Any, Any, T], *, interruptible: bool | Callable[[], bool] = False) -> T:
+        """Run it in the loop and wait. Raises what it raises, or what ended the network thread meanwhile.
+
+        ``interruptible``: whether ``interrupt`` may end the wait, or a function that says whether it may now."""
         with self._lock:
             loop = self._loop
             if loop is None:
@@ -73,13 +77,11 @@ class NetworkThread(Generic[R]):
         finally:
             self._calls.discard(future)
 
-    def _wait(self, future: concurrent.futures.Future[T], interruptible: bool) -> T:
-        while interruptible:
-            if self._interrupted.is_set():
+    def _wait(self, future: concurrent.futures.Future[T], interruptible: bool | Callable[[], bool]) -> T:
+        while not future.done():
+            if self._interrupted.is_set() and (interruptible() if callable(interruptible) else interruptible):
                 raise Interrupted
-            done, _ = concurrent.futures.wait((future,), timeout=_INTERRUPT_POLL_S)
-            if done:
-                break
+            concurrent.futures.wait((future,), timeout=_INTERRUPT_POLL_S)
         return future.result()
 
     def tell(self, callback: Callable[[], object]) -> None:
@@ -104,7 +106,7 @@ class NetworkThread(Generic[R]):
         try:
             asyncio.run(self._run())
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
-            self._failure = _leaf(error)
+            self._failure = leaf(error)
         # The loop is closed: what it was given last has not even begun.
         if not self._started.done():
             self._started.set_exception(self._failure or _not_running())
@@ -119,7 +121,7 @@ class NetworkThread(Generic[R]):
                 await self._stop.wait()
         except BaseException as error:
             # Before the loop cancels the calls that are under way, so that they know why.
-            self._failure = _leaf(error)
+            self._failure = leaf(error)
             raise
         finally:
             with self._lock:
@@ -128,10 +130,3 @@ class NetworkThread(Generic[R]):
 
 def _not_running() -> RuntimeError:
     return RuntimeError("the network thread is not running")
-
-
-def _leaf(error: BaseException) -> BaseException:
-    """The first single error inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -90,7 +90,7 @@ class Replica:
             corpus_about=data.about if data else "",
             tokens_per_sample=self.tokens_per_sample,
         )
-        self._network.call(self._member.describe(model))
+        self._network.call(self._member.describe(model), interruptible=True)
 
     def sync(self, *, afresh: bool = False) -> None:
         """Get the run's current state: what we hold if it is that, else from others. Raises ``Interrupted``."""
@@ -108,7 +108,7 @@ class Replica:
         log.warning("starting again from the anchor: %s", reason)
         self._emit("resync", reason=reason)
         self.samples.forget()
-        self._network.call(self._member.start_afresh())
+        self._network.call(self._member.start_afresh(), interruptible=True)
         self.sync(afresh=True)
 
     # Rounds -------------------------------------------------------------------------------------------------
@@ -129,7 +129,8 @@ class Replica:
             ranges=self.samples.done_ranges(),
             loss=self.samples.mean_loss(),
         )
-        outcome = self._network.call(self._member.average(offer))
+        # Without a coordinator there may be no verdict for a long time: who wants to go, need not wait for it.
+        outcome = self._network.call(self._member.average(offer), interruptible=self._coordinator_is_away)
         match outcome:
             case Committed():
                 self._apply(outcome)
@@ -169,6 +170,9 @@ class Replica:
             bytes_sent=self._member.node.meter.sent_bytes,
             bytes_received=self._member.node.meter.received_bytes,
         )
+
+    def _coordinator_is_away(self) -> bool:
+        return self._member.client.coordinator_is_away
 
     def _enter_round(self, number: int) -> None:
         self.round = number

@@ -250,8 +250,11 @@ class Session:
                 return False
             if self._member.rejoined and not self._stopping:
                 self._replica.start_afresh("the coordinator had given this peer up")
+            elif view.must_resync and not self._stopping:
+                self._replica.start_afresh("its state is not the run's")
             elif self._is_due(0.0) or (self._stopping and view.phase == "closing"):
-                self._close_round()
+                if not self._close_round():
+                    return False
             elif self._stopping:
                 return False
             elif self._replica.samples.left:
@@ -294,9 +297,15 @@ class Session:
             return False
         return (step_s == 0.0 and not self._replica.samples.left) or time.monotonic() + step_s > closes_at_s
 
-    def _close_round(self) -> None:
-        self._replica.close_round()
-        self._clock.reset()
+    def _close_round(self) -> bool:
+        """Returns False when the wait for its end was given up, to stop."""
+        try:
+            self._replica.close_round()
+        except Interrupted:
+            return False
+        finally:
+            self._clock.reset()
+        return True
 
     def _say_goodbye(self, replica: Replica) -> None:
         meter, state = self._member.node.meter, replica.state

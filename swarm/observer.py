@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
     CoordinatorToPeerStatus,
     DeviceInfo,
     PeerToCoordinatorGetStatus,
+    PeerToCoordinatorHeartbeat,
 )
+from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 
 _NOBODY = DeviceInfo(kind="none", name="observer", memory_bytes=0)
@@ -22,7 +26,7 @@ _NOBODY = DeviceInfo(kind="none", name="observer", memory_bytes=0)
 async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
     """Join as an observer under a throw-away identity; leaves at the end. Raises the errors of a join.
 
-    Observers are on the roster, so members serve them, and are forgotten after the run's patience.
+    Observers are on the roster, so members serve them; nobody journals or counts them.
     """
     keys, identity = CurveKeys.fresh(), Identity.generate()
     me = MemberInfo("observer", "observer", _NOBODY, ports=(1, 1))
@@ -33,10 +37,36 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
     async with Node.open(keys, "127.0.0.1", (0, None), admit) as node:
         client = CoordinatorClient(node, identity, keys, invite, me)
         await client.join()
-        try:
-            yield client
-        finally:
-            await client.leave("observed")
+        async with task_scope() as tasks:
+            beats = tasks.create_task(_stay(client))
+            try:
+                yield client
+            finally:
+                beats.cancel()
+                await client.leave("observed")
+
+
+async def _stay(client: CoordinatorClient) -> None:
+    """Heartbeats with nothing in them: fetching a large model takes longer than the run's patience."""
+    nothing = PeerToCoordinatorHeartbeat(
+        round=0,
+        activity="observing",
+        anchor_version=None,
+        state_digest=None,
+        tokens_done=0,
+        tokens_per_s=0.0,
+        step_s=0.0,
+        loss=None,
+        chunks_moved=0,
+        bytes_sent=0,
+        bytes_received=0,
+        bandwidth_bps=0.0,
+        roster_version=0,
+    )
+    while True:
+        await asyncio.sleep(client.deadlines.heartbeat_s)
+        with suppress(LinkError):
+            await client.heartbeat(nothing)
 
 
 async def get_status(invite: Invite) -> CoordinatorToPeerStatus:

@@ -39,6 +39,7 @@ from shoal.swarm.messages import (
     RosterEntry,
 )
 from shoal.swarm.run_file import RunFile
+from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class CoordinatorService:
 
         async with Node.open(identity.coordinator_keys(), address[0], (address[1], None), admit) as node:
             service = cls(run_toml, run, identity, node, journal)
-            async with asyncio.TaskGroup() as tasks:
+            async with task_scope() as tasks:
                 loops = [tasks.create_task(service._tick()), tasks.create_task(service._push())]
                 try:
                     yield service

@@ -5,6 +5,7 @@ Nothing here sleeps for a fixed time: tests wait for an event, a line or an exit
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -40,6 +41,9 @@ ROUNDS_S = 60.0
 LEAVE_S = 20.0
 KILLED = -signal.SIGKILL
 STOPPED_AT_ONCE = 130
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
 
 Event = dict[str, Any]
 T = TypeVar("T")
@@ -101,6 +105,12 @@ def eventually(what: str, look: Callable[[], T | None], within_s: float, about: 
         time.sleep(0.02)
 
 
+def _end_with_parent() -> None:
+    """Where there is such a thing: SIGKILL when pytest itself is killed. The fixture cleans up in all other cases."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Process:
     """One process with its log and, if it writes any, its events. ``again`` starts the same command anew."""
 
@@ -126,6 +136,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 cwd=self._cwd,
                 process_group=0,  # a Ctrl-C in the terminal is for pytest
+                preexec_fn=_end_with_parent,
             )
 
     @property
