@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import parser, publish
+from common import entry_of, parser, publish
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import get_codec
@@ -56,16 +56,7 @@ async def _shoal_peer(pipe: Connection, codec_name: str, elements: int, rounds: 
         return node.knows_key(key)
 
     async with Node.open(keys, "127.0.0.1", (0, 0), admit) as node:
-        me = RosterEntry(
-            peer=identity.peer_id,
-            certificate=identity.certify(keys),
-            name="bench",
-            role="trainer",
-            host="127.0.0.1",
-            control_port=node.control_port,
-            data_port=node.data_port,
-            reachable=True,
-        )
+        me = entry_of(node, identity, keys)
         pipe.send(me.model_dump())
         roster = tuple(RosterEntry.model_validate(one) for one in await asyncio.to_thread(pipe.recv))
         node.update_roster(roster)

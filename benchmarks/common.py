@@ -17,6 +17,9 @@ from rich.table import Table
 
 from shoal.peer.demo_child import Child
 from shoal.peer.export import export_model
+from shoal.swarm.identity import CurveKeys, Identity
+from shoal.swarm.messages import RosterEntry
+from shoal.swarm.transport import Node
 
 console = Console()
 
@@ -26,6 +29,20 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=about)
     made.add_argument("--json", type=Path, help="write machine, rows and ratios to this file")
     return made
+
+
+def entry_of(node: Node, identity: Identity, keys: CurveKeys) -> RosterEntry:
+    """How others find this node on loopback."""
+    return RosterEntry(
+        peer=identity.peer_id,
+        certificate=identity.certify(keys),
+        name="bench",
+        role="trainer",
+        host="127.0.0.1",
+        control_port=node.control_port,
+        data_port=node.data_port,
+        reachable=True,
+    )
 
 
 def machine() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from common import parser, publish
+from common import entry_of, parser, publish
 
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.messages import Blob, RosterEntry
@@ -54,16 +54,7 @@ async def _shoal_end(pipe: Connection, chunks: int, receives: bool) -> None:
         return node.knows_key(key)
 
     async with Node.open(keys, "127.0.0.1", (0, 0), admit) as node:
-        me = RosterEntry(
-            peer=identity.peer_id,
-            certificate=identity.certify(keys),
-            name="bench",
-            role="trainer",
-            host="127.0.0.1",
-            control_port=node.control_port,
-            data_port=node.data_port,
-            reachable=True,
-        )
+        me = entry_of(node, identity, keys)
         pipe.send(me.model_dump())
         other = RosterEntry.model_validate(await asyncio.to_thread(pipe.recv))
         node.update_roster((me, other))
