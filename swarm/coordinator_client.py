@@ -233,10 +233,7 @@ class CoordinatorClient:
 
     def _require_place(self) -> None:
         if self._superseded:
-            raise Superseded(
-                "the same identity joined this run from another process, which goes on in our place; "
-                "to run two on one machine, give one of them its own --identity FILE"
-            )
+            raise Superseded
 
     async def admit(self, curve_key: bytes) -> bool:
         """Whether a caller's key is on the roster; asks for a fresh one when it is not."""

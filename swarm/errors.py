@@ -133,6 +133,13 @@ class Superseded(LinkError):
 
     exit_code = 25
 
+    def __init__(self, message: str = "") -> None:
+        super().__init__(
+            message
+            or "the same identity joined this run from another process, which goes on in our place; "
+            "to run two on one machine, give one of them its own --identity FILE"
+        )
+
 
 class RunEnded(LinkError):
     """The run is over; there is nothing left to train."""

@@ -12,7 +12,7 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, to_wire
 from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, plan_round, weighted_mean
 from shoal.swarm.coordinator.state import RunState
-from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, WireError
+from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, Superseded, WireError
 from shoal.swarm.messages import (
     DeviceInfo,
     PeerToCoordinatorDescribeModel,
@@ -46,6 +46,7 @@ class RunMachine(RunState):
     def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float) -> None:
         """Admit a member. The same identity with another key is a new process: the old one's work is free again."""
         self.now_s = now_s
+        self.refuse_replaced(entry.certificate.curve_key)
         if self.round.phase == "ended" and entry.role == "trainer":
             raise RunEnded(f"the run {self.run.run.name} is over; `shoal export` still gives its model")
         known = self.membership.members.get(entry.peer)
@@ -93,11 +94,17 @@ class RunMachine(RunState):
             self.record(f.MemberLost(peer=peer, reason=reason or "left"))
 
     def require_member(self, curve_key: bytes) -> str:
-        """The live member that holds this key. Raises ``NotAdmitted``."""
+        """The live member that holds this key. Raises ``NotAdmitted``, or ``Superseded`` for its predecessor."""
+        self.refuse_replaced(curve_key)
         for peer, member in self.membership.members.items():
             if member.alive and member.entry.certificate.curve_key == curve_key:
                 return peer
         raise NotAdmitted("not a member of this run (any more): join again")
+
+    def refuse_replaced(self, curve_key: bytes) -> None:
+        """Raises ``Superseded``: two processes of one identity would put each other out for ever."""
+        if curve_key in self.membership.replaced:
+            raise Superseded
 
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
         self.now_s = now_s

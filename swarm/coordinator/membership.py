@@ -57,12 +57,16 @@ class Membership:
 
     members: dict[str, Member] = field(default_factory=dict)
     roster_version: int = 0
+    replaced: set[bytes] = field(default_factory=set)
+    """CURVE keys of processes in whose place another one of the same identity has joined."""
 
     def join(self, fact: MemberJoined, now_s: float) -> None:
         earlier = self.members.get(fact.entry.peer)
         member = Member(fact.entry, fact.device, now_s)
         if earlier is not None:
             member.tokens_committed = earlier.tokens_committed
+            if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
+                self.replaced.add(earlier.entry.certificate.curve_key)
         self.members[fact.entry.peer] = member
         self.roster_version += 1
 

@@ -17,6 +17,7 @@ from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.errors import LinkError, NotAdmitted, StorageError, UnknownRun
 from shoal.swarm.identity import Identity, verify_certificate
+from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
     Acknowledged,
     CoordinatorToPeerJoinAccepted,
@@ -107,7 +108,7 @@ class CoordinatorService:
         facts = self.machine.take_facts()
         if facts:
             try:
-                await asyncio.to_thread(self._journal.write, facts)
+                await in_thread(self._journal.write, facts)  # never cut short: the journal is closed next
             except StorageError as error:
                 if not self._broken.done():
                     self._broken.set_exception(error)
@@ -179,6 +180,7 @@ class CoordinatorService:
             reachable=False,
         )
         entry = entry.model_copy(update={"reachable": await self._is_reachable(entry)})
+        self.machine.refuse_replaced(channel.remote_key)
         await self._retire_earlier(peer, channel.remote_key)
         async with self._lock:
             self.machine.join(entry, message.device, time.monotonic())

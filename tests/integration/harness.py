@@ -33,6 +33,7 @@ CALM = (sys.executable, str(HERE / "slow_member.py"), "0.02")
 DOOMED_MEMBER = (sys.executable, str(HERE / "doomed_member.py"))
 DOOMED_HOST = (sys.executable, str(HERE / "doomed_host.py"))
 LOOPBACK = "127.0.0.1:0"
+SLOW_DISK_HOST = (sys.executable, str(HERE / "slow_disk_host.py"))
 
 START_S = 40.0
 """For a process to come up, and for a few rounds, on a machine that is busy with other tests."""

@@ -11,6 +11,7 @@ from tests.integration.harness import (
     KILLED,
     ROUNDS_S,
     SHOAL,
+    SLOW_DISK_HOST,
     START_S,
     STOPPED_AT_ONCE,
     Host,
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.integration
 @pytest.mark.parametrize(
     "deaths",
     [
-        ["ready 1", "serving 1", "serving 3"],
+        ["ready 1", "serving 3"],
         ["reducing 1", "reducing 2"],
         ["exchanged 1", "reported 1", "applying 1"],
     ],
@@ -118,20 +119,9 @@ def goes_on(host: Host, members: list[Member], pids: list[int], ended: int) -> l
     return verdicts
 
 
-def test_the_coordinator_is_killed_while_members_train(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(max_s=4))
-    members = swarm.members(host.invite, "a", "b")
-    pids = [member.pid for member in members]
-    for member in members:
-        member.committed(within_s=START_S + ROUNDS_S)
-    host.kill()
-    ended = max(member.last_round() for member in members)
-    restart(host)
-    goes_on(host, members, pids, ended)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_coordinator_is_killed_as_it_writes(swarm: Swarm, when: str) -> None:
+    # While members train, as they are told to stop, as they average, and at the end of it.
     facts = ["LeaseGranted", "RoundClosing", "RoundPlanned", "VerdictGiven"]
     host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, facts[0], "0"))
     members = swarm.members(host.invite, "a", "b")
@@ -203,6 +193,14 @@ def test_ctrl_c_on_the_host_and_the_same_command_again(swarm: Swarm) -> None:
     ended = max(member.last_round() for member in members)
     restart(host)
     goes_on(host, members, pids, ended)
+
+
+def test_ctrl_c_on_the_host_does_not_cut_the_journal_short(swarm: Swarm) -> None:
+    host = swarm.host(run_toml(), launcher=SLOW_DISK_HOST)
+    swarm.member(host.invite, "member")
+    host.says("writing MemberJoined", START_S)
+    host.stop()
+    assert "written MemberJoined" in host.text()
 
 
 def test_the_same_identity_twice(swarm: Swarm) -> None:

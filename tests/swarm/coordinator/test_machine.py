@@ -17,7 +17,7 @@ from tests.swarm.coordinator.world import (
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.machine import first_difference
-from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, WireError
+from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, Superseded, WireError
 from shoal.swarm.messages import MAX_MEMBERS, PeerToCoordinatorRequestLease, RoundPlan, SampleRange, TensorSpec
 
 
@@ -81,7 +81,7 @@ def test_a_new_process_takes_the_place_and_the_work_is_free_again() -> None:
     world.join(world.workers[0])
     assert lost(world) == [(peer_name(0), "joined again")]
     assert world.machine.leases.pool == [(0, 4)]
-    with pytest.raises(NotAdmitted, match="join again"):
+    with pytest.raises(Superseded, match="another process"):
         world.machine.require_member(old)
 
 

@@ -1,0 +1,26 @@
+"""``shoal``, but every entry in the journal takes half a second; it says so: ``slow_disk_host.py host RUN.toml …``."""
+
+import time
+from collections.abc import Sequence
+
+from shoal.peer.cli import main
+from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.journal import Journal
+
+
+def slow_down() -> None:
+    real = Journal.write
+
+    def write(self: Journal, facts: Sequence[Fact]) -> None:
+        kinds = " ".join(type(fact).__name__ for fact in facts)
+        print("writing", kinds, flush=True)
+        time.sleep(0.5)
+        real(self, facts)
+        print("written", kinds, flush=True)
+
+    Journal.write = write  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    slow_down()
+    main()
