@@ -109,8 +109,6 @@ def _left(event: Event) -> str:
 
 
 def _member_joined(event: Event) -> str:
-    if event.get("role") == "observer":
-        return f"{event.get('name')} ({event.get('peer')}) looks at the run"
     return f"{event.get('name')} ({event.get('peer')}) joined with {event.get('device')}"
 
 

@@ -87,7 +87,6 @@ def test_a_late_joiner_gets_the_state_and_takes_part_in_the_next_round(swarm: Sw
     assert len(missed) <= 1, "the round it came into may close without it, the next one does not"
 
 
-@pytest.mark.skipif(not OWN_LOOP.exists(), reason="examples/own_loop.py is not there")
 def test_an_own_training_loop(swarm: Swarm) -> None:
     pytest.importorskip("sklearn", reason="the example classifies scikit-learn's digits")
     toml = OWN_LOOP.with_name("digits.toml").read_text()

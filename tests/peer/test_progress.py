@@ -243,12 +243,6 @@ def test_a_plan_carries_the_tokens_of_its_members() -> None:
     assert (planned["members"], planned["tokens"], planned["parts"]) == (list(PEERS), [100, 101], 2)
 
 
-def test_observers_are_not_shown_as_peers() -> None:
-    event = describe_fact(f.MemberJoined(entry=entry(role="observer"), device=DEVICE))
-    assert event is not None
-    assert "looks at the run" in sentence(event)
-
-
 @pytest.mark.parametrize(
     "event",
     [
