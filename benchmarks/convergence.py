@@ -25,6 +25,7 @@ from shoal.peer.schedule import lr_factor
 from shoal.swarm.run_file import RunFile, parse_run_file
 
 PEERS = 4
+VARIANTS = ("virtual_batch float32", "diloco float32", "diloco int8")
 BATCH = 8
 CONTEXT = 64
 
@@ -109,7 +110,8 @@ def row(name: str, loss: float, tokens: int, sent: float, ddp: float, trained: T
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=3200, help="steps on the global batch")
-    arguments.add_argument("--inner-steps", type=int, default=32, help="of diloco, between two rounds (H)")
+    arguments.add_argument("--inner-steps", type=int, default=40, help="of diloco, between two rounds (H)")
+    arguments.add_argument("--only", action="append", choices=VARIANTS, help="beside the one process; may be repeated")
     arguments.add_argument("--lr", type=float, default=4e-3)
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -124,13 +126,13 @@ def main() -> None:
     assert alone.run.tokens is not None
     rows = [row("one process, float32 data-parallel's bytes", single_loss, alone.run.tokens, ddp, ddp, None)]
     ratios: dict[str, float] = {}
-    variants = [("virtual_batch", "float32", 1), ("diloco", "float32", options.inner_steps)]
-    variants.append(("diloco", "int8", options.inner_steps))
+    per_round = {"virtual_batch": 1, "diloco": options.inner_steps}
+    wanted = [variant for variant in VARIANTS if not options.only or variant in options.only]
     with tempfile.TemporaryDirectory() as folder:
-        for algorithm, codec, steps_a_round in variants:
-            name = f"{algorithm} {codec}"
+        for name in wanted:
+            algorithm, codec = name.split()
             console.print(f"{name}: {PEERS} peers")
-            toml = run_toml(algorithm, codec, options.steps, steps_a_round, options.lr)
+            toml = run_toml(algorithm, codec, options.steps, per_round[algorithm], options.lr)
             trained = train_swarm(toml, PEERS, Path(folder) / name.replace(" ", "-"), 3600)
             loss = recipe.held_out_loss(read_model(trained.model), "cpu")
             sent = sum(trained.bytes_sent) / len(trained.bytes_sent)
