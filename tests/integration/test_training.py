@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.harness import (
+    LEAVE_S,
     ROUNDS_S,
     SHOAL,
     START_S,
@@ -100,4 +101,4 @@ def test_an_own_training_loop(swarm: Swarm) -> None:
     for loop in loops:
         loop.interrupt()
     for loop in loops:
-        loop.exit_code(ROUNDS_S)
+        loop.exit_code(LEAVE_S)

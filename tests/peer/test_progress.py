@@ -69,12 +69,12 @@ VERDICT = Verdict(
 ABORTED = VERDICT.model_copy(update={"committed": False, "reason": "1 of 2 parts arrived nowhere", "loss": None})
 
 
-def entry(name: str = "dolphin", role: Any = "trainer") -> RosterEntry:
+def entry(name: str = "dolphin") -> RosterEntry:
     return RosterEntry(
         peer=PEERS[0],
         certificate=Certificate(identity_key=bytes(32), curve_key=bytes(32), signature=bytes(64)),
         name=name,
-        role=role,
+        role="trainer",
         host="192.0.2.1",
         control_port=1,
         data_port=2,
