@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -24,12 +25,13 @@ class CodecError(ValueError):
 class Codec(Protocol):
     """Tensor to bytes to tensor. Stateless, so one object serves any number of threads at once.
 
-    Decoding is deterministic to the bit: every machine that decodes the same bytes holds the same floats.
+    Decoding is deterministic to the bit: every machine that decodes the same bytes holds the same floats. Each
+    codec's wire layout stands in its module, and golden vectors in the tests hold it.
     """
 
     @property
     def name(self) -> str:
-        """The name in run files and messages."""
+        """The name in run files and messages, options included: ``int8``, ``topk(k=32)``."""
         ...
 
     def packed_bytes(self, n: int) -> int:
@@ -37,19 +39,59 @@ class Codec(Protocol):
         ...
 
     def encode(self, values: Tensor) -> Tensor:
-        """Pack ``values``, ``(n,) float32``, contiguous, on the CPU, into ``(packed_bytes(n),) uint8``.
+        """Pack ``values``, ``(n,) float32``, contiguous, into ``(packed_bytes(n),) uint8`` on the same device.
 
-        The result never shares memory with ``values``. Raises CodecError when a value is NaN or infinite.
+        The result never shares memory with ``values``. Raises CodecError, which says where, when a value is NaN
+        or infinite.
         """
         ...
 
-    def decode(self, packed: Packed, n: int) -> Tensor:
-        """Unpack ``n`` values into a new ``(n,) float32``, each of them finite.
+    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
+        """Pack ``values + residual`` and leave in ``residual``, ``(n,) float32``, what the packing lost.
+
+        ``corrected = values + residual``; the result is ``encode(corrected)``, and ``residual`` becomes
+        ``corrected - decode(result)``, each operation rounded once. ``values`` stays as it is. Raises CodecError
+        when ``corrected`` is not finite; ``residual`` is as before then.
+        """
+        ...
+
+    def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
+        """Unpack ``n`` values into ``out``, ``(n,) float32``, contiguous, or a new tensor; each of them finite.
 
         The result never shares memory with ``packed``. Raises CodecError when ``packed`` is not
-        ``packed_bytes(n)`` long, or when a value in it is NaN or infinite: the bytes may be hostile.
+        ``packed_bytes(n)`` long, or when a value in it is NaN or infinite: the bytes may be hostile. What
+        ``out`` holds then is undefined.
         """
         ...
+
+    def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
+        """``total += weight * decode(packed)``, for ``total``, ``(n,) float32``: the product rounded, then the sum.
+
+        ``weight`` is rounded to float32 first. Raises CodecError as ``decode`` does, with ``total`` unchanged.
+        """
+        ...
+
+
+class WholeTensorCodec(ABC):
+    """``encode_residual`` and ``accumulate`` in terms of a codec's ``encode`` and ``decode``: right, not fast."""
+
+    @abstractmethod
+    def encode(self, values: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor: ...
+
+    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
+        """See ``Codec.encode_residual``."""
+        corrected = checked_values(values) + residual
+        packed = self.encode(corrected)
+        torch.sub(corrected, self.decode(packed, corrected.numel()), out=residual)
+        return packed
+
+    def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
+        """See ``Codec.accumulate``."""
+        decoded = self.decode(packed, total.numel())
+        total.add_(decoded.mul_(float(np.float32(weight))))
 
 
 def checked_range(values: Tensor) -> tuple[float, float]:
