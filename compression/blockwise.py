@@ -1,120 +1,266 @@
-"""Block-wise quantization to int8, each block of values with a scale of its own.
+"""Block-wise quantization to int8 and int4, each block of values with a scale of its own.
 
-After Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), but linear.
+After Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), but linear. On the CPU
+compiled kernels do it where there are any (``fast.py``), else torch in tiles that stay in the cache; elsewhere torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import CodecError, Packed, checked_range, checked_values, packed_tensor
+from shoal.compression import fast
+from shoal.compression.codec import (
+    CodecError,
+    Packed,
+    checked_out,
+    checked_values,
+    first_bad,
+    packed_tensor,
+    rounded_weight,
+)
 
-_LARGEST_CODE = 127
-_FLOAT_MAX = torch.finfo(torch.float32).max
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# The largest float32 whose product with 127 is still finite; one bit more would decode to infinity.
-_LARGEST_SCALE = float(torch.nextafter(torch.tensor(_FLOAT_MAX / _LARGEST_CODE), torch.tensor(0.0)))
-# Up to here no code, -128 included, can decode to infinity.
-_SAFE_SCALE = _FLOAT_MAX / 128
-_SMALLEST_SCALE_BITS = 0x00800000
+_ABSOLUTE = 0x7FFFFFFF
 _LARGEST_FINITE_BITS = 0x7F7FFFFF
+_SMALLEST_NORMAL_BITS = 0x00800000
+_FLOAT_MAX = torch.finfo(torch.float32).max
+_TINY = torch.finfo(torch.float32).tiny
+_TILE = 1 << 16
+"""Values that the torch path handles at a time on the CPU: with its temporaries they stay in the second-level cache."""
 
 
-class Int8Blockwise:
-    """Symmetric int8 with one float32 scale a block: ``scale = max|x| / 127``, ``code = round(x / scale)``.
+class Blockwise:
+    """Symmetric int8 or int4 with one float32 scale a block: ``scale = max|x| / q``, ``code = round(x * (q / max|x|))``.
 
-    Rounds to nearest, ties to even; ``|x - decoded| <= scale / 2``, but for the rounding of float32 itself.
-    The last block may be short. A block whose scale would be subnormal (``max|x| < 127 * 2**-126``) gets
-    scale 0 and decodes to zeros, so machines that flush subnormals agree with those that do not.
+    ``q`` is 127 or 7. Rounds to nearest, ties to even: ``|x - decoded| <= scale / 2``, but for the rounding of
+    float32 itself. With a ``seed`` rounding is stochastic: up with the probability of the fraction, drawn from a hash
+    of seed, block maximum and position, so that the same values give the same bytes. The last block may be short. A
+    block whose scale would be subnormal gets scale 0 and decodes to zeros, so machines that flush subnormals agree
+    with those that do not.
 
-    Packed layout, ``blocks = ceil(n / block)``, everything little-endian::
+    Packed layout, version 1, ``blocks = ceil(n / block)``, everything little-endian::
 
         offset 0            blocks x float32   the scales: 0, or normal and positive
-        offset 4 * blocks   n x int8           the codes, -127 .. 127
+        offset 4 * blocks   int8: n x int8, the codes -127 .. 127
+                            int4: ceil(n / 2) x uint8, two codes + 8 each (1 .. 15), the even position's in the
+                            low four bits; after an odd last one the high bits are 8
     """
 
-    def __init__(self, block: int = 256) -> None:
-        if block < 1:
-            raise ValueError(f"block is the number of values that share a scale, at least 1, not {block}")
+    def __init__(self, bits: int = 8, block: int | None = None, seed: int | None = None) -> None:
+        if bits not in DEFAULT_BLOCK:
+            raise CodecError(f"block-wise codes have 8 or 4 bits, not {bits}")
+        block = DEFAULT_BLOCK[bits] if block is None else block
+        if not 2 <= block <= 2**20 or block % 2:
+            raise CodecError(f"block is the number of values that share a scale, even, 2 to 2**20, not {block}")
+        if seed is not None and not 0 <= seed < 2**32:
+            raise CodecError(f"the seed of stochastic rounding is 0 to 2**32 - 1, not {seed}")
+        self.bits = bits
         self.block = block
+        self.seed = seed
+        self._largest = 2 ** (bits - 1) - 1
+        self._smallest_bits = _bits_of(self._largest * _TINY)
+        # The largest float32 whose product with the largest code is still finite.
+        self._largest_scale = float(torch.nextafter(torch.tensor(_FLOAT_MAX / self._largest), torch.tensor(0.0)))
+        # Up to here no code, the lowest included, can decode to infinity.
+        self._safe_scale = _FLOAT_MAX / (self._largest + 1)
 
     @property
     def name(self) -> str:
-        """``int8`` with the block that runs use, 256; other blocks, which the registry lacks, show theirs."""
-        return "int8" if self.block == 256 else f"int8/{self.block}"
+        """``int8`` or ``int4``, with the options that are not the default's."""
+        options = [] if self.block == DEFAULT_BLOCK[self.bits] else [f"block={self.block}"]
+        options += [] if self.seed is None else [f"seed={self.seed}"]
+        return f"int{self.bits}" + (f"({','.join(options)})" if options else "")
 
     def packed_bytes(self, n: int) -> int:
-        """One byte a value and four a block."""
-        return 4 * self._blocks(n) + n
+        """One byte a value, or half of one, and four a block."""
+        return 4 * self._blocks(n) + self._code_bytes(n)
+
+    # Encoding -----------------------------------------------------------------------------------------------
 
     def encode(self, values: Tensor) -> Tensor:
         """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError for NaN or infinity."""
         values = checked_values(values)
-        n = values.numel()
-        packed = torch.empty(self.packed_bytes(n), dtype=torch.uint8)
-        scales, codes = self._split(packed, n)
-        for rows, row_scales, row_codes in zip(
-            self._rows(values), self._rows_of_scales(scales, n), self._rows(codes), strict=True
-        ):
-            _encode_rows(rows, row_scales, row_codes)
+        packed = self._new(values)
+        scales, codes = self._split(packed, values.numel())
+        kernels = self._kernels(values)
+        if kernels is None:
+            self._encode_tiles(values, scales, codes)
+        else:
+            bad = kernels.encode(values.numpy(), scales.numpy(), codes.numpy(), *self._how())
+            if bad >= 0:
+                raise first_bad(values)
         return packed
 
-    def decode(self, packed: Packed, n: int) -> Tensor:
-        """Packed bytes to a new ``(n,) float32``. CodecError for a wrong length or a bad scale."""
-        scales, codes = self._split(packed_tensor(packed, self.packed_bytes(n)), n)
-        largest_scale = _check_scales(scales)
-        values = codes.to(torch.float32)
-        for rows, row_scales in zip(self._rows(values), self._rows_of_scales(scales, n), strict=True):
-            rows.mul_(row_scales)
-        if largest_scale > _SAFE_SCALE:
-            checked_range(values)
+    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
+        """See ``Codec.encode_residual``. Fused: values and residual are read and the residual is written in one go."""
+        values, residual = checked_values(values), checked_out(residual, values.numel(), values.device)
+        packed = self._new(values)
+        scales, codes = self._split(packed, values.numel())
+        kernels = self._kernels(values)
+        if kernels is not None:
+            arrays = values.numpy(), residual.numpy(), scales.numpy(), codes.numpy()
+            if kernels.encode_residual(*arrays, *self._how()) >= 0:
+                raise first_bad(values + residual)
+            return packed
+        corrected = values + residual
+        self._encode_tiles(corrected, scales, codes)
+        torch.sub(corrected, self.decode(packed, values.numel()), out=residual)
+        return packed
+
+    def _encode_tiles(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
+        for start, stop, rows in self._tiles(values):
+            first = start // self.block
+            row_scales = scales[first : first + len(rows)].unsqueeze(1)
+            largest = rows.view(torch.int32).bitwise_and(_ABSOLUTE).amax(1, keepdim=True)
+            if int(largest.max()) > _LARGEST_FINITE_BITS:
+                raise first_bad(values)
+            empty = largest < self._smallest_bits
+            absmax = largest.view(torch.float32)
+            row_scales.copy_(absmax).div_(self._largest).clamp_(max=self._largest_scale).masked_fill_(empty, 0.0)
+            inverse = torch.full_like(absmax, self._largest).div_(absmax).masked_fill_(empty, 0.0)
+            scaled = rows * inverse
+            if self.seed is not None:
+                scaled += _dither(largest, self.seed, first, rows.shape[1])
+                scaled.clamp_(-self._largest, self._largest)
+            self._write_codes(scaled.round_().view(-1), codes[self._code_bytes(start) : self._code_bytes(stop)])
+
+    def _write_codes(self, rounded: Tensor, codes: Tensor) -> None:
+        if self.bits == 8:
+            codes.view(torch.int8).copy_(rounded)
+            return
+        shifted = rounded.add_(8.0).to(torch.uint8)
+        if shifted.numel() % 2:
+            shifted = torch.cat([shifted, shifted.new_full((1,), 8)])
+        codes.copy_(shifted[1::2]).bitwise_left_shift_(4).bitwise_or_(shifted[0::2])
+
+    # Decoding -----------------------------------------------------------------------------------------------
+
+    def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
+        """Packed bytes to ``(n,) float32``. CodecError for a wrong length or a bad scale."""
+        tensor = packed_tensor(packed, self.packed_bytes(n))
+        values = torch.empty(n, device=tensor.device) if out is None else checked_out(out, n, tensor.device)
+        scales, codes = self._split(tensor, n)
+        self._check_scales(scales, codes)
+        kernels = self._kernels(values)
+        if kernels is not None:
+            kernels.decode(scales.numpy(), codes.numpy(), values.numpy(), self.block, self.bits)
+            return values
+        for start, stop, rows in self._tiles(values):
+            self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], rows.view(-1))
+            first = start // self.block
+            rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
         return values
+
+    def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
+        """See ``Codec.accumulate``. Fused: the decoded values never get to memory."""
+        n, weight = total.numel(), rounded_weight(weight)
+        tensor = packed_tensor(packed, self.packed_bytes(n))
+        checked_out(total, n, tensor.device)
+        scales, codes = self._split(tensor, n)
+        self._check_scales(scales, codes)
+        kernels = self._kernels(total)
+        if kernels is not None:
+            kernels.accumulate(scales.numpy(), codes.numpy(), total.numpy(), weight, self.block, self.bits)
+            return
+        decoded = torch.empty_like(total[: self._tile_values(total)])
+        for start, stop, rows in self._tiles(total):
+            tile = decoded[: stop - start]
+            self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], tile)
+            first = start // self.block
+            tile.view_as(rows).mul_(scales[first : first + len(rows)].unsqueeze(1)).mul_(weight)
+            rows.add_(tile.view_as(rows))
+
+    def _read_codes(self, codes: Tensor, values: Tensor) -> None:
+        if self.bits == 8:
+            values.copy_(codes.view(torch.int8))
+            return
+        values[0::2].copy_(codes.bitwise_and(15))
+        values[1::2].copy_(codes[: values.numel() // 2].bitwise_right_shift(4))
+        values.sub_(8.0)
+
+    def _check_scales(self, scales: Tensor, codes: Tensor) -> None:
+        """CodecError unless each scale is 0 or normal and positive, and no value decodes to infinity.
+
+        The bits are compared, as integers: this holds also where the processor flushes subnormals.
+        """
+        if scales.numel() == 0:
+            return
+        bits = scales.view(torch.int32)
+        low, high = (int(one) for one in torch.aminmax(bits))
+        if low < 0 or high > _LARGEST_FINITE_BITS:
+            raise CodecError("a scale is negative, NaN or infinite")
+        if low < _SMALLEST_NORMAL_BITS and bool(((bits > 0) & (bits < _SMALLEST_NORMAL_BITS)).any()):
+            raise CodecError("a scale is subnormal")
+        if high > _bits_of(self._safe_scale) and float(scales.max()) > self._largest_scale:
+            raise CodecError("a scale is so large that values would be infinite")
+        if high > _bits_of(self._safe_scale) and self._has_lowest(codes):
+            raise CodecError("a code is too low for its scale")
+
+    def _has_lowest(self, codes: Tensor) -> bool:
+        if self.bits == 8:
+            return bool((codes.view(torch.int8) == -128).any())
+        return bool((codes.bitwise_and(15) == 0).any() or (codes < 16).any())
+
+    # Shapes -------------------------------------------------------------------------------------------------
+
+    def _kernels(self, values: Tensor) -> ModuleType | None:
+        return fast.kernels("blockwise_kernels") if values.device.type == "cpu" else None
+
+    def _how(self) -> tuple[int, int, int]:
+        """Block, bits and the seed, -1 for none, as kernels take them."""
+        return self.block, self.bits, -1 if self.seed is None else self.seed
+
+    def _new(self, values: Tensor) -> Tensor:
+        return torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
 
     def _blocks(self, n: int) -> int:
         return -(-n // self.block)
 
+    def _code_bytes(self, n: int) -> int:
+        return n if self.bits == 8 else (n + 1) // 2
+
     def _split(self, packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Views of ``packed``: the scales ``(blocks,) float32`` and the codes ``(n,) int8``."""
+        """Views of ``packed``: the scales ``(blocks,) float32`` and the codes ``(code bytes,) uint8``."""
         scales_bytes = 4 * self._blocks(n)
-        return packed[:scales_bytes].view(torch.float32), packed[scales_bytes:].view(torch.int8)
+        return packed[:scales_bytes].view(torch.float32), packed[scales_bytes:]
 
-    def _rows(self, values: Tensor) -> list[Tensor]:
-        """``(n,)`` as views ``(full blocks, block)`` and, if the last block is short, ``(1, rest)``."""
+    def _tile_values(self, values: Tensor) -> int:
+        whole = self.block * max(1, _TILE // self.block) if values.device.type == "cpu" else values.numel()
+        return min(whole, values.numel())
+
+    def _tiles(self, values: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """``(start, stop, values[start:stop])`` over all of them, the latter as ``(blocks, block)`` views."""
         full = values.numel() // self.block * self.block
-        parts = [values[:full].view(-1, self.block), values[full:].view(1, -1)]
-        return [part for part in parts if part.numel()]
-
-    def _rows_of_scales(self, scales: Tensor, n: int) -> list[Tensor]:
-        """``(blocks,)`` as views ``(rows, 1)``, one for each of ``_rows``."""
-        full = n // self.block
-        return [part.unsqueeze(1) for part in (scales[:full], scales[full:]) if part.numel()]
-
-
-def _encode_rows(rows: Tensor, scales: Tensor, codes: Tensor) -> None:
-    """Quantize ``rows``, ``(r, c) float32``, into ``scales``, ``(r, 1)``, and ``codes``, ``(r, c) int8``."""
-    # amax and amin hand on NaN, so the block maxima tell of every value that is not finite.
-    largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
-    checked_range(largest)
-    largest.div_(_LARGEST_CODE).clamp_(max=_LARGEST_SCALE)
-    largest.masked_fill_(largest < _SMALLEST_SCALE, 0.0)
-    scales.copy_(largest)
-    # A scale of 0 stands for values below 127 * 2**-126: divided by 1 they round to the code 0.
-    largest.masked_fill_(largest == 0.0, 1.0)
-    codes.copy_(torch.div(rows, largest).round_())
+        step = max(self.block, self._tile_values(values) // self.block * self.block)
+        for start in range(0, full, step):
+            stop = min(start + step, full)
+            yield start, stop, values[start:stop].view(-1, self.block)
+        if full < values.numel():
+            yield full, values.numel(), values[full:].view(1, -1)
 
 
-def _check_scales(scales: Tensor) -> float:
-    """The largest of ``scales``, ``(blocks,) float32``. CodecError unless each is 0 or normal and positive.
+DEFAULT_BLOCK = {8: 1024, 4: 256}
+"""Values that share a scale, by the bits of a code; chosen by measurement (``docs/codecs.md``)."""
 
-    The bits are compared, as integers: this holds also where the processor flushes subnormals.
-    """
-    if scales.numel() == 0:
-        return 0.0
-    bits = scales.view(torch.int32)
-    low, high = torch.aminmax(bits)
-    if int(low) < 0 or int(high) > _LARGEST_FINITE_BITS:
-        raise CodecError("a scale is negative, NaN or infinite")
-    if bool(((bits > 0) & (bits < _SMALLEST_SCALE_BITS)).any()):
-        raise CodecError("a scale is subnormal")
-    return float(scales.max())
+
+def _bits_of(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+def _dither(largest: Tensor, seed: int, first_block: int, width: int) -> Tensor:
+    """Uniform in [-1/2, 1/2), ``(rows, width) float32``, multiples of 2**-24: what nearest rounding is shaken with."""
+    blocks = torch.arange(first_block, first_block + len(largest), device=largest.device).unsqueeze(1)
+    keys = _mix(_mix(largest.to(torch.int64) ^ seed) ^ (blocks & 0xFFFFFFFF))
+    drawn = _mix((keys + torch.arange(width, device=largest.device)) & 0xFFFFFFFF)
+    return (drawn >> 8).to(torch.float32).mul_(2.0**-24).sub_(0.5)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """32 bits, in int64, to 32 well-mixed bits; multiplied in halves, as int64 must not overflow."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = x ^ (x >> shift)
+        x = ((x & 0xFFFF) * factor + (((x >> 16) * (factor & 0xFFFF)) << 16)) & 0xFFFFFFFF
+    return x ^ (x >> 16)

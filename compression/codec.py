@@ -91,7 +91,7 @@ class WholeTensorCodec(ABC):
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``."""
         decoded = self.decode(packed, total.numel())
-        total.add_(decoded.mul_(float(np.float32(weight))))
+        total.add_(decoded.mul_(rounded_weight(weight)))
 
 
 def checked_range(values: Tensor) -> tuple[float, float]:
@@ -104,18 +104,40 @@ def checked_range(values: Tensor) -> tuple[float, float]:
     low, high = torch.aminmax(values)
     smallest, largest = float(low), float(high)
     if not (math.isfinite(smallest) and math.isfinite(largest)):
-        raise CodecError("the values hold NaN or infinity")
+        raise first_bad(values)
     return smallest, largest
 
 
 def checked_values(values: Tensor) -> Tensor:
-    """``values`` without autograd history. CodecError unless contiguous ``(n,) float32`` on the CPU."""
-    if values.dtype != torch.float32 or values.dim() != 1 or values.device.type != "cpu":
-        found = f"{tuple(values.shape)} {values.dtype} on {values.device}"
-        raise CodecError(f"a codec takes (n,) float32 on the CPU, not {found}")
+    """``values`` without autograd history. CodecError unless contiguous ``(n,) float32``."""
+    if values.dtype != torch.float32 or values.dim() != 1:
+        raise CodecError(f"a codec takes (n,) float32, not {tuple(values.shape)} {values.dtype}")
     if not values.is_contiguous():
         raise CodecError("a codec takes a contiguous tensor")
     return values.detach()
+
+
+def checked_out(out: Tensor, n: int, device: torch.device) -> Tensor:
+    """``out``, to be written to. CodecError unless contiguous ``(n,) float32`` on ``device``."""
+    out = checked_values(out)
+    if out.numel() != n or out.device != device:
+        raise CodecError(f"expected {n} values on {device}, not {out.numel()} on {out.device}")
+    return out
+
+
+def first_bad(values: Tensor) -> CodecError:
+    """The error that names the first of ``values``, ``(n,) float32``, that is NaN or infinite."""
+    where = int(torch.isfinite(values).logical_not_().to(torch.uint8).argmax())
+    return CodecError(f"the values hold NaN or infinity: {float(values[where])} at {where} of {values.numel()}")
+
+
+def rounded_weight(weight: float) -> float:
+    """``weight`` as the nearest float32. CodecError unless it is finite."""
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(weight))
+    if not math.isfinite(rounded):
+        raise CodecError(f"a weight is a finite float32, not {weight}")
+    return rounded
 
 
 def packed_tensor(packed: Packed, packed_bytes: int) -> Tensor:
@@ -125,8 +147,8 @@ def packed_tensor(packed: Packed, packed_bytes: int) -> Tensor:
     Raises CodecError when ``packed`` has another length or is no vector of bytes.
     """
     if isinstance(packed, Tensor):
-        if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.device.type != "cpu":
-            raise CodecError("packed bytes are (m,) uint8 on the CPU")
+        if packed.dtype != torch.uint8 or packed.dim() != 1:
+            raise CodecError("packed bytes are (m,) uint8")
         length, view = packed.numel(), None
     else:
         view = memoryview(packed)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.compression.blockwise import Int8Blockwise
+from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.floats import FloatCodec
 
@@ -14,7 +14,8 @@ _CODECS: dict[str, Callable[[], Codec]] = {
     "float32": lambda: FloatCodec("float32", torch.float32),
     "bfloat16": lambda: FloatCodec("bfloat16", torch.bfloat16),
     "float16": lambda: FloatCodec("float16", torch.float16),
-    "int8": Int8Blockwise,
+    "int8": Blockwise,
+    "int4": lambda: Blockwise(4),
 }
 
 CODEC_NAMES: tuple[str, ...] = tuple(_CODECS)

@@ -1,0 +1,206 @@
+"""Block-wise int8 and int4 as numba kernels: each block is read once from memory and worked on in the cache.
+
+The same arithmetic, operation for operation, as ``blockwise.py``; no fastmath, so that LLVM neither reorders nor
+fuses. The absolute maximum is taken on the floats' bits as integers, which orders them, NaN and infinity above all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, uint32
+
+ABSOLUTE = np.int32(0x7FFFFFFF)
+LARGEST_FINITE = np.int32(0x7F7FFFFF)
+HALF = np.float32(0.5)
+DRAW = np.float32(2.0**-24)
+ZERO = np.float32(0.0)
+
+
+def _limits(largest: int) -> tuple[np.int32, np.float32]:
+    """Of the largest code: the bits of the smallest block maximum that counts, and the largest scale."""
+    info = np.finfo(np.float32)
+    smallest = np.float32(largest * float(info.tiny)).view(np.int32)
+    return smallest, np.nextafter(np.float32(float(info.max) / largest), np.float32(0.0))
+
+
+SMALLEST_8, LARGEST_SCALE_8 = _limits(127)
+SMALLEST_4, LARGEST_SCALE_4 = _limits(7)
+
+
+@njit(nogil=True, cache=True)
+def mix(x):  # type: ignore[no-untyped-def]
+    """32 bits to 32 well-mixed bits."""
+    x = uint32(x)
+    x = uint32(x ^ (x >> uint32(16)))
+    x = uint32(x * uint32(0x7FEB352D))
+    x = uint32(x ^ (x >> uint32(15)))
+    x = uint32(x * uint32(0x846CA68B))
+    return uint32(x ^ (x >> uint32(16)))
+
+
+@njit(nogil=True, cache=True)
+def absmax_bits(bits):  # type: ignore[no-untyped-def]
+    """The largest of ``bits``, ``(m,) int32``, without their signs."""
+    largest = np.int32(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & ABSOLUTE)
+    return largest
+
+
+@njit(nogil=True, cache=True)
+def scale_of(bits, largest):  # type: ignore[no-untyped-def]
+    """A block's scale and what its values are multiplied with, from the bits of its absolute maximum."""
+    if largest == np.float32(127.0):
+        smallest, highest = SMALLEST_8, LARGEST_SCALE_8
+    else:
+        smallest, highest = SMALLEST_4, LARGEST_SCALE_4
+    if bits < smallest:
+        return ZERO, ZERO
+    absmax = np.int32(bits).view(np.float32)
+    return min(np.float32(absmax / largest), highest), np.float32(largest / absmax)
+
+
+@njit(nogil=True, cache=True)
+def quantize(values, inverse, largest, key, rounded):  # type: ignore[no-untyped-def]
+    """``rounded`` becomes the codes of one block, as floats; ``key`` below 0: to nearest, else stochastically."""
+    if key < 0:
+        for i in range(values.size):
+            rounded[i] = np.rint(np.float32(values[i] * inverse))
+    else:
+        start = uint32(key)
+        for i in range(values.size):
+            drawn = mix(uint32(start + uint32(i)))
+            dither = np.float32(np.float32(np.float32(drawn >> uint32(8)) * DRAW) - HALF)
+            scaled = np.float32(np.float32(values[i] * inverse) + dither)
+            rounded[i] = np.rint(min(max(scaled, -largest), largest))
+
+
+@njit(nogil=True, cache=True)
+def key_of(seed, bits, block):  # type: ignore[no-untyped-def]
+    if seed < 0:
+        return np.int64(-1)
+    return np.int64(mix(uint32(mix(uint32(uint32(bits) ^ uint32(seed))) ^ uint32(block))))
+
+
+@njit(nogil=True, cache=True)
+def write_codes(rounded, codes, start, bits):  # type: ignore[no-untyped-def]
+    """The codes of a block that begins at value ``start``."""
+    m = rounded.size
+    if bits == 8:
+        signed = codes[start : start + m].view(np.int8)
+        for i in range(m):
+            signed[i] = np.int8(rounded[i])
+        return
+    target = codes[start // 2 : start // 2 + (m + 1) // 2]
+    for i in range(m // 2):
+        low = np.uint8(np.int32(rounded[2 * i]) + 8)
+        high = np.uint8(np.int32(rounded[2 * i + 1]) + 8)
+        target[i] = low | (high << 4)
+    if m % 2:
+        target[m // 2] = np.uint8(np.int32(rounded[m - 1]) + 8) | np.uint8(0x80)
+
+
+@njit(nogil=True, cache=True)
+def read_codes(codes, start, bits, values):  # type: ignore[no-untyped-def]
+    """``values`` become the codes of a block that begins at value ``start``."""
+    m = values.size
+    if bits == 8:
+        signed = codes[start : start + m].view(np.int8)
+        for i in range(m):
+            values[i] = np.float32(signed[i])
+        return
+    source = codes[start // 2 : start // 2 + (m + 1) // 2]
+    for i in range(m // 2):
+        values[2 * i] = np.float32(np.int32(source[i] & 15) - 8)
+        values[2 * i + 1] = np.float32(np.int32(source[i] >> 4) - 8)
+    if m % 2:
+        values[m - 1] = np.float32(np.int32(source[m // 2] & 15) - 8)
+
+
+@njit(nogil=True, cache=True)
+def encode(values, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
+    """Returns -1, or the first block with a value that is not finite."""
+    largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
+    work = np.empty(min(block, values.size), np.float32)
+    for b in range(scales.size):
+        part = values[b * block : min((b + 1) * block, values.size)]
+        top = absmax_bits(part.view(np.int32))
+        if top > LARGEST_FINITE:
+            return b
+        scale, inverse = scale_of(top, largest)
+        scales[b] = scale
+        rounded = work[: part.size]
+        quantize(part, inverse, largest, key_of(seed, top, b), rounded)
+        write_codes(rounded, codes, b * block, bits)
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def encode_residual(values, residual, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
+    """Returns -1, or the first block with a sum that is not finite; ``residual`` is as before then.
+
+    So all sums are looked at before any is replaced: a chunk is small enough to stay in the cache in between.
+    """
+    largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
+    work = np.empty(min(block, values.size), np.float32)
+    rounded_all = np.empty(min(block, values.size), np.float32)
+    tops = np.empty(scales.size, np.int32)
+    for b in range(scales.size):
+        start, stop = b * block, min((b + 1) * block, values.size)
+        corrected = work[: stop - start]
+        add(values[start:stop], residual[start:stop], corrected)
+        tops[b] = absmax_bits(corrected.view(np.int32))
+        if tops[b] > LARGEST_FINITE:
+            return b
+    for b in range(scales.size):
+        start, stop = b * block, min((b + 1) * block, values.size)
+        corrected, rounded = work[: stop - start], rounded_all[: stop - start]
+        add(values[start:stop], residual[start:stop], corrected)
+        scale, inverse = scale_of(tops[b], largest)
+        scales[b] = scale
+        quantize(corrected, inverse, largest, key_of(seed, tops[b], b), rounded)
+        write_codes(rounded, codes, start, bits)
+        left = residual[start:stop]
+        for i in range(left.size):
+            # Plus zero, as a code has no sign of zero.
+            left[i] = corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def add(first, second, out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = first[i] + second[i]
+
+
+@njit(nogil=True, cache=True)
+def decode(scales, codes, out, block, bits):  # type: ignore[no-untyped-def]
+    for b in range(scales.size):
+        part = out[b * block : min((b + 1) * block, out.size)]
+        read_codes(codes, b * block, bits, part)
+        scale = scales[b]
+        for i in range(part.size):
+            part[i] = part[i] * scale
+
+
+@njit(nogil=True, cache=True)
+def accumulate(scales, codes, total, weight, block, bits):  # type: ignore[no-untyped-def]
+    factor = np.float32(weight)
+    work = np.empty(min(block, total.size), np.float32)
+    for b in range(scales.size):
+        part = total[b * block : min((b + 1) * block, total.size)]
+        decoded = work[: part.size]
+        read_codes(codes, b * block, bits, decoded)
+        scale = scales[b]
+        for i in range(part.size):
+            part[i] = part[i] + np.float32(np.float32(decoded[i] * scale) * factor)
+
+
+def warm_up() -> None:
+    """Compile for the types that the codec uses."""
+    values, scales, codes = np.ones(4, np.float32), np.empty(1, np.float32), np.empty(4, np.uint8)
+    for bits, seed in ((8, -1), (4, 7)):
+        encode(values, scales, codes, 4, bits, seed)
+        encode_residual(values, np.zeros(4, np.float32), scales, codes, 4, bits, seed)
+        decode(scales, codes, values, 4, bits)
+        accumulate(scales, codes, values, 1.0, 4, bits)
