@@ -1,0 +1,378 @@
+"""Chunked top-k: what is chosen, the packed bytes, and that the compiled and the torch path agree to the bit."""
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.compression import fast
+from shoal.compression.codec import CodecError
+from shoal.compression.sparse import TopK
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+TINY = torch.finfo(torch.float32).tiny
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
+PATHS = ["torch", pytest.param("numba", marks=needs_numba)]
+every_path = pytest.mark.parametrize("path", PATHS)
+every_codec = pytest.mark.parametrize(
+    "codec",
+    [TopK(), TopK(values="int8"), TopK(5, chunk=37), TopK(7, "int8", 7), TopK(1, chunk=1), TopK(3, "int8", 1000)],
+    ids=lambda codec: codec.name,
+)
+
+
+@contextmanager
+def use(path: str) -> Iterator[None]:
+    """Only the kernels of ``path``, whatever has been compiled so far."""
+
+    def kernels(name: str) -> ModuleType | None:
+        return importlib.import_module(f"shoal.compression.{name}") if path == "numba" else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "kernels", kernels)
+        yield
+
+
+def gaussian(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def expected_indices(values: Tensor, k: int, chunk: int) -> list[int]:
+    """The choice by plain sorting: larger magnitude first, then lower index."""
+    kept: list[int] = []
+    for start in range(0, values.numel(), chunk):
+        part = values[start : start + chunk].abs().tolist()
+        keep = math.ceil(k * len(part) / chunk)
+        kept += sorted(start + i for i in sorted(range(len(part)), key=lambda i: (-part[i], i))[:keep])
+    return kept
+
+
+def sent_indices(codec: TopK, packed: Tensor, n: int) -> list[int]:
+    """Where something was sent that is not 0."""
+    total = torch.zeros(n)
+    codec.accumulate(packed, total, 1.0)
+    return total.nonzero().view(-1).tolist()
+
+
+def both_paths_encode(codec: TopK, values: Tensor) -> Tensor:
+    with use("torch"):
+        packed = codec.encode(values)
+    if HAS_NUMBA:
+        with use("numba"):
+            assert codec.encode(values).tolist() == packed.tolist()
+    return packed
+
+
+def decode_or_none(codec: TopK, raw: bytes, n: int) -> Tensor | None:
+    try:
+        return codec.decode(raw, n)
+    except CodecError:
+        return None
+
+
+def test_default_chunk_takes_84_bytes() -> None:
+    codec = TopK()
+    assert codec.packed_bytes(4096) == 84
+    assert 4 * 4096 / codec.packed_bytes(4096) >= 195
+    assert TopK(values="int8").packed_bytes(4096) == 132
+    assert [codec.packed_bytes(n) for n in (0, 1, 64, 65, 8192, 8193)] == [0, 6, 7, 8, 168, 174]
+
+
+def test_name_shows_what_is_not_the_default() -> None:
+    assert TopK().name == "topk"
+    assert TopK(k=32, values="int8").name == "topk(k=32, values=int8)"
+    assert TopK(chunk=1024).name == "topk(chunk=1024)"
+
+
+def test_options_out_of_range_are_refused() -> None:
+    for make in (lambda: TopK(0), lambda: TopK(65, chunk=64), lambda: TopK(1, chunk=0), lambda: TopK(1, chunk=65537)):
+        with pytest.raises(ValueError, match="not"):
+            make()
+    with pytest.raises(ValueError, match="2bit, int8"):
+        TopK(values="4bit")  # type: ignore[arg-type]
+
+
+@every_path
+def test_golden_two_bit_chunk(path: str) -> None:
+    # keep 4 of 16: 2 low bits, 4 + 3 upper bits. Indices 1, 6, 7, 14; magnitudes {1, 3} and {8, 10}.
+    values = torch.zeros(16)
+    values[[1, 6, 7, 14]] = torch.tensor([-1.0, 8.0, 3.0, -10.0])
+    golden = "004010414db9c9"
+    codec = TopK(4, chunk=16)
+    with use(path):
+        assert codec.encode(values).numpy().tobytes().hex() == golden
+        decoded = codec.decode(bytes.fromhex(golden), 16)
+    assert decoded[[1, 6, 7, 14]].tolist() == [-2.0, 9.0, 2.0, -9.0]
+    assert decoded.count_nonzero() == 4
+
+
+@every_path
+def test_golden_int8_chunk(path: str) -> None:
+    values = torch.zeros(16)
+    values[[1, 6, 7, 14]] = torch.tensor([-254.0, 3.0, 5.0, 2.0])
+    golden = "000000404db981020201"
+    codec = TopK(4, "int8", 16)
+    with use(path):
+        assert codec.encode(values).numpy().tobytes().hex() == golden
+        decoded = codec.decode(bytes.fromhex(golden), 16)
+    assert decoded[[1, 6, 7, 14]].tolist() == [-254.0, 4.0, 4.0, 2.0]
+
+
+@every_path
+def test_golden_of_short_last_chunk(path: str) -> None:
+    # 3 of 8 (indices 0, 2, 4), then ceil(3 * 5 / 8) = 2 of 5 (1, 4): one low bit each, 6 and 4 upper bits.
+    values = torch.tensor([5.0, 0.0, 1.0, 0.0, -5.0, 0.0, 0.0, 1.0, 0.0, -7.0, 0.0, 0.0, 7.0])
+    golden = "803fa040150032e040e040090101"
+    codec = TopK(3, chunk=8)
+    with use(path):
+        assert codec.encode(values).numpy().tobytes().hex() == golden
+        decoded = codec.decode(bytes.fromhex(golden), 13)
+    assert decoded.tolist() == [5.0, 0.0, 1.0, 0.0, -5.0, 0.0, 0.0, 0.0, 0.0, -7.0, 0.0, 0.0, 7.0]
+
+
+@every_path
+@every_codec
+@pytest.mark.parametrize("n", [0, 1, 2, 36, 37, 38, 1000, 4095, 4096, 4097, 9000])
+def test_largest_are_chosen(codec: TopK, path: str, n: int) -> None:
+    values = gaussian(n) + 1.5
+    with use(path):
+        packed = codec.encode(values)
+        assert packed.shape == (codec.packed_bytes(n),)
+        decoded = codec.decode(packed, n)
+    expected = expected_indices(values, codec.k, codec.chunk)
+    sent = decoded.nonzero().view(-1).tolist()
+    assert set(sent) <= set(expected)
+    if codec.values == "2bit":
+        assert sent == expected
+    else:
+        for start in range(0, n, codec.chunk):
+            part = slice(start, start + codec.chunk)
+            step = float(values[part].abs().max()) / 127
+            here = [i for i in expected if part.start <= i < part.stop]
+            assert float((decoded[here] - values[here]).abs().max()) <= step / 2 * 1.00001
+
+
+@every_codec
+@pytest.mark.parametrize("levels", [1, 2, 3, 20])
+def test_of_ties_the_lower_indices_are_chosen(codec: TopK, levels: int) -> None:
+    values = torch.randint(1, levels + 1, (5000,), generator=torch.Generator().manual_seed(levels)).float()
+    values *= torch.where(gaussian(5000) < 0, -1.0, 1.0)
+    packed = both_paths_encode(codec, values)
+    assert sent_indices(codec, packed, 5000) == expected_indices(values, codec.k, codec.chunk)
+
+
+def test_paths_agree_on_values_of_any_size() -> None:
+    sizes = torch.tensor([0.0, 1e-45, 1e-40, TINY, 1e-30, 1.0, 1e30, FLOAT_MAX])
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        n = int(torch.randint(1, 10000, (1,), generator=generator))
+        few = sizes[torch.randperm(8, generator=generator)[: 1 + seed % 8]]
+        values = few[torch.randint(len(few), (n,), generator=generator)] * (torch.rand(n, generator=generator) * 2 - 1)
+        for codec in (TopK(), TopK(values="int8"), TopK(9, chunk=100), TopK(300, "int8", 301)):
+            packed = both_paths_encode(codec, values)
+            with use("torch"):
+                decoded = codec.decode(packed, n)
+            assert bool(torch.isfinite(decoded).all())
+            if HAS_NUMBA:
+                with use("numba"):
+                    assert torch.equal(codec.decode(packed, n).view(torch.int32), decoded.view(torch.int32))
+
+
+def test_chunks_of_different_sizes_of_value_in_turn() -> None:
+    values = torch.cat([gaussian(4096, i) * 10.0 ** ((i * 7) % 60 - 30) for i in range(30)])
+    packed = both_paths_encode(TopK(), values)
+    assert sent_indices(TopK(), packed, values.numel()) == expected_indices(values, 64, 4096)
+
+
+def test_two_magnitudes_err_hardly_more_than_the_best_two() -> None:
+    for seed, values in enumerate([gaussian(4096), gaussian(4096) ** 3, torch.rand(4096), gaussian(4096).exp()]):
+        chosen, _ = values.abs()[expected_indices(values, 64, 4096)].double().sort()
+        best = min(
+            float((half - half.mean()).square().sum() + (rest - rest.mean()).square().sum())
+            for half, rest in ((chosen[:i], chosen[i:]) for i in range(1, 64))
+        )
+        decoded = TopK().decode(TopK().encode(values), 4096)
+        sent = decoded != 0
+        error = float((decoded[sent] - values[sent]).double().square().sum())
+        assert error <= best * 1.1 + 1e-5 * float(chosen.square().sum()), seed
+
+
+@every_path
+@every_codec
+def test_residual_keeps_what_was_not_sent(codec: TopK, path: str) -> None:
+    values, residual = gaussian(5000), gaussian(5000, 1) * 0.5
+    corrected, before = values + residual, values.clone()
+    with use(path):
+        packed = codec.encode_residual(values, residual)
+        assert torch.equal(packed, codec.encode(corrected))
+        expected = corrected - codec.decode(packed, 5000)
+    assert torch.equal(residual.view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(values, before)
+
+
+@every_path
+@every_codec
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 4095, 4096, 4999])
+def test_what_is_not_finite_is_refused_with_its_index(codec: TopK, path: str, bad: float, at: int) -> None:
+    values, residual = gaussian(5000), gaussian(5000, 1)
+    values[at] = bad
+    values[-1] = bad
+    before = residual.clone()
+    with use(path):
+        with pytest.raises(CodecError, match=rf"index {at} is"):
+            codec.encode(values)
+        with pytest.raises(CodecError, match=rf"index {at} is"):
+            codec.encode_residual(values, residual)
+    assert torch.equal(residual, before)
+
+
+@every_path
+def test_sum_that_overflows_is_refused(path: str) -> None:
+    with use(path), pytest.raises(CodecError, match="index 2 is"):
+        TopK(1, chunk=2).encode_residual(torch.full((4,), FLOAT_MAX), torch.tensor([0.0, 0.0, FLOAT_MAX, 0.0]))
+
+
+@every_path
+@every_codec
+@pytest.mark.parametrize("weight", [1.0, -1.0, 1 / 3, 0.0])
+def test_accumulate_rounds_the_product_and_then_the_sum(codec: TopK, path: str, weight: float) -> None:
+    packed, total = codec.encode(gaussian(5000)), gaussian(5000, 1)
+    expected = (total.numpy() + np.float32(weight) * codec.decode(packed, 5000).numpy()).astype(np.float32)
+    with use(path):
+        codec.accumulate(packed, total, weight)
+    assert torch.equal(total, torch.from_numpy(expected))
+
+
+@every_path
+def test_accumulate_changes_nothing_when_a_late_chunk_is_bad(path: str) -> None:
+    codec, total = TopK(), gaussian(9000)
+    packed, before = codec.encode(gaussian(9000)), total.clone()
+    packed[-codec.packed_bytes(9000 - 8192) + 1] = 0xFF
+    with use(path), pytest.raises(CodecError, match="scale"):
+        codec.accumulate(packed, total, 1.0)
+    assert torch.equal(total, before)
+
+
+@every_path
+def test_decode_into_a_tensor_leaves_its_neighbours(path: str) -> None:
+    codec, room = TopK(5, chunk=37), torch.full((302,), 7.0)
+    packed = codec.encode(gaussian(300))
+    out = room[1:301]
+    with use(path):
+        assert codec.decode(packed, 300, out) is out
+        assert torch.equal(out, codec.decode(packed.numpy().tobytes(), 300))
+    assert room[0] == room[301] == 7.0
+
+
+@every_path
+def test_wrong_lengths_and_tensors_are_refused(path: str) -> None:
+    codec = TopK()
+    packed = codec.encode(gaussian(5000))
+    with use(path):
+        for raw, n in ((packed[1:], 5000), (packed, 4096), (bytes(packed.tolist()) + b"\0", 5000), (b"\0", 0)):
+            with pytest.raises(CodecError):
+                codec.decode(raw, n)
+        for out in (torch.empty(4999), torch.empty(5000, dtype=torch.float64), torch.empty(10000)[::2]):
+            with pytest.raises(CodecError):
+                codec.decode(packed, 5000, out)
+            with pytest.raises(CodecError):
+                codec.encode_residual(gaussian(5000), out)
+
+
+@every_path
+@pytest.mark.parametrize(
+    ("codec", "raw", "match"),
+    [
+        (TopK(4, chunk=16), "00c010414db9c9", "scale"),  # negative
+        (TopK(4, chunk=16), "004000804db9c9", "scale"),  # -0.0
+        (TopK(4, chunk=16), "0040807f4db9c9", "scale"),  # infinite
+        (TopK(4, chunk=16), "c17f10414db9c9", "scale"),  # NaN
+        (TopK(4, chunk=16), "7f0010414db9c9", "scale"),  # subnormal
+        (TopK(4, chunk=16), "004010410db9c9", "indices"),  # three bits
+        (TopK(4, chunk=16), "004010415db9c9", "indices"),  # five bits
+        (TopK(4, chunk=16), "004010418db9c9", "indices"),  # a bit past the upper bits
+        (TopK(4, chunk=16), "004010414da9c9", "indices"),  # 1, 6, 6, 14
+        (TopK(4, chunk=16), "004010414dadc9", "indices"),  # 1, 7, 6, 14
+        (TopK(3, chunk=8), "803fa040150832", "padding"),
+        (TopK(3, chunk=8), "803fa040150072", "padding"),
+        (TopK(3, chunk=15), "00401041253900", "indices"),  # 15 of 0 .. 14
+        (TopK(4, "int8", 16), "000000404db980020201", "code"),
+        (TopK(4, "int8", 16), "000000c04db981020201", "scale"),
+        (TopK(4, "int8", 16), "0000c07f4db981020201", "scale"),
+        (TopK(4, "int8", 16), "0402017c4db981020201", "scale"),  # 127 times it is infinite
+        (TopK(4, "int8", 16), "ffff7f004db981020201", "scale"),
+    ],
+)
+def test_hostile_chunks_are_refused(path: str, codec: TopK, raw: str, match: str) -> None:
+    with use(path), pytest.raises(CodecError, match=match):
+        codec.decode(bytes.fromhex(raw), codec.chunk)
+
+
+@every_path
+def test_largest_scales_decode_to_finite_values(path: str) -> None:
+    with use(path):
+        for codec, raw in (
+            (TopK(4, chunk=16), "7f7f7f7f4db9c9"),
+            (TopK(4, "int8", 16), "0302017c4db981028101"),
+        ):
+            assert bool(torch.isfinite(codec.decode(bytes.fromhex(raw), 16)).all())
+
+
+@st.composite
+def fuzzed(draw: st.DrawFn) -> tuple[TopK, bytes, int]:
+    """A codec, bytes of the right length (random, or valid ones with a few bytes changed), and n."""
+    chunk = draw(st.integers(1, 70))
+    codec = TopK(draw(st.integers(1, chunk)), draw(st.sampled_from(["2bit", "int8"])), chunk)
+    n = draw(st.integers(0, 200))
+    size = codec.packed_bytes(n)
+    if draw(st.booleans()):
+        return codec, draw(st.binary(min_size=size, max_size=size)), n
+    with use("torch"):
+        raw = bytearray(codec.encode(gaussian(n, draw(st.integers(0, 5)))).numpy().tobytes())
+    for _ in range(draw(st.integers(0, 3)) if size else 0):
+        raw[draw(st.integers(0, size - 1))] ^= 1 << draw(st.integers(0, 7))
+    return codec, bytes(raw), n
+
+
+@given(case=fuzzed())
+@settings(deadline=None, max_examples=400)
+def test_fuzzed_bytes_decode_to_finite_values_or_an_error_alike_on_every_path(case: tuple[TopK, bytes, int]) -> None:
+    codec, raw, n = case
+    with use("torch"):
+        decoded = decode_or_none(codec, raw, n)
+    assert decoded is None or (decoded.shape == (n,) and bool(torch.isfinite(decoded).all()))
+    if HAS_NUMBA:
+        with use("numba"):
+            again = decode_or_none(codec, raw, n)
+        assert (again is None) == (decoded is None)
+        if again is not None and decoded is not None:
+            assert torch.equal(again.view(torch.int32), decoded.view(torch.int32))
+
+
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=60),
+    k=st.integers(1, 13),
+    form=st.sampled_from(["2bit", "int8"]),
+)
+@settings(deadline=None, max_examples=200)
+def test_paths_encode_any_values_alike(values: list[float], k: int, form: str) -> None:
+    codec = TopK(k, form, 13)  # type: ignore[arg-type]
+    tensor = torch.tensor(values, dtype=torch.float32)
+    decoded = codec.decode(both_paths_encode(codec, tensor), len(values))
+    assert bool(torch.isfinite(decoded).all())
+
+
+@needs_numba
+def test_kernels_warm_up() -> None:
+    importlib.import_module("shoal.compression.sparse_kernels").warm_up()
