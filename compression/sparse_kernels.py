@@ -89,21 +89,24 @@ def _select(bits: Ints, keep: int, guess: int, scratch: tuple[Ints, Ints, Ints],
     """
     largest_of, columns, candidates = scratch
     width = largest_of.size
-    largest = 0
+    most = np.int32(0)
     for j in range(width):
-        largest = max(largest, largest_of[j])
+        most = max(most, largest_of[j])
+    largest = int(most)
     threshold = _bracket(bits, bits.size, keep, largest, guess)
-    hits = 0
+    # Unsigned 32-bit numbers, for numba tests each signed index for being negative: half the time of this function.
+    limit = np.int32(threshold)
+    hits = np.uint32(0)
     for j in range(width):
         columns[hits] = j
-        hits += int(largest_of[j] >= threshold)
-    found = 0
+        hits = np.uint32(hits + np.uint32(largest_of[j] >= limit))
+    found = np.uint32(0)
     for row in range(_ROWS):  # row by row, so that the candidates come in the order of their indices
-        start = row * width
+        start = np.uint32(row * width)
         for h in range(hits):
-            i = start + columns[h]
+            i = np.uint32(start + np.uint32(columns[h]))
             candidates[found] = i
-            found += int(bits[i] >= threshold)
+            found = np.uint32(found + np.uint32(bits[i] >= limit))
     high = largest + 1
     values = columns  # the columns have served: their room takes the candidates' bits, gathered to be counted fast
     for c in range(found):
@@ -208,18 +211,23 @@ def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> int
     guess = 0
     for chunk in range(values.size // size):
         start = chunk * size
+        own = values[start : start + size]
+        kept = residual[start : start + size]
         if residual.size:
             for i in range(size):
-                corrected[i] = values[start + i] + residual[start + i]
+                corrected[i] = own[i] + kept[i]
         else:
-            corrected[:] = values[start : start + size]
-        largest_of[:] = -1
+            for i in range(size):  # a slice assignment is slower
+                corrected[i] = own[i]
+        for j in range(width):
+            largest_of[j] = -1
         for i in range(size):
             bits[i] = signed[i] & 0x7FFFFFFF
         for row in range(_ROWS):
+            part = bits[row * width : (row + 1) * width]
             for j in range(width):
-                largest_of[j] = max(largest_of[j], bits[row * width + j])
-        if largest_of.max() >= TOO_LARGE_BITS:
+                largest_of[j] = max(largest_of[j], part[j])
+        if _count(largest_of, width, TOO_LARGE_BITS):
             for i in range(size):
                 if bits[i] >= TOO_LARGE_BITS:
                     return start + i
