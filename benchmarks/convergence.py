@@ -31,7 +31,7 @@ CONTEXT = 64
 
 RUN = """
 algorithm = "{algorithm}"
-codec = "{codec}"
+averaging.codec = "{codec}"
 [run]
 name = "convergence"
 seed = 1

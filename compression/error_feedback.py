@@ -70,9 +70,7 @@ class ErrorFeedback:
         Encoding the same range again gives the same bytes.
         """
         corrected, pending = self._chunk(start, stop)
-        packed = codec.encode(corrected)
-        torch.sub(corrected, codec.decode(packed, stop - start), out=pending)
-        return packed
+        return codec.encode_residual(corrected, pending.zero_())
 
     def include_exactly(self, start: int, stop: int) -> None:
         """corrected[start:stop] goes into the mean as it is, as an owner's own may: nothing is pending."""

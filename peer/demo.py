@@ -32,7 +32,7 @@ _STEPS_A_ROUND = 15
 _RUN_TOML = """\
 # Written by `shoal demo`: {peers} peers train a small model on the standard library of this Python.
 algorithm = "diloco"
-codec = "int8"
+averaging.codec = "int8"
 
 [run]
 name = "demo"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.compression.registry import get_codec
 from shoal.peer.state import State, StateSource, fetch_state, save_state, state_blob
 from shoal.swarm.averaging.averager import Averager, Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
@@ -224,7 +223,7 @@ class Member:
 
     def prepare_averaging(self, elements: int) -> None:
         """Once, when the model's size is known."""
-        self._averager = Averager(self.client, self.node, get_codec(self.client.run_file.codec), elements)
+        self._averager = Averager(self.client, self.node, self.client.run_file.codec, elements)
 
     async def average(self, offer: Offer) -> Outcome:
         assert self._averager is not None, "prepare_averaging first"

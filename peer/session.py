@@ -23,7 +23,6 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.compression.registry import get_codec
 from shoal.peer.capability import describe_device
 from shoal.peer.data import DataAbout, Dataset, fingerprint, take_batch
 from shoal.peer.member import Member
@@ -214,7 +213,7 @@ class Session:
             members=view.members,
             bytes_sent=meter.sent_bytes,
             bytes_received=meter.received_bytes,
-            compression=4 * 2**18 / get_codec(run.codec).packed_bytes(2**18),
+            compression=4 * 2**18 / run.codec.packed_bytes(2**18),
             closes_in_s=None if closes_at_s is None else max(0.0, closes_at_s - time.monotonic()),
         )
 

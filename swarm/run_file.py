@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from shoal.compression.registry import CODEC_NAMES
+from shoal.compression.codec import Codec, CodecError
+from shoal.compression.registry import get_codec
 from shoal.swarm.errors import RunFileError
 
 MAX_RUN_FILE_BYTES = 200_000
@@ -109,6 +110,33 @@ class OuterSection(_Section):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
 
 
+class AveragingSection(_Section):
+    """``[averaging]``. ``codec``: a name, or a table of its ``name`` and options, as in
+    ``codec = { name = "int8", block = 4096 }``."""
+
+    codec: str | dict[str, Any] = "int8"
+
+    @field_validator("codec")
+    @classmethod
+    def _known(cls, codec: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            cls.make(codec)
+        except CodecError as error:
+            raise ValueError(str(error)) from error
+        return codec
+
+    @staticmethod
+    def make(codec: str | dict[str, Any]) -> Codec:
+        """The codec that ``codec`` stands for. Raises CodecError."""
+        if isinstance(codec, str):
+            return get_codec(codec)
+        options = dict(codec)
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise CodecError("a table of a codec has its name, as in { name = \"int8\", block = 4096 }")
+        return get_codec(name, options)
+
+
 class RoundSection(_Section):
     """``[round]``: a round closes at ``tokens`` or after ``max_s``. ``patience_s`` is how long anybody waits
     for a silent machine; every deadline is derived from it (``deadlines.py``)."""
@@ -125,7 +153,7 @@ class RunFile(_Section):
     recipe: RecipeSection
     data: DataSection = DataSection()
     algorithm: Literal["diloco", "virtual_batch"] = "diloco"
-    codec: str = "int8"
+    averaging: AveragingSection = AveragingSection()
     inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()
@@ -133,11 +161,14 @@ class RunFile(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunFile:
-        if self.codec not in CODEC_NAMES:
-            raise ValueError(f"codec: expected one of {', '.join(CODEC_NAMES)}, not {self.codec!r}")
         if self.schedule.kind != "constant" and self.run.tokens is None:
             raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, to know where it ends")
         return self
+
+    @property
+    def codec(self) -> Codec:
+        """What contributions and results are packed with."""
+        return AveragingSection.make(self.averaging.codec)
 
     @property
     def hash(self) -> bytes:

@@ -98,30 +98,31 @@ class PartReducer:
         total = torch.zeros(size)
         included, weight = [], 0
         for member, member_weight in enumerate(self._weights):
-            values = own if member == self._own else self._decode(state, member, size)
-            if values is None:
+            if member == self._own:
+                total += own * float(member_weight)
+            elif not self._accumulate(state, member, total):
                 continue
-            total += values * float(member_weight)
             included.append(member)
             weight += member_weight
         state.arrived.clear()
-        mean = total / float(weight)
+        mean, error = total.div_(float(weight)), torch.zeros(size)
         try:
-            packed = self._codec.encode(mean)
+            packed = self._codec.encode_residual(mean, error)
         except CodecError:  # the sum overflowed: void for everybody
             return Reduced(memoryview(pack_mask([], len(self._weights))), [], None)
-        error = mean - self._codec.decode(packed, size)
         result = bytearray(mask_bytes(len(self._weights)) + packed.numel())
         result[: mask_bytes(len(self._weights))] = pack_mask(included, len(self._weights))
         result[mask_bytes(len(self._weights)) :] = packed.numpy().data
         return Reduced(memoryview(result), included, error)
 
-    def _decode(self, state: _Chunk, member: int, size: int) -> Tensor | None:
+    def _accumulate(self, state: _Chunk, member: int, total: Tensor) -> bool:
+        """Add a member's weighted values to ``total``; returns False, with nothing added, where there are none."""
         packed = state.arrived.get(member)
         if packed is None:
-            return None
+            return False
         try:
-            return self._codec.decode(packed, size)
+            self._codec.accumulate(packed, total, float(self._weights[member]))
         except CodecError:
             state.missing.add(member)
-            return None
+            return False
+        return True

@@ -11,7 +11,6 @@ from tests.fakes.memory_coordinator import MemoryCoordinator, curve_keys, identi
 from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
 
-from shoal.compression.registry import get_codec
 from shoal.swarm.averaging.averager import Averager, CarryOn, Committed, Offer, Outcome
 from shoal.swarm.coordinator.leases import Ranges, count, merge, to_wire
 from shoal.swarm.errors import LinkError, NotAdmitted
@@ -30,7 +29,7 @@ PATIENCE_S = 6.0
 
 def run_toml(tokens: int, codec: str = "float32", algorithm: str = "diloco", max_s: float = 600.0) -> str:
     return (
-        f'algorithm = "{algorithm}"\ncodec = "{codec}"\n[run]\nname = "test"\n[recipe]\nname = "own"\n'
+        f'algorithm = "{algorithm}"\naveraging.codec = "{codec}"\n[run]\nname = "test"\n[recipe]\nname = "own"\n'
         f"[inner]\nbatch_samples = 1\n[round]\ntokens = {tokens}\nmax_s = {max_s}\npatience_s = {PATIENCE_S}\n"
     )
 
@@ -71,7 +70,7 @@ class SimMember:
             layout=layout, corpus_digest=bytes(32), corpus_about="", tokens_per_sample=1
         )
         await self.client.ask(model, CoordinatorToPeerModelAccepted)
-        self.averager = Averager(self.client, self.endpoint, get_codec(self.client.run_file.codec), self.elements)
+        self.averager = Averager(self.client, self.endpoint, self.client.run_file.codec, self.elements)
         self.round = self.view.round
         await self.beat()
         self.task = tasks.create_task(self._beats())

@@ -67,7 +67,7 @@ def run_toml(
     ends = f"rounds = {rounds}" if rounds else ""
     return f"""
 algorithm = "{algorithm}"
-codec = "{codec}"
+averaging.codec = "{codec}"
 [run]
 name = "{name}"
 seed = 1

@@ -17,7 +17,7 @@ tokens = 1000
 FULL = """
 # A comment.
 algorithm = "virtual_batch"
-codec = "float32"
+averaging = { codec = { name = "int8", block = 64 } }
 
 [recipe]
 name = "gpt"
@@ -70,7 +70,7 @@ def test_defaults_of_every_section() -> None:
         "recipe": {"name": "gpt", "settings": {}},
         "data": {"source": "stdlib", "tokens_per_sample": None, "held_out": 0.02},
         "algorithm": "diloco",
-        "codec": "int8",
+        "averaging": {"codec": "int8"},
         "inner": {
             "optimizer": "adamw",
             "lr": 4e-4,
@@ -99,9 +99,9 @@ def test_a_full_one() -> None:
     run = parse_run_file(FULL)
     assert run.recipe.settings == {"layers": 2, "dropout": 0.0, "names": ["a", "b"], "nested": {"deep": True}}
     assert (run.inner.betas, run.inner.lr, run.round.max_s) == ((0.8, 0.99), 1.0, 60.0)
-    assert (run.algorithm, run.codec, run.data.source, run.run.tokens) == (
+    assert (run.algorithm, run.codec.name, run.data.source, run.run.tokens) == (
         "virtual_batch",
-        "float32",
+        "int8(block=64)",
         "text:*.md",
         1_000_000,
     )
@@ -114,7 +114,7 @@ def test_the_hash_is_of_the_content() -> None:
     shuffled = """
 round = { patience_s = 20, tokens = 1000 }   # the default, written out
 recipe = { name = 'gpt' }
-codec = "int8"
+averaging.codec = "int8"
 [run]
 seed = 0
 name = "tiny"
@@ -127,7 +127,7 @@ name = "tiny"
 @pytest.mark.parametrize(
     ("section", "line"),
     [
-        ("", 'codec = "float32"'),
+        ("", 'averaging.codec = "float32"'),
         ("run", 'name = "other"'),
         ("run", "seed = 1"),
         ("round", "tokens = 1001"),
@@ -145,7 +145,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "1234d3e5238c3e10"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "b5adf3a91ebfb748"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -176,7 +176,13 @@ def test_the_hash_of_this_release() -> None:
         ("data", "tokens_per_sample = 0", r"data\.tokens_per_sample: .*greater than 0"),
         ("data", "held_out = 0.5", r"data\.held_out: .*less than 0\.5"),
         ("", 'algorithm = "adam"', r"algorithm: .*'diloco' or 'virtual_batch'"),
-        ("", 'codec = "zip"', r"codec: expected one of float32, .*int8.*, not 'zip'"),
+        ("averaging", 'codec = "zip"', r"averaging\.codec: .*expected one of float32, .*int8.*, not 'zip'"),
+        ("averaging", 'codec = { name = "int8", blok = 64 }', r"averaging\.codec: .*'blok'.*int8 has block, seed"),
+        ("averaging", 'codec = { name = "float32", block = 64 }', r"averaging\.codec: .*float32 has none"),
+        ("averaging", 'codec = { name = "int8", block = "64" }', r"averaging\.codec: .*block.*expected int"),
+        ("averaging", 'codec = { name = "int8", block = true }', r"averaging\.codec: .*block.*expected int"),
+        ("averaging", 'codec = { name = "int8", block = 3 }', r"averaging\.codec: .*block"),
+        ("averaging", "codec = { block = 64 }", r"averaging\.codec: .*has its name"),
         ("", "speed = 5", r"speed: .*not permitted"),
         ("inner", 'optimizer = "lion"', r"inner\.optimizer: .*'adamw' or 'sgd'"),
         ("inner", "lr = 0", r"inner\.lr: .*greater than 0"),
@@ -275,5 +281,5 @@ def test_huge_files(tmp_path: Path) -> None:
 def test_a_run_file_never_changes() -> None:
     run = parse_run_file(LEAST)
     with pytest.raises(ValueError, match="frozen"):
-        run.codec = "float32"
+        run.algorithm = "virtual_batch"
     assert RunFile.model_validate(run.model_dump()) == run
