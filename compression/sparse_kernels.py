@@ -113,11 +113,11 @@ def _select(bits: Ints, keep: int, guess: int, scratch: tuple[Ints, Ints, Ints],
         values[c] = bits[candidates[c]]
     while high - threshold > 1:
         middle = (threshold + high) >> 1
-        if _count(values, found, middle) >= keep:
+        if _count(values, int(found), middle) >= keep:
             threshold = middle
         else:
             high = middle
-    ties = keep - _count(values, found, threshold + 1)
+    ties = keep - _count(values, int(found), threshold + 1)
     taken = 0
     for c in range(found):
         tie = values[c] == threshold
