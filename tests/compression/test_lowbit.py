@@ -1,0 +1,156 @@
+"""The 1-bit and 2-bit codecs against slow definitions of the same, and their layouts. More of both in test_floats."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.compression.codec import CodecError
+from shoal.compression.lowbit import Int2, Sign
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+F = np.float32
+
+values_lists = st.lists(
+    st.floats(-10, 10, width=32)
+    | st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
+    | st.sampled_from([0.0, -0.0, FLOAT_MAX, -FLOAT_MAX]),
+    max_size=40,
+)
+
+
+def noise(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def sum_in_halves(values: list[F], block: int) -> F:
+    row = [*values, *[F(0)] * (block - len(values))]
+    while len(row) > 1:
+        row = [a + b for a, b in zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)]
+    return row[0]
+
+
+def stored(mean: F) -> float:
+    """``mean * 2**16`` rounded to bfloat16 by its bits, as 0 where it is not normal."""
+    mean = min(mean * F(2**16), F(torch.finfo(torch.bfloat16).max))
+    if mean < 2.0**-126:
+        return 0.0
+    bits = int(mean.view(np.uint32))
+    return struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16))[0]
+
+
+def slow_sign(values: list[float], block: int) -> list[float]:
+    decoded: list[float] = []
+    for start in range(0, len(values), block):
+        part = [F(x) for x in values[start : start + block]]
+        magnitude = stored(sum_in_halves([abs(x) * F(2.0**-16) for x in part], block) / F(len(part)))
+        decoded += [-magnitude if np.signbit(x) else magnitude for x in part]
+    return decoded
+
+
+def slow_int2(values: list[float], block: int) -> list[float]:
+    decoded: list[float] = []
+    for start in range(0, len(values), block):
+        part = [F(x) for x in values[start : start + block]]
+        sizes = [abs(x) * F(2.0**-16) for x in part]
+        total = sum_in_halves(sizes, block)
+        limit = total / F(len(part)) * F(1.4)
+        above = [size if size > limit else F(0) for size in sizes]
+        count, outer_sum = sum(size > limit for size in sizes), sum_in_halves(above, block)
+        inner = max(total - outer_sum, F(0)) / F(max(len(part) - count, 1))
+        outer = outer_sum / F(count) if count else inner
+        small, large = F(stored(inner)), F(stored(outer))
+        middle = small * F(0.5) + large * F(0.5)
+        decoded += [float(np.copysign(large if abs(x) > middle else small, x)) for x in part]
+    return decoded
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@given(values=values_lists, block=st.sampled_from([8, 16, 64]))
+@settings(deadline=None, max_examples=300)
+def test_equals_the_slow_definition_to_the_bit(values: list[float], block: int) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32)
+    for codec, slow in ((Sign(block=block), slow_sign), (Int2(block=block), slow_int2)):
+        decoded = codec.decode(codec.encode(tensor), len(values))
+        expected = torch.tensor(slow(values, block), dtype=torch.float32)
+        assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32)), (decoded, expected)
+
+
+def test_layout_is_the_golden_one() -> None:
+    values = torch.tensor([1.0, -2.5, 0.1, 1000.0, -0.0, 3e-5, 65504.0, -7.0, 0.3, -3e38])
+    assert Sign(block=8).encode(values).numpy().tobytes().hex() == "0246e27e9202"
+    assert Int2(block=8).encode(values).numpy().tobytes().hex() == "104380470000627f92400202"
+    # By hand: 0x4602 is 8320, 0x92 has bits 1, 4 and 7; 0x4310 is 144, 0x4780 is 65536, 0x40 has bit 6.
+    decoded = Sign(block=8).decode(bytes.fromhex("0246803f9202"), 10).tolist()
+    assert decoded == [8320, -8320, 8320, 8320, -8320, 8320, 8320, -8320, 1, -1]
+    decoded = Int2(block=8).decode(bytes.fromhex("104380470000803f92400202"), 10).tolist()
+    assert decoded == [144, -144, 144, 144, -144, 144, 65536, -144, 0, -1]
+
+
+def test_bits_beyond_the_last_value_are_0_when_written_and_never_read() -> None:
+    assert Sign().encode(torch.tensor([-1.0])).tolist()[2:] == [1]
+    assert Int2().encode(torch.tensor([-1.0])).tolist()[4:] == [1, 0]
+    assert Sign().decode(b"\x80\x3f\xfe", 1).tolist() == [1.0]
+    assert Int2().decode(b"\x80\x3f\x00\x40\xfe\xff", 1).tolist() == [2.0]
+
+
+def test_sizes_and_names() -> None:
+    assert [Sign().packed_bytes(n) for n in (0, 1, 8, 9, 512, 513)] == [0, 3, 3, 4, 66, 69]
+    assert [Int2().packed_bytes(n) for n in (0, 1, 8, 9, 512, 513)] == [0, 6, 6, 8, 132, 138]
+    assert [c.name for c in (Sign(), Int2(), Sign(block=64), Int2(block=64))] == [
+        "sign", "int2", "sign(block=64)", "int2(block=64)",
+    ]  # fmt: skip
+
+
+def relative_error(codec: Sign | Int2, values: Tensor) -> float:
+    decoded, exact = codec.decode(codec.encode(values), values.numel()).double(), values.double()
+    return float((decoded - exact).norm() / exact.norm())
+
+
+def test_errors_are_those_of_the_best_levels() -> None:
+    values = noise(1 << 16)
+    # sqrt(1 - 2/pi), and Max's 4 levels for a normal distribution: sqrt(0.1175).
+    assert relative_error(Sign(), values) == pytest.approx(0.6028, abs=0.004)
+    assert 0.340 < relative_error(Int2(), values) < 0.350
+    tailed = values / noise(1 << 16, 1).abs().clamp(min=0.3)
+    assert relative_error(Int2(), tailed) < 0.8 * relative_error(Sign(), tailed)
+
+
+@pytest.mark.parametrize("codec", [Sign(), Int2()], ids=["sign", "int2"])
+@pytest.mark.parametrize("size", [1e-36, 1e-3, 1.0, 1e30, 3e38])
+def test_any_size_will_do(codec: Sign | Int2, size: float) -> None:
+    values = (noise(2000).clamp(-4, 4) / 4) * size
+    assert relative_error(codec, values) < 0.62
+    constant = torch.full((700,), -size)
+    torch.testing.assert_close(codec.decode(codec.encode(constant), 700), constant, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("codec", [Sign(block=64), Int2(block=64)], ids=["sign", "int2"])
+def test_error_feedback_makes_up_for_the_loss(codec: Sign | Int2) -> None:
+    values, residual, total = noise(1000), torch.zeros(1000), torch.zeros(1000)
+    for _ in range(100):
+        codec.accumulate(codec.encode_residual(values, residual), total, 0.01)
+    torch.testing.assert_close(total + residual * 0.01, values, rtol=0, atol=1e-4)
+    assert float((total - values).norm() / values.norm()) < 0.15
+
+
+@pytest.mark.parametrize("bad", ["0080", "7f80", "807f", "c07f", "80bf", "0100", "7f00", "ffff"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_bad_magnitudes_are_refused(bad: str, at: int) -> None:
+    for codec, a_block in ((Sign(block=8), 1), (Int2(block=8), 2)):
+        scales = [b"\x80\x3f"] * 3 * a_block
+        scales[at] = bytes.fromhex(bad)
+        codes = bytes(codec.packed_bytes(24) - 2 * len(scales))
+        with pytest.raises(CodecError, match="magnitude"):
+            codec.decode(b"".join(scales) + codes, 24)
+
+
+@pytest.mark.parametrize("block", [0, -8, 4, 12, 1 << 17])
+def test_other_blocks_are_refused(block: int) -> None:
+    for codec in (Sign, Int2):
+        with pytest.raises(ValueError, match="power of two"):
+            codec(block=block)
