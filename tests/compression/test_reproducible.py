@@ -100,6 +100,14 @@ def test_dependent_columns_become_zero() -> None:
     assert basis.any(0).tolist() == [False, True, False, True, False]
 
 
+def test_subnormals_count_as_zero_going_in_and_coming_out() -> None:
+    columns = torch.tensor([[1.0], [1.0], [TINY * 1.2], [TINY / 2]])
+    assert orthonormal(columns)[:, 0].tolist()[2:] == [0.0, 0.0]
+    out = torch.empty(1, 3)
+    multiply_transposed(torch.tensor([[1e10, TINY / 2]]), torch.tensor([[1e-40, 0.0], [0.0, 1e20], [1e-35, 0]]), out)
+    assert out.tolist() == [[0.0, 0.0, pytest.approx(1e-25)]]
+
+
 @pytest.fixture
 def _restore_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
