@@ -107,7 +107,7 @@ class ScaledFloatCodec(TiledCodec):
             rows.view(-1).copy_(codes.view(torch.float16))
             rows.mul_(_power_of_two(scales))
             return
-        # Through float16, which is exact and 20 times as fast as torch's own cast from float8.
+        # Through float16, which is exact; torch's own cast from float8 takes five times as long as all of this.
         halves = codes.view(torch.int8).to(torch.int16)
         halves.bitwise_left_shift_(_FLOAT8_SHIFT).bitwise_and_(_FLOAT16_WITHOUT_TOP_EXPONENT_BIT)
         rows.view(-1).copy_(halves.view(torch.float16))

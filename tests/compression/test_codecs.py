@@ -64,7 +64,9 @@ def test_packed_bytes_is_exact(codec: Codec, n: int) -> None:
 
 
 def test_sizes_in_bytes() -> None:
-    sizes = {name: [get_codec(name).packed_bytes(n) for n in (0, 1, 256, 257)] for name in ("float32", "bfloat16", "int8")}
+    sizes = {
+        name: [get_codec(name).packed_bytes(n) for n in (0, 1, 256, 257)] for name in ("float32", "bfloat16", "int8")
+    }
     assert sizes == {
         "float32": [0, 4, 1024, 1028],
         "bfloat16": [0, 2, 512, 514],

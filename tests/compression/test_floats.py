@@ -170,12 +170,10 @@ def test_one_thread_and_two_give_the_same(codec: TiledCodec) -> None:
     assert all(same_bits(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
 
 
-@every_tiled
-def test_decoded_values_are_a_fixed_point_of_the_floats(codec: TiledCodec) -> None:
-    values = noise(9001)
-    decoded = codec.decode(codec.encode(values), 9001)
-    if codec in PLAIN or codec in SCALED:
-        assert same_bits(codec.decode(codec.encode(decoded), 9001), decoded)
+@pytest.mark.parametrize("codec", [*PLAIN, *SCALED], ids=lambda codec: codec.name)
+def test_a_second_trip_changes_nothing(codec: TiledCodec) -> None:
+    decoded = codec.decode(codec.encode(noise(9001)), 9001)
+    assert same_bits(codec.decode(codec.encode(decoded), 9001), decoded)
 
 
 # float16 and float8.
