@@ -74,7 +74,7 @@ class ScaledFloatCodec(TiledCodec):
 
     def __init__(self, name: str, dtype: torch.dtype, *, block: int = _BLOCK) -> None:
         if block < 1:
-            raise ValueError(f"block is the number of values that share a scale, at least 1, not {block}")
+            raise CodecError(f"block is the number of values that share a scale, at least 1, not {block}")
         super().__init__(Layout(block, torch.int16, 1, 1, dtype.itemsize))
         self._name = name
         self._dtype = dtype

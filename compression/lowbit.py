@@ -141,7 +141,7 @@ class Int2(TiledCodec):
 
 def _checked_block(block: int) -> int:
     if not 8 <= block <= _LARGEST_BLOCK or block & (block - 1):
-        raise ValueError(f"block is a power of two between 8 and {_LARGEST_BLOCK}, not {block}")
+        raise CodecError(f"block is a power of two between 8 and {_LARGEST_BLOCK}, not {block}")
     return block
 
 

@@ -10,17 +10,24 @@ import torch
 
 from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import Codec, CodecError
-from shoal.compression.floats import FloatCodec
+from shoal.compression.floats import FloatCodec, ScaledFloatCodec
+from shoal.compression.lowbit import Int2, Sign
+from shoal.compression.sparse import TopK
 
 _Options = Mapping[str, type]
+_BLOCK: _Options = {"block": int}
 _BLOCKWISE: _Options = {"block": int, "seed": int}
 
 _CODECS: dict[str, tuple[Callable[..., Codec], _Options]] = {
     "float32": (partial(FloatCodec, "float32", torch.float32), {}),
     "bfloat16": (partial(FloatCodec, "bfloat16", torch.bfloat16), {}),
-    "float16": (partial(FloatCodec, "float16", torch.float16), {}),
+    "float16": (partial(ScaledFloatCodec, "float16", torch.float16), _BLOCK),
+    "float8_e4m3": (partial(ScaledFloatCodec, "float8_e4m3", torch.float8_e4m3fn), _BLOCK),
     "int8": (partial(Blockwise, 8), _BLOCKWISE),
     "int4": (partial(Blockwise, 4), _BLOCKWISE),
+    "int2": (Int2, _BLOCK),
+    "sign": (Sign, _BLOCK),
+    "topk": (TopK, {"k": int, "values": str, "chunk": int}),
 }
 
 CODEC_NAMES: tuple[str, ...] = tuple(_CODECS)

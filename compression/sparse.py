@@ -45,11 +45,11 @@ class TopK:
 
     def __init__(self, k: int = 64, values: Literal["2bit", "int8"] = "2bit", chunk: int = 4096) -> None:
         if not 1 <= chunk <= _LARGEST_CHUNK:
-            raise ValueError(f"chunk is the number of values that are compared, 1 to {_LARGEST_CHUNK}, not {chunk}")
+            raise CodecError(f"chunk is the number of values that are compared, 1 to {_LARGEST_CHUNK}, not {chunk}")
         if not 1 <= k <= chunk:
-            raise ValueError(f"k is how many of the {chunk} values of a chunk are sent, 1 to {chunk}, not {k}")
+            raise CodecError(f"k is how many of the {chunk} values of a chunk are sent, 1 to {chunk}, not {k}")
         if values not in _VALUE_BITS:
-            raise ValueError(f"values is one of {', '.join(_VALUE_BITS)}, not {values!r}")
+            raise CodecError(f"values is one of {', '.join(_VALUE_BITS)}, not {values!r}")
         self.k = k
         self.values = values
         self.chunk = chunk
