@@ -21,7 +21,7 @@ import torch.distributed as dist
 from common import entry_of, parser, publish
 
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.registry import get_codec
+from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.allreduce import AllReduce, ResultStore
 from shoal.swarm.averaging.partition import chunk_elements, split
 from shoal.swarm.deadlines import Deadlines
@@ -49,7 +49,7 @@ def shoal_peer(pipe: Connection, codec: str, elements: int, rounds: int) -> None
 
 
 async def _shoal_peer(pipe: Connection, codec_name: str, elements: int, rounds: int) -> None:
-    identity, keys, codec = Identity.generate(), CurveKeys.fresh(), get_codec(codec_name)
+    identity, keys, coding = Identity.generate(), CurveKeys.fresh(), get_coding(codec_name)
     node: Node
 
     async def admit(key: bytes) -> bool:
@@ -67,10 +67,10 @@ async def _shoal_peer(pipe: Connection, codec_name: str, elements: int, rounds: 
             pipe.send("ready")
             await asyncio.to_thread(pipe.recv)
             sent, start = node.meter.sent_bytes, time.perf_counter()
-            corrected = feedback.begin(contribution, take=True)
-            store = ResultStore(plan, codec)
+            feedback.begin(contribution)
+            store = ResultStore(plan, coding)
             node.publish(Blob(kind="result", number=number), store)
-            exchange = AllReduce(node, store, identity.peer_id, corrected, feedback, Deadlines(30))
+            exchange = AllReduce(node, store, identity.peer_id, feedback, Deadlines(30))
             assert not (await exchange.run()).trouble
             for part in plan.parts:
                 await asyncio.to_thread(store.digest, part)

@@ -1,15 +1,22 @@
 """The residual: what a peer has offered and no committed mean has held yet, carried from round to round.
 
 After Seide et al. 2014, "1-Bit Stochastic Gradient Descent", and Karimireddy et al. 2019, "Error Feedback
-Fixes SignSGD and other Gradient Compression Schemes" (arXiv:1901.09847).
+Fixes SignSGD and other Gradient Compression Schemes" (arXiv:1901.09847); the decay as in Sarfi et al. 2025,
+"Communication Efficient LLM Pre-training with SparseLoCo" (arXiv:2508.15706).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, checked_range, checked_values
+from shoal.compression.codec import Codec, CodecError, checked_range, checked_values
+
+_TILE = 1 << 18
 
 
 class ErrorFeedback:
@@ -17,22 +24,28 @@ class ErrorFeedback:
 
     A round::
 
-        corrected = feedback.begin(contribution)             # contribution + residual
+        feedback.begin(contribution)                         # from now on: corrected = contribution + residual
         packed = feedback.encode_chunk(codec, start, stop)   # each chunk that somebody asks for
-        feedback.include_exactly(start, stop)                # chunks that go into the mean as float32
+        values = feedback.corrected(start, stop)             # chunks that go into the mean as float32 ...
+        feedback.include_exactly(start, stop)                # ... as an owner's own do
         feedback.keep_chunk(start, stop)                     # chunks that the mean did not include after all
         feedback.add_owner_error(start, error)               # what the owner lost in encoding the mean
         feedback.commit()                                    # or discard()
 
-    Whatever is neither encoded nor included counts as not included: all of it is carried over. Calls for
-    disjoint ranges may run in several threads at once; ``begin``, ``commit``, ``discard`` and ``load`` may
-    not overlap any other call. At rest it holds n floats, within a round 3 n (the corrected ones among them).
+    Whatever is neither encoded nor included counts as not included: all of it is carried over. What encoding lost,
+    here or at the owner, is carried over times ``decay``; what a mean went without, whole. Calls for disjoint ranges
+    may run in several threads at once; ``begin``, ``commit``, ``discard`` and ``load`` may not overlap any other
+    call. At rest it holds n floats, within a round 2 n more, the contribution among them.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, decay: float = 1.0) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise CodecError(f"the decay of a residual is from 0 to 1, not {decay}")
         self._residual = torch.zeros(n, dtype=torch.float32)
-        self._corrected: Tensor | None = None
+        self._decay = float(np.float32(decay))
+        self._contribution: Tensor | None = None
         self._pending: Tensor | None = None
+        self._settled: set[tuple[int, int]] = set()
 
     @property
     def residual(self) -> Tensor:
@@ -42,45 +55,61 @@ class ErrorFeedback:
     @property
     def in_round(self) -> bool:
         """Whether a round has begun that is neither committed nor discarded."""
-        return self._corrected is not None
+        return self._contribution is not None
 
     def load(self, residual: Tensor) -> None:
         """Start from a copy of ``residual``, ``(n,) float32``, as saved earlier; not within a round."""
         assert not self.in_round
         self._residual = self._checked(residual).clone()
 
-    def begin(self, contribution: Tensor, *, take: bool = False) -> Tensor:
-        """Begin a round with ``contribution``, ``(n,) float32``; returns contribution + residual, read only.
+    def begin(self, contribution: Tensor) -> None:
+        """Begin a round with ``contribution``, ``(n,) float32``, which nobody may change before the round's end.
 
-        With ``take`` the sum is made in ``contribution`` itself, which then belongs to this object: no copy.
-        Raises CodecError when the sum holds NaN or infinity; no round has begun then, and the residual is as
-        it was.
+        Raises CodecError when contribution + residual holds NaN or infinity, naming the first; no round has begun
+        then, and the residual is as it was.
         """
         assert not self.in_round, "the round before was neither committed nor discarded"
         contribution = self._checked(contribution)
-        corrected = contribution.add_(self._residual) if take else contribution + self._residual
-        checked_range(corrected)
-        self._pending = corrected.clone()
-        self._corrected = corrected
-        return corrected
+        for start in range(0, contribution.numel(), _TILE):
+            corrected = contribution[start : start + _TILE] + self._residual[start : start + _TILE]
+            low, high = torch.aminmax(corrected)
+            if not (math.isfinite(float(low)) and math.isfinite(float(high))):
+                at = int(torch.isfinite(corrected).logical_not_().to(torch.uint8).argmax())
+                value = float(corrected[at])
+                raise CodecError(f"contribution and residual add up to NaN or infinity: {value} at {start + at}")
+        self._pending = torch.empty_like(contribution)
+        self._contribution = contribution
+        self._settled.clear()
+
+    def corrected(self, start: int, stop: int) -> Tensor:
+        """(contribution + residual)[start:stop], a new tensor."""
+        contribution, residual, _ = self._chunk(start, stop)
+        return contribution + residual
 
     def encode_chunk(self, codec: Codec, start: int, stop: int) -> Tensor:
         """Encode corrected[start:stop] into ``(packed_bytes(stop - start),) uint8``; the loss is pending.
 
         Encoding the same range again gives the same bytes.
         """
-        corrected, pending = self._chunk(start, stop)
-        return codec.encode_residual(corrected, pending.zero_())
+        contribution, residual, pending = self._chunk(start, stop)
+        pending.copy_(residual)
+        packed = codec.encode_residual(contribution, pending)
+        if self._decay != 1.0:
+            pending.mul_(self._decay)
+        self._settled.add((start, stop))
+        return packed
 
     def include_exactly(self, start: int, stop: int) -> None:
         """corrected[start:stop] goes into the mean as it is, as an owner's own may: nothing is pending."""
-        _, pending = self._chunk(start, stop)
+        _, _, pending = self._chunk(start, stop)
         pending.zero_()
+        self._settled.add((start, stop))
 
     def keep_chunk(self, start: int, stop: int) -> None:
         """The mean does not include corrected[start:stop] (or is void there): all of it is pending again."""
-        corrected, pending = self._chunk(start, stop)
-        pending.copy_(corrected)
+        contribution, residual, pending = self._chunk(start, stop)
+        torch.add(contribution, residual, out=pending)
+        self._settled.add((start, stop))
 
     def add_owner_error(self, start: int, error: Tensor) -> None:
         """Add ``error``, ``(m,) float32``, to what is pending from ``start`` on.
@@ -90,32 +119,44 @@ class ErrorFeedback:
         To be called once, after the range's encode_chunk, include_exactly or keep_chunk, each of which
         overwrites it. Raises CodecError, and adds nothing, when the sum holds NaN or infinity.
         """
-        _, pending = self._chunk(start, start + error.numel())
-        total = pending + checked_values(error)
+        _, _, pending = self._chunk(start, start + error.numel())
+        total = pending + checked_values(error) * self._decay
         checked_range(total)
         pending.copy_(total)
 
     def commit(self) -> None:
         """The round is committed: what is pending becomes the residual."""
         assert self._pending is not None, "no round has begun"
+        for start, stop in list(self._unsettled(self._pending.numel())):
+            self.keep_chunk(start, stop)
         self._residual = self._pending
-        self._corrected = self._pending = None
+        self._contribution = self._pending = None
 
     def discard(self) -> None:
         """The round is aborted: the residual stays as before ``begin``; the contribution is offered again.
 
         Without a round it does nothing.
         """
-        self._corrected = self._pending = None
+        self._contribution = self._pending = None
+
+    def _unsettled(self, n: int) -> Iterator[tuple[int, int]]:
+        """The ranges that nothing has been said of."""
+        at = 0
+        for start, stop in sorted(self._settled):
+            if start > at:
+                yield at, start
+            at = max(at, stop)
+        if at < n:
+            yield at, n
 
     def _checked(self, vector: Tensor) -> Tensor:
         assert vector.numel() == self._residual.numel(), "the residual has another length"
         return checked_values(vector)
 
-    def _chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of the corrected values and of what is pending in [start, stop)."""
-        corrected, pending = self._corrected, self._pending
-        assert corrected is not None, "no round has begun"
+    def _chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of contribution, residual and what is pending in [start, stop)."""
+        contribution, pending = self._contribution, self._pending
+        assert contribution is not None, "no round has begun"
         assert pending is not None
-        assert 0 <= start <= stop <= corrected.numel(), (start, stop, corrected.numel())
-        return corrected[start:stop], pending[start:stop]
+        assert 0 <= start <= stop <= contribution.numel(), (start, stop, contribution.numel())
+        return contribution[start:stop], self._residual[start:stop], pending[start:stop]

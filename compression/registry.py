@@ -1,4 +1,4 @@
-"""The codecs by the names and options that run files and messages use."""
+"""The codecs, and how they are put to use, by the names and options that run files use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import Codec, CodecError
+from shoal.compression.coding import Auto, Coding, Shapes, Uniform
 from shoal.compression.floats import FloatCodec, ScaledFloatCodec
 from shoal.compression.lowbit import Int2, Sign
 from shoal.compression.sparse import TopK
@@ -33,16 +34,43 @@ _CODECS: dict[str, tuple[Callable[..., Codec], _Options]] = {
 CODEC_NAMES: tuple[str, ...] = tuple(_CODECS)
 """Every name that ``get_codec`` knows."""
 
+CODING_NAMES: tuple[str, ...] = (*CODEC_NAMES, "auto")
+"""Every name that ``get_coding`` knows."""
+
+_AUTO: dict[str, str] = {"matrices": "int4", "tables": "int8", "small": "float16"}
+
 
 def get_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
     """The codec called ``name``, with these options. CodecError, naming the known ones, for any other."""
     if name not in _CODECS:
-        raise CodecError(f"expected one of {', '.join(CODEC_NAMES)}, not {name!r}")
+        raise _unknown(name, CODEC_NAMES)
     make, known = _CODECS[name]
-    for option, value in (options or {}).items():
+    return make(**_checked(name, options or {}, known))
+
+
+def get_coding(name: str, options: Mapping[str, Any] | None = None, shapes: Shapes = ()) -> Coding:
+    """The coding called ``name``: a codec for everything, or ``auto``, which chooses by ``shapes``.
+
+    The options of ``auto`` are the names of the codecs that it chooses from: ``matrices``, ``tables``, ``small``.
+    CodecError, naming the known ones, for another name or option.
+    """
+    if name == "auto":
+        chosen = {**_AUTO, **_checked(name, options or {}, dict.fromkeys(_AUTO, str))}
+        return Auto(shapes, **{role: get_codec(codec) for role, codec in chosen.items()})
+    if name not in _CODECS:
+        raise _unknown(name, CODING_NAMES)
+    return Uniform(get_codec(name, options))
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> CodecError:
+    return CodecError(f"expected one of {', '.join(known)}, not {name!r}")
+
+
+def _checked(name: str, options: Mapping[str, Any], known: _Options) -> Mapping[str, Any]:
+    for option, value in options.items():
         if option not in known:
             has = f"{name} has {', '.join(known)}" if known else f"{name} has none"
             raise CodecError(f"unknown option {option!r} of codec {name}: {has}")
         if type(value) is not known[option]:
             raise CodecError(f"{option} of codec {name}: expected {known[option].__name__}, not {value!r}")
-    return make(**(options or {}))
+    return options

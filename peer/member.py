@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.compression import fast
 from shoal.peer.state import State, StateSource, fetch_state, save_state, state_blob
 from shoal.swarm.averaging.averager import Averager, Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
@@ -26,11 +27,15 @@ from shoal.swarm.messages import (
     PeerToCoordinatorRequestLease,
     RunView,
     SampleRange,
+    TensorSpec,
 )
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 
 log = logging.getLogger(__name__)
+
+_COMPILED_ELEMENTS = 2**22
+"""From this size of a model on it pays to compile the codecs: below, a round's coding takes milliseconds anyway."""
 
 
 @dataclass
@@ -46,13 +51,16 @@ class Progress:
 
 
 class Member:
-    """Made with ``open``. Its coroutines run on the loop; the training thread awaits them by ``NetworkThread``."""
+    """Made with ``open``. Its coroutines run on the loop; the training thread awaits them by ``NetworkThread``.
+
+    ``compression``: float32 bytes of a contribution for each of its bytes as sent."""
 
     def __init__(self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup) -> None:
         self.node = node
         self.client = client
         self.progress = Progress()
         self.state: State | None = None
+        self.compression = 1.0
         self._averager: Averager | None = None
         self._tasks = tasks
         self._beat_now = asyncio.Event()
@@ -221,9 +229,14 @@ class Member:
 
     # Rounds -------------------------------------------------------------------------------------------------
 
-    def prepare_averaging(self, elements: int) -> None:
-        """Once, when the model's size is known."""
-        self._averager = Averager(self.client, self.node, self.client.run_file.codec, elements)
+    def prepare_averaging(self, layout: tuple[TensorSpec, ...]) -> None:
+        """Once, when the model's tensors are known."""
+        coding = self.client.run_file.coding([(spec.name, spec.shape) for spec in layout])
+        elements = sum(spec.elements for spec in layout)
+        self.compression = 4 * elements / coding.contribution(0, elements).packed_bytes(elements)
+        if elements >= _COMPILED_ELEMENTS:
+            fast.compile_ahead(coding.kernels)
+        self._averager = Averager(self.client, self.node, coding, elements)
 
     async def average(self, offer: Offer) -> Outcome:
         assert self._averager is not None, "prepare_averaging first"

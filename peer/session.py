@@ -59,7 +59,7 @@ class SessionOptions:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A session at a glance, for live views. ``compression``: float32 bytes for one byte of the codec's."""
+    """A session at a glance, for live views. ``compression``: float32 bytes for each byte sent."""
 
     run: str
     peer: str
@@ -134,7 +134,7 @@ class Session:
         state_file = self.options.state / folder / self.peer / "state.safetensors"
         self._replica_or_none = Replica(self.run_file, brought, self._network, state_file, self._emit)
         self._replica.describe(brought.data)
-        self._member.prepare_averaging(self._replica.vector.elements)
+        self._member.prepare_averaging(self._replica.vector.layout)
         self._replica.sync()
 
     @property
@@ -213,7 +213,7 @@ class Session:
             members=view.members,
             bytes_sent=meter.sent_bytes,
             bytes_received=meter.received_bytes,
-            compression=4 * 2**18 / run.codec.packed_bytes(2**18),
+            compression=member.compression,
             closes_in_s=None if closes_at_s is None else max(0.0, closes_at_s - time.monotonic()),
         )
 

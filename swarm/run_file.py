@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from shoal.compression.codec import Codec, CodecError
-from shoal.compression.registry import get_codec
+from shoal.compression.codec import CodecError
+from shoal.compression.coding import Coding, Shapes
+from shoal.compression.registry import get_coding
 from shoal.swarm.errors import RunFileError
 
 MAX_RUN_FILE_BYTES = 200_000
@@ -112,29 +113,20 @@ class OuterSection(_Section):
 
 class AveragingSection(_Section):
     """``[averaging]``. ``codec``: a name, or a table of its ``name`` and options, as in
-    ``codec = { name = "int8", block = 4096 }``."""
+    ``codec = { name = "int8", block = 4096 }``. ``residual_decay``: what is kept, from round to round, of what
+    encoding lost; 1 keeps all of it."""
 
     codec: str | dict[str, Any] = "int8"
+    residual_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
 
     @field_validator("codec")
     @classmethod
     def _known(cls, codec: str | dict[str, Any]) -> str | dict[str, Any]:
         try:
-            cls.make(codec)
+            _coding(codec, ())
         except CodecError as error:
             raise ValueError(str(error)) from error
         return codec
-
-    @staticmethod
-    def make(codec: str | dict[str, Any]) -> Codec:
-        """The codec that ``codec`` stands for. Raises CodecError."""
-        if isinstance(codec, str):
-            return get_codec(codec)
-        options = dict(codec)
-        name = options.pop("name", None)
-        if not isinstance(name, str):
-            raise CodecError("a table of a codec has its name, as in { name = \"int8\", block = 4096 }")
-        return get_codec(name, options)
 
 
 class RoundSection(_Section):
@@ -146,18 +138,40 @@ class RoundSection(_Section):
     patience_s: Annotated[float, Field(ge=1, le=600)] = 20.0
 
 
+_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "sparseloco": {
+        "averaging": {"codec": "topk", "residual_decay": 0.95},
+        "outer": {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0},
+    }
+}
+"""What an algorithm sets where the run file does not, by section. sparseloco: Sarfi et al. 2025, arXiv:2508.15706."""
+
+
 class RunFile(_Section):
-    """A whole run file."""
+    """A whole run file. ``algorithm = "sparseloco"`` is ``diloco`` with other defaults (``_PRESETS``)."""
 
     run: RunSection
     recipe: RecipeSection
     data: DataSection = DataSection()
-    algorithm: Literal["diloco", "virtual_batch"] = "diloco"
+    algorithm: Literal["diloco", "sparseloco", "virtual_batch"] = "diloco"
     averaging: AveragingSection = AveragingSection()
     inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()
     round: RoundSection
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, content: Any) -> Any:
+        """Fill in what the algorithm sets and the file does not."""
+        if not isinstance(content, dict):
+            return content
+        filled = dict(content)
+        for section, settings in _PRESETS.get(str(content.get("algorithm")), {}).items():
+            own = filled.get(section, {})
+            if isinstance(own, dict):
+                filled[section] = {**settings, **own}
+        return filled
 
     @model_validator(mode="after")
     def _consistent(self) -> RunFile:
@@ -165,16 +179,26 @@ class RunFile(_Section):
             raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, to know where it ends")
         return self
 
-    @property
-    def codec(self) -> Codec:
-        """What contributions and results are packed with."""
-        return AveragingSection.make(self.averaging.codec)
+    def coding(self, shapes: Shapes) -> Coding:
+        """What contributions and results are packed with, for a model of these tensors."""
+        return _coding(self.averaging.codec, shapes)
 
     @property
     def hash(self) -> bytes:
         """SHA-256 of the canonical JSON of the validated content."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()
+
+
+def _coding(codec: str | dict[str, Any], shapes: Shapes) -> Coding:
+    """Raises ``CodecError``."""
+    if isinstance(codec, str):
+        return get_coding(codec, None, shapes)
+    options = dict(codec)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise CodecError('a table of a codec has its name, as in { name = "int8", block = 4096 }')
+    return get_coding(name, options, shapes)
 
 
 def _check_plain(value: Any, where: str, depth: int) -> None:

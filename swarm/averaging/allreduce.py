@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.reducer import PartReducer
 from shoal.swarm.averaging.results import ResultStore, fetch_part
@@ -50,7 +48,8 @@ class _ContributionSource:
                 raise BlobUnavailable(f"round {self._store.plan.round} is over")
             if index not in self._encoded:
                 bounds = self._store.bounds(index)
-                packed = await in_thread(self._feedback.encode_chunk, self._store.codec, *bounds)
+                codec = self._store.coding.contribution(*bounds)
+                packed = await in_thread(self._feedback.encode_chunk, codec, *bounds)
                 self._encoded[index] = packed.numpy().data
             return self._encoded[index]
 
@@ -79,12 +78,11 @@ class AllReduce:
         endpoint: Endpoint,
         store: ResultStore,
         me: str,
-        corrected: Tensor,
         feedback: ErrorFeedback,
         deadlines: Deadlines,
         was_away: Callable[[float], bool] = lambda since_s: False,
     ) -> None:
-        """``corrected``: (elements,) float32, contribution plus residual, as ``feedback.begin`` returned it.
+        """``feedback``: in a round that has begun with our contribution, (elements,) float32.
 
         ``was_away``: whether the coordinator was, since that moment of the loop's clock. Then others may not have
         heard of this round, and without a verdict it costs nothing to wait for them."""
@@ -93,7 +91,6 @@ class AllReduce:
         self._plan = store.plan
         self._members = [member.peer for member in store.plan.members]
         self._me = self._members.index(me)
-        self._corrected = corrected
         self._feedback = feedback
         self._deadlines = deadlines
         self._was_away = was_away
@@ -140,9 +137,9 @@ class AllReduce:
 
     async def _own(self, part: Part) -> None:
         chunks = self._store.chunks_of(part)
-        sizes = {index: self._size(index) for index in chunks}
+        bounds = {index: self._store.bounds(index) for index in chunks}
         weights = [member.weight_tokens for member in self._plan.members]
-        work = _OwnedPart(PartReducer(self._store.codec, weights, sizes, self._me), chunks)
+        work = _OwnedPart(PartReducer(self._store.coding, weights, bounds, self._me), chunks)
         async with asyncio.TaskGroup() as tasks:
             for member in range(len(self._members)):
                 if member != self._me:
@@ -157,7 +154,8 @@ class AllReduce:
         received: dict[int, memoryview] = {}
 
         def sink(chunk: int, size: int) -> memoryview:
-            if size != self._store.codec.packed_bytes(self._size(chunk)):
+            start, stop = self._store.bounds(chunk)
+            if size != self._store.coding.contribution(start, stop).packed_bytes(stop - start):
                 raise WireError(f"a contribution chunk of {size} bytes does not fit")
             received[chunk] = memoryview(bytearray(size))
             return received[chunk]
@@ -181,8 +179,7 @@ class AllReduce:
 
     async def _reduce(self, reducer: PartReducer, index: int, weights: list[int]) -> None:
         start, stop = self._store.bounds(index)
-        own = self._corrected[start:stop]
-        reduced = await in_thread(reducer.reduce, index, own)
+        reduced = await in_thread(lambda: reducer.reduce(index, self._feedback.corrected(start, stop)))
         self._feedback.include_exactly(start, stop)
         if reduced.error is not None:
             # Only 1/share of what we add reaches the mean, so the error is added that many times over. It stays
@@ -214,10 +211,6 @@ class AllReduce:
             except LinkError:
                 if not self._was_away(start_s):
                     raise
-
-    def _size(self, chunk: int) -> int:
-        start, stop = self._store.bounds(chunk)
-        return stop - start
 
 
 class _OwnedPart:

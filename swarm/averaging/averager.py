@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError
+from shoal.compression.codec import CodecError
+from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
 from shoal.swarm.averaging.results import ResultStore, ensure_part
@@ -86,12 +87,13 @@ class _Late:
 class Averager:
     """Carries the residual, what came too late, and the recent results from round to round."""
 
-    def __init__(self, client: CoordinatorClient, endpoint: Endpoint, codec: Codec, elements: int) -> None:
-        self.feedback = ErrorFeedback(elements)
+    def __init__(self, client: CoordinatorClient, endpoint: Endpoint, coding: Coding, elements: int) -> None:
+        self._decay = client.run_file.averaging.residual_decay
+        self.feedback = ErrorFeedback(elements, self._decay)
         self.activity = ""
         self._client = client
         self._endpoint = endpoint
-        self._codec = codec
+        self._coding = coding
         self._elements = elements
         self._residual_weight = 0
         self._late: _Late | None = None
@@ -168,8 +170,8 @@ class Averager:
 
     # What we bring ------------------------------------------------------------------------------------------
 
-    def _begin(self, offer: Offer) -> Tensor:
-        """Contribution plus residual; the feedback's round has begun. Raises ``CodecError``.
+    def _begin(self, offer: Offer) -> None:
+        """Begin the feedback's round. Raises ``CodecError``.
 
         Residuals make up for what a mean lacked, so they count with the weight that they had in it."""
         contribution, weight = self._with_late(offer), offer.weight_tokens
@@ -177,9 +179,9 @@ class Averager:
             self.feedback.load(self.feedback.residual * (self._residual_weight / weight))
         self._residual_weight = weight
         try:
-            return self.feedback.begin(contribution, take=True)
+            self.feedback.begin(contribution)
         except CodecError:
-            self.feedback = ErrorFeedback(self._elements)
+            self.feedback = ErrorFeedback(self._elements, self._decay)
             raise
 
     def _with_late(self, offer: Offer) -> Tensor:
@@ -199,10 +201,10 @@ class Averager:
             return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble="")
         self.activity = "averaging"
         client = self._client
-        corrected = await in_thread(self._begin, offer)
+        await in_thread(self._begin, offer)
         store = self._open_store(plan)
         exchange = self._exchange = AllReduce(
-            self._endpoint, store, client.peer, corrected, self.feedback, client.deadlines, client.was_away
+            self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away
         )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(exchange.run())
@@ -219,7 +221,7 @@ class Averager:
             self._exchange = None
 
     def _open_store(self, plan: RoundPlan) -> ResultStore:
-        store = ResultStore(plan, self._codec)
+        store = ResultStore(plan, self._coding)
         self._stores[plan.round] = store
         self._endpoint.publish(store.blob, store)
         return store

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError, Packed
+from shoal.compression.coding import Coding
 
 Values = Packed | None
 """A member's packed chunk; None stands for a contribution that will not come."""
@@ -57,13 +58,13 @@ class PartReducer:
     give the same bytes.
     """
 
-    def __init__(self, codec: Codec, weights: Sequence[int], sizes: dict[int, int], own: int) -> None:
-        """``sizes``: elements of each chunk by its index; ``own``: the owner's index, whose values come unpacked."""
-        self._codec = codec
+    def __init__(self, coding: Coding, weights: Sequence[int], chunks: Mapping[int, tuple[int, int]], own: int) -> None:
+        """``chunks``: start and stop of each by its index; ``own``: the owner's index, whose values come unpacked."""
+        self._coding = coding
         self._weights = list(weights)
-        self._sizes = sizes
+        self._bounds = chunks
         self._own = own
-        self._chunks = {index: _Chunk() for index in sizes}
+        self._chunks = {index: _Chunk() for index in chunks}
 
     def offer(self, chunk: int, member: int, packed: Packed) -> bool:
         """A delivery; returns whether the chunk is complete now."""
@@ -93,21 +94,22 @@ class PartReducer:
 
         Contributions with bytes that do not decode, or not to finite numbers, are left out.
         """
-        state, size = self._chunks[chunk], self._sizes[chunk]
+        state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
         state.reduced = True
-        total = torch.zeros(size)
+        codec = self._coding.contribution(start, stop)
+        total = torch.zeros(stop - start)
         included, weight = [], 0
         for member, member_weight in enumerate(self._weights):
             if member == self._own:
                 total += own * float(member_weight)
-            elif not self._accumulate(state, member, total):
+            elif not self._accumulate(state, member, codec, total):
                 continue
             included.append(member)
             weight += member_weight
         state.arrived.clear()
-        mean, error = total.div_(float(weight)), torch.zeros(size)
+        mean, error = total.div_(float(weight)), torch.zeros(stop - start)
         try:
-            packed = self._codec.encode_residual(mean, error)
+            packed = self._coding.result(start, stop, len(self._weights)).encode_residual(mean, error)
         except CodecError:  # the sum overflowed: void for everybody
             return Reduced(memoryview(pack_mask([], len(self._weights))), [], None)
         result = bytearray(mask_bytes(len(self._weights)) + packed.numel())
@@ -115,13 +117,13 @@ class PartReducer:
         result[mask_bytes(len(self._weights)) :] = packed.numpy().data
         return Reduced(memoryview(result), included, error)
 
-    def _accumulate(self, state: _Chunk, member: int, total: Tensor) -> bool:
+    def _accumulate(self, state: _Chunk, member: int, codec: Codec, total: Tensor) -> bool:
         """Add a member's weighted values to ``total``; returns False, with nothing added, where there are none."""
         packed = state.arrived.get(member)
         if packed is None:
             return False
         try:
-            self._codec.accumulate(packed, total, float(self._weights[member]))
+            codec.accumulate(packed, total, float(self._weights[member]))
         except CodecError:
             state.missing.add(member)
             return False

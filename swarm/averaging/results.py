@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
+from shoal.compression.coding import Coding
 from shoal.swarm.averaging.reducer import mask_bytes, result_bytes, unpack_mask
 from shoal.swarm.errors import BlobUnavailable, LinkError, ShoalError, WireError
 from shoal.swarm.links import in_thread
@@ -24,9 +25,9 @@ log = logging.getLogger(__name__)
 class ResultStore:
     """The result chunks of a round as they arrive or are made; offered to every member (a ``ChunkSource``)."""
 
-    def __init__(self, plan: RoundPlan, codec: Codec) -> None:
+    def __init__(self, plan: RoundPlan, coding: Coding) -> None:
         self.plan = plan
-        self.codec = codec
+        self.coding = coding
         self.elements = plan.parts[-1].stop
         self.chunks = -(-self.elements // plan.chunk_elements)
         self.moved = 0
@@ -43,6 +44,10 @@ class ResultStore:
         """The elements of a chunk."""
         start = chunk * self.plan.chunk_elements
         return start, min(start + self.plan.chunk_elements, self.elements)
+
+    def codec(self, chunk: int) -> Codec:
+        """What the mean of a chunk is packed with."""
+        return self.coding.result(*self.bounds(chunk), len(self.plan.members))
 
     def chunks_of(self, part: Part) -> range:
         size = self.plan.chunk_elements
@@ -94,7 +99,7 @@ class ResultStore:
 
         def take(chunk: int, size: int) -> memoryview:
             start, stop = self.bounds(chunk)
-            if size not in (mask_bytes(members), result_bytes(self.codec, stop - start, members)):
+            if size not in (mask_bytes(members), result_bytes(self.codec(chunk), stop - start, members)):
                 raise WireError(f"a result chunk of {size} bytes does not fit")
             received[chunk] = memoryview(bytearray(size))
             return received[chunk]
@@ -112,8 +117,9 @@ class ResultStore:
             result = self[index]
             try:
                 if unpack_mask(result, members):
-                    mean[start:stop] = self.codec.decode(result[mask_bytes(members) :], stop - start)
+                    self.codec(index).decode(result[mask_bytes(members) :], stop - start, mean[start:stop])
             except CodecError as error:
+                mean[start:stop] = 0.0
                 log.warning("chunk %d of round %d is void: %s", index, self.plan.round, error)
                 self._void.add(index)
         return mean

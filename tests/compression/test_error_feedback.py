@@ -45,7 +45,7 @@ def test_means_and_residual_add_up_to_what_was_offered(
     for number, fate_of_chunks in enumerate(fates):
         contribution = noise(number)
         committed = data.draw(st.booleans())
-        corrected = feedback.begin(contribution)
+        feedback.begin(contribution)
         if committed:
             offered += contribution.double()
         for (start, stop), fate in zip(CHUNKS, fate_of_chunks, strict=True):
@@ -56,7 +56,7 @@ def test_means_and_residual_add_up_to_what_was_offered(
                 feedback.keep_chunk(start, stop)
             if fate == "exact":
                 feedback.include_exactly(start, stop)
-                received = corrected[start:stop].clone()
+                received = feedback.corrected(start, stop)
             if committed and fate in ("sent", "exact"):
                 arrived[start:stop] += received.double()
         if committed:
@@ -77,7 +77,8 @@ def test_residual_is_what_the_codec_lost(name: str) -> None:
     lost = [noise(1)[a:b] - codec.decode(codec.encode(noise(1)[a:b]), b - a) for a, b in CHUNKS]
     assert torch.equal(feedback.residual, torch.cat(lost))
     assert feedback.residual.any()
-    assert torch.equal(feedback.begin(noise(2)), noise(2) + torch.cat(lost))
+    feedback.begin(noise(2))
+    assert torch.equal(feedback.corrected(0, N), noise(2) + torch.cat(lost))
 
 
 @every_codec
@@ -104,13 +105,15 @@ def test_discard_leaves_the_residual_as_it_was() -> None:
     assert not feedback.in_round
     assert torch.equal(feedback.residual, before)
     feedback.discard()
-    assert torch.equal(feedback.begin(noise(2)), noise(2) + before)
+    feedback.begin(noise(2))
+    assert torch.equal(feedback.corrected(0, N), noise(2) + before)
 
 
 def test_owner_error_is_added_where_it_belongs() -> None:
     feedback = ErrorFeedback(6)
     feedback.begin(torch.ones(6))
     feedback.include_exactly(0, 4)
+    feedback.keep_chunk(4, 5)
     feedback.add_owner_error(2, torch.tensor([0.25, -0.5, 3.0]))
     feedback.commit()
     assert feedback.residual.tolist() == [0, 0, 0.25, -0.5, 4.0, 1.0]
@@ -119,6 +122,7 @@ def test_owner_error_is_added_where_it_belongs() -> None:
 def test_owner_error_that_is_not_finite_is_refused_and_not_added() -> None:
     feedback = ErrorFeedback(4)
     feedback.begin(torch.ones(4))
+    feedback.keep_chunk(0, 4)
     with pytest.raises(CodecError):
         feedback.add_owner_error(0, torch.tensor([1.0, math.nan]))
     feedback.commit()
@@ -126,26 +130,48 @@ def test_owner_error_that_is_not_finite_is_refused_and_not_added() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("take", [True, False])
-def test_contribution_that_is_not_finite_begins_no_round(bad: float, take: bool) -> None:
+def test_contribution_that_is_not_finite_begins_no_round(bad: float) -> None:
     feedback = after_a_round(get_codec("int8"))
     before = feedback.residual.clone()
     contribution = noise(2)
     contribution[3] = bad
-    with pytest.raises(CodecError):
-        feedback.begin(contribution, take=take)
+    with pytest.raises(CodecError, match=r"at 3$"):
+        feedback.begin(contribution)
     assert not feedback.in_round
     assert torch.equal(feedback.residual, before)
 
 
-@pytest.mark.parametrize("take", [True, False])
-def test_contribution_is_changed_only_when_taken(take: bool) -> None:
+def test_a_round_leaves_the_contribution_as_it_was() -> None:
     feedback = after_a_round(get_codec("int8"))
     contribution = noise(2)
-    corrected = feedback.begin(contribution, take=take)
-    assert (corrected.data_ptr() == contribution.data_ptr()) == take
-    assert torch.equal(contribution, noise(2)) != take
-    assert torch.equal(corrected, noise(2) + feedback.residual)
+    feedback.begin(contribution)
+    feedback.encode_chunk(get_codec("int8"), 0, 300)
+    feedback.keep_chunk(300, 600)
+    feedback.corrected(0, N).zero_()
+    feedback.commit()
+    assert torch.equal(contribution, noise(2))
+
+
+def test_decay_is_of_what_encoding_lost_and_of_nothing_else() -> None:
+    codec = get_codec("int4")
+    feedback = ErrorFeedback(N, decay=0.5)
+    feedback.begin(noise(1))
+    packed = feedback.encode_chunk(codec, 0, 300)
+    feedback.keep_chunk(300, 600)
+    feedback.include_exactly(600, 650)
+    feedback.add_owner_error(600, torch.full((50,), 4.0))
+    feedback.commit()
+    lost = noise(1)[:300] - codec.decode(packed, 300)
+    assert torch.equal(feedback.residual[:300], lost * 0.5)
+    assert torch.equal(feedback.residual[300:600], noise(1)[300:600])
+    assert feedback.residual[600:650].tolist() == [2.0] * 50
+    assert torch.equal(feedback.residual[650:], noise(1)[650:])
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1, math.nan])
+def test_a_decay_out_of_range_is_refused(decay: float) -> None:
+    with pytest.raises(CodecError, match="decay"):
+        ErrorFeedback(3, decay)
 
 
 def test_threads_on_disjoint_chunks_give_the_same_as_one() -> None:

@@ -70,7 +70,8 @@ class SimMember:
             layout=layout, corpus_digest=bytes(32), corpus_about="", tokens_per_sample=1
         )
         await self.client.ask(model, CoordinatorToPeerModelAccepted)
-        self.averager = Averager(self.client, self.endpoint, self.client.run_file.codec, self.elements)
+        coding = self.client.run_file.coding([(spec.name, spec.shape) for spec in layout])
+        self.averager = Averager(self.client, self.endpoint, coding, self.elements)
         self.round = self.view.round
         await self.beat()
         self.task = tasks.create_task(self._beats())

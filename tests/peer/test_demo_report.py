@@ -201,7 +201,7 @@ def test_folders_are_new_each_time(tmp_path: Path) -> None:
 def test_the_run_file_is_valid() -> None:
     text = _RUN_TOML.format(peers=4, max_s=180.0, context=128, batch=8, steps=15, round_tokens=61_440)
     run = parse_run_file(text)
-    assert (run.algorithm, run.codec.name, run.inner.lr, run.outer.lr) == ("diloco", "int8", 2e-3, 0.7)
+    assert (run.algorithm, run.averaging.codec, run.inner.lr, run.outer.lr) == ("diloco", "int8", 2e-3, 0.7)
     assert (run.run.max_s, run.round.tokens, run.schedule.warmup_tokens) == (180.0, 61_440, 81_920)
 
 

@@ -70,7 +70,7 @@ def test_defaults_of_every_section() -> None:
         "recipe": {"name": "gpt", "settings": {}},
         "data": {"source": "stdlib", "tokens_per_sample": None, "held_out": 0.02},
         "algorithm": "diloco",
-        "averaging": {"codec": "int8"},
+        "averaging": {"codec": "int8", "residual_decay": 1.0},
         "inner": {
             "optimizer": "adamw",
             "lr": 4e-4,
@@ -99,12 +99,31 @@ def test_a_full_one() -> None:
     run = parse_run_file(FULL)
     assert run.recipe.settings == {"layers": 2, "dropout": 0.0, "names": ["a", "b"], "nested": {"deep": True}}
     assert (run.inner.betas, run.inner.lr, run.round.max_s) == ((0.8, 0.99), 1.0, 60.0)
-    assert (run.algorithm, run.codec.name, run.data.source, run.run.tokens) == (
+    assert (run.algorithm, run.averaging.codec, run.data.source, run.run.tokens) == (
         "virtual_batch",
-        "int8(block=64)",
+        {"name": "int8", "block": 64},
         "text:*.md",
         1_000_000,
     )
+
+
+def test_sparseloco_is_diloco_with_other_defaults() -> None:
+    run = parse_run_file('algorithm = "sparseloco"\n' + LEAST)
+    assert (run.averaging.codec, run.averaging.residual_decay) == ("topk", 0.95)
+    assert (run.outer.optimizer, run.outer.lr, run.outer.momentum) == ("sgd", 1.0, 0.0)
+    assert run.inner == parse_run_file(LEAST).inner
+    own = parse_run_file('algorithm = "sparseloco"\naveraging.residual_decay = 1.0\nouter.lr = 0.5\n' + LEAST)
+    assert (own.averaging.codec, own.averaging.residual_decay, own.outer.optimizer) == ("topk", 1.0, "sgd")
+    assert own.outer.lr == 0.5
+
+
+def test_the_codec_is_made_for_the_models_tensors() -> None:
+    shapes = [("weight", (100, 100)), ("norm", (100,))]
+    run = parse_run_file('averaging.codec = { name = "auto", matrices = "sign" }\n' + LEAST)
+    assert run.coding(shapes).contribution(0, 10_100).name == "sign*10000+float16*100"
+    run = parse_run_file('averaging.codec = { name = "topk", k = 5 }\n' + LEAST)
+    assert run.coding(shapes).contribution(0, 10_100).name == "topk(k=5)"
+    assert run.coding(shapes).result(0, 10_100, 3).name == "topk(k=15)"
 
 
 # The hash -----------------------------------------------------------------------------------------------
@@ -145,7 +164,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "b5adf3a91ebfb748"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "292d0fb02ed1e0d5"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -175,13 +194,16 @@ def test_the_hash_of_this_release() -> None:
         ("data", 'source = ""', r"data\.source: .*at least 1"),
         ("data", "tokens_per_sample = 0", r"data\.tokens_per_sample: .*greater than 0"),
         ("data", "held_out = 0.5", r"data\.held_out: .*less than 0\.5"),
-        ("", 'algorithm = "adam"', r"algorithm: .*'diloco' or 'virtual_batch'"),
+        ("", 'algorithm = "adam"', r"algorithm: .*'diloco', 'sparseloco' or 'virtual_batch'"),
         ("averaging", 'codec = "zip"', r"averaging\.codec: .*expected one of float32, .*int8.*, not 'zip'"),
         ("averaging", 'codec = { name = "int8", blok = 64 }', r"averaging\.codec: .*'blok'.*int8 has block, seed"),
         ("averaging", 'codec = { name = "float32", block = 64 }', r"averaging\.codec: .*float32 has none"),
         ("averaging", 'codec = { name = "int8", block = "64" }', r"averaging\.codec: .*block.*expected int"),
         ("averaging", 'codec = { name = "int8", block = true }', r"averaging\.codec: .*block.*expected int"),
         ("averaging", 'codec = { name = "int8", block = 3 }', r"averaging\.codec: .*block"),
+        ("averaging", 'codec = { name = "auto", matrices = "zip" }', r"averaging\.codec: .*expected one of float32"),
+        ("averaging", 'codec = { name = "auto", matrix = "int8" }', r"averaging\.codec: .*auto has matrices, tables"),
+        ("averaging", "residual_decay = 1.5", r"averaging\.residual_decay: .*less than or equal to 1"),
         ("averaging", "codec = { block = 64 }", r"averaging\.codec: .*has its name"),
         ("", "speed = 5", r"speed: .*not permitted"),
         ("inner", 'optimizer = "lion"', r"inner\.optimizer: .*'adamw' or 'sgd'"),

@@ -60,7 +60,11 @@ def test_every_field_is_in_the_hash(change: dict[str, Any]) -> None:
         check_verdict(VERDICT.model_copy(update=change), SIGNER.public_key)
 
 
-@pytest.mark.parametrize("signature", [b"", bytes(64), Identity.generate().sign(signed_bytes(VERDICT.chain))])
+@pytest.mark.parametrize(
+    "signature",
+    [b"", bytes(64), Identity.generate().sign(signed_bytes(VERDICT.chain))],
+    ids=["none", "zeros", "a stranger's"],
+)
 def test_only_the_coordinator_signs(signature: bytes) -> None:
     with pytest.raises(WireError, match="round 3 is not signed by the coordinator"):
         check_verdict(VERDICT.model_copy(update={"signature": signature}), SIGNER.public_key)
