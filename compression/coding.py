@@ -19,7 +19,7 @@ SMALL_VALUES = 4096
 """A tensor with fewer values is small: its bytes do not count beside a matrix's, its precision may."""
 
 # What tables of tokens and output layers are called in torch, GPT-2, Llama and their relatives.
-_TABLE = re.compile(r"(^|[._])(\w*embed\w*|\w*embd|wte|wpe|lm_head|output|head)([._]|$)")
+_TABLE = re.compile(r"(^|\.)(\w*embed\w*|\w*embd|wte|wpe|lm_head|output|head)(\.|$)")
 
 
 class Coding(Protocol):

@@ -1,0 +1,194 @@
+"""Which codec packs which values, and several codecs as one."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.compression.codec import Codec, CodecError
+from shoal.compression.coding import SMALL_VALUES
+from shoal.compression.registry import CODEC_NAMES, CODING_NAMES, get_codec, get_coding
+from shoal.compression.segmented import Segmented
+
+SHAPES = [
+    ("token_embedding.weight", (100, 64)),
+    ("blocks.0.norm.weight", (64,)),
+    ("blocks.0.mlp.up.weight", (64, 256)),
+    ("blocks.0.mlp.down.weight", (256, 64)),
+    ("blocks.0.mlp.down.bias", (64,)),
+    ("head_norm.weight", (5000,)),
+    ("lm_head.weight", (100, 64)),
+]
+N = sum(math.prod(shape) for _, shape in SHAPES)
+
+
+def noise(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+# auto -----------------------------------------------------------------------------------------------------
+
+
+def test_auto_chooses_by_size_and_role() -> None:
+    assert get_coding("auto", None, SHAPES).contribution(0, N).name == (
+        "int8*6400+float16*64+int4*32768+float16*5064+int8*6400"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("transformer.wte.weight", "int8"),
+        ("model.embed_tokens.weight", "int8"),
+        ("tok_embeddings.weight", "int8"),
+        ("gpt_neox.embed_out.weight", "int8"),
+        ("output.weight", "int8"),
+        ("head.weight", "int8"),
+        ("layers.0.attention.output_gate.weight", "int4"),
+        ("layers.0.overhead.weight", "int4"),
+        ("layers.0.heads.weight", "int4"),
+        ("conv.weight", "int4"),
+    ],
+)
+def test_tables_are_told_by_their_names(name: str, role: str) -> None:
+    shape = (64, 64, 3, 3) if name.startswith("conv") else (64, 64)
+    assert get_coding("auto", None, [(name, shape)]).contribution(0, 64).name == role
+
+
+@pytest.mark.parametrize(("rows", "name"), [(63, "float16"), (64, "int4")])
+def test_a_small_matrix_stays_at_16_bits(rows: int, name: str) -> None:
+    assert SMALL_VALUES == 64 * 64
+    assert get_coding("auto", None, [("w", (rows, 64))]).contribution(0, rows * 64).name == name
+
+
+def test_auto_chooses_from_the_codecs_that_it_is_given() -> None:
+    options = {"matrices": "sign", "tables": "bfloat16", "small": "float32"}
+    coding = get_coding("auto", options, SHAPES)
+    assert coding.contribution(6400 - 8, 6464 + 8).name == "bfloat16*8+float32*64+sign*8"
+
+
+@given(bounds=st.tuples(st.integers(0, N - 1), st.integers(1, N)).map(sorted).filter(lambda b: b[0] < b[1]))
+def test_auto_covers_every_range(bounds: list[int]) -> None:
+    """What a range is packed with is what the whole says of its values."""
+    coding = get_coding("auto", None, SHAPES)
+    start, stop = bounds
+    of_each = [name for n, name in spelled(coding.contribution(0, N), N) for _ in range(n)]
+    assert [name for n, name in spelled(coding.contribution(start, stop), stop - start) for _ in range(n)] == (
+        of_each[start:stop]
+    )
+
+
+def spelled(codec: Codec, n: int) -> list[tuple[int, str]]:
+    pieces = [piece.split("*") for piece in codec.name.split("+")]
+    return [(int(piece[1]) if len(piece) > 1 else n, piece[0]) for piece in pieces]
+
+
+def test_tensors_without_values_count_for_nothing() -> None:
+    coding = get_coding("auto", None, [("a", (0, 8)), ("w", (64, 64)), ("b", (0,)), ("v", (64, 64))])
+    assert coding.contribution(0, 8192).name == "int4"
+
+
+# Results and kernels --------------------------------------------------------------------------------------
+
+
+def test_a_mean_keeps_more_values_than_a_contribution() -> None:
+    coding = get_coding("topk", {"k": 32})
+    assert coding.contribution(0, 9).name == "topk(k=32)"
+    assert [coding.result(0, 9, members).name for members in (1, 3, 64, 1000)] == [
+        "topk(k=32)",
+        "topk(k=96)",
+        "topk(k=2048)",
+        "topk(k=2048)",
+    ]
+    auto = get_coding("auto", {"matrices": "topk"}, SHAPES)
+    assert auto.result(6464, 6464 + 4096, 2).name == "topk(k=128)"
+
+
+@pytest.mark.parametrize("name", [name for name in CODEC_NAMES if name != "topk"])
+def test_others_pack_a_mean_like_a_contribution(name: str) -> None:
+    coding = get_coding(name)
+    assert coding.result(0, 10, 8) is coding.contribution(0, 10)
+
+
+def test_kernels_are_those_of_the_codecs_in_use() -> None:
+    assert list(get_coding("float16").kernels) == []
+    assert list(get_coding("int4").kernels) == ["blockwise_kernels"]
+    assert list(get_coding("topk").kernels) == ["sparse_kernels"]
+    assert list(get_coding("auto", {"tables": "topk"}, SHAPES).kernels) == ["blockwise_kernels", "sparse_kernels"]
+    assert list(get_coding("auto", None, [("norm", (64,))]).kernels) == []
+
+
+def test_unknown_codings_are_refused_with_the_known_ones() -> None:
+    assert CODING_NAMES == (*CODEC_NAMES, "auto")
+    with pytest.raises(CodecError, match=r"expected one of float32, .*topk, auto, not 'zip'"):
+        get_coding("zip")
+    with pytest.raises(CodecError, match=r"unknown option 'k' of codec auto: auto has matrices, tables, small"):
+        get_coding("auto", {"k": 3})
+    with pytest.raises(CodecError, match=r"not 'auto'"):
+        get_coding("auto", {"small": "auto"})
+
+
+# Segmented ------------------------------------------------------------------------------------------------
+
+PIECES = [(300, "int8"), (7, "float16"), (5000, "topk"), (1, "sign"), (4097, "int4")]
+
+
+def segmented() -> Segmented:
+    return Segmented([(n, get_codec(name)) for n, name in PIECES])
+
+
+def test_segments_are_packed_one_after_the_other() -> None:
+    codec, values = segmented(), noise(9405)
+    packed, expected, at = codec.encode(values), [], 0
+    for n, name in PIECES:
+        expected.append(get_codec(name).encode(values[at : at + n]))
+        at += n
+    assert torch.equal(packed, torch.cat(expected))
+    assert packed.numel() == codec.packed_bytes(9405)
+    decoded = torch.cat([get_codec(name).decode(piece, n) for (n, name), piece in zip(PIECES, expected, strict=True)])
+    assert torch.equal(codec.decode(packed, 9405), decoded)
+    out = torch.full((9407,), 7.0)
+    codec.decode(packed.numpy().tobytes(), 9405, out[1:-1])
+    assert torch.equal(out[1:-1], decoded)
+    assert (out[0], out[-1]) == (7.0, 7.0)
+
+
+def test_segments_with_residual_and_sum() -> None:
+    codec, values, residual = segmented(), noise(9405), noise(9405, 1)
+    packed = codec.encode(values + residual)
+    kept = residual.clone()
+    assert torch.equal(codec.encode_residual(values, kept), packed)
+    decoded = codec.decode(packed, 9405)
+    assert torch.equal(kept, (values + residual) - decoded)
+    total = noise(9405, 2)
+    expected = total + decoded * 3.0
+    codec.accumulate(packed, total, 3.0)
+    assert torch.equal(total, expected)
+
+
+def test_a_bad_segment_changes_nothing() -> None:
+    codec, values, residual = segmented(), noise(9405), noise(9405, 1)
+    packed = codec.encode(values)
+    packed[codec.packed_bytes(9405) - 2049 - 4 * 17 : -2049] = 255  # the scales of the last segment
+    total = noise(9405, 2)
+    with pytest.raises(CodecError, match="scale"):
+        codec.accumulate(packed, total, 1.0)
+    assert torch.equal(total, noise(9405, 2))
+    values[9000] = math.nan
+    with pytest.raises(CodecError, match=r"from value 5308 on: .* nan at 3692 "):
+        codec.encode_residual(values, residual)
+    assert torch.equal(residual, noise(9405, 1))
+
+
+def test_segments_are_for_their_number_of_values() -> None:
+    codec = segmented()
+    for n in (0, 9404, 9406):
+        with pytest.raises(CodecError, match="9405"):
+            codec.encode(noise(n))
+        with pytest.raises(CodecError, match="9405"):
+            codec.decode(b"", n)
+    with pytest.raises(CodecError):
+        codec.decode(codec.encode(noise(9405))[:-1], 9405)
