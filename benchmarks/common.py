@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.messages import RosterEntry
 from shoal.swarm.transport import Node
 
-console = Console()
+# A pipe or a file has no width of its own; rich would take 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 140)
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
@@ -62,7 +64,8 @@ def publish(title: str, rows: list[dict[str, Any]], ratios: dict[str, float], pa
     """Print the table and the ratios; write them as JSON where asked for."""
     table = Table(title=title)
     for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+        is_text = isinstance(rows[0][column], str)
+        table.add_column(column.replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
         table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else f"{value}" for value in row.values()))
     console.print(table)
