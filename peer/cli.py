@@ -154,11 +154,12 @@ def generate_command(
 def demo_command(
     peers: Annotated[int, typer.Option(min=2, max=16, help="Peers at the start.")] = 4,
     minutes: Annotated[float, typer.Option(min=0.2, help="How long to train.")] = 3.0,
+    preset: Annotated[str, typer.Option(help="The algorithm: diloco or sparseloco.")] = "diloco",
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("shoal-demo"),
 ) -> None:
     """A whole run on this machine: one peer is killed, one comes late, a model is trained."""
-    raise typer.Exit(run_demo(DemoOptions(peers, minutes, json, out), console))
+    raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, json, out), console))
 
 
 def _allow_many_files() -> None:

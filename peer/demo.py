@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shoal.peer.demo_child import Child, fresh_folder
 from shoal.peer.demo_report import Figures, Plan, make_figures, plot_loss, report, write_json
+from shoal.peer.demo_run_file import BATCH, CONTEXT, demo_run_toml
 from shoal.peer.demo_view import Board
 from shoal.peer.events import printable
 from shoal.peer.export import export_model, read_model
@@ -25,50 +26,6 @@ from shoal.peer.recipes.gpt import Gpt, generate
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.run_file import RunFile, parse_run_file
 
-_CONTEXT = 128
-_BATCH = 8
-_STEPS_A_ROUND = 15
-
-_RUN_TOML = """\
-# Written by `shoal demo`: {peers} peers train a small model on the standard library of this Python.
-algorithm = "diloco"
-averaging.codec = "int8"
-
-[run]
-name = "demo"
-seed = 0
-max_s = {max_s:.1f}
-
-[recipe]
-name = "gpt"
-settings = {{ layers = 2, width = 192, heads = 4, context = {context} }}
-
-[data]
-source = "stdlib"
-
-[inner]
-optimizer = "adamw"
-lr = 2e-3
-betas = [0.9, 0.95]
-weight_decay = 0.1
-clip_norm = 1.0
-batch_samples = {batch}
-
-[schedule]
-kind = "constant"
-warmup_tokens = 81920
-
-[outer]
-optimizer = "nesterov"
-lr = 0.7
-momentum = 0.9
-
-[round]
-tokens = {round_tokens}  # {steps} steps of every peer
-max_s = 20.0
-patience_s = 6.0
-"""
-
 _START_S = 90.0
 _POLL_S = 0.25
 _AFTERWARDS_S = 90.0
@@ -76,10 +33,12 @@ _AFTERWARDS_S = 90.0
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """``json``: where to write the figures; ``out``: each demo makes a folder in it."""
+    """``preset``: ``diloco`` or ``sparseloco``, at their published settings; ``json``: where to write the figures;
+    ``out``: each demo makes a folder in it."""
 
     peers: int = 4
     minutes: float = 3.0
+    preset: str = "diloco"
     json: Path | None = None
     out: Path = Path("shoal-demo")
 
@@ -92,8 +51,9 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     """The whole demo; returns the exit code, 0 when a model was trained and all peers agree on it."""
     if options.peers < 2:
         raise UserError("--peers: expected 2 or more: one of them is killed")
+    toml = demo_run_toml(options.preset, options.peers, options.minutes)
     try:
-        with _signals_interrupt(), _Demo(options, console) as demo:
+        with _signals_interrupt(), _Demo(options, toml, console) as demo:
             leftover = demo.run()
         return demo.conclude(leftover)
     except _DemoFailed as failure:
@@ -115,19 +75,12 @@ def _signals_interrupt() -> Iterator[None]:
 class _Demo:
     """The processes of one demo and what happens to them; the context ends them all."""
 
-    def __init__(self, options: DemoOptions, console: Console) -> None:
+    def __init__(self, options: DemoOptions, toml: str, console: Console) -> None:
         self._options = options
         self._console = console
         self._run_s = 60.0 * options.minutes
         self._folder = fresh_folder(options.out)
-        self._toml = _RUN_TOML.format(
-            peers=options.peers,
-            max_s=self._run_s,
-            context=_CONTEXT,
-            batch=_BATCH,
-            steps=_STEPS_A_ROUND,
-            round_tokens=_STEPS_A_ROUND * _BATCH * _CONTEXT * options.peers,
-        )
+        self._toml = toml
         self._run: RunFile = parse_run_file(self._toml)
         self._board = Board(console, self._run_s)
         self._host: Child | None = None
@@ -253,7 +206,7 @@ class _Demo:
         return Plan(
             peers=self._options.peers,
             parameters=parameters,
-            tokens_per_step=_BATCH * _CONTEXT,
+            tokens_per_step=BATCH * CONTEXT,
             killed=self._victim if self._killed_at else "",
             joined=self._newcomer if self._joined_at else "",
             started=self._started,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.peer.demo import _RUN_TOML, DemoOptions, run_demo
+from shoal.peer.demo import DemoOptions, run_demo
 from shoal.peer.demo_child import fresh_folder
 from shoal.peer.demo_report import (
     EventFile,
@@ -23,6 +23,7 @@ from shoal.peer.demo_report import (
     report,
     write_json,
 )
+from shoal.peer.demo_run_file import demo_run_toml
 from shoal.peer.demo_view import Board
 from shoal.swarm.errors import StorageError, UserError
 from shoal.swarm.run_file import parse_run_file
@@ -199,10 +200,21 @@ def test_folders_are_new_each_time(tmp_path: Path) -> None:
 
 
 def test_the_run_file_is_valid() -> None:
-    text = _RUN_TOML.format(peers=4, max_s=180.0, context=128, batch=8, steps=15, round_tokens=61_440)
-    run = parse_run_file(text)
+    run = parse_run_file(demo_run_toml("diloco", 4, 3.0))
     assert (run.algorithm, run.averaging.codec, run.inner.lr, run.outer.lr) == ("diloco", "int8", 2e-3, 0.7)
     assert (run.run.max_s, run.round.tokens, run.schedule.warmup_tokens) == (180.0, 61_440, 81_920)
+
+
+def test_the_sparseloco_preset_has_the_published_settings() -> None:
+    run = parse_run_file(demo_run_toml("sparseloco", 4, 3.0))
+    assert (run.algorithm, run.averaging.residual_decay) == ("sparseloco", 0.95)
+    assert run.averaging.codec == {"name": "topk", "k": 64, "values": "2bit", "chunk": 4096}
+    assert (run.outer.optimizer, run.outer.lr) == ("sgd", 1.0)
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--preset: expected one of diloco, sparseloco, not 'adam'"):
+        run_demo(DemoOptions(preset="adam"), Console(file=io.StringIO()))
 
 
 def test_one_peer_is_too_few() -> None:

@@ -1,0 +1,80 @@
+"""The run file of ``shoal demo``: a small model on the standard library, by one of the presets."""
+
+from __future__ import annotations
+
+from shoal.swarm.errors import UserError
+
+CONTEXT = 128
+BATCH = 8
+_STEPS_A_ROUND = 15
+
+_RUN_TOML = """\
+# Written by `shoal demo`: {peers} peers train a small model on the standard library of this Python.
+algorithm = "{preset}"
+
+[run]
+name = "demo"
+seed = 0
+max_s = {max_s:.1f}
+
+[recipe]
+name = "gpt"
+settings = {{ layers = 2, width = 192, heads = 4, context = {context} }}
+
+[data]
+source = "stdlib"
+
+[inner]
+optimizer = "adamw"
+lr = 2e-3
+betas = [0.9, 0.95]
+weight_decay = 0.1
+clip_norm = 1.0
+batch_samples = {batch}
+
+[schedule]
+kind = "constant"
+warmup_tokens = 81920
+
+{preset_settings}
+
+[round]
+tokens = {round_tokens}  # {steps} steps of every peer
+max_s = 20.0
+patience_s = 6.0
+"""
+
+_PRESETS = {
+    "diloco": """\
+[averaging]
+codec = "int8"
+
+[outer]
+optimizer = "nesterov"
+lr = 0.7
+momentum = 0.9""",
+    "sparseloco": """\
+[averaging]
+codec = { name = "topk", k = 64, values = "2bit", chunk = 4096 }
+residual_decay = 0.95
+
+[outer]
+optimizer = "sgd"
+lr = 1.0""",
+}
+
+
+def demo_run_toml(preset: str, peers: int, minutes: float) -> str:
+    """The run file of a demo. Raises ``UserError`` for an unknown preset."""
+    if preset not in _PRESETS:
+        raise UserError(f"--preset: expected one of {', '.join(_PRESETS)}, not {preset!r}")
+    return _RUN_TOML.format(
+        peers=peers,
+        preset=preset,
+        preset_settings=_PRESETS[preset],
+        max_s=60.0 * minutes,
+        context=CONTEXT,
+        batch=BATCH,
+        steps=_STEPS_A_ROUND,
+        round_tokens=_STEPS_A_ROUND * BATCH * CONTEXT * peers,
+    )
