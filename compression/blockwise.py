@@ -33,7 +33,7 @@ _TILE = 1 << 16
 
 
 class Blockwise:
-    """Symmetric int8 or int4 with one float32 scale a block: ``scale = max|x| / q``, ``code = round(x * (q / max|x|))``.
+    """Symmetric int8 or int4, one float32 scale a block: ``scale = max|x| / q``, ``code = round(x * (q / max|x|))``.
 
     ``q`` is 127 or 7. Rounds to nearest, ties to even: ``|x - decoded| <= scale / 2``, but for the rounding of
     float32 itself. With a ``seed`` rounding is stochastic: up with the probability of the fraction, drawn from a hash
@@ -141,24 +141,25 @@ class Blockwise:
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
         """Packed bytes to ``(n,) float32``. CodecError for a wrong length or a bad scale."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
-        values = torch.empty(n, device=tensor.device) if out is None else checked_out(out, n, tensor.device)
+        out = torch.empty(n, dtype=torch.float32, device=tensor.device) if out is None else out
+        values = checked_out(out, n, tensor.device)
         scales, codes = self._split(tensor, n)
         self._check_scales(scales, codes)
         kernels = self._kernels(values)
         if kernels is not None:
             kernels.decode(scales.numpy(), codes.numpy(), values.numpy(), self.block, self.bits)
-            return values
+            return out
         for start, stop, rows in self._tiles(values):
             self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], rows.view(-1))
             first = start // self.block
             rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
-        return values
+        return out
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``. Fused: the decoded values never get to memory."""
         n, weight = total.numel(), rounded_weight(weight)
         tensor = packed_tensor(packed, self.packed_bytes(n))
-        checked_out(total, n, tensor.device)
+        total = checked_out(total, n, tensor.device)
         scales, codes = self._split(tensor, n)
         self._check_scales(scales, codes)
         kernels = self._kernels(total)

@@ -83,15 +83,18 @@ class WholeTensorCodec(ABC):
 
     def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
         """See ``Codec.encode_residual``."""
-        corrected = checked_values(values) + residual
+        values = checked_values(values)
+        residual = checked_out(residual, values.numel(), values.device)
+        corrected = values + residual
         packed = self.encode(corrected)
         torch.sub(corrected, self.decode(packed, corrected.numel()), out=residual)
         return packed
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``."""
+        weight = rounded_weight(weight)
         decoded = self.decode(packed, total.numel())
-        total.add_(decoded.mul_(rounded_weight(weight)))
+        checked_out(total, decoded.numel(), decoded.device).add_(decoded.mul_(weight))
 
 
 def checked_range(values: Tensor) -> tuple[float, float]:
@@ -158,7 +161,7 @@ def packed_tensor(packed: Packed, packed_bytes: int) -> Tensor:
     if length != packed_bytes:
         raise CodecError(f"{length} packed bytes where there should be {packed_bytes}")
     if length == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=packed.device if isinstance(packed, Tensor) else None)
     if view is None:
         assert isinstance(packed, Tensor)
         tensor = packed.contiguous()

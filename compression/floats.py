@@ -22,6 +22,8 @@ from shoal.compression.codec import CodecError, checked_range
 from shoal.compression.tiles import Layout, TiledCodec, option_name
 
 _BLOCK = 4096
+# A short block is filled up to a whole one while it is worked on.
+_LARGEST_BLOCK = 1 << 20
 # float8 e4m3 bits shifted into a float16 are the float8's value times 2**-8, exactly.
 _FLOAT8_SHIFT = 7
 _FLOAT8_TO_FLOAT16 = -8
@@ -73,8 +75,8 @@ class ScaledFloatCodec(TiledCodec):
     """
 
     def __init__(self, name: str, dtype: torch.dtype, *, block: int = _BLOCK) -> None:
-        if block < 1:
-            raise CodecError(f"block is the number of values that share a scale, at least 1, not {block}")
+        if not 1 <= block <= _LARGEST_BLOCK:
+            raise CodecError(f"block is the number of values that share a scale, 1 to {_LARGEST_BLOCK}, not {block}")
         super().__init__(Layout(block, torch.int16, 1, 1, dtype.itemsize))
         self._name = name
         self._dtype = dtype
