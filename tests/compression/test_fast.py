@@ -1,0 +1,70 @@
+"""Kernels that cannot be had cost a line in the log and nothing else."""
+
+import importlib
+import logging
+import re
+import threading
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shoal.compression import fast
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "_ready", {})
+    monkeypatch.setattr(fast, "_begun", {})
+
+
+def kernel_module(monkeypatch: pytest.MonkeyPatch, warm_up: Any) -> list[str]:
+    """Put a module with this ``warm_up`` in the place of every kernel module; returns the names imported since."""
+    imported: list[str] = []
+
+    def import_module(name: str) -> ModuleType:
+        imported.append(name)
+        module = ModuleType(name)
+        module.warm_up = warm_up  # type: ignore[attr-defined]
+        return module
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    return imported
+
+
+def test_each_module_is_compiled_once_and_then_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    imported = kernel_module(monkeypatch, lambda: go_on.wait(10))
+    threads = fast.compile_ahead(["one", "two"])
+    assert fast.compile_ahead(["two", "one"]) == threads[::-1]
+    assert fast.kernels("one") is None
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(imported) == ["shoal.compression.one", "shoal.compression.two"]
+    found = fast.kernels("one")
+    assert found is not None
+    assert found.__name__ == "shoal.compression.one"
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "line"),
+    [
+        (ImportError("No module named 'numba'"), logging.INFO, "without compiled kernels .*No module named 'numba'"),
+        (RuntimeError("no such instruction"), logging.WARNING, "kernels of one, .*no such instruction"),
+    ],
+)
+def test_a_failure_is_one_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, level: int, line: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    kernel_module(monkeypatch, fail)
+    with caplog.at_level(logging.INFO):
+        for thread in fast.compile_ahead(["one"]) + fast.compile_ahead(["one"]):
+            thread.join()
+    assert fast.kernels("one") is None
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert re.search(line, record.getMessage())
