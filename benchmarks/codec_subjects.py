@@ -77,7 +77,7 @@ def own(names: list[str], device: torch.device) -> list[Subject]:
         try:
             codec.decode(codec.encode(torch.ones(ROWS, device=device)), ROWS)
         except (CodecError, RuntimeError, TypeError) as error:
-            console.print(f"{codec.name} does not run on {device}: {error}")
+            console.print(f"{codec.name} does not run on {device}: {error}", markup=False)
             continue
         found.append(of_codec(codec, "torch"))
         modules = Uniform(codec).kernels if device.type == "cpu" else ()
@@ -86,7 +86,7 @@ def own(names: list[str], device: torch.device) -> list[Subject]:
         if modules and all(fast.kernels(module) for module in modules):
             found.append(of_codec(codec, "compiled"))
         elif modules:
-            console.print(f"{codec.name} has no compiled kernels here (pip install 'shoal[fast]' brings them)")
+            console.print(f"{codec.name} is not compiled here; pip install 'shoal[fast]' lets it be", markup=False)
     return found
 
 

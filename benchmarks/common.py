@@ -23,7 +23,7 @@ from shoal.swarm.messages import RosterEntry
 from shoal.swarm.transport import Node
 
 # A pipe or a file has no width of its own; rich would take 80 columns.
-console = Console(width=None if sys.stdout.isatty() else 140)
+console = Console(width=None if sys.stdout.isatty() else 152)
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
