@@ -7,6 +7,7 @@ the indices after Elias 1974, "Efficient Storage and Retrieval by Content and Ad
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Literal
 
 import numpy as np
@@ -14,7 +15,15 @@ import torch
 from torch import Tensor
 
 from shoal.compression import fast, sparse_torch
-from shoal.compression.codec import CodecError, Packed, checked_values, packed_tensor
+from shoal.compression.codec import (
+    CodecError,
+    Packed,
+    checked_out,
+    checked_values,
+    first_bad,
+    packed_tensor,
+    rounded_weight,
+)
 from shoal.compression.sparse_format import REASONS, ChunkFormat
 
 _VALUE_BITS = {"2bit": 2, "int8": 8}
@@ -65,72 +74,90 @@ class TopK:
         """Exact; 84 bytes for each 4096 values with the default options, for the last few as many as they need."""
         return sum((stop - start) // form.size * form.packed_bytes for start, stop, form in self._parts(n))
 
+    def widened(self, members: int) -> TopK:
+        """The codec for means of ``members`` contributions: ``k * members``, but at most half a chunk; never fewer.
+
+        Each member may have chosen other values, so that their mean holds up to ``k * members`` that are not 0.
+        """
+        if members < 1:
+            raise CodecError(f"members is how many contributions a mean is of, at least 1, not {members}")
+        return TopK(max(self.k, min(self.k * members, self.chunk // 2)), self.values, self.chunk)
+
     def encode(self, values: Tensor) -> Tensor:
         """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError, with the index, for NaN or infinity."""
         return self._encode(checked_values(values), None)
 
     def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
         """See ``Codec.encode_residual``. What was not chosen stays in ``residual`` whole."""
-        values, residual = checked_values(values), _checked_like(residual, values.numel())
-        packed = self._encode(values, residual)
-        # Only now, for ``residual`` is to be as before when a value anywhere is not finite.
-        residual.add_(values)
-        self._add(packed, residual, -1.0)
-        return packed
+        values = checked_values(values)
+        residual = checked_out(residual, values.numel(), values.device)
+        # First of all, for ``residual`` is to be as before when a value anywhere is not finite.
+        kernels = _kernels(values.device)
+        if kernels is None:
+            finite = sparse_torch.finite_sums(values, residual, self.chunk)
+        else:
+            finite = kernels.finite_sums(values.numpy(), residual.numpy())
+        if not finite:
+            raise first_bad(values + residual)
+        return self._encode(values, residual)
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
         """Packed bytes to ``(n,) float32``. CodecError for a wrong length and for whatever no encoder writes."""
-        raw = packed_tensor(packed, self.packed_bytes(n))
-        values = torch.empty(n, dtype=torch.float32) if out is None else _checked_like(out, n)
-        kernels = fast.kernels("sparse_kernels")
+        raw, device = packed_tensor(packed, self.packed_bytes(n)), _device(packed)
+        if out is None:
+            out = torch.empty(n, dtype=torch.float32, device=device)
+        values = checked_out(out, n, device)
+        kernels = _kernels(device)
         for part, chunks, form in self._split(raw, n):
-            span = values[part]
             if kernels is None:
-                wrong = sparse_torch.decode(chunks, span, form)
+                wrong = sparse_torch.decode(chunks, values[part], form)
             else:
-                wrong = kernels.decode(chunks.numpy(), span.numpy(), form.shape)
-            if wrong:
-                raise CodecError(f"packed top-k: {REASONS[wrong]}")
-        return values if out is None else out
+                wrong = kernels.decode(chunks.numpy(), values[part].numpy(), form.shape)
+            _refuse(wrong)
+        return out
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``. Only chosen values are added: a -0.0 in ``total`` stays where nothing was sent."""
-        total = _checked_like(total, total.numel())
-        raw = packed_tensor(packed, self.packed_bytes(total.numel()))
-        kernels = fast.kernels("sparse_kernels")
+        raw, device = packed_tensor(packed, self.packed_bytes(total.numel())), _device(packed)
+        total, weight = checked_out(total, total.numel(), device), rounded_weight(weight)
+        kernels = _kernels(device)
+        if kernels is None:
+            self._accumulate_by_torch(raw, total, weight)
+            return
+        # All are unpacked before one is added, for ``total`` is to be as before when a chunk anywhere is wrong.
+        unpacked = []
         for part, chunks, form in self._split(raw, total.numel()):
-            count = (part.stop - part.start) // form.size
-            if kernels is None:
-                wrong = sparse_torch.check(chunks, count, form)
-            else:
-                wrong = kernels.check(chunks.numpy(), count, form.shape)
-            if wrong:
-                raise CodecError(f"packed top-k: {REASONS[wrong]}")
-        self._add(raw, total, weight)
+            sent = (part.stop - part.start) // form.size * form.keep
+            indices, values = np.empty(sent, np.uint16), np.empty(sent, np.float32)
+            _refuse(kernels.unpack(chunks.numpy(), indices, values, form.shape))
+            unpacked.append((part, indices, values, form))
+        for part, indices, values, form in unpacked:
+            kernels.add(indices, values, total[part].numpy(), np.float32(weight), form.shape)
+
+    def _accumulate_by_torch(self, raw: Tensor, total: Tensor, weight: float) -> None:
+        unpacked = []
+        for part, chunks, form in self._split(raw, total.numel()):
+            wrong, tiles = sparse_torch.unpack(chunks, (part.stop - part.start) // form.size, form)
+            _refuse(wrong)
+            unpacked.append((part, tiles, form))
+        for part, tiles, form in unpacked:
+            sparse_torch.add(tiles, total[part], weight, form)
 
     def _encode(self, values: Tensor, residual: Tensor | None) -> Tensor:
-        packed = torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8)
+        """Pack ``values``, or ``values + residual``, which are finite then, and leave in ``residual`` what is lost."""
+        packed = torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         none = np.empty(0, np.float32)
-        kernels = fast.kernels("sparse_kernels")
+        kernels = _kernels(values.device)
         for part, chunks, form in self._split(packed, values.numel()):
             span, rest = values[part], None if residual is None else residual[part]
             if kernels is None:
-                bad = sparse_torch.encode(span, rest, chunks, form)
+                finite = sparse_torch.encode(span, rest, chunks, form)
             else:
-                bad = kernels.encode(span.numpy(), none if rest is None else rest.numpy(), chunks.numpy(), form.shape)
-            if bad >= 0:
-                raise CodecError(f"the value at index {part.start + bad} is NaN or infinite")
+                kept = none if rest is None else rest.numpy()
+                finite = kernels.encode(span.numpy(), kept, chunks.numpy(), form.shape)
+            if not finite:
+                raise first_bad(values if residual is None else values + residual)
         return packed
-
-    def _add(self, raw: Tensor, total: Tensor, weight: float) -> None:
-        """Add ``weight`` times what ``raw``, found right, holds to ``total``."""
-        kernels = fast.kernels("sparse_kernels")
-        factor = np.float32(weight)
-        for part, chunks, form in self._split(raw, total.numel()):
-            if kernels is None:
-                sparse_torch.accumulate(chunks, total[part], float(factor), form)
-            else:
-                kernels.accumulate(chunks.numpy(), total[part].numpy(), factor, form.shape)
 
     def _parts(self, n: int) -> Iterator[tuple[int, int, ChunkFormat]]:
         """The range of the full chunks and that of the short one, where there are any, with each chunk's format."""
@@ -150,8 +177,16 @@ class TopK:
             at = end
 
 
-def _checked_like(tensor: Tensor, n: int) -> Tensor:
-    """``tensor`` without autograd history. CodecError unless it is contiguous ``(n,) float32`` on the CPU."""
-    if tensor.numel() != n:
-        raise CodecError(f"{tensor.numel()} values where there should be {n}")
-    return checked_values(tensor)
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The compiled kernels, where they are ready and ``device`` is theirs."""
+    return fast.kernels("sparse_kernels") if device.type == "cpu" else None
+
+
+def _device(packed: Packed) -> torch.device:
+    return packed.device if isinstance(packed, Tensor) else torch.device("cpu")
+
+
+def _refuse(wrong: int) -> None:
+    """CodecError unless ``wrong``, what a kernel says of packed bytes, is 0."""
+    if wrong:
+        raise CodecError(f"packed top-k: {REASONS[wrong]}")

@@ -23,12 +23,13 @@ from shoal.compression.sparse_format import (
     ChunkFormat,
     Shape,
 )
-from shoal.compression.sparse_unpack_kernels import accumulate, check, decode
+from shoal.compression.sparse_unpack_kernels import add, decode, unpack
 
-__all__ = ["accumulate", "check", "decode", "encode", "warm_up"]
+__all__ = ["add", "decode", "encode", "finite_sums", "unpack", "warm_up"]
 
 _F = TypeVar("_F")
 _ROWS = 8
+_SPAN = 4096
 _LARGEST_SCALE = np.array([LARGEST_SCALE_BITS], np.int32).view(np.float32)[0]
 _TINY = np.float32(2.0**-126)
 # One sixteenth of a binade: the guess for the next chunk lies that far below this one's threshold.
@@ -139,8 +140,11 @@ def _bfloat16(value: float, room: Floats) -> int:
 
 
 @_njit
-def _pack_two_bits(signed: Ints, chosen: Ints, out: Bytes, code_at: int, room: Floats) -> None:
-    """The scales of ``sparse_format``'s 2-bit values, and the codes, 4 to a byte, into ``out``, zeroed before."""
+def _pack_two_bits(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: Floats) -> None:
+    """The scales of ``sparse_format``'s 2-bit values, and the codes, 4 to a byte, into ``out``, zeroed before.
+
+    ``sent`` becomes what the codes mean.
+    """
     keep = chosen.size
     exponent = 1
     for j in range(keep):
@@ -168,36 +172,58 @@ def _pack_two_bits(signed: Ints, chosen: Ints, out: Bytes, code_at: int, room: F
         rest = keep - count
         split = ((total - upper) * count + upper * rest) // (2 * rest * count)
     unit = exponent - 150
-    small = _bfloat16(math.ldexp((total - upper) / (keep - count), unit), room)
-    large = _bfloat16(math.ldexp(upper / count, unit), room) if count else small
+    small = _bfloat16(math.ldexp((total - upper) / (keep - count), unit), sent)
+    large = _bfloat16(math.ldexp(upper / count, unit), sent) if count else small
     for at, scale in ((0, small), (2, large)):
         out[at] = scale & 0xFF
         out[at + 1] = scale >> 8
+    sent_bits = sent.view(np.int32)
     for j in range(keep):
-        code = ((signed[chosen[j]] >> 31) & 1) | (int(fixed[j] > split) << 1)
-        out[code_at + (j >> 2)] |= np.uint8(code << (2 * (j & 3)))
+        negative, over = (signed[chosen[j]] >> 31) & 1, fixed[j] > split
+        out[code_at + (j >> 2)] |= np.uint8((negative | int(over) << 1) << (2 * (j & 3)))
+        sent_bits[j] = np.int32((large if over else small) << 16 | negative << 31)
 
 
 @_njit
-def _pack_bytes(signed: Ints, chosen: Ints, out: Bytes, code_at: int, room: Floats) -> None:
-    """The scale and the int8 codes into ``out``."""
-    values = signed.view(np.float32)
-    largest = np.float32(0)
+def _pack_bytes(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: Floats) -> None:
+    """The scale and the int8 codes into ``out``; ``sent`` becomes what the codes mean."""
+    values, largest = signed.view(np.float32), np.float32(0)
     for j in range(chosen.size):
         largest = max(largest, abs(values[chosen[j]]))
     scale = min(largest / np.float32(127), _LARGEST_SCALE)
-    room[0] = scale if scale >= _TINY else np.float32(0)
-    out[:4] = room.view(np.uint8)
-    divisor = room[0] if room[0] > 0 else np.float32(1)
+    sent[0] = scale if scale >= _TINY else np.float32(0)
+    scale = sent[0]
+    out[:4] = sent[:1].view(np.uint8)
+    divisor = scale if scale > 0 else np.float32(1)
     for j in range(chosen.size):
-        out[code_at + j] = np.uint8(np.int64(np.rint(values[chosen[j]] / divisor)) & 0xFF)
+        code = np.int64(np.rint(values[chosen[j]] / divisor))
+        out[code_at + j] = np.uint8(code & 0xFF)
+        sent[j] = np.float32(code) * scale
 
 
 @_njit
-def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> int:
-    """Pack whole chunks of ``values + residual`` (an empty ``residual`` is none) into ``packed``.
+def finite_sums(values: Floats, residual: Floats) -> bool:
+    """Whether each of ``values + residual`` is finite."""
+    sums = np.zeros(_SPAN, np.float32)
+    bits = sums.view(np.int32)
+    for start in range(0, values.size, _SPAN):
+        span = values[start : start + _SPAN]
+        kept = residual[start : start + _SPAN]
+        for i in range(span.size):
+            sums[i] = span[i] + kept[i]
+        largest = np.int32(0)
+        for i in range(_SPAN):  # what is left of the span before is finite
+            largest = max(largest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
+        if largest >= TOO_LARGE_BITS:
+            return False
+    return True
 
-    Returns -1, or the index of the first sum that is not finite.
+
+@_njit
+def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> bool:
+    """Pack whole chunks of ``values + residual`` into ``packed``; what is lost stays in ``residual``.
+
+    An empty ``residual`` is none. False when a sum is not finite; only chunks before it have changed then.
     """
     size, keep, low_bits, _, value_bits, low_at, code_at, record = shape
     width = (size + _ROWS - 1) // _ROWS
@@ -207,7 +233,7 @@ def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> int
     corrected = np.empty(size, np.float32)
     signed = corrected.view(np.int32)
     chosen = np.empty(keep, np.int32)
-    room = np.empty(1, np.float32)
+    sent = np.empty(keep, np.float32)
     guess = 0
     for chunk in range(values.size // size):
         start = chunk * size
@@ -228,9 +254,7 @@ def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> int
             for j in range(width):
                 largest_of[j] = max(largest_of[j], part[j])
         if _count(largest_of, width, TOO_LARGE_BITS):
-            for i in range(size):
-                if bits[i] >= TOO_LARGE_BITS:
-                    return start + i
+            return False
         guess = _select(bits, keep, guess, scratch, chosen) - _GUESS_MARGIN
         out = packed[chunk * record : (chunk + 1) * record]
         out[:] = 0
@@ -251,10 +275,15 @@ def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> int
         if held:
             out[at] = waiting
         if value_bits == 2:
-            _pack_two_bits(signed, chosen, out, code_at, room)
+            _pack_two_bits(signed, chosen, out, code_at, sent)
         else:
-            _pack_bytes(signed, chosen, out, code_at, room)
-    return -1
+            _pack_bytes(signed, chosen, out, code_at, sent)
+        if residual.size:
+            for i in range(size):
+                kept[i] = corrected[i]
+            for j in range(keep):
+                kept[chosen[j]] = corrected[chosen[j]] - sent[j]
+    return True
 
 
 def warm_up() -> None:
@@ -263,7 +292,9 @@ def warm_up() -> None:
     for value_bits in (2, 8):
         form = ChunkFormat(8, 2, value_bits)
         packed = np.zeros(3 * form.packed_bytes, np.uint8)
-        assert encode(values, none, packed, form.shape) == -1
-        assert check(packed, 3, form.shape) == 0
-        accumulate(packed, values.copy(), np.float32(1.0), form.shape)
+        assert finite_sums(values, values)
+        assert encode(values, none, packed, form.shape)
+        indices, sent = np.empty(6, np.uint16), np.empty(6, np.float32)
+        assert unpack(packed, indices, sent, form.shape) == 0
+        add(indices, sent, values.copy(), np.float32(1.0), form.shape)
         assert decode(packed, values.copy(), form.shape) == 0

@@ -1,7 +1,8 @@
-"""The torch path of ``sparse.py``: what ``sparse_kernels.py`` does, to the bit, where no compiler is at hand."""
+"""The torch path of ``sparse.py``: what ``sparse_kernels.py`` does, to the bit, on any device, without a compiler."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -14,30 +15,58 @@ from shoal.compression.sparse_format import (
     TOO_LARGE_BITS,
     ChunkFormat,
 )
+from shoal.compression.sparse_select import column_tops, flat_nonzero, largest, packed_bits, unpacked_bits
 
 _TILE_VALUES = 1 << 18
-"""Values taken at a time: the temporaries of so many stay in a processor's cache."""
+"""Values taken at a time on a CPU: the temporaries of so many stay in its cache."""
+_DEVICE_TILE_VALUES = 1 << 24
+"""The same elsewhere, where an operation costs its launch."""
+_LARGEST_SCALE = float(torch.tensor(LARGEST_SCALE_BITS, dtype=torch.int32).view(torch.float32))
+_SIGN = -0x80000000
+
+Unpacked = list[tuple[Tensor, Tensor]]
+"""For each tile the flat indices, ``(m,) int64``, counted from the tile's first value, and values, ``(m,) float32``."""
 
 
-def encode(values: Tensor, residual: Tensor | None, packed: Tensor, chunk: ChunkFormat) -> int:
-    """Pack whole chunks of ``values + residual`` into ``packed``; -1, or the index of the first that is not finite."""
+def finite_sums(values: Tensor, residual: Tensor, chunk: int) -> bool:
+    """Whether ``values + residual`` are finite; True, not looked at, where ``encode`` looks before it writes."""
+    step = _tile_values(values)
+    if values.numel() <= step and values.numel() % chunk == 0:
+        return True
+    for start in range(0, values.numel(), step):
+        tile = slice(start, start + step)
+        low, high = torch.aminmax(values[tile] + residual[tile])
+        if not (math.isfinite(float(low)) and math.isfinite(float(high))):
+            return False
+    return True
+
+
+def encode(values: Tensor, residual: Tensor | None, packed: Tensor, chunk: ChunkFormat) -> bool:
+    """Pack whole chunks of ``values + residual`` into ``packed``; what is lost stays in ``residual``.
+
+    False when a sum is not finite; of ``residual`` only tiles before it have changed then.
+    """
     for rows, start in _tiles(values.view(-1, chunk.size), chunk):
-        stop = start + rows.shape[0]
-        if residual is not None:
-            rows = rows + residual.view(-1, chunk.size)[start:stop]
-        bits = rows.view(torch.int32) & 0x7FFFFFFF
-        if int(bits.max()) >= TOO_LARGE_BITS:
-            return start * chunk.size + int((bits >= TOO_LARGE_BITS).view(-1).nonzero()[0])
-        indices = _largest(bits, chunk.keep)
-        chosen = rows.gather(1, indices)
-        scales, codes = (_two_bits if chunk.value_bits == 2 else _bytes)(chosen)
-        places = (indices >> chunk.low_bits) + torch.arange(chunk.keep)
-        upper = torch.zeros(len(rows), chunk.upper_bits, dtype=torch.uint8).scatter_(1, places, 1)
-        low = _bits(indices, chunk.low_bits)
-        packed.view(-1, chunk.packed_bytes)[start:stop] = torch.cat(
-            [scales, _packed_bits(upper), _packed_bits(low), codes], dim=1
-        )
-    return -1
+        tile = slice(start, start + len(rows))
+        kept = None if residual is None else residual.view(-1, chunk.size)[tile]
+        if kept is not None:
+            rows = rows + kept
+        bits = rows.abs().view(torch.int32)
+        tops = column_tops(bits)
+        if int(tops.max()) >= TOO_LARGE_BITS:
+            return False
+        indices = largest(bits, tops, chunk.keep)
+        flat = (indices + _starts(indices, chunk.size)).view(-1)
+        chosen = rows.view(-1).index_select(0, flat).view(-1, chunk.keep)
+        scales, codes, sent = (_two_bits if chunk.value_bits == 2 else _bytes)(chosen)
+        records = packed.view(-1, chunk.packed_bytes)[tile]
+        records[:, :4] = scales
+        records[:, 4 : chunk.low_at] = packed_bits(_upper_bits(indices, chunk))
+        records[:, chunk.low_at : chunk.code_at] = packed_bits(_low_bits(indices, chunk.low_bits))
+        records[:, chunk.code_at :] = codes
+        if kept is not None:
+            kept.copy_(rows).view(-1).scatter_(0, flat, (chosen - sent).view(-1))
+    return True
 
 
 def decode(packed: Tensor, out: Tensor, chunk: ChunkFormat) -> int:
@@ -46,149 +75,163 @@ def decode(packed: Tensor, out: Tensor, chunk: ChunkFormat) -> int:
         wrong, indices, values = _unpack(packed.view(-1, chunk.packed_bytes)[start : start + len(rows)], chunk)
         if wrong:
             return wrong
-        rows.zero_().scatter_(1, indices, values)
+        rows.zero_().view(-1).scatter_(0, indices, values)
     return 0
 
 
-def check(packed: Tensor, chunks: int, chunk: ChunkFormat) -> int:
-    """What ``decode`` would return."""
+def unpack(packed: Tensor, chunks: int, chunk: ChunkFormat) -> tuple[int, Unpacked]:
+    """What ``decode`` would return, and what ``add`` takes."""
+    unpacked: Unpacked = []
     for rows, _ in _tiles(packed.view(chunks, -1), chunk):
-        wrong, _, _ = _unpack(rows, chunk)
+        wrong, indices, values = _unpack(rows, chunk)
         if wrong:
-            return wrong
-    return 0
+            return wrong, []
+        unpacked.append((indices, values))
+    return 0, unpacked
 
 
-def accumulate(packed: Tensor, total: Tensor, weight: float, chunk: ChunkFormat) -> None:
-    """Add ``weight``, a float32, times the chunks of ``packed``, which ``check`` has passed, to ``total``."""
-    for rows, start in _tiles(total.view(-1, chunk.size), chunk):
-        _, indices, values = _unpack(packed.view(-1, chunk.packed_bytes)[start : start + len(rows)], chunk)
-        rows.scatter_(1, indices, rows.gather(1, indices) + values.mul_(weight))
+def add(unpacked: Unpacked, total: Tensor, weight: float, chunk: ChunkFormat) -> None:
+    """Add ``weight``, a float32, times what ``unpack`` gave to ``total``."""
+    for (rows, _), (indices, values) in zip(_tiles(total.view(-1, chunk.size), chunk), unpacked, strict=True):
+        flat = rows.view(-1)
+        flat.scatter_(0, indices, flat.index_select(0, indices) + values.mul_(weight))
 
 
 def _tiles(rows: Tensor, chunk: ChunkFormat) -> Iterator[tuple[Tensor, int]]:
     """``rows``, one for each chunk, in views of as many as are taken at a time, each with its first row's number."""
-    step = max(1, _TILE_VALUES // chunk.size)
+    step = max(1, _tile_values(rows) // chunk.size)
     for start in range(0, rows.shape[0], step):
         yield rows[start : start + step], start
 
 
-def _largest(bits: Tensor, keep: int) -> Tensor:
-    """Each row's ``keep`` largest of ``bits``, ``(r, size) int32``: their indices, ascending, ``(r, keep) int64``.
-
-    torch does not say which of several equal values its topk takes; here the lower index wins.
-    """
-    threshold = torch.topk(bits, keep, dim=1, sorted=False).values.amin(1, keepdim=True)
-    chosen = bits >= threshold
-    tied = (chosen.sum(1) > keep).nonzero().view(-1)
-    if tied.numel():
-        over = bits[tied] > threshold[tied]
-        equal = bits[tied] == threshold[tied]
-        chosen[tied] = over | (equal & (equal.cumsum(1) <= keep - over.sum(1, keepdim=True)))
-    return chosen.nonzero()[:, 1].view(-1, keep)
+def _tile_values(tensor: Tensor) -> int:
+    return _TILE_VALUES if tensor.device.type == "cpu" else _DEVICE_TILE_VALUES
 
 
-def _two_bits(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The two scales, ``(r, 4) uint8``, and the packed codes of ``chosen``, ``(r, keep) float32``."""
-    signed = chosen.view(torch.int32)
-    bits = signed & 0x7FFFFFFF
-    own = bits >> 23
-    exponent = own.amax(1, keepdim=True).clamp_(min=1)
-    mantissa = (bits & 0x7FFFFF) | ((own > 0).to(torch.int32) << 23)
-    fixed = (mantissa >> (exponent - own.clamp(min=1)).clamp_(max=31)).to(torch.int64)
+def _starts(rows: Tensor, width: int) -> Tensor:
+    """Where each of ``rows``, ``(r, ...)``, begins when rows are ``width`` apart: ``(r, 1) int64``."""
+    return torch.arange(0, len(rows) * width, width, device=rows.device).view(-1, 1)
+
+
+def _upper_bits(indices: Tensor, chunk: ChunkFormat) -> Tensor:
+    """Elias-Fano's upper bits of ``indices``, ``(r, keep) int64``: ``(r, upper_bits) uint8`` of 0 and 1."""
+    bits = torch.zeros((len(indices), chunk.upper_bits), dtype=torch.uint8, device=indices.device)
+    first = _starts(indices, chunk.upper_bits) + torch.arange(chunk.keep, device=indices.device)
+    places = (first + (indices >> chunk.low_bits)).view(-1)
+    bits.view(-1).scatter_(0, places, torch.ones_like(places, dtype=torch.uint8))
+    return bits
+
+
+def _low_bits(indices: Tensor, width: int) -> Tensor:
+    """The ``width`` low bits of each of ``indices``, ``(r, keep) int64``: ``(r, keep * width) uint8`` of 0 and 1."""
+    held = indices.to(torch.uint8 if width <= 8 else torch.int32).view(torch.uint8)
+    bits = unpacked_bits(held).view(*indices.shape, -1)
+    return bits[:, :, :width].reshape(len(indices), -1)
+
+
+def _low_parts(bits: Tensor, keep: int, width: int) -> Tensor:
+    """What ``_low_bits`` took apart: ``(r, keep) int64``."""
+    room = 8 if width <= 8 else 32
+    held = torch.zeros((len(bits), keep, room), dtype=torch.uint8, device=bits.device)
+    held[:, :, :width] = bits.reshape(len(bits), keep, width)
+    numbers = packed_bits(held.view(len(bits), -1))
+    return (numbers if width <= 8 else numbers.view(torch.int32)).to(torch.int64)
+
+
+def _two_bits(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The two scales, ``(r, 4) uint8``, the packed codes of ``chosen``, ``(r, keep) float32``, and what they mean."""
     keep = chosen.shape[1]
-    total = fixed.sum(1, keepdim=True)
+    magnitudes = chosen.abs()
+    exponent = (magnitudes.amax(1, keepdim=True).view(torch.int32) >> 23).clamp_(min=1).to(torch.int64)
+    # Powers of two made of their bits, as float64: products with them are exact, and the conversion truncates.
+    fixed = magnitudes.to(torch.float64).mul_(_power_of_two(150 - exponent)).to(torch.int64)
+    total, nothing = fixed.sum(1, keepdim=True), torch.zeros_like(fixed)
     split = total // keep
-    count = upper = torch.zeros_like(total)
-    for _ in range(SPLIT_STEPS):
-        over = fixed > split
-        count, upper = over.sum(1, keepdim=True), (fixed * over).sum(1, keepdim=True)
-        rest = keep - count
-        middle = ((total - upper) * count + upper * rest) // (2 * rest * count).clamp(min=1)
-        split = torch.where(count > 0, middle, split)
-    # A power of two made of its bits, as float64, so that the product is exact.
-    unit = ((exponent.to(torch.int64) - 150 + 1023) << 52).view(torch.float64)
-    small = _bfloat16((total - upper).to(torch.float64) / (keep - count) * unit)
-    large = _bfloat16(upper.to(torch.float64) / count.clamp(min=1) * unit)
-    large = torch.where(count > 0, large, small)
-    scales = torch.cat([small & 0xFF, small >> 8, large & 0xFF, large >> 8], dim=1).to(torch.uint8)
-    codes = torch.stack([(signed >> 31) & 1, (fixed > split).to(torch.int32)], dim=2)
-    return scales, _packed_bits(codes.view(len(codes), -1))
+    over = fixed > split
+    # Where all are equal nothing is over their mean, which stays the split then.
+    stay = torch.where(over.any(1, keepdim=True), 0, split)
+    for step in range(SPLIT_STEPS):
+        if step:
+            over = fixed > split
+        count, upper = over.sum(1, keepdim=True), torch.where(over, fixed, nothing).sum(1, keepdim=True)
+        rest, lower = keep - count, total - upper
+        doubled = (lower * count + upper * rest) // (rest * count).clamp_(min=1)
+        split = torch.maximum(doubled >> 1, stay)
+    sums, counts = torch.cat([lower, upper], dim=1), torch.cat([rest, count], dim=1)
+    scales = _bfloat16(sums.to(torch.float64) / counts.clamp_(min=1) * _power_of_two(exponent - 150))
+    scales[:, 1:] = torch.where(count > 0, scales[:, 1:], scales[:, :1])
+    over = fixed > split
+    codes = torch.stack([torch.signbit(chosen), over], dim=2).view(torch.uint8)
+    bits = scales << 16
+    sent = torch.where(over, bits[:, 1:], bits[:, :1]) | (chosen.view(torch.int32) & _SIGN)
+    return scales.to(torch.int16).view(torch.uint8), packed_bits(codes.view(len(codes), -1)), sent.view(torch.float32)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2 to the ``exponent``, int64, -1022 .. 1023, as float64."""
+    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _bfloat16(values: Tensor) -> Tensor:
     """The bits of ``values``, not negative, as bfloat16: to nearest even, saturated, 0 where it would be subnormal."""
-    bits = values.to(torch.float32).view(torch.int32).to(torch.int64)
+    bits = values.to(torch.float32).view(torch.int32)  # infinity, 0x7F800000, at most: the sum has room
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).clamp_(max=MAX_BFLOAT16_BITS)
     return rounded.masked_fill_(rounded < 0x80, 0)
 
 
-def _bytes(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale, ``(r, 4) uint8``, and the int8 codes, as uint8, of ``chosen``, ``(r, keep) float32``."""
-    largest = torch.tensor([LARGEST_SCALE_BITS], dtype=torch.int32).view(torch.float32)
-    scale = torch.minimum(chosen.abs().amax(1, keepdim=True) / 127, largest)
+def _bytes(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The scale, ``(r, 4) uint8``, the int8 codes of ``chosen``, ``(r, keep) float32``, as uint8, and their meaning."""
+    most = chosen.abs().amax(1, keepdim=True)
+    # By a tensor, for on a GPU torch divides by a number by multiplying with its rounded inverse.
+    scale = (most / torch.full_like(most, 127.0)).clamp_(max=_LARGEST_SCALE)
     scale.masked_fill_(scale < torch.finfo(torch.float32).tiny, 0.0)
     codes = (chosen / scale.masked_fill(scale == 0.0, 1.0)).round_().to(torch.int8)
-    return scale.view(torch.uint8), codes.view(torch.uint8)
+    return scale.view(torch.uint8), codes.view(torch.uint8), codes.to(torch.float32) * scale
 
 
 def _unpack(records: Tensor, chunk: ChunkFormat) -> tuple[int, Tensor, Tensor]:
-    """What is wrong, 0 for nothing, the indices ``(r, keep) int64`` and the values ``(r, keep) float32``."""
+    """What is wrong, 0 for nothing, the flat indices ``(r * keep,) int64`` and the values ``(r * keep,) float32``."""
     rows, keep, width = records.shape[0], chunk.keep, chunk.low_bits
     nothing = torch.empty(0)
-    upper = _unpacked_bits(records[:, 4 : chunk.low_at])
-    if bool((upper.sum(1) != keep).any()):  # a one in the padding makes the last index too large
+    upper = unpacked_bits(records[:, 4 : chunk.low_at])
+    ones = flat_nonzero(upper)
+    if ones.numel() != rows * keep:
         return 1, nothing, nothing
-    indices = (upper.nonzero()[:, 1].view(rows, keep) - torch.arange(keep)) << width
-    low = _unpacked_bits(records[:, chunk.low_at : chunk.code_at])
-    indices += (low[:, : keep * width].reshape(rows, keep, width) << torch.arange(width)).sum(2)
-    if bool((indices[:, 1:] <= indices[:, :-1]).any()) or int(indices[:, -1].max()) >= chunk.size:
+    # If a row has too few or too many ones, a row's first place is negative or its last too large: padding's are.
+    places = ones.view(rows, keep) - _starts(upper, upper.shape[1])
+    indices = (places - torch.arange(keep, device=records.device)) << width
+    if width:
+        low = unpacked_bits(records[:, chunk.low_at : chunk.code_at])
+        indices += _low_parts(low[:, : keep * width], keep, width)
+    if keep > 1 and int((indices[:, 1:] - indices[:, :-1]).min()) <= 0:
         return 1, nothing, nothing
-    if bool(low[:, keep * width :].any()):
+    if int(places[:, 0].min()) < 0 or int(indices[:, -1].max()) >= chunk.size:
+        return 1, nothing, nothing
+    if width and bool(low[:, keep * width :].any()):
         return 3, nothing, nothing
-    if chunk.value_bits == 2:
-        wrong, values = _two_bit_values(
-            records[:, :4].to(torch.int32), _unpacked_bits(records[:, chunk.code_at :]), keep
-        )
-    else:
-        wrong, values = _byte_values(records[:, :4], records[:, chunk.code_at :])
-    return wrong, indices, values
+    read = _two_bit_values if chunk.value_bits == 2 else _byte_values
+    wrong, values = read(records[:, :4].clone(memory_format=torch.contiguous_format), records[:, chunk.code_at :], keep)
+    return wrong, (indices + _starts(indices, chunk.size)).view(-1), values.view(-1)
 
 
 def _two_bit_values(scales: Tensor, codes: Tensor, keep: int) -> tuple[int, Tensor]:
-    """What is wrong, and the values ``(r, keep) float32`` of unpacked codes."""
-    both = scales[:, 0::2] | scales[:, 1::2] << 8
-    if bool(((both >= 0x7F80) | ((both > 0) & (both < 0x80))).any()):
+    """What is wrong, and the values ``(r, keep) float32`` of 2-bit codes."""
+    both = scales.view(torch.int16).to(torch.int32)  # negative scales stay negative
+    if bool(((both.clamp(0x80, MAX_BFLOAT16_BITS) != both) & (both != 0)).any()):
         return 2, scales
-    if bool(codes[:, 2 * keep :].any()):
+    if keep & 3 and bool((codes[:, -1] >> 2 * (keep & 3)).any()):
         return 3, scales
-    signs, large = codes[:, 0 : 2 * keep : 2].to(torch.int32), codes[:, 1 : 2 * keep : 2].bool()
-    bits = torch.where(large, both[:, 1:], both[:, :1]) << 16 | signs << 31
-    return 0, bits.view(torch.float32)
+    flags = unpacked_bits(codes)[:, : 2 * keep].view(torch.bool)
+    bits = both << 16
+    magnitudes = torch.where(flags[:, 1::2], bits[:, 1:], bits[:, :1])
+    return 0, (magnitudes | flags[:, 0::2].to(torch.int32) << 31).view(torch.float32)
 
 
-def _byte_values(scales: Tensor, codes: Tensor) -> tuple[int, Tensor]:
+def _byte_values(scales: Tensor, codes: Tensor, _keep: int) -> tuple[int, Tensor]:
     """What is wrong, and the values ``(r, keep) float32`` of int8 codes."""
-    bits = scales.clone(memory_format=torch.contiguous_format).view(-1).view(torch.int32).view(-1, 1)
+    bits = scales.view(torch.int32)
     if bool(((bits < 0) | (bits > LARGEST_SCALE_BITS) | ((bits > 0) & (bits < 0x00800000))).any()):
         return 2, scales
     if bool((codes == 0x80).any()):
         return 3, scales
     return 0, codes.view(torch.int8).to(torch.float32) * bits.view(torch.float32)
-
-
-def _bits(numbers: Tensor, width: int) -> Tensor:
-    """The ``width`` low bits of each of ``numbers``, ``(r, c)``, lowest first: ``(r, c * width) uint8`` of 0 and 1."""
-    return ((numbers.unsqueeze(2) >> torch.arange(width)) & 1).to(torch.uint8).view(len(numbers), -1)
-
-
-def _packed_bits(bits: Tensor) -> Tensor:
-    """``(r, c)`` of 0 and 1 to ``(r, ceil(c / 8)) uint8``, lowest bit first, padded with 0."""
-    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8)).view(len(bits), -1, 8)
-    return (padded << torch.arange(8, dtype=bits.dtype)).sum(2).to(torch.uint8)
-
-
-def _unpacked_bits(packed: Tensor) -> Tensor:
-    """``(r, c) uint8`` to ``(r, 8 c) uint8`` of 0 and 1."""
-    bits = (packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.reshape(packed.shape[0], -1)

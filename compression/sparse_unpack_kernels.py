@@ -14,6 +14,7 @@ _F = TypeVar("_F")
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
+Shorts = NDArray[np.uint16]
 
 
 def _njit(function: _F) -> _F:
@@ -102,24 +103,26 @@ def decode(packed: Bytes, out: Floats, shape: Shape) -> int:
 
 
 @_njit
-def check(packed: Bytes, chunks: int, shape: Shape) -> int:
-    """What ``decode`` would return."""
-    record = shape[7]
-    indices, values = _rooms(shape)
-    for chunk in range(chunks):
-        wrong = _unpack(packed[chunk * record : (chunk + 1) * record], shape, indices, values)
+def unpack(packed: Bytes, indices: Shorts, values: Floats, shape: Shape) -> int:
+    """What ``decode`` would return, and ``keep`` indices, each within its chunk, and values for each chunk."""
+    keep, record = shape[1], shape[7]
+    own, own_values = _rooms(shape)
+    for chunk in range(values.size // keep):
+        wrong = _unpack(packed[chunk * record : (chunk + 1) * record], shape, own, own_values)
         if wrong:
             return wrong
+        at = chunk * keep
+        for j in range(keep):
+            indices[at + j] = own[j]
+            values[at + j] = own_values[j]
     return 0
 
 
 @_njit
-def accumulate(packed: Bytes, total: Floats, weight: np.float32, shape: Shape) -> None:
-    """Add ``weight`` times the chunks of ``packed``, which ``check`` has passed, to ``total``."""
-    size, record = shape[0], shape[7]
-    indices, values = _rooms(shape)
+def add(indices: Shorts, values: Floats, total: Floats, weight: np.float32, shape: Shape) -> None:
+    """Add ``weight`` times what ``unpack`` gave, found right, to ``total``."""
+    size, keep = shape[0], shape[1]
     for chunk in range(total.size // size):
-        _unpack(packed[chunk * record : (chunk + 1) * record], shape, indices, values)
         part = total[chunk * size : (chunk + 1) * size]
-        for j in range(values.size):
+        for j in range(chunk * keep, (chunk + 1) * keep):
             part[indices[j]] = part[indices[j]] + weight * values[j]

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -266,6 +267,125 @@ def test_fuzzed_bytes_decode_to_finite_values_or_an_error_alike_on_every_path(ca
         assert (again is None) == (decoded is None)
         if again is not None and decoded is not None:
             assert torch.equal(again.view(torch.int32), decoded.view(torch.int32))
+
+
+def test_widened_keeps_what_all_members_may_send_up_to_half_a_chunk() -> None:
+    kept = [TopK().widened(members).k for members in (1, 2, 31, 32, 33, 1000)]
+    assert kept == [64, 128, 1984, 2048, 2048, 2048]
+    assert TopK(3, "int8", 8).widened(2).name == "topk(k=4, values=int8, chunk=8)"
+    assert TopK(7, chunk=8).widened(5).k == 7
+    with pytest.raises(CodecError, match="members"):
+        TopK().widened(0)
+
+
+@every_path
+def test_of_a_mean_nothing_is_lost_but_precision_when_widened(path: str) -> None:
+    mean, codec = torch.zeros(9000), TopK(values="int8")
+    with use(path):
+        for seed in range(4):
+            codec.accumulate(codec.encode(gaussian(9000, seed)), mean, 0.25)
+        wide = codec.widened(4)
+        decoded = wide.decode(wide.encode(mean), 9000)
+    assert torch.allclose(decoded, mean, atol=float(mean.abs().max()) / 254 * 1.001, rtol=0)
+
+
+def test_ties_across_columns_and_rows_of_zeros() -> None:
+    values = gaussian(64 * 4096)
+    rows = values.view(64, 4096)
+    rows[3] = 0.0
+    rows[5] = -0.0
+    rows[7, :] = 1.0
+    rows[9].abs_().clamp_(max=0.01)  # thousands of one value, in every column
+    rows[11] = rows[11].sign() * (rows[11].abs() > 2.2)  # more columns than k with the same top
+    rows[13, :512] = 5.0  # the columns' tops all alike, lower indices first
+    rows[15, 3584:] = 5.0
+    rows[17].mul_(1e-44)
+    for codec in (TopK(), TopK(values="int8"), TopK(256), TopK(300), TopK(16, chunk=256)):
+        packed = both_paths_encode(codec, values)
+        with use("torch"):
+            decoded = codec.decode(packed, values.numel())
+        sent = set(decoded.nonzero().view(-1).tolist())
+        assert sent <= set(expected_indices(values, codec.k, codec.chunk))
+        assert {i % 4096 for i in sent if i // 4096 == 7} == {
+            i for start in range(0, 4096, codec.chunk) for i in range(start, start + codec.k)
+        }
+
+
+@every_path
+@every_codec
+def test_residual_of_many_tiles_is_what_was_lost_or_as_before(codec: TopK, path: str) -> None:
+    n = 2 * 2**18 + 5000
+    values, residual = gaussian(n), gaussian(n, 1) * 0.5
+    values[::7] = -0.0
+    residual[::7] = -0.0
+    values[: codec.chunk] = -0.0
+    residual[: codec.chunk] = -0.0
+    corrected, before = values + residual, residual.clone()
+    with use(path):
+        for at in (n - 1, 2**18 + 1, 2**18 - 1):
+            bad = values.clone()
+            bad[at] = math.inf
+            with pytest.raises(CodecError, match=f"inf at {at} of {n}"):
+                codec.encode_residual(bad, residual)
+            assert torch.equal(residual.view(torch.int32), before.view(torch.int32))
+        packed = codec.encode_residual(values, residual)
+        assert torch.equal(packed, codec.encode(corrected))
+        lost = corrected - codec.decode(packed, n)
+    assert torch.equal(residual.view(torch.int32), lost.view(torch.int32))
+
+
+@every_codec
+def test_torch_threads_do_not_change_the_bytes(codec: TopK) -> None:
+    values, threads = gaussian(2**19 + 77), torch.get_num_threads()
+    outcomes = []
+    try:
+        with use("torch"):
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                residual = gaussian(values.numel(), 1)
+                packed = codec.encode_residual(values, residual)
+                codec.accumulate(packed, residual, 0.3)
+                outcomes.append((packed, residual))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1].view(torch.int32), outcomes[1][1].view(torch.int32))
+
+
+@every_path
+def test_one_codec_serves_many_threads_at_once(path: str) -> None:
+    codec, n = TopK(), 50_000
+
+    def trip(seed: int) -> tuple[Tensor, Tensor]:
+        residual = gaussian(n, seed + 100)
+        packed = codec.encode_residual(gaussian(n, seed), residual)
+        codec.accumulate(packed, residual, 0.3)
+        return packed, residual
+
+    with use(path), ThreadPoolExecutor(4) as pool:
+        for seed, (packed, residual) in enumerate(pool.map(trip, range(24))):
+            alone, left = trip(seed)
+            assert torch.equal(packed, alone)
+            assert torch.equal(residual, left)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_codec
+def test_a_gpu_gives_the_bytes_and_the_residual_of_the_cpu(codec: TopK) -> None:
+    values, residual = gaussian(70_000), gaussian(70_000, 1)
+    values[:9000] = values[:9000].sign()
+    left = residual.cuda()
+    packed, on_gpu = codec.encode_residual(values, residual), codec.encode_residual(values.cuda(), left)
+    assert on_gpu.is_cuda
+    assert torch.equal(on_gpu.cpu(), packed)
+    assert torch.equal(left.cpu().view(torch.int32), residual.view(torch.int32))
+    codec.accumulate(on_gpu, left, 0.3)
+    codec.accumulate(packed, residual, 0.3)
+    assert torch.equal(left.cpu().view(torch.int32), residual.view(torch.int32))
+    on_gpu[:4] = 0xFF
+    with pytest.raises(CodecError):
+        codec.decode(on_gpu, 70_000)
 
 
 @needs_numba
