@@ -78,10 +78,16 @@ class NetworkThread(Generic[R]):
             self._calls.discard(future)
 
     def _wait(self, future: concurrent.futures.Future[T], interruptible: bool | Callable[[], bool]) -> T:
-        while not future.done():
+        # A plain lock: Ctrl-C may strike anywhere, and within a condition's methods it would leave the condition
+        # locked, with the loop waiting on it for ever.
+        finished = threading.Lock()
+        finished.acquire()
+        future.add_done_callback(lambda _: finished.release())
+        wait_s = 0.0
+        while not finished.acquire(timeout=wait_s):
             if self._interrupted.is_set() and (interruptible() if callable(interruptible) else interruptible):
                 raise Interrupted
-            concurrent.futures.wait((future,), timeout=_INTERRUPT_POLL_S)
+            wait_s = _INTERRUPT_POLL_S
         return future.result()
 
     def tell(self, callback: Callable[[], object]) -> None:
