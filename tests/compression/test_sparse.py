@@ -229,6 +229,19 @@ def test_hostile_chunks_are_refused(path: str, codec: TopK, raw: str, match: str
 
 
 @every_path
+@pytest.mark.parametrize("uppers", [("5d", "0d"), ("0d", "5d"), ("7d", "09"), ("ff", "00")])
+def test_bits_that_another_chunk_lacks_are_refused(path: str, uppers: tuple[str, str]) -> None:
+    raw = bytes.fromhex("".join(f"00401041{upper}b9c9" for upper in uppers))
+    total = torch.ones(32)
+    with use(path):
+        with pytest.raises(CodecError, match="indices"):
+            TopK(4, chunk=16).decode(raw, 32)
+        with pytest.raises(CodecError, match="indices"):
+            TopK(4, chunk=16).accumulate(raw, total, 1.0)
+    assert torch.equal(total, torch.ones(32))
+
+
+@every_path
 def test_largest_scales_decode_to_finite_values(path: str) -> None:
     with use(path):
         for codec, raw in (
