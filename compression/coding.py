@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
@@ -73,13 +74,10 @@ class Auto:
         self._codecs: list[Codec] = []
         self.n = 0
         for name, shape in shapes:
-            size = 1
-            for length in shape:
-                size *= length
+            size = math.prod(shape)
+            codec = tables if _TABLE.search(name) else matrices
             if size < SMALL_VALUES or len(shape) < 2:
                 codec = small
-            else:
-                codec = tables if _TABLE.search(name) else matrices
             if size and (not self._codecs or self._codecs[-1] is not codec):
                 self._starts.append(self.n)
                 self._codecs.append(codec)

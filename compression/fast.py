@@ -43,7 +43,7 @@ def _compile(name: str) -> None:
         module.warm_up()
     except ImportError as error:
         _log.info("codecs run without compiled kernels (pip install 'shoal[fast]' brings them): %s", error)
-    except Exception as error:  # numba has no common base for what goes wrong in a compilation
+    except Exception as error:  # noqa: BLE001 - what goes wrong in numba and LLVM has no common base
         _log.warning("codecs run without the kernels of %s, which did not compile: %s", name, error)
     else:
         _ready[name] = module

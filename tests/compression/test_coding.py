@@ -122,7 +122,7 @@ def test_kernels_are_those_of_the_codecs_in_use() -> None:
 
 
 def test_unknown_codings_are_refused_with_the_known_ones() -> None:
-    assert CODING_NAMES == (*CODEC_NAMES, "auto")
+    assert set(CODING_NAMES) - set(CODEC_NAMES) == {"auto"}
     with pytest.raises(CodecError, match=r"expected one of float32, .*topk, auto, not 'zip'"):
         get_coding("zip")
     with pytest.raises(CodecError, match=r"unknown option 'k' of codec auto: auto has matrices, tables, small"):
