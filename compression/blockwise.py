@@ -22,14 +22,15 @@ from shoal.compression.codec import (
     packed_tensor,
     rounded_weight,
 )
+from shoal.compression.scratch import scratch
 
 _ABSOLUTE = 0x7FFFFFFF
 _LARGEST_FINITE_BITS = 0x7F7FFFFF
 _SMALLEST_NORMAL_BITS = 0x00800000
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _TINY = torch.finfo(torch.float32).tiny
-_TILE = 1 << 16
-"""Values that the torch path handles at a time on the CPU: with its temporaries they stay in the second-level cache."""
+_TILE = 1 << 18
+"""Values that the torch path handles at a time on the CPU: what is sent at once. Fewer are slower: calls cost."""
 
 
 class Blockwise:
@@ -64,8 +65,10 @@ class Blockwise:
         self._smallest_bits = _bits_of(self._largest * _TINY)
         # The largest float32 whose product with the largest code is still finite.
         self._largest_scale = float(torch.nextafter(torch.tensor(_FLOAT_MAX / self._largest), torch.tensor(0.0)))
+        # From this block maximum on a scale may exceed it; far enough below to need no care about rounding.
+        self._largest_scale_absmax_bits = _bits_of(_FLOAT_MAX * 0.99)
         # Up to here no code, the lowest included, can decode to infinity.
-        self._safe_scale = _FLOAT_MAX / (self._largest + 1)
+        self._safe_bits = _bits_of(_FLOAT_MAX / (self._largest + 1))
 
     @property
     def name(self) -> str:
@@ -105,23 +108,31 @@ class Blockwise:
             if kernels.encode_residual(*arrays, *self._how()) >= 0:
                 raise first_bad(values + residual)
             return packed
-        corrected = values + residual
+        corrected = torch.add(values, residual, out=scratch("corrected", values.numel(), values.device))
         self._encode_tiles(corrected, scales, codes)
-        torch.sub(corrected, self.decode(packed, values.numel()), out=residual)
+        torch.sub(corrected, self.decode(packed, values.numel(), residual), out=residual)
         return packed
 
     def _encode_tiles(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
         for start, stop, rows in self._tiles(values):
             first = start // self.block
             row_scales = scales[first : first + len(rows)].unsqueeze(1)
-            largest = rows.view(torch.int32).bitwise_and(_ABSOLUTE).amax(1, keepdim=True)
-            if int(largest.max()) > _LARGEST_FINITE_BITS:
+            absmax = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
+            largest = absmax.view(torch.int32).bitwise_and_(_ABSOLUTE)
+            low, high = (int(one) for one in torch.aminmax(largest))
+            if high > _LARGEST_FINITE_BITS:
                 raise first_bad(values)
-            empty = largest < self._smallest_bits
-            absmax = largest.view(torch.float32)
-            row_scales.copy_(absmax).div_(self._largest).clamp_(max=self._largest_scale).masked_fill_(empty, 0.0)
-            inverse = torch.full_like(absmax, self._largest).div_(absmax).masked_fill_(empty, 0.0)
-            scaled = rows * inverse
+            # Divided by a tensor: CUDA multiplies by the inverse of a plain number, which rounds twice.
+            codes_a_scale = torch.full_like(absmax, self._largest)
+            torch.div(absmax, codes_a_scale, out=row_scales)
+            inverse = codes_a_scale.div_(absmax)
+            if high >= self._largest_scale_absmax_bits:
+                row_scales.clamp_(max=self._largest_scale)
+            if low < self._smallest_bits:
+                empty = largest < self._smallest_bits
+                row_scales.masked_fill_(empty, 0.0)
+                inverse.masked_fill_(empty, 0.0)
+            scaled = torch.mul(rows, inverse, out=scratch("scaled", stop - start, rows.device).view_as(rows))
             if self.seed is not None:
                 scaled += _dither(largest, self.seed, first, rows.shape[1])
                 scaled.clamp_(-self._largest, self._largest)
@@ -144,8 +155,8 @@ class Blockwise:
         out = torch.empty(n, dtype=torch.float32, device=tensor.device) if out is None else out
         values = checked_out(out, n, tensor.device)
         scales, codes = self._split(tensor, n)
-        self._check_scales(scales, codes)
         kernels = self._kernels(values)
+        self._check_scales(scales, codes, kernels)
         if kernels is not None:
             kernels.decode(scales.numpy(), codes.numpy(), values.numpy(), self.block, self.bits)
             return out
@@ -161,14 +172,13 @@ class Blockwise:
         tensor = packed_tensor(packed, self.packed_bytes(n))
         total = checked_out(total, n, tensor.device)
         scales, codes = self._split(tensor, n)
-        self._check_scales(scales, codes)
         kernels = self._kernels(total)
+        self._check_scales(scales, codes, kernels)
         if kernels is not None:
             kernels.accumulate(scales.numpy(), codes.numpy(), total.numpy(), weight, self.block, self.bits)
             return
-        decoded = torch.empty_like(total[: self._tile_values(total)])
         for start, stop, rows in self._tiles(total):
-            tile = decoded[: stop - start]
+            tile = scratch("decoded", stop - start, total.device)
             self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], tile)
             first = start // self.block
             tile.view_as(rows).mul_(scales[first : first + len(rows)].unsqueeze(1)).mul_(weight)
@@ -182,12 +192,14 @@ class Blockwise:
         values[1::2].copy_(codes[: values.numel() // 2].bitwise_right_shift(4))
         values.sub_(8.0)
 
-    def _check_scales(self, scales: Tensor, codes: Tensor) -> None:
+    def _check_scales(self, scales: Tensor, codes: Tensor, kernels: ModuleType | None) -> None:
         """CodecError unless each scale is 0 or normal and positive, and no value decodes to infinity.
 
         The bits are compared, as integers: this holds also where the processor flushes subnormals.
         """
         if scales.numel() == 0:
+            return
+        if kernels is not None and kernels.are_plain(scales.numpy(), self._safe_bits):
             return
         bits = scales.view(torch.int32)
         low, high = (int(one) for one in torch.aminmax(bits))
@@ -195,9 +207,9 @@ class Blockwise:
             raise CodecError("a scale is negative, NaN or infinite")
         if low < _SMALLEST_NORMAL_BITS and bool(((bits > 0) & (bits < _SMALLEST_NORMAL_BITS)).any()):
             raise CodecError("a scale is subnormal")
-        if high > _bits_of(self._safe_scale) and float(scales.max()) > self._largest_scale:
+        if high > self._safe_bits and float(scales.max()) > self._largest_scale:
             raise CodecError("a scale is so large that values would be infinite")
-        if high > _bits_of(self._safe_scale) and self._has_lowest(codes):
+        if high > self._safe_bits and self._has_lowest(codes):
             raise CodecError("a code is too low for its scale")
 
     def _has_lowest(self, codes: Tensor) -> bool:

@@ -11,6 +11,7 @@ from numba import njit, uint32
 
 ABSOLUTE = np.int32(0x7FFFFFFF)
 LARGEST_FINITE = np.int32(0x7F7FFFFF)
+SMALLEST_NORMAL = np.int32(0x00800000)
 HALF = np.float32(0.5)
 DRAW = np.float32(2.0**-24)
 ZERO = np.float32(0.0)
@@ -89,7 +90,7 @@ def write_codes(rounded, codes, start, bits):  # type: ignore[no-untyped-def]
     if bits == 8:
         signed = codes[start : start + m].view(np.int8)
         for i in range(m):
-            signed[i] = np.int8(rounded[i])
+            signed[i] = np.int8(np.int32(rounded[i]))
         return
     target = codes[start // 2 : start // 2 + (m + 1) // 2]
     for i in range(m // 2):
@@ -129,6 +130,11 @@ def encode(values, scales, codes, block, bits, seed):  # type: ignore[no-untyped
             return b
         scale, inverse = scale_of(top, largest)
         scales[b] = scale
+        if bits == 8 and seed < 0:
+            signed = codes[b * block : b * block + part.size].view(np.int8)
+            for i in range(part.size):
+                signed[i] = np.int8(np.int32(np.rint(np.float32(part[i] * inverse))))
+            continue
         rounded = work[: part.size]
         quantize(part, inverse, largest, key_of(seed, top, b), rounded)
         write_codes(rounded, codes, b * block, bits)
@@ -154,10 +160,13 @@ def encode_residual(values, residual, scales, codes, block, bits, seed):  # type
             return b
     for b in range(scales.size):
         start, stop = b * block, min((b + 1) * block, values.size)
-        corrected, rounded = work[: stop - start], rounded_all[: stop - start]
-        add(values[start:stop], residual[start:stop], corrected)
         scale, inverse = scale_of(tops[b], largest)
         scales[b] = scale
+        if bits == 8 and seed < 0:
+            residual_of_bytes(values[start:stop], residual[start:stop], codes[start:stop].view(np.int8), scale, inverse)
+            continue
+        corrected, rounded = work[: stop - start], rounded_all[: stop - start]
+        add(values[start:stop], residual[start:stop], corrected)
         quantize(corrected, inverse, largest, key_of(seed, tops[b], b), rounded)
         write_codes(rounded, codes, start, bits)
         left = residual[start:stop]
@@ -168,15 +177,40 @@ def encode_residual(values, residual, scales, codes, block, bits, seed):  # type
 
 
 @njit(nogil=True, cache=True)
+def residual_of_bytes(values, residual, codes, scale, inverse):  # type: ignore[no-untyped-def]
+    """One block in one go: read both, write the codes, ``(m,) int8``, and what they lost."""
+    for i in range(values.size):
+        corrected = np.float32(values[i] + residual[i])
+        rounded = np.rint(np.float32(corrected * inverse))
+        codes[i] = np.int8(np.int32(rounded))
+        residual[i] = corrected - np.float32(np.float32(rounded + ZERO) * scale)
+
+
+@njit(nogil=True, cache=True)
 def add(first, second, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = first[i] + second[i]
 
 
 @njit(nogil=True, cache=True)
+def are_plain(scales, safe_bits):  # type: ignore[no-untyped-def]
+    """Whether each scale is 0, or normal and at most the one with ``safe_bits``: all but a few hostile ones."""
+    bits = scales.view(np.int32)
+    odd = np.int32(0)
+    for i in range(bits.size):
+        odd |= np.int32((bits[i] < 0) | (bits[i] > safe_bits) | ((bits[i] > 0) & (bits[i] < SMALLEST_NORMAL)))
+    return odd == 0
+
+
+@njit(nogil=True, cache=True)
 def decode(scales, codes, out, block, bits):  # type: ignore[no-untyped-def]
     for b in range(scales.size):
         part = out[b * block : min((b + 1) * block, out.size)]
+        if bits == 8:
+            signed, scale = codes[b * block : b * block + part.size].view(np.int8), scales[b]
+            for i in range(part.size):
+                part[i] = np.float32(signed[i]) * scale
+            continue
         read_codes(codes, b * block, bits, part)
         scale = scales[b]
         for i in range(part.size):
@@ -189,6 +223,11 @@ def accumulate(scales, codes, total, weight, block, bits):  # type: ignore[no-un
     work = np.empty(min(block, total.size), np.float32)
     for b in range(scales.size):
         part = total[b * block : min((b + 1) * block, total.size)]
+        if bits == 8:
+            signed, scale = codes[b * block : b * block + part.size].view(np.int8), scales[b]
+            for i in range(part.size):
+                part[i] = part[i] + np.float32(np.float32(np.float32(signed[i]) * scale) * factor)
+            continue
         decoded = work[: part.size]
         read_codes(codes, b * block, bits, decoded)
         scale = scales[b]
@@ -202,5 +241,6 @@ def warm_up() -> None:
     for bits, seed in ((8, -1), (4, 7)):
         encode(values, scales, codes, 4, bits, seed)
         encode_residual(values, np.zeros(4, np.float32), scales, codes, 4, bits, seed)
+        are_plain(scales, LARGEST_FINITE)
         decode(scales, codes, values, 4, bits)
         accumulate(scales, codes, values, 1.0, 4, bits)

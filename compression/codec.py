@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.compression.scratch import scratch
+
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("shoal.compression packs little-endian and has only been written for such machines")
 
@@ -85,9 +87,9 @@ class WholeTensorCodec(ABC):
         """See ``Codec.encode_residual``."""
         values = checked_values(values)
         residual = checked_out(residual, values.numel(), values.device)
-        corrected = values + residual
+        corrected = torch.add(values, residual, out=scratch("corrected", values.numel(), values.device))
         packed = self.encode(corrected)
-        torch.sub(corrected, self.decode(packed, corrected.numel()), out=residual)
+        torch.sub(corrected, self.decode(packed, corrected.numel(), residual), out=residual)
         return packed
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:

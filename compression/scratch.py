@@ -1,0 +1,25 @@
+"""Temporaries that a thread keeps: a new tensor of a mebibyte costs more in page faults than most passes over it."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+_LARGEST_VALUES = 1 << 18
+_kept = threading.local()
+
+
+def scratch(purpose: str, n: int, device: torch.device) -> Tensor:
+    """An uninitialised ``(n,) float32`` on ``device``, the calling thread's own until it asks again for ``purpose``.
+
+    Of a chunk's size at most (2**18) and on the CPU it is kept; else it is a new tensor, as good and slower.
+    """
+    if device.type != "cpu" or n > _LARGEST_VALUES:
+        return torch.empty(n, dtype=torch.float32, device=device)
+    kept: Tensor | None = getattr(_kept, purpose, None)
+    if kept is None or kept.numel() < n:
+        kept = torch.empty(n, dtype=torch.float32)
+        setattr(_kept, purpose, kept)
+    return kept[:n]
