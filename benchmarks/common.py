@@ -65,7 +65,9 @@ def publish(title: str, rows: list[dict[str, Any]], ratios: dict[str, float], pa
     table = Table(title=title)
     for column in rows[0]:
         is_text = isinstance(rows[0][column], str)
-        table.add_column(column.replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text)
+        table.add_column(
+            column.removesuffix("_GBps").replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text
+        )
     for row in rows:
         table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else f"{value}" for value in row.values()))
     console.print(table)

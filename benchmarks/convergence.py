@@ -1,10 +1,10 @@
 """Held-out loss and bytes at equal tokens: one process on the global batch, against 4 peers in a swarm.
 
 One process with AdamW on the global batch; ``virtual_batch`` (the same mathematics, spread over peers); ``diloco``
-with float32 and with int8. All at the same learning rate and over a whole schedule: averaging seldom costs loss in the
-first rounds and some dozens of rounds win it back, so that a few rounds say nothing. Bytes are what each peer really
-sent in bulk frames; float32 data-parallel's are the ring all-reduce's 2 (N - 1) / N x 4 bytes x parameters for every
-step on the global batch.
+with several codecs; ``sparseloco`` at its published settings and at others. All at the same learning rate and over a
+whole schedule: averaging seldom costs loss in the first rounds and some dozens of rounds win it back, so that a few
+rounds say nothing. Bytes are what each peer really sent in bulk frames; float32 data-parallel's are the ring
+all-reduce's 2 (N - 1) / N x 4 bytes x parameters for every step on the global batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from shoal.peer.schedule import lr_factor
 from shoal.swarm.run_file import RunFile, parse_run_file
 
 PEERS = 4
-VARIANTS = ("virtual_batch float32", "diloco float32", "diloco int8")
 BATCH = 8
 CONTEXT = 64
 
 RUN = """
 algorithm = "{algorithm}"
-averaging.codec = "{codec}"
 [run]
 name = "convergence"
 seed = 1
@@ -47,30 +45,38 @@ batch_samples = {batch}
 kind = "cosine"
 warmup_tokens = {warmup}
 final_factor = 0.1
-[outer]
-{outer}
+{settings}
 [round]
 tokens = {round_tokens}
 max_s = 600
 patience_s = 6
 """
 
-ADAMW = 'optimizer = "adamw"\nlr = {lr}\nbetas = [0.9, 0.95]\nweight_decay = 0.1'
-NESTEROV = 'optimizer = "nesterov"\nlr = 0.7\nmomentum = 0.9'
+ADAMW = '[outer]\noptimizer = "adamw"\nlr = {lr}\nbetas = [0.9, 0.95]\nweight_decay = 0.1'
+
+VARIANTS = {
+    "virtual_batch float32": ("virtual_batch", '[averaging]\ncodec = "float32"\n' + ADAMW),
+    "diloco float32": ("diloco", '[averaging]\ncodec = "float32"'),
+    "diloco int8": ("diloco", '[averaging]\ncodec = "int8"'),
+    "diloco int4": ("diloco", '[averaging]\ncodec = "int4"'),
+    "diloco auto": ("diloco", '[averaging]\ncodec = "auto"'),
+    "sparseloco published": ("sparseloco", ""),
+}
+"""Name: algorithm, and what its run file has beside the common settings."""
 
 
-def run_toml(algorithm: str, codec: str, steps: int, steps_a_round: int, lr: float) -> str:
+def run_toml(name: str, steps: int, steps_a_round: int, lr: float) -> str:
     """All variants see ``steps`` global batches of ``PEERS * BATCH`` windows."""
+    algorithm, settings = VARIANTS[name]
     step_tokens = PEERS * BATCH * CONTEXT
     return RUN.format(
         algorithm=algorithm,
-        codec=codec,
         tokens=steps * step_tokens,
         context=CONTEXT,
         lr=lr,
         batch=BATCH,
         warmup=min(100, steps // 10) * step_tokens,
-        outer=(ADAMW if algorithm == "virtual_batch" else NESTEROV).format(lr=lr),
+        settings=settings.format(lr=lr),
         round_tokens=steps_a_round * step_tokens,
     )
 
@@ -110,13 +116,13 @@ def row(name: str, loss: float, tokens: int, sent: float, ddp: float, trained: T
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=3200, help="steps on the global batch")
-    arguments.add_argument("--inner-steps", type=int, default=40, help="of diloco, between two rounds (H)")
+    arguments.add_argument("--inner-steps", type=int, default=40, help="between two rounds (H)")
     arguments.add_argument("--only", action="append", choices=VARIANTS, help="beside the one process; may be repeated")
     arguments.add_argument("--lr", type=float, default=4e-3)
     options = arguments.parse_args()
     torch.set_num_threads(1)
 
-    alone = parse_run_file(run_toml("virtual_batch", "float32", options.steps, 1, options.lr))
+    alone = parse_run_file(run_toml("virtual_batch float32", options.steps, 1, options.lr))
     recipe = load_recipe(alone)
     console.print(f"one process: {options.steps} steps of {PEERS * BATCH * CONTEXT} tokens")
     model = train_alone(alone, recipe)
@@ -126,18 +132,18 @@ def main() -> None:
     assert alone.run.tokens is not None
     rows = [row("one process, float32 data-parallel's bytes", single_loss, alone.run.tokens, ddp, ddp, None)]
     ratios: dict[str, float] = {}
-    per_round = {"virtual_batch": 1, "diloco": options.inner_steps}
     wanted = [variant for variant in VARIANTS if not options.only or variant in options.only]
     with tempfile.TemporaryDirectory() as folder:
         for name in wanted:
-            algorithm, codec = name.split()
+            algorithm, _ = VARIANTS[name]
             console.print(f"{name}: {PEERS} peers")
-            toml = run_toml(algorithm, codec, options.steps, per_round[algorithm], options.lr)
+            steps_a_round = 1 if algorithm == "virtual_batch" else options.inner_steps
+            toml = run_toml(name, options.steps, steps_a_round, options.lr)
             trained = train_swarm(toml, PEERS, Path(folder) / name.replace(" ", "-"), 3600)
             loss = recipe.held_out_loss(read_model(trained.model), "cpu")
             sent = sum(trained.bytes_sent) / len(trained.bytes_sent)
             rows.append(row(name, loss, trained.tokens, sent, ddp, trained))
-            key = name.replace(" ", "_") if algorithm == "diloco" else algorithm
+            key = algorithm if algorithm == "virtual_batch" else name.replace(" ", "_")
             ratios[f"{key}_loss_vs_single"] = loss / single_loss
             ratios[f"{key}_bytes_vs_float32_ddp"] = sent / ddp
     publish(f"{parameters:,} parameters, {PEERS} peers", rows, ratios, options.json)
