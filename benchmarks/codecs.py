@@ -7,9 +7,9 @@ to one total of a chunk a thread, as the owner of a part adds one member after t
 to its place in a total of all values, which comes from memory and goes back. ``residual`` is error feedback's pass.
 What an encoder returns is dropped at once, so its memory is warm: no page faults in the figures. All subjects take
 turns, each turn beside a copy of the whole (``memcpy``), and a figure is the median of the turns. What is decoded ends
-in the memory that was asked for, except in the row "bitsandbytes, no out": its call as it is, on the CPU, gives a tensor
-of its own, here dropped while still in the cache. Ratios to bitsandbytes' decoding compare ours, warm, to that row;
-those with ``copied`` compare what ends in its place among all values.
+in the memory that was asked for, except in the row "bitsandbytes, no out": its call as it is, on the CPU, gives a
+tensor of its own, here dropped while still in the cache. Ratios to bitsandbytes' decoding compare ours, warm, to that
+row; those with ``copied`` compare what ends in its place among all values.
 
 ``--threads N``: a pool of N threads, each of which codes one chunk after the other; inside a chunk every library has
 one thread. (All of these kernels release the interpreter's lock. A copy is made in the same way.)
