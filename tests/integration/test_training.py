@@ -49,6 +49,21 @@ def test_three_peers_agree_bit_for_bit(swarm: Swarm) -> None:
     assert losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.parametrize(("algorithm", "codec"), [("sparseloco", "topk"), ("diloco", "auto")])
+def test_peers_agree_whatever_packs_their_contributions(swarm: Swarm, algorithm: str, codec: str) -> None:
+    rounds = 4
+    host = swarm.host(run_toml(rounds=rounds, tokens=12_000, max_s=10, algorithm=algorithm, codec=codec))
+    members = swarm.members(host.invite, "a", "b", launcher=SHOAL)
+    for member in members:
+        assert member.exit_code(ROUNDS_S) == 0, member.tail()
+    host.stop()
+    digests = check_parity(host, members)
+    verdicts = check_journal(host)
+    assert sum(one.verdict.committed for one in verdicts) == rounds
+    assert {member.events("left")[-1]["digest"] for member in members} == {digests[rounds]}
+    assert any(one.verdict.plan and len(one.verdict.plan.members) == 2 for one in verdicts)
+
+
 def test_exports_of_the_live_run_and_of_a_saved_state_are_the_same(swarm: Swarm) -> None:
     # One long round: the anchor stays the same while it is fetched.
     host = swarm.host(run_toml(max_s=3600))
