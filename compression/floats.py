@@ -1,6 +1,6 @@
 """The float codecs: each value cast to a smaller float, under a power of two a block where the range is small.
 
-Wire layouts, everything little-endian::
+Wire layouts, version 1, everything little-endian::
 
     float32, bfloat16     offset 0            n x float32 or bfloat16   the values
 

@@ -33,8 +33,9 @@ _LARGEST_CHUNK = 65536
 class TopK:
     """Of every ``chunk`` values the ``k`` of largest magnitude; of equal ones the lower index. The rest decode to 0.
 
-    The last chunk, of m < ``chunk`` values, keeps ``ceil(k * m / chunk)``. The packed chunks stand one after
-    another, each by itself, little-endian, bits filled in from the lowest; ``keep`` values of ``size``::
+    The last chunk, of m < ``chunk`` values, keeps ``ceil(k * m / chunk)``. Layout version 1: the packed
+    chunks stand one after another, each by itself, little-endian, bits filled in from the lowest; ``keep`` values of
+    ``size``::
 
         4 bytes                            the scales
         ceil(upper_bits / 8) bytes         Elias-Fano's upper parts: bit (index_j >> low_bits) + j is set, for
