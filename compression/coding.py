@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 
 from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import Codec
+from shoal.compression.lowbit import Int2, Sign
 from shoal.compression.segmented import Segmented
 from shoal.compression.sparse import TopK
 
@@ -109,7 +110,12 @@ class Auto:
 
 
 def _kernels(codecs: Iterable[Codec]) -> Collection[str]:
-    modules = {Blockwise: "blockwise_kernels", TopK: "sparse_kernels"}
+    modules = {
+        Blockwise: "blockwise_kernels",
+        Int2: "lowbit_kernels",
+        Sign: "lowbit_kernels",
+        TopK: "sparse_kernels",
+    }
     return sorted({modules[type(codec)] for codec in codecs if type(codec) in modules})
 
 

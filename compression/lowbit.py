@@ -30,11 +30,27 @@ For ``int2`` on the same values, levels of 1/3 and 1 times the largest value gav
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import CodecError
+from shoal.compression import fast
+from shoal.compression.codec import (
+    CodecError,
+    Packed,
+    checked_out,
+    checked_values,
+    first_bad,
+    packed_tensor,
+    rounded_weight,
+)
 from shoal.compression.tiles import Layout, TiledCodec, option_name
+
+_Array: TypeAlias = npt.NDArray[Any]
 
 _BLOCK = 512
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -57,7 +73,84 @@ def _bytes_of_bits() -> Tensor:
 _BYTES_OF_BITS = _bytes_of_bits()
 
 
-class Sign(TiledCodec):
+class _LowBit(TiledCodec):
+    """What both codecs share: compiled kernels where there are any (``fast.py``), else torch in tiles."""
+
+    def __init__(self, block: int, levels: int) -> None:
+        if not 8 <= block <= _LARGEST_BLOCK or block & (block - 1):
+            raise CodecError(f"block is a power of two between 8 and {_LARGEST_BLOCK}, not {block}")
+        super().__init__(Layout(block, torch.bfloat16, levels, 8, levels))
+        self._how = block, levels
+
+    def encode(self, values: Tensor) -> Tensor:
+        """See ``Codec.encode``."""
+        values = checked_values(values)
+        kernels = _kernels(values)
+        if kernels is None:
+            return super().encode(values)
+        packed = self._empty(values)
+        if not kernels.encode(values.numpy(), *self._arrays(packed, values.numel()), *self._how):
+            raise first_bad(values)
+        return packed
+
+    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
+        """See ``Codec.encode_residual``. Fused: values and residual are read and the residual is written in one go."""
+        values, residual = checked_values(values), checked_out(residual, values.numel(), values.device)
+        kernels = _kernels(values)
+        if kernels is None:
+            return super().encode_residual(values, residual)
+        packed = self._empty(values)
+        arrays = values.numpy(), residual.numpy(), *self._arrays(packed, values.numel())
+        if not kernels.encode_residual(*arrays, *self._how):
+            raise first_bad(values + residual)
+        return packed
+
+    def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
+        """See ``Codec.decode``."""
+        packed = packed_tensor(packed, self.packed_bytes(n))
+        kernels = _kernels(packed)
+        if kernels is None:
+            return super().decode(packed, n, out)
+        out = torch.empty(n, dtype=torch.float32) if out is None else out
+        values = checked_out(out, n, packed.device)
+        scales, codes = self._checked_arrays(packed, n, kernels)
+        kernels.decode(scales, codes, values.numpy(), *self._how)
+        return out
+
+    def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
+        """See ``Codec.accumulate``. Fused: the decoded values never get to memory."""
+        n, weight = total.numel(), rounded_weight(weight)
+        packed = packed_tensor(packed, self.packed_bytes(n))
+        kernels = _kernels(packed)
+        if kernels is None:
+            super().accumulate(packed, total, weight)
+            return
+        total = checked_out(total, n, packed.device)
+        scales, codes = self._checked_arrays(packed, n, kernels)
+        kernels.accumulate(scales, codes, total.numpy(), weight, *self._how)
+
+    def _check(self, scales: Tensor, codes: Tensor) -> None:
+        """CodecError unless all bits of ``scales``, bfloat16, are those of 0 or of a normal positive number."""
+        bits = scales.view(torch.int16)
+        low, high = torch.aminmax(bits)
+        if int(low) < 0 or int(high) > _LARGEST_FINITE_BITS:
+            raise CodecError("a magnitude is negative, NaN or infinite")
+        if int(low) < _SMALLEST_NORMAL_BITS and bool(((bits > 0) & (bits < _SMALLEST_NORMAL_BITS)).any()):
+            raise CodecError("a magnitude is subnormal")
+
+    def _arrays(self, packed: Tensor, n: int) -> tuple[_Array, _Array]:
+        """Views of ``packed``: the bits of the scales, int16, and the codes, uint8."""
+        array, codes = packed.numpy(), self._layout.scale_bytes(n)
+        return array[:codes].view(np.int16), array[codes:]
+
+    def _checked_arrays(self, packed: Tensor, n: int, kernels: ModuleType) -> tuple[_Array, _Array]:
+        scales, codes = self._arrays(packed, n)
+        if not kernels.are_plain(scales):
+            self._check(torch.from_numpy(scales).view(torch.bfloat16), packed)
+        return scales, codes
+
+
+class Sign(_LowBit):
     """One bit a value: ``decoded = ± mean|x|`` of its block. -0.0 is negative.
 
     The mean is the magnitude with the least squared error. It is summed in float32 in halves (the block's first half
@@ -66,7 +159,7 @@ class Sign(TiledCodec):
     """
 
     def __init__(self, *, block: int = _BLOCK) -> None:
-        super().__init__(Layout(_checked_block(block), torch.bfloat16, 1, 8, 1))
+        super().__init__(block, 1)
 
     @property
     def name(self) -> str:
@@ -86,11 +179,8 @@ class Sign(TiledCodec):
         _masks(codes, bits)
         bits.bitwise_left_shift_(31).bitwise_or_(_float_bits(scales))
 
-    def _check(self, scales: Tensor, codes: Tensor) -> None:
-        _check_magnitudes(scales)
 
-
-class Int2(TiledCodec):
+class Int2(_LowBit):
     """Two bits a value: ``decoded = ± inner`` or ``± outer`` of its block, whichever is nearer (ties: inner).
 
     ``outer`` is the mean of the block's ``|x|`` above 1.4 times their mean, ``inner`` the mean of the others; both
@@ -98,7 +188,7 @@ class Int2(TiledCodec):
     """
 
     def __init__(self, *, block: int = _BLOCK) -> None:
-        super().__init__(Layout(_checked_block(block), torch.bfloat16, 2, 8, 2))
+        super().__init__(block, 2)
 
     @property
     def name(self) -> str:
@@ -135,14 +225,9 @@ class Int2(TiledCodec):
         bits.bitwise_and_(inner ^ outer).bitwise_xor_(inner)
         bits.bitwise_or_(signs.bitwise_left_shift_(31))
 
-    def _check(self, scales: Tensor, codes: Tensor) -> None:
-        _check_magnitudes(scales)
 
-
-def _checked_block(block: int) -> int:
-    if not 8 <= block <= _LARGEST_BLOCK or block & (block - 1):
-        raise CodecError(f"block is a power of two between 8 and {_LARGEST_BLOCK}, not {block}")
-    return block
+def _kernels(values: Tensor) -> ModuleType | None:
+    return fast.kernels("lowbit_kernels") if values.device.type == "cpu" else None
 
 
 def _sum_in_halves(rows: Tensor) -> Tensor:
@@ -186,13 +271,3 @@ def _masks(codes: Tensor, masks: Tensor) -> None:
     """Fill ``masks``, ``(r, block) int32``: -1 where the bit in ``codes``, ``(r * block / 8,) uint8``, is 1, else 0."""
     spread = _BYTES_OF_BITS.to(codes.device).index_select(0, codes.to(torch.int32))
     masks.view(-1).copy_(spread.view(torch.int8))
-
-
-def _check_magnitudes(scales: Tensor) -> None:
-    """CodecError unless all bits of ``scales``, bfloat16, are those of 0 or of a normal positive number."""
-    bits = scales.view(torch.int16)
-    low, high = torch.aminmax(bits)
-    if int(low) < 0 or int(high) > _LARGEST_FINITE_BITS:
-        raise CodecError("a magnitude is negative, NaN or infinite")
-    if bool(((bits > 0) & (bits < _SMALLEST_NORMAL_BITS)).any()):
-        raise CodecError("a magnitude is subnormal")

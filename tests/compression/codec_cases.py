@@ -53,7 +53,7 @@ def use(path: str) -> Iterator[None]:
 needs_numba = pytest.mark.skipif(
     importlib.util.find_spec("numba") is None, reason="the compiled kernels need numba (pip install 'shoal[fast]')"
 )
-_COMPILED = [codec for codec in CODECS if codec.name.startswith(("int8", "int4", "topk"))]
+_COMPILED = [codec for codec in CODECS if codec.name.startswith(("int8", "int4", "int2", "sign", "topk"))]
 PATHS = [
     *(pytest.param((codec, "torch"), id=f"{codec.name}-torch") for codec in CODECS),
     *(pytest.param((codec, "numba"), id=f"{codec.name}-numba", marks=needs_numba) for codec in _COMPILED),

@@ -1,0 +1,246 @@
+"""The 1-bit and 2-bit codecs as numba kernels: each block is read once from memory and worked on in the cache.
+
+The same arithmetic, operation for operation, as ``lowbit.py``; no fastmath, so that LLVM neither reorders nor fuses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from shoal.compression.lowbit_lanes import above_bits, put, sign_bits
+
+ABSOLUTE = np.int32(0x7FFFFFFF)
+SIGN = np.int32(-0x80000000)
+LARGEST_FINITE = np.float32(np.finfo(np.float32).max)
+SMALLEST_NORMAL = np.float32(np.finfo(np.float32).tiny)
+LARGEST_MAGNITUDE = np.int32(0x7F7F0000).view(np.float32)
+LARGEST_BITS, SMALLEST_BITS = np.int32(0x7F7F), np.int32(0x0080)
+DOWN, UP = np.float32(2.0**-16), np.float32(2.0**16)
+OUTER = np.float32(1.4)
+HALF, ONE, ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
+
+
+@njit(nogil=True, cache=True)
+def fold_sizes(values, sums):  # type: ignore[no-untyped-def]
+    """Three halvings of ``|values| * 2**-16`` in one go: ``(8 * m,)`` to ``(m,)``."""
+    m = sums.size
+    a, b, c, d = values[:m], values[m : 2 * m], values[2 * m : 3 * m], values[3 * m : 4 * m]
+    e, f, g, h = values[4 * m : 5 * m], values[5 * m : 6 * m], values[6 * m : 7 * m], values[7 * m : 8 * m]
+    for i in range(m):
+        ae = abs(a[i] * DOWN) + abs(e[i] * DOWN)
+        bf = abs(b[i] * DOWN) + abs(f[i] * DOWN)
+        cg = abs(c[i] * DOWN) + abs(g[i] * DOWN)
+        dh = abs(d[i] * DOWN) + abs(h[i] * DOWN)
+        sums[i] = (ae + cg) + (bf + dh)
+
+
+@njit(nogil=True, cache=True)
+def above_or_zero(value, limit):  # type: ignore[no-untyped-def]
+    size = abs(value * DOWN)
+    return size if size > limit else ZERO
+
+
+@njit(nogil=True, cache=True)
+def fold_above(values, limit, sums):  # type: ignore[no-untyped-def]
+    """As ``fold_sizes``, with 0 in place of what does not exceed ``limit``."""
+    m = sums.size
+    a, b, c, d = values[:m], values[m : 2 * m], values[2 * m : 3 * m], values[3 * m : 4 * m]
+    e, f, g, h = values[4 * m : 5 * m], values[5 * m : 6 * m], values[6 * m : 7 * m], values[7 * m : 8 * m]
+    for i in range(m):
+        ae = above_or_zero(a[i], limit) + above_or_zero(e[i], limit)
+        bf = above_or_zero(b[i], limit) + above_or_zero(f[i], limit)
+        cg = above_or_zero(c[i], limit) + above_or_zero(g[i], limit)
+        dh = above_or_zero(d[i], limit) + above_or_zero(h[i], limit)
+        sums[i] = (ae + cg) + (bf + dh)
+
+
+@njit(nogil=True, cache=True)
+def count_above(values, limit):  # type: ignore[no-untyped-def]
+    count = np.int32(0)
+    for i in range(values.size):
+        count += np.int32(abs(values[i] * DOWN) > limit)
+    return count
+
+
+@njit(nogil=True, cache=True)
+def rest_in_halves(sums, m):  # type: ignore[no-untyped-def]
+    """The remaining halvings of ``sums[:m]``, in place."""
+    while m >= 8:
+        m //= 8
+        for i in range(m):
+            first = (sums[i] + sums[4 * m + i]) + (sums[2 * m + i] + sums[6 * m + i])
+            second = (sums[m + i] + sums[5 * m + i]) + (sums[3 * m + i] + sums[7 * m + i])
+            sums[i] = first + second
+    while m > 1:
+        m //= 2
+        for i in range(m):
+            sums[i] = sums[i] + sums[m + i]
+    return sums[0]
+
+
+@njit(nogil=True, cache=True)
+def magnitude(mean):  # type: ignore[no-untyped-def]
+    """A mean of ``|x| * 2**-16`` as the bits of a bfloat16, rounded to nearest, ties to even."""
+    mean = min(np.float32(mean * UP), LARGEST_MAGNITUDE)
+    if mean < SMALLEST_NORMAL:
+        return np.int32(0)
+    bits = np.float32(mean).view(np.int32)
+    return np.int32((bits + np.int32(0x7FFF) + ((bits >> 16) & 1)) >> 16)
+
+
+@njit(nogil=True, cache=True)
+def measure(block, count, sums, scales, levels):  # type: ignore[no-untyped-def]
+    """Store the magnitudes of a whole block, of which ``count`` values count; False when one is not finite."""
+    m = block.size // 8
+    fold_sizes(block, sums)
+    total = rest_in_halves(sums, m)
+    if not total <= LARGEST_FINITE:
+        return False
+    mean = np.float32(total / np.float32(count))
+    if levels == 1:
+        scales[0] = magnitude(mean)
+        return True
+    limit = np.float32(mean * OUTER)
+    fold_above(block, limit, sums)
+    outers = count_above(block, limit)
+    outer_total = rest_in_halves(sums, m)
+    inner = np.float32(max(np.float32(total - outer_total), ZERO) / np.float32(max(count - outers, 1)))
+    outer = inner if outers == 0 else np.float32(outer_total / np.float32(outers))
+    scales[0] = magnitude(inner)
+    scales[1] = magnitude(outer)
+    return True
+
+
+@njit(nogil=True, cache=True)
+def pack(bits, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
+    """The codes of the first ``groups`` groups of a block, given by its bits."""
+    if levels == 1:
+        for g in range(groups):
+            codes[g] = sign_bits(bits, 8 * g)
+        return
+    middle = np.float32(np.float32(value_of(scales[0]) * HALF) + np.float32(value_of(scales[1]) * HALF))
+    limit = np.float32(middle).view(np.int32)
+    for g in range(groups):
+        codes[2 * g] = sign_bits(bits, 8 * g)
+        codes[2 * g + 1] = above_bits(bits, 8 * g, limit)
+
+
+@njit(nogil=True, cache=True)
+def value_of(scale):  # type: ignore[no-untyped-def]
+    """A stored magnitude as a float32."""
+    return np.int32(np.int32(scale) << 16).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def unpack(bits, groups, scales, codes, levels, weight):  # type: ignore[no-untyped-def]
+    """``bits`` become those of the first ``groups`` groups of a block, multiplied by ``weight``."""
+    inner = np.float32(value_of(scales[0]) * weight).view(np.int32)
+    if levels == 1:
+        for g in range(groups):
+            put(bits, 8 * g, codes[g], np.uint8(0), inner, inner)
+        return
+    outer = np.float32(value_of(scales[1]) * weight).view(np.int32)
+    for g in range(groups):
+        put(bits, 8 * g, codes[2 * g], codes[2 * g + 1], inner, outer)
+
+
+@njit(nogil=True, cache=True)
+def encode(values, scales, codes, block, levels):  # type: ignore[no-untyped-def]
+    """False when a value is not finite. ``levels`` is 1 for ``sign``, 2 for ``int2``."""
+    n, sums = values.size, np.empty(block // 8, np.float32)
+    filled = np.zeros(block if n % block else 0, np.float32)
+    for b in range(scales.size // levels):
+        start, stop = b * block, min((b + 1) * block, n)
+        part = values[start:stop]
+        if part.size < block:
+            filled[: part.size] = part
+            part = filled
+        stored = scales[b * levels : (b + 1) * levels]
+        if not measure(part, stop - start, sums, stored, levels):
+            return False
+        pack(part.view(np.int32), (stop - start + 7) // 8, stored, codes[start // 8 * levels :], levels)
+    return True
+
+
+@njit(nogil=True, cache=True)
+def encode_residual(values, residual, scales, codes, block, levels):  # type: ignore[no-untyped-def]
+    """False when a sum is not finite; ``residual`` is as before then.
+
+    So all sums are looked at before any is replaced: a chunk is small enough to stay in the cache in between.
+    """
+    n, sums = values.size, np.empty(block // 8, np.float32)
+    corrected, decoded = np.zeros(block, np.float32), np.empty(block, np.float32)
+    for b in range(scales.size // levels):
+        start, stop = b * block, min((b + 1) * block, n)
+        add(values[start:stop], residual[start:stop], corrected, block)
+        if not measure(corrected, stop - start, sums, scales[b * levels : (b + 1) * levels], levels):
+            return False
+    for b in range(scales.size // levels):
+        start, stop = b * block, min((b + 1) * block, n)
+        add(values[start:stop], residual[start:stop], corrected, block)
+        groups = (stop - start + 7) // 8
+        stored, packed = scales[b * levels : (b + 1) * levels], codes[start // 8 * levels :]
+        pack(corrected.view(np.int32), groups, stored, packed, levels)
+        unpack(decoded.view(np.int32), groups, stored, packed, levels, ONE)
+        left = residual[start:stop]
+        for i in range(left.size):
+            left[i] = corrected[i] - decoded[i]
+    return True
+
+
+@njit(nogil=True, cache=True)
+def add(first, second, out, block):  # type: ignore[no-untyped-def]
+    """The sums of a block, and zeros after those of a short one."""
+    for i in range(first.size):
+        out[i] = first[i] + second[i]
+    for i in range(first.size, block):
+        out[i] = ZERO
+
+
+@njit(nogil=True, cache=True)
+def are_plain(scales):  # type: ignore[no-untyped-def]
+    """Whether each of ``scales``, int16, has the bits of 0 or of a bfloat16 that is normal and positive."""
+    odd = np.int32(0)
+    for i in range(scales.size):
+        bits = np.int32(scales[i])
+        odd |= np.int32((bits < 0) | (bits > LARGEST_BITS) | ((bits > 0) & (bits < SMALLEST_BITS)))
+    return odd == 0
+
+
+@njit(nogil=True, cache=True)
+def decode(scales, codes, out, block, levels):  # type: ignore[no-untyped-def]
+    for b in range(scales.size // levels):
+        start, stop = b * block, min((b + 1) * block, out.size)
+        stored, packed = scales[b * levels : (b + 1) * levels], codes[start // 8 * levels :]
+        part, whole = out[start:stop], (stop - start) // 8
+        unpack(part.view(np.int32), whole, stored, packed, levels, ONE)
+        if part.size % 8:
+            last = np.empty(8, np.float32)
+            unpack(last.view(np.int32), 1, stored, packed[whole * levels :], levels, ONE)
+            part[8 * whole :] = last[: part.size - 8 * whole]
+
+
+@njit(nogil=True, cache=True)
+def accumulate(scales, codes, total, weight, block, levels):  # type: ignore[no-untyped-def]
+    """The product of each magnitude with ``weight`` is made once: a sign does not change how it is rounded."""
+    factor = np.float32(weight)
+    work = np.empty(block, np.float32)
+    for b in range(scales.size // levels):
+        start, stop = b * block, min((b + 1) * block, total.size)
+        stored, packed = scales[b * levels : (b + 1) * levels], codes[start // 8 * levels :]
+        unpack(work.view(np.int32), (stop - start + 7) // 8, stored, packed, levels, factor)
+        part = total[start:stop]
+        for i in range(part.size):
+            part[i] = part[i] + work[i]
+
+
+def warm_up() -> None:
+    """Compile for the types that the codecs use."""
+    values, scales, codes = np.ones(8, np.float32), np.empty(2, np.int16), np.empty(2, np.uint8)
+    for levels in (1, 2):
+        encode(values, scales[:levels], codes[:levels], 8, levels)
+        encode_residual(values, np.zeros(8, np.float32), scales[:levels], codes[:levels], 8, levels)
+        are_plain(scales[:levels])
+        decode(scales[:levels], codes[:levels], values, 8, levels)
+        accumulate(scales[:levels], codes[:levels], values, 1.0, 8, levels)

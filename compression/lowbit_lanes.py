@@ -1,0 +1,76 @@
+"""Eight values to a byte of bits and back, as LLVM vectors: what numba's loops cannot say and processors can do.
+
+LLVM turns each of these into two or three instructions where the processor has vector masks, and into a few more
+elsewhere; its loop vectoriser does not find them by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+_LANES = ir.VectorType(ir.IntType(32), 8)
+_FLAGS = ir.VectorType(ir.IntType(1), 8)
+_BYTE = ir.IntType(8)
+_ABSOLUTE = ir.Constant(_LANES, [0x7FFFFFFF] * 8)
+_ZEROS = ir.Constant(_LANES, [0] * 8)
+_SIGN_PLACE = ir.Constant(_LANES, [31] * 8)
+
+
+def _pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """Where the eight lanes from element ``at`` of a contiguous array of int32 are."""
+    start = builder.gep(context.make_array(kind)(context, builder, array).data, [at])
+    return builder.bitcast(start, _LANES.as_pointer())
+
+
+def _filled(builder: Any, value: Any) -> Any:
+    """Eight lanes with the same int32."""
+    one = builder.insert_element(_ZEROS, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(one, one, _ZEROS)
+
+
+def _sign_bits(typing: Any, bits: Any, at: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, start = arguments
+        lanes = builder.load(_pointer(context, builder, signature.args[0], array, start), align=4)
+        return builder.bitcast(builder.icmp_signed("<", lanes, _ZEROS), _BYTE)
+
+    return types.uint8(bits, types.intp), build
+
+
+def _above_bits(typing: Any, bits: Any, at: Any, limit: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, start, bound = arguments
+        lanes = builder.load(_pointer(context, builder, signature.args[0], array, start), align=4)
+        sizes = builder.and_(lanes, _ABSOLUTE)
+        return builder.bitcast(builder.icmp_signed(">", sizes, _filled(builder, bound)), _BYTE)
+
+    return types.uint8(bits, types.intp, types.int32), build
+
+
+def _put(typing: Any, bits: Any, at: Any, signs: Any, above: Any, inner: Any, outer: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, start, negative, chosen, low, high = arguments
+        sizes = builder.select(builder.bitcast(chosen, _FLAGS), _filled(builder, high), _filled(builder, low))
+        flips = builder.shl(builder.zext(builder.bitcast(negative, _FLAGS), _LANES), _SIGN_PLACE)
+        where = _pointer(context, builder, signature.args[0], array, start)
+        builder.store(builder.xor(sizes, flips), where, align=4)
+        return context.get_dummy_value()
+
+    return types.void(bits, types.intp, types.uint8, types.uint8, types.int32, types.int32), build
+
+
+# None of these looks at the array's size: whoever calls them holds ``at + 8 <= bits.size``.
+
+sign_bits: Any = intrinsic(_sign_bits)
+"""``sign_bits(bits, at)``: ``uint8``, of which bit i is the sign of ``bits[at + i]``, int32."""
+
+above_bits: Any = intrinsic(_above_bits)
+"""``above_bits(bits, at, limit)``: bit i is whether ``bits[at + i]``, int32, exceeds ``limit`` without its sign."""
+
+put: Any = intrinsic(_put)
+"""``put(bits, at, signs, above, inner, outer)``: ``bits[at + i]``, int32, becomes ``outer`` where bit i of ``above``
+is 1, else ``inner``, with the sign turned where bit i of ``signs`` is 1."""
