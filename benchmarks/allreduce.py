@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from common import entry_of, parser, publish
 
+from shoal.compression import fast
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.allreduce import AllReduce, ResultStore
@@ -50,6 +51,8 @@ def shoal_peer(pipe: Connection, codec: str, elements: int, rounds: int) -> None
 
 async def _shoal_peer(pipe: Connection, codec_name: str, elements: int, rounds: int) -> None:
     identity, keys, coding = Identity.generate(), CurveKeys.fresh(), get_coding(codec_name)
+    for thread in fast.compile_ahead(coding.kernels):  # a member does so when it joins
+        await asyncio.to_thread(thread.join)
     node: Node
 
     async def admit(key: bytes) -> bool:
