@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Packed, checked_out, checked_values, first_bad, packed_tensor, rounded_weight
+from shoal.compression.scratch import scratch
 
 _TILE_VALUES = 1 << 18
 """1 MiB of float32, as large as what is sent at once. Half of it is a fifth to a third slower: calls cost."""
@@ -99,16 +100,20 @@ class TiledCodec(ABC):
         values = checked_values(values)
         residual = checked_out(residual, values.numel(), values.device)
         packed = self._empty(values)
-        # Two turns over the values, the sum made twice: nothing of the residual may change until all is checked.
-        for tile in self._tiles(packed, values.numel()):
-            if not self._measure_tile(self._rows(values, residual, tile), tile):
-                raise first_bad(values + residual)
-        for tile in self._tiles(packed, values.numel()):
+        # Two turns over the values, as nothing of the residual may change until all is checked: the sum is made twice,
+        # but for a single tile.
+        tiles = list(self._tiles(packed, values.numel()))
+        rows = packed
+        for tile in tiles:
             rows = self._rows(values, residual, tile)
+            if not self._measure_tile(rows, tile):
+                raise first_bad(values + residual)
+        for tile in tiles:
+            rows = rows if len(tiles) == 1 else self._rows(values, residual, tile)
             self._pack_tile(rows, tile)
-            decoded = self._unpack_tile(tile)
-            count = tile.stop - tile.start
-            torch.sub(rows.view(-1)[:count], decoded, out=residual[tile.start : tile.stop])
+            left = residual[tile.start : tile.stop]
+            self._unpack_tile(tile, left)
+            torch.sub(rows.view(-1)[: left.numel()], left, out=left)
         return packed
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
@@ -129,7 +134,9 @@ class TiledCodec(ABC):
         for tile in self._tiles(packed, n):
             self._check(tile.scales, tile.codes)
         for tile in self._tiles(packed, n):
-            total[tile.start : tile.stop].add_(self._unpack_tile(tile).mul_(weight))
+            decoded = scratch("tile_decoded", tile.stop - tile.start, total.device)
+            self._unpack_tile(tile, decoded)
+            total[tile.start : tile.stop].add_(decoded.mul_(weight))
 
     def _empty(self, values: Tensor) -> Tensor:
         return torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
@@ -156,7 +163,7 @@ class TiledCodec(ABC):
         padded = self._layout.blocks(count) * block
         if residual is None and padded == count:
             return part.view(-1, block)
-        rows = torch.empty(padded, dtype=torch.float32, device=values.device)
+        rows = scratch("tile_rows", padded, values.device)
         rows[count:] = 0.0
         if residual is None:
             rows[:count] = part
@@ -179,20 +186,20 @@ class TiledCodec(ABC):
         self._pack(rows, tile.scales, codes)
         tile.codes.copy_(codes[: tile.codes.numel()])
 
-    def _unpack_tile(self, tile: _Tile, out: Tensor | None = None) -> Tensor:
-        """The decoded values of a tile, ``(stop - start,)``, in ``out`` or in new memory."""
-        count = tile.stop - tile.start
-        padded = self._layout.blocks(count) * self._layout.block
-        if out is not None and padded == count:
-            self._unpack(tile.codes, tile.scales, out.view(-1, self._layout.block))
-            return out
-        rows = torch.empty(padded, dtype=torch.float32, device=tile.codes.device)
+    def _unpack_tile(self, tile: _Tile, out: Tensor) -> None:
+        """Fill ``out``, ``(stop - start,)``, with the decoded values of a tile."""
+        count, block = tile.stop - tile.start, self._layout.block
+        padded = self._layout.blocks(count) * block
+        if padded == count:
+            self._unpack(tile.codes, tile.scales, out.view(-1, block))
+            return
+        rows = scratch("tile_padded", padded, out.device)
         codes = tile.codes
         if codes.numel() < self._layout.code_bytes(padded):
             codes = torch.zeros(self._layout.code_bytes(padded), dtype=torch.uint8, device=rows.device)
             codes[: tile.codes.numel()] = tile.codes
-        self._unpack(codes, tile.scales, rows.view(-1, self._layout.block))
-        return rows[:count] if out is None else out.copy_(rows[:count])
+        self._unpack(codes, tile.scales, rows.view(-1, block))
+        out.copy_(rows[:count])
 
 
 def option_name(name: str, block: int, default: int) -> str:
