@@ -58,8 +58,12 @@ class ErrorFeedback:
         return self._contribution is not None
 
     def load(self, residual: Tensor) -> None:
-        """Start from a copy of ``residual``, ``(n,) float32``, as saved earlier; not within a round."""
+        """Start from a copy of ``residual``, ``(n,) float32``, as saved earlier; not within a round.
+
+        Raises CodecError when it holds NaN or infinity.
+        """
         assert not self.in_round
+        checked_range(residual)
         self._residual = self._checked(residual).clone()
 
     def begin(self, contribution: Tensor) -> None:

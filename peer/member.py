@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.compression import fast
 from shoal.peer.state import State, StateSource, fetch_state, save_state, state_blob
-from shoal.swarm.averaging.averager import Averager, Offer, Outcome
+from shoal.swarm.averaging.averager import Averager, Carried, Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, StorageError, Superseded
 from shoal.swarm.identity import CurveKeys, Identity
@@ -210,18 +210,18 @@ class Member:
         before = self.client.view
         await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
 
-    def save_later(self, path: Path, state: State, about: dict[str, Any]) -> None:
+    def save_later(self, path: Path, state: State, about: dict[str, Any], carried: Carried) -> None:
         """Write the state beside everything else; skipped where that would take more than a twentieth of the time."""
         if time.monotonic() >= self._next_save_s:
             self._next_save_s = math.inf
-            self._tasks.create_task(self.save(path, state, about))
+            self._tasks.create_task(self.save(path, state, about, carried))
 
-    async def save(self, path: Path, state: State, about: dict[str, Any]) -> None:
+    async def save(self, path: Path, state: State, about: dict[str, Any], carried: Carried) -> None:
         """Write the state now. A disk that refuses is a warning: others hold the state too."""
         async with self._saving:
             started_s = time.monotonic()
             try:
-                await asyncio.to_thread(save_state, path, state, about)
+                await asyncio.to_thread(save_state, path, state, about, carried)
             except StorageError as error:
                 log.warning("going on without a saved state: %s", error)
             finally:
@@ -238,6 +238,10 @@ class Member:
             fast.compile_ahead(coding.kernels)
         self._averager = Averager(self.client, self.node, coding, elements)
 
-    async def average(self, offer: Offer) -> Outcome:
+    @property
+    def averager(self) -> Averager:
         assert self._averager is not None, "prepare_averaging first"
-        return await self._averager.average(offer)
+        return self._averager
+
+    async def average(self, offer: Offer) -> Outcome:
+        return await self.averager.average(offer)

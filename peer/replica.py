@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.compression.codec import CodecError
 from shoal.peer.data import DataAbout, LeasedSamples
 from shoal.peer.local_work import AccumulatedGradient, LocalWork, PseudoGradient
 from shoal.peer.member import Member
@@ -22,7 +23,7 @@ from shoal.peer.network_thread import NetworkThread
 from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.schedule import lr_factor
-from shoal.peer.state import State, load_state
+from shoal.peer.state import State, load_carried, load_state
 from shoal.swarm.averaging.averager import CarryOn, Committed, Offer, OutOfDate
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.messages import PeerToCoordinatorDescribeModel
@@ -96,12 +97,14 @@ class Replica:
         """Get the run's current state: what we hold if it is that, else from others. Raises ``Interrupted``."""
         self._member.progress.activity = "syncing"
         candidate = None if afresh else self._candidate()
+        saved = candidate is not None and candidate.version > 0
         self._state = self._network.call(
             self._member.agreed_state(candidate, self._outer.slots, self.vector.elements), interruptible=True
         )
+        restored = saved and self._state is candidate and self._restore_residual()
         self.work.restart(self._state.anchor)
         self._enter_round(self._member.client.view.round)
-        self._emit("synced", anchor_version=self._state.version, digest=self._state.digest.hex())
+        self._emit("synced", anchor_version=self._state.version, digest=self._state.digest.hex(), residual=restored)
 
     def start_afresh(self, reason: str) -> None:
         """Drop the local work and begin again from the run's current state."""
@@ -156,8 +159,8 @@ class Replica:
             self.samples.committed()
         self._enter_round(verdict.round + 1)
         self._network.tell(lambda: self._member.hold(self._state))
-        new, about = self._state, self._about()
-        self._network.tell(lambda: self._member.save_later(self.state_file, new, about))
+        new, about, carried = self._state, self._about(), self._member.averager.carried
+        self._network.tell(lambda: self._member.save_later(self.state_file, new, about, carried))
         self._emit(
             "committed",
             round=verdict.round,
@@ -185,7 +188,8 @@ class Replica:
     def save(self) -> None:
         """Write the state to disk now."""
         if self.state is not None:
-            self._network.call(self._member.save(self.state_file, self._state, self._about()))
+            carried = self._member.averager.carried
+            self._network.call(self._member.save(self.state_file, self._state, self._about(), carried))
 
     def _candidate(self) -> State:
         """What we hold without asking anybody: the saved state if it is the current one, else the initial one."""
@@ -198,6 +202,19 @@ class Replica:
             except StateFileError as error:
                 log.warning("%s", error)
         return State.make(initial, torch.zeros(self._outer.slots, self.vector.elements), 0)
+
+    def _restore_residual(self) -> bool:
+        """Take up the residual that was saved with this state, unless some of it may be in a mean by now."""
+        if self._member.client.view.plan is not None:
+            return False
+        try:
+            carried = load_carried(self.state_file)
+            if carried is not None and carried.residual.numel() == self.vector.elements:
+                self._member.averager.restore(carried)
+                return True
+        except (StateFileError, CodecError) as error:
+            log.warning("going on without the residual that was saved: %s", error)
+        return False
 
     def _about(self) -> dict[str, Any]:
         return {

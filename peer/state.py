@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shoal.swarm.averaging.averager import Carried
 from shoal.swarm.errors import LinkError, ShoalError, StateFileError, StorageError, WireError
 from shoal.swarm.messages import Blob
 from shoal.swarm.transport import Endpoint
@@ -109,19 +110,25 @@ async def fetch_state(
     raise trouble
 
 
-def save_state(path: Path, state: State, about: dict[str, Any]) -> None:
-    """Write a safetensors file, replacing atomically. ``about``: JSON-able, for ``load_state`` and export.
+def save_state(path: Path, state: State, about: dict[str, Any], carried: Carried | None = None) -> None:
+    """Write a safetensors file, replacing atomically. ``about``: JSON-able, for ``load_state`` and export;
+    ``carried``: this peer's own, for ``load_carried``.
 
     Raises ``StorageError`` when the disk refuses; an earlier file is left as it was.
     """
     header = {"format": _FORMAT, "version": str(state.version), "digest": state.digest.hex()}
     header["about"] = json.dumps(about)
     header["about_digest"] = _text_digest(header["about"])
+    tensors = {"values": state.values}
+    if carried is not None:
+        tensors["residual"] = carried.residual
+        header["residual_weight"] = str(carried.weight_tokens)
+        header["residual_digest"] = _carried_digest(carried)
     temporary = path.with_name(f".{path.name}.new")
     with _saving:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"values": state.values}, temporary, header)
+            save_file(tensors, temporary, header)
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -151,6 +158,29 @@ def load_state(path: Path) -> tuple[State, dict[str, Any]]:
     if (state.digest.hex(), _text_digest(header["about"])) != (digest, about_digest):
         raise StateFileError(f"{path}: its content does not match its digest; it is damaged")
     return state, about
+
+
+def load_carried(path: Path) -> Carried | None:
+    """What ``save_state`` was given; None for nothing. Raises ``StateFileError`` when it is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            if "residual_digest" not in header:
+                return None
+            carried = Carried(file.get_tensor("residual"), int(header["residual_weight"]))
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise StateFileError(f"{path}: not a whole Shoal state file: {error}") from error
+    if carried.residual.dtype != torch.float32 or carried.residual.dim() != 1:
+        raise StateFileError(f"{path}: field residual: expected a (n,) float32 tensor")
+    if _carried_digest(carried) != header["residual_digest"]:
+        raise StateFileError(f"{path}: its residual does not match its digest; it is damaged")
+    return carried
+
+
+def _carried_digest(carried: Carried) -> str:
+    digest = hashlib.sha256(f"shoal residual {carried.weight_tokens}\0".encode())
+    digest.update(_bytes_of(carried.residual))
+    return digest.hexdigest()
 
 
 def _text_digest(text: str) -> str:

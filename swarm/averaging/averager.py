@@ -84,6 +84,15 @@ class _Late:
     joins: int
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What a member goes into its next round with. ``residual``: (n,) float32, never changed in place;
+    ``weight_tokens``: of the contributions that it stems from, 0 for none."""
+
+    residual: Tensor
+    weight_tokens: int
+
+
 class Averager:
     """Carries the residual, what came too late, and the recent results from round to round."""
 
@@ -101,6 +110,17 @@ class Averager:
         self._exchange: AllReduce | None = None
         self._joins = 0
         self._moved_before = 0
+
+    @property
+    def carried(self) -> Carried:
+        """To be saved with the state that the last verdict made; not while ``average`` runs."""
+        return Carried(self.feedback.residual, self._residual_weight)
+
+    def restore(self, carried: Carried) -> None:
+        """Go on from what was saved. Raises ``CodecError`` when that is not finite."""
+        assert carried.residual.numel() == self._elements
+        self.feedback.load(carried.residual)
+        self._residual_weight = carried.weight_tokens
 
     @property
     def chunks_moved(self) -> int:

@@ -231,6 +231,8 @@ def test_everybody_leaves_and_comes_back(swarm: Swarm) -> None:
         member.start()
     for member in members:
         assert member.event("synced", START_S)["anchor_version"] >= max(left)
+    # Who saved the newest version is the first in the run again, and goes on with what it carried.
+    assert any(member.events("synced", residual=True) for member in members)
     for member in members:
         member.committed()
     finish(host, members)

@@ -15,7 +15,8 @@ from tests.fakes.memory_network import MemoryNetwork, Step, at, changed, stalled
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer import state as state_module
-from shoal.peer.state import State, StateSource, fetch_state, load_state, save_state, state_blob
+from shoal.peer.state import State, StateSource, fetch_state, load_carried, load_state, save_state, state_blob
+from shoal.swarm.averaging.averager import Carried
 from shoal.swarm.errors import LinkError, StateFileError, StorageError
 
 SIZE = 300_000
@@ -57,6 +58,35 @@ def test_round_trip(tmp_path: Path) -> None:
     save_state(path, make_state(4, 1), {})
     assert load_state(path)[0].digest == make_state(4, 1).digest
     assert [one.name for one in path.parent.iterdir()] == [path.name], "nothing else is left"
+
+
+def test_what_a_peer_carries_round_trips(tmp_path: Path) -> None:
+    path, carried = tmp_path / "state", Carried(torch.randn(7), 12)
+    save_state(path, make_state(), ABOUT, carried)
+    assert load_state(path)[0].digest == make_state().digest
+    loaded = load_carried(path)
+    assert loaded is not None
+    assert torch.equal(loaded.residual, carried.residual)
+    assert loaded.weight_tokens == 12
+    save_state(path, make_state(), ABOUT)
+    assert load_carried(path) is None
+
+
+def test_a_damaged_residual_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    save_state(path, make_state(size=10), ABOUT, Carried(torch.ones(100), 12))
+    whole = path.read_bytes()
+    place = whole.index(torch.ones(100).numpy().tobytes())
+    for position in range(place, place + 400, 7):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(StateFileError, match="residual"):
+            load_carried(path)
+    path.write_bytes(whole.replace(b'"residual_weight":"12"', b'"residual_weight":"13"'))
+    with pytest.raises(StateFileError, match="residual"):
+        load_carried(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(StateFileError):
+        load_carried(path)
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
