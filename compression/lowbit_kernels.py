@@ -8,10 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from shoal.compression.lowbit_lanes import above_bits, put, sign_bits
+from shoal.compression.lowbit_lanes import above_bits, leave, put, sign_bits
 
-ABSOLUTE = np.int32(0x7FFFFFFF)
-SIGN = np.int32(-0x80000000)
 LARGEST_FINITE = np.float32(np.finfo(np.float32).max)
 SMALLEST_NORMAL = np.float32(np.finfo(np.float32).tiny)
 LARGEST_MAGNITUDE = np.int32(0x7F7F0000).view(np.float32)
@@ -42,24 +40,25 @@ def above_or_zero(value, limit):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
+def is_above(value, limit):  # type: ignore[no-untyped-def]
+    return np.int32(abs(value * DOWN) > limit)
+
+
+@njit(nogil=True, cache=True)
 def fold_above(values, limit, sums):  # type: ignore[no-untyped-def]
-    """As ``fold_sizes``, with 0 in place of what does not exceed ``limit``."""
+    """As ``fold_sizes``, with 0 in place of what does not exceed ``limit``; returns how many do."""
     m = sums.size
     a, b, c, d = values[:m], values[m : 2 * m], values[2 * m : 3 * m], values[3 * m : 4 * m]
     e, f, g, h = values[4 * m : 5 * m], values[5 * m : 6 * m], values[6 * m : 7 * m], values[7 * m : 8 * m]
+    count = np.int32(0)
     for i in range(m):
         ae = above_or_zero(a[i], limit) + above_or_zero(e[i], limit)
         bf = above_or_zero(b[i], limit) + above_or_zero(f[i], limit)
         cg = above_or_zero(c[i], limit) + above_or_zero(g[i], limit)
         dh = above_or_zero(d[i], limit) + above_or_zero(h[i], limit)
         sums[i] = (ae + cg) + (bf + dh)
-
-
-@njit(nogil=True, cache=True)
-def count_above(values, limit):  # type: ignore[no-untyped-def]
-    count = np.int32(0)
-    for i in range(values.size):
-        count += np.int32(abs(values[i] * DOWN) > limit)
+        count += is_above(a[i], limit) + is_above(b[i], limit) + is_above(c[i], limit) + is_above(d[i], limit)
+        count += is_above(e[i], limit) + is_above(f[i], limit) + is_above(g[i], limit) + is_above(h[i], limit)
     return count
 
 
@@ -102,8 +101,7 @@ def measure(block, count, sums, scales, levels):  # type: ignore[no-untyped-def]
         scales[0] = magnitude(mean)
         return True
     limit = np.float32(mean * OUTER)
-    fold_above(block, limit, sums)
-    outers = count_above(block, limit)
+    outers = fold_above(block, limit, sums)
     outer_total = rest_in_halves(sums, m)
     inner = np.float32(max(np.float32(total - outer_total), ZERO) / np.float32(max(count - outers, 1)))
     outer = inner if outers == 0 else np.float32(outer_total / np.float32(outers))
@@ -119,17 +117,27 @@ def pack(bits, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
         for g in range(groups):
             codes[g] = sign_bits(bits, 8 * g)
         return
-    middle = np.float32(np.float32(value_of(scales[0]) * HALF) + np.float32(value_of(scales[1]) * HALF))
-    limit = np.float32(middle).view(np.int32)
+    limit = limit_of(scales)
     for g in range(groups):
         codes[2 * g] = sign_bits(bits, 8 * g)
         codes[2 * g + 1] = above_bits(bits, 8 * g, limit)
 
 
 @njit(nogil=True, cache=True)
+def bits_of(scale):  # type: ignore[no-untyped-def]
+    """The bits of a stored magnitude as a float32."""
+    return np.int32(np.int32(scale) << 16)
+
+
+@njit(nogil=True, cache=True)
 def value_of(scale):  # type: ignore[no-untyped-def]
-    """A stored magnitude as a float32."""
-    return np.int32(np.int32(scale) << 16).view(np.float32)
+    return np.int32(bits_of(scale)).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def limit_of(scales):  # type: ignore[no-untyped-def]
+    """The bits of the middle between the inner and the outer magnitude."""
+    return np.float32(value_of(scales[0]) * HALF + value_of(scales[1]) * HALF).view(np.int32)
 
 
 @njit(nogil=True, cache=True)
@@ -170,7 +178,7 @@ def encode_residual(values, residual, scales, codes, block, levels):  # type: ig
     So all sums are looked at before any is replaced: a chunk is small enough to stay in the cache in between.
     """
     n, sums = values.size, np.empty(block // 8, np.float32)
-    corrected, decoded = np.zeros(block, np.float32), np.empty(block, np.float32)
+    corrected, padded = np.zeros(block, np.float32), np.zeros(16, np.float32)
     for b in range(scales.size // levels):
         start, stop = b * block, min((b + 1) * block, n)
         add(values[start:stop], residual[start:stop], corrected, block)
@@ -178,15 +186,31 @@ def encode_residual(values, residual, scales, codes, block, levels):  # type: ig
             return False
     for b in range(scales.size // levels):
         start, stop = b * block, min((b + 1) * block, n)
-        add(values[start:stop], residual[start:stop], corrected, block)
-        groups = (stop - start + 7) // 8
         stored, packed = scales[b * levels : (b + 1) * levels], codes[start // 8 * levels :]
-        pack(corrected.view(np.int32), groups, stored, packed, levels)
-        unpack(decoded.view(np.int32), groups, stored, packed, levels, ONE)
-        left = residual[start:stop]
-        for i in range(left.size):
-            left[i] = corrected[i] - decoded[i]
+        whole = (stop - start) // 8
+        leave_groups(values[start:stop], residual[start:stop], whole, stored, packed, levels)
+        if (stop - start) % 8:
+            left, first, second = residual[start + 8 * whole : stop], padded[:8], padded[8:]
+            first[: left.size] = values[start + 8 * whole : stop]
+            second[: left.size] = left
+            leave_groups(first, second, 1, stored, packed[whole * levels :], levels)
+            left[:] = second[: left.size]
     return True
+
+
+@njit(nogil=True, cache=True)
+def leave_groups(values, residual, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
+    """Write the codes of the first ``groups`` groups of a block's sums, and into ``residual`` what they lose."""
+    inner = bits_of(scales[0])
+    if levels == 1:
+        for g in range(groups):
+            codes[g] = np.uint8(leave(values, residual, 8 * g, inner, inner, inner))
+        return
+    outer, limit = bits_of(scales[1]), limit_of(scales)
+    for g in range(groups):
+        both = leave(values, residual, 8 * g, inner, outer, limit)
+        codes[2 * g] = np.uint8(both)
+        codes[2 * g + 1] = np.uint8(both >> 8)
 
 
 @njit(nogil=True, cache=True)

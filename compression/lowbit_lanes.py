@@ -63,6 +63,28 @@ def _put(typing: Any, bits: Any, at: Any, signs: Any, above: Any, inner: Any, ou
     return types.void(bits, types.intp, types.uint8, types.uint8, types.int32, types.int32), build
 
 
+def _leave(typing: Any, values: Any, residual: Any, at: Any, inner: Any, outer: Any, limit: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, array_of_residual, start, low, high, bound = arguments
+        floats = ir.VectorType(ir.FloatType(), 8)
+        where = _pointer(context, builder, signature.args[1], array_of_residual, start)
+        first = builder.load(_pointer(context, builder, signature.args[0], array, start), align=4)
+        second = builder.bitcast(builder.load(where, align=4), floats)
+        corrected = builder.fadd(builder.bitcast(first, floats), second)
+        lanes = builder.bitcast(corrected, _LANES)
+        above = builder.icmp_signed(">", builder.and_(lanes, _ABSOLUTE), _filled(builder, bound))
+        signs = builder.and_(lanes, ir.Constant(_LANES, [-0x80000000] * 8))
+        sizes = builder.select(above, _filled(builder, high), _filled(builder, low))
+        decoded = builder.bitcast(builder.or_(sizes, signs), floats)
+        builder.store(builder.bitcast(builder.fsub(corrected, decoded), _LANES), where, align=4)
+        signs_byte = builder.bitcast(builder.icmp_signed("<", lanes, _ZEROS), _BYTE)
+        wide = ir.IntType(16)
+        above_byte = builder.shl(builder.zext(builder.bitcast(above, _BYTE), wide), ir.Constant(wide, 8))
+        return builder.or_(builder.zext(signs_byte, wide), above_byte)
+
+    return types.uint16(values, residual, types.intp, types.int32, types.int32, types.int32), build
+
+
 # None of these looks at the array's size: whoever calls them holds ``at + 8 <= bits.size``.
 
 sign_bits: Any = intrinsic(_sign_bits)
@@ -74,3 +96,8 @@ above_bits: Any = intrinsic(_above_bits)
 put: Any = intrinsic(_put)
 """``put(bits, at, signs, above, inner, outer)``: ``bits[at + i]``, int32, becomes ``outer`` where bit i of ``above``
 is 1, else ``inner``, with the sign turned where bit i of ``signs`` is 1."""
+
+leave: Any = intrinsic(_leave)
+"""``leave(values, residual, at, inner, outer, limit)``: ``uint16``, the signs of eight sums and, eight bits higher,
+whether they exceed ``limit`` without their sign; in ``residual[at + i]`` is left the sum less ``outer`` or ``inner``
+with its sign. ``values`` and ``residual`` are float32, the others int32, the bits of such."""
