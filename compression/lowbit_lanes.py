@@ -1,7 +1,8 @@
 """Eight values to a byte of bits and back, as LLVM vectors: what numba's loops cannot say and processors can do.
 
 LLVM turns each of these into two or three instructions where the processor has vector masks, and into a few more
-elsewhere; its loop vectoriser does not find them by itself.
+elsewhere; its loop vectoriser does not find them by itself. numba's cache on the disk sees only changes of the module
+that calls: whoever changes these changes a line of ``lowbit_kernels.py`` too.
 """
 
 from __future__ import annotations
