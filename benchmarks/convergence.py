@@ -61,6 +61,10 @@ VARIANTS = {
     "diloco int4": ("diloco", '[averaging]\ncodec = "int4"'),
     "diloco auto": ("diloco", '[averaging]\ncodec = "auto"'),
     "sparseloco published": ("sparseloco", ""),
+    "sparseloco tuned": (
+        "sparseloco",
+        '[averaging]\ncodec = {{ name = "topk", k = 256 }}\n[outer]\noptimizer = "nesterov"\nlr = 1.2\nmomentum = 0.5',
+    ),
 }
 """Name: algorithm, and what its run file has beside the common settings."""
 
