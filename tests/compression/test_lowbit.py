@@ -104,6 +104,46 @@ def test_both_paths_agree_for_every_kind_of_block(of: type[Sign | Int2], block: 
             assert torch.equal(by_torch.view(torch.uint8), by_kernel.view(torch.uint8)), n
 
 
+@pytest.mark.parametrize("path", ["torch", pytest.param("numba", marks=needs_numba)])
+def test_sums_are_made_in_halves(path: str) -> None:
+    for block in (8, 16, 32, 64, 512):
+        for step in range(1, min(block, 40)):
+            # The mean's share of the first value is half-way between two magnitudes, and what tips it over counts only
+            # when the two small values have met before either meets the large one.
+            values = [0.0] * block
+            values[0], values[step], values[-1] = 1 + 2.0**-8, 2.0**-24, 2.0**-24
+            with use(path):
+                codec = Sign(block=block)
+                assert codec.decode(codec.encode(torch.tensor(values)), block).tolist() == slow_sign(values, block)
+
+
+@needs_numba
+@pytest.mark.parametrize("block", [8, 16, 32, 64, 512, 4096])
+def test_kernels_sum_in_the_same_order(block: int) -> None:
+    kernels = importlib.import_module("shoal.compression.lowbit_kernels")
+    for seed in range(5):
+        values, sums = noise(block, seed).numpy(), np.empty(block // 8, np.float32)
+        sizes = [abs(x) * F(2.0**-16) for x in values]
+        kernels.fold_sizes(values, sums)
+        assert kernels.rest_in_halves(sums, block // 8) == sum_in_halves(sizes, block)
+        limit = F(2.0**-17)
+        assert kernels.fold_above(values, limit, sums) == sum(size > limit for size in sizes)
+        above = [size if size > limit else F(0) for size in sizes]
+        assert kernels.rest_in_halves(sums, block // 8) == sum_in_halves(above, block)
+
+
+@pytest.mark.parametrize("path", ["torch", pytest.param("numba", marks=needs_numba)])
+@pytest.mark.parametrize("codec", [Sign(), Int2()], ids=["sign", "int2"])
+def test_more_values_than_a_tile_leave_their_residual(path: str, codec: Sign | Int2) -> None:
+    n = 2**18 + 1001
+    values, residual = noise(n), noise(n, 1)
+    corrected = values + residual
+    with use(path):
+        packed = codec.encode_residual(values, residual)
+        assert torch.equal(packed, codec.encode(corrected))
+        assert same_bits(residual, corrected - codec.decode(packed, n))
+
+
 @needs_numba
 @pytest.mark.parametrize("codec", [Sign(block=8), Int2(block=8)], ids=["sign", "int2"])
 def test_the_kernels_write_nothing_beyond(codec: Sign | Int2) -> None:
