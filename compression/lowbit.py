@@ -276,7 +276,7 @@ def _float_bits(scales: Tensor) -> Tensor:
 
 def _sign_bits(rows: Tensor) -> Tensor:
     """The sign bits of ``rows``, ``(r, 8 * k) float32``, eight a byte: ``(r * k,) int64`` of 0 .. 255."""
-    masks = _scratch_like("low_signs", rows).view(torch.int32)
+    masks = _scratch_like("low_sizes", rows).view(torch.int32)  # In place, where ``rows`` is that already.
     torch.bitwise_right_shift(rows.view(torch.int32), 31, out=masks)
     bits = scratch("low_bits", rows.numel() // 4, rows.device).view(torch.int64)
     bits.view(torch.int8).copy_(masks.view(-1))
