@@ -241,6 +241,6 @@ def warm_up() -> None:
     for bits, seed in ((8, -1), (4, 7)):
         encode(values, scales, codes, 4, bits, seed)
         encode_residual(values, np.zeros(4, np.float32), scales, codes, 4, bits, seed)
-        are_plain(scales, LARGEST_FINITE)
+        are_plain(scales, int(LARGEST_FINITE))
         decode(scales, codes, values, 4, bits)
         accumulate(scales, codes, values, 1.0, 4, bits)

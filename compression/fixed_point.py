@@ -43,8 +43,9 @@ class FixedPoint:
     sum, read as a signed integer, is right whoever of the peers is in it and however often intermediate sums wrap.
     All peers are to be given equal arguments. The packed form of n codes is the codes, little-endian.
 
-    ``limit``: the largest magnitude that a value may have; within 2^-126 and 2^126. A larger value is refused and
-    not clamped, because that would bias the mean silently; a caller who wants it clamps, and carries the rest over.
+    ``limit``: the largest magnitude that a value may have, rounded up to a float32; within 2^-126 and 2^126. A larger
+    value is refused and not clamped, because that would bias the mean silently; a caller who wants it clamps, and
+    carries the rest over.
     ``peers``: how many at most are summed, less than 2^(bits - 2). ``total_weight``: of all of them; with the default
     weight of 1 each, ``peers``.
     """
@@ -57,7 +58,9 @@ class FixedPoint:
         if not 1 <= peers < 2 ** (bits - 2):
             raise CodecError(f"{bits} bits sum 1 to {2 ** (bits - 2) - 1} peers, not {peers}")
         self.bits = bits
-        self.limit = float(limit)
+        # Up to a float32, as values are compared with it in float32.
+        rounded = np.float32(limit)
+        self.limit = float(rounded if rounded >= limit else np.nextafter(rounded, np.float32(math.inf)))
         self.peers = peers
         self.total_weight = _checked_weight(peers if total_weight is None else total_weight)
         self._scale: float = (2 ** (bits - 1) - 1 - peers) / (self.limit * self.total_weight)

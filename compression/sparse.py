@@ -86,7 +86,7 @@ class TopK:
 
     def encode(self, values: Tensor) -> Tensor:
         """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError, with the index, for NaN or infinity."""
-        return self._encode(checked_values(values), None)
+        return self._encode(checked_values(values), None, _kernels(values.device))
 
     def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
         """See ``Codec.encode_residual``. What was not chosen stays in ``residual`` whole."""
@@ -100,7 +100,7 @@ class TopK:
             finite = kernels.finite_sums(values.numpy(), residual.numpy())
         if not finite:
             raise first_bad(values + residual)
-        return self._encode(values, residual)
+        return self._encode(values, residual, kernels)
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
         """Packed bytes to ``(n,) float32``. CodecError for a wrong length and for whatever no encoder writes."""
@@ -144,11 +144,10 @@ class TopK:
         for part, tiles, form in unpacked:
             sparse_torch.add(tiles, total[part], weight, form)
 
-    def _encode(self, values: Tensor, residual: Tensor | None) -> Tensor:
+    def _encode(self, values: Tensor, residual: Tensor | None, kernels: ModuleType | None) -> Tensor:
         """Pack ``values``, or ``values + residual``, which are finite then, and leave in ``residual`` what is lost."""
         packed = torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         none = np.empty(0, np.float32)
-        kernels = _kernels(values.device)
         for part, chunks, form in self._split(packed, values.numel()):
             span, rest = values[part], None if residual is None else residual[part]
             if kernels is None:

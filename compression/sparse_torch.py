@@ -1,4 +1,4 @@
-"""The torch path of ``sparse.py``: what ``sparse_kernels.py`` does, to the bit, on any device, without a compiler."""
+"""The torch path of ``sparse.py``: what ``sparse_kernels.py`` does, to the bit, on CPU and CUDA, without a compiler."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ _AFTERWARDS_S = 90.0
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """``preset``: ``diloco`` or ``sparseloco``, at their published settings; ``json``: where to write the figures;
-    ``out``: each demo makes a folder in it."""
+    """``preset``: ``diloco`` or ``sparseloco``, with their published codecs and outer optimizers; ``json``: where to
+    write the figures; ``out``: each demo makes a folder in it."""
 
     peers: int = 4
     minutes: float = 3.0

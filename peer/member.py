@@ -14,7 +14,8 @@ from typing import Any
 
 from shoal.compression import fast
 from shoal.peer.state import State, StateSource, fetch_state, save_state, state_blob
-from shoal.swarm.averaging.averager import Averager, Carried, Offer, Outcome
+from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.averaging.outcomes import Carried, Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, StorageError, Superseded
 from shoal.swarm.identity import CurveKeys, Identity

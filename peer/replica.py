@@ -24,7 +24,7 @@ from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.schedule import lr_factor
 from shoal.peer.state import State, load_carried, load_state
-from shoal.swarm.averaging.averager import CarryOn, Committed, Offer, OutOfDate
+from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, OutOfDate
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.run_file import OuterSection, RunFile

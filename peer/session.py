@@ -59,7 +59,8 @@ class SessionOptions:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A session at a glance, for live views. ``compression``: float32 bytes for each byte sent."""
+    """A session at a glance, for live views. ``compression``: float32 bytes of a
+    contribution for each of its bytes as sent."""
 
     run: str
     peer: str

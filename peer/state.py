@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.swarm.averaging.averager import Carried
+from shoal.swarm.averaging.outcomes import Carried
 from shoal.swarm.errors import LinkError, ShoalError, StateFileError, StorageError, WireError
 from shoal.swarm.messages import Blob
 from shoal.swarm.transport import Endpoint

@@ -31,10 +31,15 @@ _WINDOW = 16
 
 
 class _ContributionSource:
-    """Our contribution, encoded when the first owner asks for a chunk and kept until ``close``."""
+    """Our contribution, encoded when the first owner asks for a chunk and kept until ``close``.
 
-    def __init__(self, store: ResultStore, feedback: ErrorFeedback) -> None:
+    Without the chunks that we reduce ourselves: they go into the mean as they are, and who asks for them is up to
+    no good.
+    """
+
+    def __init__(self, store: ResultStore, feedback: ErrorFeedback, me: int) -> None:
         self.chunks = store.chunks
+        self._own = {index for part in store.plan.parts if part.owner == me for index in store.chunks_of(part)}
         self._store = store
         self._feedback = feedback
         self._encoded: dict[int, memoryview] = {}
@@ -42,7 +47,9 @@ class _ContributionSource:
         self._closed = False
 
     async def chunk(self, index: int) -> memoryview:
-        """Raises ``BlobUnavailable`` once closed: streams outlive the round."""
+        """Raises ``BlobUnavailable`` for our own, and once closed: streams outlive the round."""
+        if index in self._own:
+            raise BlobUnavailable(f"chunk {index} is reduced here")
         async with self._locks.setdefault(index, asyncio.Lock()):
             if self._closed:
                 raise BlobUnavailable(f"round {self._store.plan.round} is over")
@@ -95,7 +102,7 @@ class AllReduce:
         self._deadlines = deadlines
         self._was_away = was_away
         self._exchange = Exchange()
-        self._source = _ContributionSource(store, feedback)
+        self._source = _ContributionSource(store, feedback, self._me)
 
     @property
     def blob(self) -> Blob:
@@ -178,15 +185,18 @@ class AllReduce:
             await work.give_up(member)
 
     async def _reduce(self, reducer: PartReducer, index: int, weights: list[int]) -> None:
-        start, stop = self._store.bounds(index)
-        reduced = await in_thread(lambda: reducer.reduce(index, self._feedback.corrected(start, stop)))
-        self._feedback.include_exactly(start, stop)
-        if reduced.error is not None:
-            # Only 1/share of what we add reaches the mean, so the error is added that many times over. It stays
-            # finite: the weighted sum was, and is larger.
-            total = sum(weights[member] for member in reduced.included)
-            self._feedback.add_owner_error(start, reduced.error * (total / weights[self._me]))
-        await self._store.put(index, reduced.result)
+        def work() -> memoryview:
+            start, stop = self._store.bounds(index)
+            reduced = reducer.reduce(index, self._feedback.corrected(start, stop))
+            self._feedback.include_exactly(start, stop)
+            if reduced.error is not None:
+                # Only 1/share of what we add reaches the mean, so the error is added that many times over. It stays
+                # finite: the weighted sum was, and is larger.
+                total = sum(weights[member] for member in reduced.included)
+                self._feedback.add_owner_error(start, reduced.error.mul_(total / weights[self._me]))
+            return reduced.result
+
+        await self._store.put(index, await in_thread(work))
 
     # Everybody else's ---------------------------------------------------------------------------------------
 

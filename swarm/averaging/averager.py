@@ -16,6 +16,7 @@ from shoal.compression.codec import CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
+from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.results import ResultStore, ensure_part
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
@@ -25,7 +26,6 @@ from shoal.swarm.messages import (
     PeerToCoordinatorRoundReport,
     RoundPlan,
     RunView,
-    SampleRange,
     Verdict,
 )
 from shoal.swarm.transport import Endpoint
@@ -36,61 +36,12 @@ _KEPT_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What we bring to a round. ``contribution``: (n,) float32 on the CPU; the averager may change it."""
-
-    round: int
-    anchor_version: int
-    state_digest: bytes
-    contribution: Tensor
-    weight_tokens: int
-    ranges: tuple[SampleRange, ...]
-    loss: float | None
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Apply ``mean`` (n,) float32. ``included``: our samples count as trained on; else they are in our next offer."""
-
-    mean: Tensor
-    verdict: Verdict
-    included: bool
-
-
-@dataclass(frozen=True)
-class CarryOn:
-    """Nothing changed (aborted, or reopened): keep the local work and go on training from where it is."""
-
-    reason: str
-    verdict: Verdict | None = None
-
-
-@dataclass(frozen=True)
-class OutOfDate:
-    """We missed something: drop the local work, join afresh and fetch the state."""
-
-    reason: str
-
-
-Outcome = Committed | CarryOn | OutOfDate
-
-
-@dataclass(frozen=True)
 class _Late:
     """A contribution whose round was committed without it; its samples are still ours while ``joins`` is current."""
 
     contribution: Tensor
     weight_tokens: int
     joins: int
-
-
-@dataclass(frozen=True)
-class Carried:
-    """What a member goes into its next round with. ``residual``: (n,) float32, never changed in place;
-    ``weight_tokens``: of the contributions that it stems from, 0 for none."""
-
-    residual: Tensor
-    weight_tokens: int
 
 
 class Averager:
@@ -195,13 +146,13 @@ class Averager:
 
         Residuals make up for what a mean lacked, so they count with the weight that they had in it."""
         contribution, weight = self._with_late(offer), offer.weight_tokens
-        if self._residual_weight not in (0, weight):
-            self.feedback.load(self.feedback.residual * (self._residual_weight / weight))
-        self._residual_weight = weight
         try:
+            if self._residual_weight not in (0, weight):
+                self.feedback.load(self.feedback.residual * (self._residual_weight / weight))
+            self._residual_weight = weight
             self.feedback.begin(contribution)
         except CodecError:
-            self.feedback = ErrorFeedback(self._elements, self._decay)
+            self.feedback, self._residual_weight = ErrorFeedback(self._elements, self._decay), 0
             raise
 
     def _with_late(self, offer: Offer) -> Tensor:

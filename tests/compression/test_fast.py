@@ -8,8 +8,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.compression import fast
+from shoal.compression.codec import CodecError
+from shoal.compression.coding import Uniform
+from shoal.compression.registry import get_codec
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +72,27 @@ def test_a_failure_is_one_line_in_the_log(
     (record,) = caplog.records
     assert record.levelno == level
     assert re.search(line, record.getMessage())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "sign", "topk"])
+@pytest.mark.parametrize("options", [{}, {"seed": 3}, {"values": "int8"}], ids=["plain", "seed", "int8 values"])
+def test_nothing_is_compiled_after_warming_up(name: str, options: dict[str, Any]) -> None:
+    pytest.importorskip("numba")
+    try:
+        codec = get_codec(name, options)
+    except CodecError:
+        pytest.skip("no such option")
+    (thread,) = fast.compile_ahead(Uniform(codec).kernels)
+    thread.join()
+    (module,) = fast._ready.values()
+    kernels = {name: one for name, one in vars(module).items() if hasattr(one, "signatures")}
+    before = {name: len(one.signatures) for name, one in kernels.items()}
+    for n in (1, 4096, 5000):
+        values, total = torch.randn(n), torch.zeros(n)
+        packed = codec.encode(values)
+        codec.encode_residual(values, torch.zeros(n))
+        codec.decode(packed.numpy().tobytes(), n, total)
+        codec.decode(packed, n)
+        codec.accumulate(memoryview(bytearray(packed.numpy().tobytes())), total, 3.0)
+    assert kernels
+    assert {name: len(one.signatures) for name, one in kernels.items()} == before

@@ -32,14 +32,13 @@ def test_masks_cancel_and_sums_do_not_wrap(bits: int, data: st.DataObject) -> No
     weights = data.draw(st.lists(st.integers(1, 10**6), min_size=peers, max_size=peers))
     fixed = FixedPoint(bits, limit, peers, sum(weights))
     unit = st.one_of(st.sampled_from([-1.0, 0.0, 1.0]), st.floats(-1, 1, width=32))
-    inside = torch.finfo(torch.float32).eps
     plain, masked = zeros(fixed, n), zeros(fixed, n)
     exact = np.zeros(n)
     raw = st.binary(min_size=fixed.packed_bytes(n), max_size=fixed.packed_bytes(n))
     masks = {(i, j): fixed.unpack(data.draw(raw), n) for i in range(peers) for j in range(i)}
     for peer, weight in enumerate(weights):
         units = data.draw(st.lists(unit, min_size=n, max_size=n))
-        values = torch.tensor(units, dtype=torch.float32) * (limit * (1 - inside))
+        values = torch.tensor(units, dtype=torch.float32) * limit
         codes = fixed.encode(values, seed=peer, weight=weight)
         exact += values.double().numpy() * weight
         fixed.add(plain, codes)
@@ -53,6 +52,19 @@ def test_masks_cancel_and_sums_do_not_wrap(bits: int, data: st.DataObject) -> No
     mean = fixed.decode_sum(masked, sum(weights)).double().numpy()
     error = np.abs(mean - exact / sum(weights))
     assert (error <= peers * fixed.step / sum(weights) * (1 + 1e-6) + np.abs(mean) * 2**-23).all()
+
+
+@both_widths
+@pytest.mark.parametrize("peers", [1, 2, 9])
+@pytest.mark.parametrize("limit", [0.1, 0.3, 1e-3, 1.0, 1e30])
+def test_values_at_the_limit_do_not_wrap(bits: int, peers: int, limit: float) -> None:
+    """A limit that is no float32 lets its nearest float32 in, which may be larger."""
+    fixed = FixedPoint(bits, limit, peers)
+    values = torch.tensor([limit, -limit], dtype=torch.float32)
+    total = zeros(fixed, 2)
+    for peer in range(peers):
+        fixed.add(total, fixed.encode(values, seed=peer))
+    torch.testing.assert_close(fixed.decode_sum(total, peers), values, rtol=1e-2 if bits == 16 else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize("bits", [16, 32])

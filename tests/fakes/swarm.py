@@ -11,7 +11,8 @@ from tests.fakes.memory_coordinator import MemoryCoordinator, curve_keys, identi
 from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
 
-from shoal.swarm.averaging.averager import Averager, CarryOn, Committed, Offer, Outcome
+from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome
 from shoal.swarm.coordinator.leases import Ranges, count, merge, to_wire
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.messages import (

@@ -16,7 +16,7 @@ from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer import state as state_module
 from shoal.peer.state import State, StateSource, fetch_state, load_carried, load_state, save_state, state_blob
-from shoal.swarm.averaging.averager import Carried
+from shoal.swarm.averaging.outcomes import Carried
 from shoal.swarm.errors import LinkError, StateFileError, StorageError
 
 SIZE = 300_000

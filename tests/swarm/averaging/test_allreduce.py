@@ -400,6 +400,24 @@ def test_streams_that_outlive_the_round_get_nothing_of_the_next() -> None:
     run_virtual(main())
 
 
+def test_nobody_gets_the_chunks_that_their_owner_contributes_itself() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1]), "topk")
+        await run_all(sides)
+        source = network.endpoints[PEERS[0]].blobs[sides[0].exchange.blob]
+        mine, other = (sides[0].store.chunks_of(part) for part in sides[0].store.plan.parts)
+        for chunk in mine:
+            with pytest.raises(BlobUnavailable, match="reduced here"):
+                await source.chunk(chunk)
+        assert await source.chunk(other.start)
+        means = [await side.commit() for side in sides]
+        kept = weighted([side.feedback.residual for side in sides], [1, 1])
+        torch.testing.assert_close(means[0].double() + kept, weighted_mean(sides, [0, 1]), atol=1e-5, rtol=0)
+
+    run_virtual(main())
+
+
 def test_the_round_is_not_over_while_a_chunk_is_being_encoded() -> None:
     """On a real loop with real threads: ``close`` waits for the codec, even for a stream that was cancelled."""
 
@@ -417,7 +435,8 @@ def test_the_round_is_not_over_while_a_chunk_is_being_encoded() -> None:
             return original(*args)  # type: ignore[arg-type]
 
         side.feedback.encode_chunk = slow  # type: ignore[method-assign, assignment]
-        stream = asyncio.create_task(side.exchange._source.chunk(0))  # type: ignore[arg-type]
+        other = side.store.chunks_of(side.store.plan.parts[1]).start
+        stream = asyncio.create_task(side.exchange._source.chunk(other))  # type: ignore[arg-type]
         await encoding.wait()
         stream.cancel()
         closing = asyncio.create_task(side.exchange.close())

@@ -11,7 +11,7 @@ from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
 from shoal.compression.registry import CODEC_NAMES
-from shoal.swarm.averaging.averager import CarryOn, Committed, OutOfDate
+from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, OutOfDate
 from shoal.swarm.coordinator.leases import count
 from shoal.swarm.messages import (
     Blob,
@@ -659,6 +659,19 @@ def test_a_contribution_beyond_float32_is_refused_and_forgotten() -> None:
             assert isinstance(outcome, OutOfDate)
             assert not run[0].averager.feedback.in_round
             assert not bool(run[0].averager.feedback.residual.any()), "or it would be refused for ever"
+
+    run_virtual(main())
+
+
+def test_a_residual_that_overflows_in_new_units_is_forgotten() -> None:
+    async def main() -> None:
+        async with swarm(1, run_toml(10), ELEMENTS) as run:
+            averager = run[0].averager
+            averager.restore(Carried(torch.full((ELEMENTS,), 1e38), 1000))
+            await run[0].work(10)
+            assert isinstance(await run[0].average(torch.ones(ELEMENTS)), OutOfDate)
+            assert averager.carried.weight_tokens == 0
+            assert not bool(averager.carried.residual.any()), "or it would be refused for ever"
 
     run_virtual(main())
 

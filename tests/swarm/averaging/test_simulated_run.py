@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.peer.local_work import AccumulatedGradient
 from shoal.peer.outer_optimizer import AdamW
 from shoal.peer.parameters import ParameterVector
-from shoal.swarm.averaging.averager import CarryOn, Committed
+from shoal.swarm.averaging.outcomes import CarryOn, Committed
 from shoal.swarm.coordinator.leases import count, merge
 from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 
