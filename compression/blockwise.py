@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.compression import fast
@@ -24,6 +27,7 @@ from shoal.compression.codec import (
 )
 from shoal.compression.scratch import scratch
 
+_Arrays: TypeAlias = tuple[NDArray[np.float32], NDArray[np.uint8]]
 _ABSOLUTE = 0x7FFFFFFF
 _LARGEST_FINITE_BITS = 0x7F7FFFFF
 _SMALLEST_NORMAL_BITS = 0x00800000
@@ -87,29 +91,25 @@ class Blockwise:
         """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError for NaN or infinity."""
         values = checked_values(values)
         packed = self._new(values)
-        scales, codes = self._split(packed, values.numel())
         kernels = self._kernels(values)
         if kernels is None:
-            self._encode_tiles(values, scales, codes)
-        else:
-            bad = kernels.encode(values.numpy(), scales.numpy(), codes.numpy(), *self._how())
-            if bad >= 0:
-                raise first_bad(values)
+            self._encode_tiles(values, *self._split(packed, values.numel()))
+        elif kernels.encode(values.numpy(), *self._arrays(packed, values.numel()), *self._how()) >= 0:
+            raise first_bad(values)
         return packed
 
     def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
         """See ``Codec.encode_residual``. Fused: values and residual are read and the residual is written in one go."""
         values, residual = checked_values(values), checked_out(residual, values.numel(), values.device)
         packed = self._new(values)
-        scales, codes = self._split(packed, values.numel())
         kernels = self._kernels(values)
         if kernels is not None:
-            arrays = values.numpy(), residual.numpy(), scales.numpy(), codes.numpy()
+            arrays = values.numpy(), residual.numpy(), *self._arrays(packed, values.numel())
             if kernels.encode_residual(*arrays, *self._how()) >= 0:
                 raise first_bad(values + residual)
             return packed
         corrected = torch.add(values, residual, out=scratch("corrected", values.numel(), values.device))
-        self._encode_tiles(corrected, scales, codes)
+        self._encode_tiles(corrected, *self._split(packed, values.numel()))
         torch.sub(corrected, self.decode(packed, values.numel(), residual), out=residual)
         return packed
 
@@ -154,12 +154,12 @@ class Blockwise:
         tensor = packed_tensor(packed, self.packed_bytes(n))
         out = torch.empty(n, dtype=torch.float32, device=tensor.device) if out is None else out
         values = checked_out(out, n, tensor.device)
-        scales, codes = self._split(tensor, n)
         kernels = self._kernels(values)
-        self._check_scales(scales, codes, kernels)
         if kernels is not None:
-            kernels.decode(scales.numpy(), codes.numpy(), values.numpy(), self.block, self.bits)
+            kernels.decode(*self._checked_arrays(tensor, n, kernels), values.numpy(), self.block, self.bits)
             return out
+        scales, codes = self._split(tensor, n)
+        self._check_scales(scales, codes)
         for start, stop, rows in self._tiles(values):
             self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], rows.view(-1))
             first = start // self.block
@@ -171,12 +171,13 @@ class Blockwise:
         n, weight = total.numel(), rounded_weight(weight)
         tensor = packed_tensor(packed, self.packed_bytes(n))
         total = checked_out(total, n, tensor.device)
-        scales, codes = self._split(tensor, n)
         kernels = self._kernels(total)
-        self._check_scales(scales, codes, kernels)
         if kernels is not None:
-            kernels.accumulate(scales.numpy(), codes.numpy(), total.numpy(), weight, self.block, self.bits)
+            arrays = self._checked_arrays(tensor, n, kernels)
+            kernels.accumulate(*arrays, total.numpy(), weight, self.block, self.bits)
             return
+        scales, codes = self._split(tensor, n)
+        self._check_scales(scales, codes)
         for start, stop, rows in self._tiles(total):
             tile = scratch("decoded", stop - start, total.device)
             self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], tile)
@@ -192,14 +193,19 @@ class Blockwise:
         values[1::2].copy_(codes[: values.numel() // 2].bitwise_right_shift(4))
         values.sub_(8.0)
 
-    def _check_scales(self, scales: Tensor, codes: Tensor, kernels: ModuleType | None) -> None:
+    def _checked_arrays(self, packed: Tensor, n: int, kernels: ModuleType) -> _Arrays:
+        """``_arrays``; CodecError as of ``_check_scales``, which costs as much as decoding and is seldom needed."""
+        arrays = self._arrays(packed, n)
+        if not kernels.are_plain(arrays[0], self._safe_bits):
+            self._check_scales(*self._split(packed, n))
+        return arrays
+
+    def _check_scales(self, scales: Tensor, codes: Tensor) -> None:
         """CodecError unless each scale is 0 or normal and positive, and no value decodes to infinity.
 
         The bits are compared, as integers: this holds also where the processor flushes subnormals.
         """
         if scales.numel() == 0:
-            return
-        if kernels is not None and kernels.are_plain(scales.numpy(), self._safe_bits):
             return
         bits = scales.view(torch.int32)
         low, high = (int(one) for one in torch.aminmax(bits))
@@ -239,6 +245,11 @@ class Blockwise:
         """Views of ``packed``: the scales ``(blocks,) float32`` and the codes ``(code bytes,) uint8``."""
         scales_bytes = 4 * self._blocks(n)
         return packed[:scales_bytes].view(torch.float32), packed[scales_bytes:]
+
+    def _arrays(self, packed: Tensor, n: int) -> _Arrays:
+        """As ``_split``, for kernels: a view is made in a fifth of the time here."""
+        raw, scales_bytes = packed.numpy(), 4 * self._blocks(n)
+        return raw[:scales_bytes].view(np.float32), raw[scales_bytes:]
 
     def _tile_values(self, values: Tensor) -> int:
         whole = self.block * max(1, _TILE // self.block) if values.device.type == "cpu" else values.numel()

@@ -20,6 +20,10 @@ Packed: TypeAlias = Tensor | bytes | bytearray | memoryview
 """Packed bytes as they come: a ``(m,) uint8`` tensor, or anything that the wire hands out."""
 
 
+_ROUNDS_TO_INFINITY = (2.0 - 2.0**-24) * 2.0**127
+"""The smallest float64 that is infinite as a float32."""
+
+
 class CodecError(ValueError):
     """The values or the packed bytes cannot be coded; whoever sent such bytes is to be dropped."""
 
@@ -138,11 +142,9 @@ def first_bad(values: Tensor) -> CodecError:
 
 def rounded_weight(weight: float) -> float:
     """``weight`` as the nearest float32. CodecError unless it is finite."""
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(weight))
-    if not math.isfinite(rounded):
+    if not abs(weight) < _ROUNDS_TO_INFINITY:
         raise CodecError(f"a weight is a finite float32, not {weight}")
-    return rounded
+    return float(np.float32(weight))
 
 
 def packed_tensor(packed: Packed, packed_bytes: int) -> Tensor:
