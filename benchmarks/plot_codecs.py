@@ -36,7 +36,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for label, size, error, colour in points(rows):
         axes.scatter(size, error, color=colour, s=22, zorder=3)
-        side, offset = ("left", 6) if colour == OURS else ("right", -6)
+        side, offset = ("right", -6) if label.startswith(("bitsandbytes", "hivemind")) else ("left", 6)
         axes.annotate(
             label,
             (size, error),
