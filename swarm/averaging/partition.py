@@ -23,22 +23,33 @@ def chunk_elements(elements: int, members: int) -> int:
 
 
 def owner_shares(bandwidths_bps: Sequence[float | None], can_own: Sequence[bool]) -> list[float]:
-    """Each member's share of the elements, summing to 1.
+    """Each member's share of the elements, summing to 1, such that the slowest member is done as early as can be.
 
-    In proportion to bandwidth: every owner moves its part once for each other member, so this is what lets all
-    finish together. Unknown bandwidth counts as the median of those that can own; less than an eighth of it, or
-    unreachable, owns nothing. When nobody can own, everybody who contributes does: a group of one needs no link.
+    A member with share w of V bytes sends, and receives, (1 - w) V for the others' parts and (n - 1) w V for its own,
+    so it needs (1 + (n - 2) w) V / b seconds at bandwidth b (the objective of Ryabinin et al. 2021, "Moshpit SGD",
+    arXiv:2103.03239). The best shares let all owners finish at one moment T, w = (T b - 1) / (n - 2), and leave out
+    whoever needs longer than that for the others' parts alone. Unknown bandwidth counts as the median of those that can
+    own. When nobody can own, everybody who contributes does: a group of one needs no link.
     """
+    n = len(can_own)
     known = sorted(bps for bps, able in zip(bandwidths_bps, can_own, strict=True) if bps and able)
     median = known[len(known) // 2] if known else 1.0
-    weights = [
-        0.0 if not able or (bps and bps < median / 8) else (bps or median)
-        for bps, able in zip(bandwidths_bps, can_own, strict=True)
-    ]
-    total = sum(weights)
-    if total == 0:
-        return [1 / len(weights)] * len(weights)
-    return [weight / total for weight in weights]
+    speeds = {index: bandwidths_bps[index] or median for index in range(n) if can_own[index]}
+    if not speeds:
+        return [1 / n] * n
+    if n <= 2:  # everybody sends V, however it is shared
+        total = sum(speeds.values())
+        return [speeds.get(index, 0.0) / total for index in range(n)]
+    fastest = sorted(speeds, key=lambda index: (-speeds[index], index))
+    together, owners, moment = 0.0, 0, math.inf
+    for index in fastest:
+        if speeds[index] * moment <= 1.0:
+            break
+        together += speeds[index]
+        owners += 1
+        moment = (n - 2 + owners) / together
+    shares = {index: (moment * speeds[index] - 1.0) / (n - 2) for index in fastest[:owners]}
+    return [max(0.0, shares.get(index, 0.0)) for index in range(n)]
 
 
 def split(elements: int, shares: Sequence[float], chunk: int) -> list[tuple[int, int, int]]:

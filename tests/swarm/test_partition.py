@@ -48,13 +48,47 @@ def test_parts_tile_all_elements(elements: int, members: list[tuple[float | None
         assert abs(stop - start - shares[owner] * elements) <= 2 * chunk
 
 
-def test_in_proportion_to_bandwidth() -> None:
-    assert owner_shares([10.0, 20.0, 10.0], [True] * 3) == [0.25, 0.5, 0.25]
+def slowest(shares: list[float], bandwidths: list[float]) -> float:
+    """Seconds of the slowest member for one byte a contribution."""
+    n = len(shares)
+    return max((1 + (n - 2) * share) / bps for share, bps in zip(shares, bandwidths, strict=True))
+
+
+BANDWIDTHS = st.lists(st.floats(1e3, 1e12), min_size=1, max_size=12)
+
+
+@given(BANDWIDTHS, st.data())
+def test_no_other_shares_are_faster(bandwidths: list[float], data: st.DataObject) -> None:
+    able = data.draw(st.lists(st.booleans(), min_size=len(bandwidths), max_size=len(bandwidths)).filter(any))
+    best = owner_shares(bandwidths, able)
+    raw = [data.draw(st.floats(0, 1)) if one else 0.0 for one in able]
+    if sum(raw) > 0:
+        other = [one / sum(raw) for one in raw]
+        assert slowest(best, bandwidths) <= slowest(other, bandwidths) * (1 + 1e-9)
+    for first, second in itertools.permutations([index for index, one in enumerate(able) if one], 2):
+        moved = list(best)
+        moved[first] -= (shift := min(best[first], 1e-3))
+        moved[second] += shift
+        assert slowest(best, bandwidths) <= slowest(moved, bandwidths) * (1 + 1e-9)
+
+
+def test_all_owners_finish_together() -> None:
+    shares = owner_shares([40.0, 50.0, 60.0, 1.0], [True] * 4)
+    times = [(1 + 2 * share) / bps for share, bps in zip(shares, [40.0, 50.0, 60.0], strict=False)]
+    assert times == pytest.approx([times[0]] * 3)
+    assert shares[3] == 0.0, "it needs longer for the others' parts alone"
+    assert owner_shares([10.0, 20.0, 10.0], [True] * 3) == [0.0, 1.0, 0.0]
+
+
+def test_two_send_the_same_however_it_is_shared() -> None:
+    assert owner_shares([10.0, 30.0], [True] * 2) == [0.25, 0.75]
+    assert owner_shares([10.0, 30.0], [True, False]) == [1.0, 0.0]
 
 
 def test_unknown_bandwidth_counts_as_the_median() -> None:
-    assert owner_shares([10.0, 20.0, 30.0, None], [True] * 4) == [0.125, 0.25, 0.375, 0.25]
+    assert owner_shares([10.0, 20.0, 30.0, None], [True] * 4) == owner_shares([10.0, 20.0, 30.0, 20.0], [True] * 4)
     assert owner_shares([None, None], [True] * 2) == [0.5, 0.5]
+    assert owner_shares([None] * 4, [True] * 4) == [0.25] * 4
 
 
 def test_slow_and_unreachable_own_nothing() -> None:
