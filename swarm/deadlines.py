@@ -50,6 +50,11 @@ class Deadlines:
         return 2.5 * self.patience_s
 
     @property
+    def adopt_s(self) -> float:
+        """Without a chunk from somebody who may have results of a failed owner, until the next one is asked."""
+        return self.patience_s / 4
+
+    @property
     def report_s(self) -> float:
         """Without any progress of any member, until a verdict falls on what has been reported."""
         return 4 * self.patience_s

@@ -15,6 +15,7 @@ PROTOCOL_VERSION = 1
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 MAX_MEMBERS = 256
+MAX_STAND_INS = 3
 MAX_RANGES = 4096
 MAX_TENSORS = 65_536
 
@@ -100,9 +101,11 @@ class PlanMember(Record):
 
 
 class Part(Record):
-    """Elements ``start <= i < stop`` of the contribution, reduced by ``members[owner]``."""
+    """Elements ``start <= i < stop`` of the contribution, reduced by ``members[owner]``; when that fails, by the
+    first of ``stand_ins`` that can."""
 
     owner: Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
+    stand_ins: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MEMBERS)], ...], Field(max_length=MAX_STAND_INS)] = ()
     start: Count
     stop: Count
 
@@ -122,7 +125,8 @@ class Verdict(Record):
     """The one end of a round, journaled before it is announced and signed by the coordinator.
 
     ``chain`` is SHA-256 over the previous chain and this verdict's content (``verdicts.chain_hash``);
-    ``digests`` are those of the parts' result bytes, in the plan's order, empty when aborted;
+    ``digests`` are those of the parts' result bytes, in the plan's order, None for a void part: nobody's mean is
+    applied there, and what was offered is offered again. Empty when aborted;
     ``tokens`` are this round's, ``tokens_total`` all committed ones up to and with it.
     """
 
@@ -131,7 +135,7 @@ class Verdict(Record):
     reason: Text
     anchor_version: Count
     plan: RoundPlan | None
-    digests: Annotated[tuple[Digest, ...], Field(max_length=MAX_MEMBERS)]
+    digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_MEMBERS)]
     tokens: Count
     tokens_total: Count
     loss: Loss | None
@@ -351,11 +355,12 @@ class PeerToPeerLinkOpened(Message):
 class Blob(Record):
     """The name of chunked bytes that a member offers.
 
-    ``contribution``: what it brings to the round; ``result``: means it holds of a round; ``state``: anchor and
-    outer optimizer state of an anchor version.
+    ``contribution``: what it brings to the round; ``result``: means of a round, each as soon as it is held here;
+    ``held``: the same as they are now, empty where there is none yet; ``state``: anchor and outer optimizer state of
+    an anchor version.
     """
 
-    kind: Literal["contribution", "result", "state"]
+    kind: Literal["contribution", "result", "held", "state"]
     number: Count
 
 

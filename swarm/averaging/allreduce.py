@@ -1,23 +1,28 @@
 """The exchange of one round: butterfly all-reduce by pulling, every mean encoded once and decoded by all alike.
 
 Each owner pulls its part from every member and reduces it; every member pulls every other part's results from
-their owners (reduce-scatter and all-gather, overlapping chunk by chunk). Nothing is applied here: results are kept
-until the coordinator's verdict.
+their owners, or from stand-ins (reduce-scatter and all-gather, overlapping chunk by chunk). Nothing is applied here:
+results are kept until the coordinator's verdict.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.swarm.averaging.reducer import PartReducer
-from shoal.swarm.averaging.results import ResultStore, fetch_part
+from shoal.swarm.averaging.reducing import Reduction, Seat
+from shoal.swarm.averaging.results import ResultStore, adopt_part, fetch_part
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, LinkError, MemberGone, ShoalError, WireError
+from shoal.swarm.errors import BlobUnavailable, ShoalError
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, Part
 from shoal.swarm.transport import Endpoint
@@ -26,20 +31,12 @@ __all__ = ["AllReduce", "Exchange", "ResultStore"]
 
 log = logging.getLogger(__name__)
 
-_WINDOW = 16
-"""How many chunks a fast contributor may be ahead of the slowest: what bounds an owner's memory."""
-
 
 class _ContributionSource:
-    """Our contribution, encoded when the first owner asks for a chunk and kept until ``close``.
+    """Our contribution, encoded when the first owner asks for a chunk and kept until ``close``."""
 
-    Without the chunks that we reduce ourselves: they go into the mean as they are, and who asks for them is up to
-    no good.
-    """
-
-    def __init__(self, store: ResultStore, feedback: ErrorFeedback, me: int) -> None:
+    def __init__(self, store: ResultStore, feedback: ErrorFeedback) -> None:
         self.chunks = store.chunks
-        self._own = {index for part in store.plan.parts if part.owner == me for index in store.chunks_of(part)}
         self._store = store
         self._feedback = feedback
         self._encoded: dict[int, memoryview] = {}
@@ -47,9 +44,7 @@ class _ContributionSource:
         self._closed = False
 
     async def chunk(self, index: int) -> memoryview:
-        """Raises ``BlobUnavailable`` for our own, and once closed: streams outlive the round."""
-        if index in self._own:
-            raise BlobUnavailable(f"chunk {index} is reduced here")
+        """Raises ``BlobUnavailable`` once closed: streams outlive the round."""
         async with self._locks.setdefault(index, asyncio.Lock()):
             if self._closed:
                 raise BlobUnavailable(f"round {self._store.plan.round} is over")
@@ -71,7 +66,7 @@ class _ContributionSource:
 
 @dataclass
 class Exchange:
-    """How the exchange went on this member: ``dropped`` members in our own parts, and why a part is missing."""
+    """How the exchange went on this member: ``dropped`` members in what we reduced, and why a part is missing."""
 
     dropped: set[int] = field(default_factory=set)
     trouble: str = ""
@@ -89,34 +84,32 @@ class AllReduce:
         deadlines: Deadlines,
         was_away: Callable[[float], bool] = lambda since_s: False,
     ) -> None:
-        """``feedback``: in a round that has begun with our contribution, (elements,) float32.
-
-        ``was_away``: whether the coordinator was, since that moment of the loop's clock. Then others may not have
-        heard of this round, and without a verdict it costs nothing to wait for them."""
+        """``feedback``: in a round that has begun with our contribution, (elements,) float32. ``was_away``: as in
+        ``Seat``."""
         self._endpoint = endpoint
         self._store = store
         self._plan = store.plan
         self._members = [member.peer for member in store.plan.members]
         self._me = self._members.index(me)
         self._feedback = feedback
-        self._deadlines = deadlines
-        self._was_away = was_away
+        self._seat = Seat(endpoint, store, self._me, deadlines, was_away)
         self._exchange = Exchange()
-        self._source = _ContributionSource(store, feedback, self._me)
+        self._source = _ContributionSource(store, feedback)
+        self._as_owner = Reduction(self._seat, feedback.corrected)
+        self._as_stand_in: list[Reduction] = []
 
     @property
     def blob(self) -> Blob:
-        return Blob(kind="contribution", number=self._plan.round)
+        return self._seat.contribution
 
     async def run(self) -> Exchange:
         """Returns when every part has arrived or is given up; results are in the store."""
         self._endpoint.publish(self.blob, self._source)
         async with asyncio.TaskGroup() as tasks:
             for part in self._rotated():
-                if part.owner == self._me:
-                    tasks.create_task(self._own(part))
-                else:
-                    tasks.create_task(self._gather(part))
+                tasks.create_task(self._own(part) if part.owner == self._me else self._gather(part))
+        for reduction in (self._as_owner, *self._as_stand_in):
+            self._exchange.dropped |= reduction.dropped
         return self._exchange
 
     async def close(self) -> None:
@@ -127,12 +120,28 @@ class AllReduce:
     def settle(self, *, keep: bool) -> None:
         """After ``store.mean`` of a committed verdict: what the mean left out of ours is the next round's.
 
-        Unless not to ``keep``, because others have our samples by now. Runs in a worker thread. Own chunks went in
-        as they are, so only the owner's encoding error stays."""
-        settle_chunk = self._feedback.keep_chunk if keep else self._feedback.include_exactly
+        Unless not to ``keep``, because others have our samples by now. Runs in a worker thread. What an owner reduced
+        itself went in as it was; what a stand-in did, as it was encoded; the error of encoding a mean is carried by
+        whoever made the bytes that were committed.
+        """
+        leave_out = self._feedback.keep_chunk if keep else self._feedback.include_exactly
         for index in range(self._store.chunks):
+            start, stop = self._store.bounds(index)
             if self._me not in self._store.included(index):
-                settle_chunk(*self._store.bounds(index))
+                leave_out(start, stop)
+                continue
+            for reduction in (self._as_owner, *self._as_stand_in):
+                made = reduction.made.get(index)
+                if made is None or made.error is None or made.result != self._store[index]:
+                    continue
+                if reduction is self._as_owner:
+                    self._feedback.include_exactly(start, stop)
+                # Only 1/share of what we add reaches the mean, so the error is added that many times over.
+                weights = [member.weight_tokens for member in self._plan.members]
+                share = sum(weights[member] for member in made.included) / weights[self._me]
+                with suppress(CodecError):  # it would not be finite
+                    self._feedback.add_owner_error(start, made.error.mul_(share))
+                break
 
     def _rotated(self) -> list[Part]:
         """Parts beginning with our own: so that not everybody asks the same owner first."""
@@ -140,115 +149,45 @@ class AllReduce:
         first = next((i for i, part in enumerate(parts) if part.owner >= self._me), 0)
         return parts[first:] + parts[:first]
 
-    # Our own part -----------------------------------------------------------------------------------------
-
     async def _own(self, part: Part) -> None:
-        chunks = self._store.chunks_of(part)
-        bounds = {index: self._store.bounds(index) for index in chunks}
-        weights = [member.weight_tokens for member in self._plan.members]
-        work = _OwnedPart(PartReducer(self._store.coding, weights, bounds, self._me), chunks)
-        async with asyncio.TaskGroup() as tasks:
-            for member in range(len(self._members)):
-                if member != self._me:
-                    tasks.create_task(self._collect(work, member))
-            for index in chunks:
-                await work.wait_complete(index)
-                await self._reduce(work.reducer, index, weights)
-                await work.advance()
-        self._exchange.dropped |= work.reducer.dropped()
-
-    async def _collect(self, work: _OwnedPart, member: int) -> None:
-        received: dict[int, memoryview] = {}
-
-        def sink(chunk: int, size: int) -> memoryview:
-            start, stop = self._store.bounds(chunk)
-            if size != self._store.coding.contribution(start, stop).packed_bytes(stop - start):
-                raise WireError(f"a contribution chunk of {size} bytes does not fit")
-            received[chunk] = memoryview(bytearray(size))
-            return received[chunk]
-
-        peer, wait_s = self._members[member], self._deadlines.contribution_s
-        following = work.chunks.start
-
-        async def collect() -> None:
-            nonlocal following
-            rest = range(following, work.chunks.stop)
-            async with aclosing(self._endpoint.fetch(peer, self.blob, rest, sink, wait_s)) as stream:
-                async for chunk in stream:
-                    following = chunk + 1
-                    await work.offer(chunk, member, received.pop(chunk))
-
-        try:
-            await self._patiently(collect)
-        except ShoalError as error:  # the other side's errors come out of here, too
-            log.warning("round %d goes on without %s: %s", self._plan.round, peer, error)
-            await work.give_up(member)
-
-    async def _reduce(self, reducer: PartReducer, index: int, weights: list[int]) -> None:
-        def work() -> memoryview:
-            start, stop = self._store.bounds(index)
-            reduced = reducer.reduce(index, self._feedback.corrected(start, stop))
-            self._feedback.include_exactly(start, stop)
-            if reduced.error is not None:
-                # Only 1/share of what we add reaches the mean, so the error is added that many times over. It stays
-                # finite: the weighted sum was, and is larger.
-                total = sum(weights[member] for member in reduced.included)
-                self._feedback.add_owner_error(start, reduced.error.mul_(total / weights[self._me]))
-            return reduced.result
-
-        await self._store.put(index, await in_thread(work))
-
-    # Everybody else's ---------------------------------------------------------------------------------------
+        await self._as_owner.run(self._store.chunks_of(part))
 
     async def _gather(self, part: Part) -> None:
-        owner = self._members[part.owner]
-        try:
-            await self._patiently(
-                lambda: fetch_part(self._endpoint, self._store, part, owner, self._deadlines.result_s)
-            )
-        except ShoalError as error:
-            log.warning("round %d: no result from %s: %s", self._plan.round, owner, error)
-            self._exchange.trouble = f"{owner} did not deliver its part: {error}"
-
-    async def _patiently(self, fetch: Callable[[], Awaitable[None]]) -> None:
-        """Fetch; again when that took too long while the coordinator was away. Raises ``ShoalError``."""
-        while True:
-            start_s = asyncio.get_running_loop().time()
+        """The part's results from its owner, else from the first stand-in that has or makes them."""
+        wait_s = self._seat.deadlines.result_s
+        for holder in (part.owner, *part.stand_ins):
+            peer = self._members[holder]
             try:
-                return await fetch()
-            except MemberGone:
-                raise
-            except LinkError:
-                if not self._was_away(start_s):
-                    raise
+                if holder == self._me:
+                    await self._stand_in(part)
+                else:
+                    fetch = functools.partial(fetch_part, self._endpoint, self._store, part, peer, wait_s)
+                    await self._seat.patiently(fetch)
+                return
+            except ShoalError as error:
+                log.warning("round %d: no result from %s: %s", self._plan.round, peer, error)
+                self._exchange.trouble = f"{peer} did not deliver the part of {self._members[part.owner]}: {error}"
 
+    async def _stand_in(self, part: Part) -> None:
+        """Adopt what others have of a failed owner's results, and make the rest anew."""
+        log.warning("round %d: standing in for %s", self._plan.round, self._members[part.owner])
+        for member, peer in enumerate(self._members):
+            if member not in (self._me, part.owner) and not self._store.has(part):
+                with suppress(ShoalError):
+                    await adopt_part(self._endpoint, self._store, part, peer, self._seat.deadlines.adopt_s)
+        for run in self._store.missing(part):
+            encoded = {index: await self._source.chunk(index) for index in run}
+            reduction = Reduction(self._seat, self._decoded(encoded), frozenset((part.owner,)))
+            self._as_stand_in.append(reduction)
+            await reduction.run(run)
+        self._exchange.trouble = ""
 
-class _OwnedPart:
-    """The meeting point of the collectors and the reducer of one part."""
+    def _decoded(self, encoded: dict[int, memoryview]) -> Callable[[int, int], Tensor]:
+        """Our own values as any owner would have got them."""
 
-    def __init__(self, reducer: PartReducer, chunks: range) -> None:
-        self.reducer = reducer
-        self.chunks = chunks
-        self._next = chunks.start
-        self._changed = asyncio.Condition()
+        def own(start: int, stop: int) -> Tensor:
+            codec = self._store.coding.contribution(start, stop)
+            packed = encoded[start // self._plan.chunk_elements]
+            return codec.decode(packed, stop - start, torch.empty(stop - start))
 
-    async def offer(self, chunk: int, member: int, packed: memoryview) -> None:
-        """Hand in a chunk; waits when this member is too far ahead of the others."""
-        async with self._changed:
-            if self.reducer.offer(chunk, member, packed):
-                self._changed.notify_all()
-            await self._changed.wait_for(lambda: chunk < self._next + _WINDOW)
-
-    async def give_up(self, member: int) -> None:
-        async with self._changed:
-            self.reducer.give_up(member)
-            self._changed.notify_all()
-
-    async def wait_complete(self, chunk: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.reducer.is_complete(chunk))
-
-    async def advance(self) -> None:
-        async with self._changed:
-            self._next += 1
-            self._changed.notify_all()
+        return own

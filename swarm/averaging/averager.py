@@ -17,7 +17,7 @@ from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.averaging.results import ResultStore, ensure_part
+from shoal.swarm.averaging.results import HeldResults, ResultStore, ensure_part
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.links import in_thread
@@ -195,6 +195,7 @@ class Averager:
         store = ResultStore(plan, self._coding)
         self._stores[plan.round] = store
         self._endpoint.publish(store.blob, store)
+        self._endpoint.publish(store.held, HeldResults(store))
         return store
 
     async def _drop_stores(self, *rounds: int) -> None:
@@ -202,6 +203,7 @@ class Averager:
             store = self._stores.pop(number, None)
             if store is not None:
                 self._endpoint.retract(store.blob)
+                self._endpoint.retract(store.held)
                 self._moved_before += store.moved
                 await store.close()
 
@@ -251,6 +253,9 @@ class Averager:
         store = self._stores.get(plan.round) or self._open_store(plan)
         others = [member.peer for member in plan.members if member.peer != self._client.peer]
         for part, digest in zip(plan.parts, verdict.digests, strict=True):
+            if digest is None:
+                store.drop(part)
+                continue
             await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines.patience_s)
         return await in_thread(store.mean)
 

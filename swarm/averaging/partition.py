@@ -37,6 +37,8 @@ def owner_shares(bandwidths_bps: Sequence[float | None], can_own: Sequence[bool]
     speeds = {index: bandwidths_bps[index] or median for index in range(n) if can_own[index]}
     if not speeds:
         return [1 / n] * n
+    largest = max(speeds.values())
+    speeds = {index: speed / largest for index, speed in speeds.items()}
     if n <= 2:  # everybody sends V, however it is shared
         total = sum(speeds.values())
         return [speeds.get(index, 0.0) / total for index in range(n)]
@@ -50,6 +52,18 @@ def owner_shares(bandwidths_bps: Sequence[float | None], can_own: Sequence[bool]
         moment = (n - 2 + owners) / together
     shares = {index: (moment * speeds[index] - 1.0) / (n - 2) for index in fastest[:owners]}
     return [max(0.0, shares.get(index, 0.0)) for index in range(n)]
+
+
+def stand_ins(shares: Sequence[float], can_own: Sequence[bool], owner: int, most: int) -> list[int]:
+    """Who reduces ``owner``'s part when that fails, in this order: up to ``most`` of those that can own.
+
+    Whoever owns most comes first, as it has the best link; owners of one part after the other begin with different
+    ones, so that the death of one does not fall on the same member as the next.
+    """
+    able = sorted((index for index, one in enumerate(can_own) if one), key=lambda index: (-shares[index], index))
+    first = able.index(owner) + 1 if owner in able else owner
+    around = [able[(first + step) % len(able)] for step in range(len(able))] if able else []
+    return [index for index in around if index != owner][:most]
 
 
 def split(elements: int, shares: Sequence[float], chunk: int) -> list[tuple[int, int, int]]:

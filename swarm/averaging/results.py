@@ -17,7 +17,7 @@ from shoal.swarm.averaging.reducer import mask_bytes, result_bytes, unpack_mask
 from shoal.swarm.errors import BlobUnavailable, LinkError, ShoalError, WireError
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, Part, RoundPlan
-from shoal.swarm.transport import Endpoint
+from shoal.swarm.transport import Endpoint, Sink
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,11 @@ class ResultStore:
     def blob(self) -> Blob:
         return Blob(kind="result", number=self.plan.round)
 
+    @property
+    def held(self) -> Blob:
+        """As ``HeldResults``."""
+        return Blob(kind="held", number=self.plan.round)
+
     def bounds(self, chunk: int) -> tuple[int, int]:
         """The elements of a chunk."""
         start = chunk * self.plan.chunk_elements
@@ -52,6 +57,21 @@ class ResultStore:
     def chunks_of(self, part: Part) -> range:
         size = self.plan.chunk_elements
         return range(part.start // size, -(-part.stop // size))
+
+    def missing(self, part: Part) -> list[range]:
+        """The part's chunks that are not here, as ranges."""
+        runs: list[range] = []
+        for index in self.chunks_of(part):
+            if self._results[index] is None:
+                if runs and runs[-1].stop == index:
+                    runs[-1] = range(runs[-1].start, index + 1)
+                else:
+                    runs.append(range(index, index + 1))
+        return runs
+
+    def drop(self, part: Part) -> None:
+        """This part is void: zero for everybody, with nobody in it."""
+        self._void.update(self.chunks_of(part))
 
     async def put(self, chunk: int, result: memoryview) -> None:
         async with self._arrived:
@@ -107,12 +127,14 @@ class ResultStore:
         return take
 
     def mean(self) -> Tensor:
-        """The decoded mean, (elements,) float32. Needs every chunk.
+        """The decoded mean, (elements,) float32. Needs every chunk but those of void parts.
 
         A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
         mean = torch.zeros(self.elements)
         members = len(self.plan.members)
         for index in range(self.chunks):
+            if index in self._void:
+                continue
             start, stop = self.bounds(index)
             result = self[index]
             try:
@@ -129,13 +151,45 @@ class ResultStore:
         return [] if chunk in self._void else unpack_mask(self[chunk], len(self.plan.members))
 
 
+class HeldResults:
+    """What of a store's results is there already, for those that cannot wait (a ``ChunkSource``)."""
+
+    def __init__(self, store: ResultStore) -> None:
+        self.chunks = store.chunks
+        self._store = store
+
+    async def chunk(self, index: int) -> memoryview:
+        """That result, or nothing."""
+        try:
+            return self._store[index]
+        except BlobUnavailable:
+            return memoryview(b"")
+
+
 async def fetch_part(endpoint: Endpoint, store: ResultStore, part: Part, holder: str, progress_s: float) -> None:
-    """Bring one part's result chunks from ``holder`` into the store. Raises ``ShoalError``, the holder's too."""
-    received: dict[int, memoryview] = {}
-    stream = endpoint.fetch(holder, store.blob, store.chunks_of(part), store.sink(received), progress_s)
-    async with aclosing(stream):
-        async for chunk in stream:
-            await store.put(chunk, received.pop(chunk))
+    """Bring what the store lacks of one part from ``holder``. Raises ``ShoalError``, the holder's too."""
+    for run in store.missing(part):
+        received: dict[int, memoryview] = {}
+        stream = endpoint.fetch(holder, store.blob, run, store.sink(received), progress_s)
+        async with aclosing(stream):
+            async for chunk in stream:
+                await store.put(chunk, received.pop(chunk))
+
+
+async def adopt_part(endpoint: Endpoint, store: ResultStore, part: Part, holder: str, progress_s: float) -> None:
+    """Take over what ``holder`` has already of what the store lacks of one part. Raises ``ShoalError``."""
+    for run in store.missing(part):
+        received: dict[int, memoryview] = {}
+        fitting = store.sink(received)
+
+        def sink(chunk: int, size: int, fitting: Sink = fitting) -> memoryview:
+            return fitting(chunk, size) if size else memoryview(bytearray())
+
+        stream = endpoint.fetch(holder, store.held, run, sink, progress_s)
+        async with aclosing(stream):
+            async for chunk in stream:
+                if chunk in received:
+                    await store.put(chunk, received.pop(chunk))
 
 
 async def ensure_part(

@@ -253,7 +253,14 @@ class RunMachine(RunState):
         assert self.round.plan is not None
         overdue = now_s > self.round.progress_s + self.deadlines.report_s
         enough = now_s > self.round.reported_s + self.deadlines.ready_s
-        judgement = judge(self.round.plan, self.round.reports, self.averaging(), overdue=overdue, enough=enough)
+        judgement = judge(
+            self.round.plan,
+            self.round.reports,
+            self.averaging(),
+            overdue=overdue,
+            enough=enough,
+            whole=self.goal().exact,
+        )
         if judgement is not None:
             self._give_verdict(judgement, now_s)
 

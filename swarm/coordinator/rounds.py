@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from shoal.swarm.averaging.partition import chunk_elements, owner_shares, split
+from shoal.swarm.averaging.partition import chunk_elements, owner_shares, split, stand_ins
 from shoal.swarm.coordinator.leases import Ranges
 from shoal.swarm.coordinator.membership import Member, majority
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import (
+    MAX_STAND_INS,
     Part,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
@@ -120,10 +122,8 @@ def plan_round(
         return None
     peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)
     chunk = chunk_elements(elements, len(peers))
-    shares = owner_shares(
-        [members[peer].bandwidth_bps or None for peer in peers],
-        [members[peer].entry.reachable and members[peer].delivers for peer in peers],
-    )
+    can_own = [members[peer].entry.reachable and members[peer].delivers for peer in peers]
+    shares = owner_shares([members[peer].bandwidth_bps or None for peer in peers], can_own)
     parts = split(elements, shares, chunk)
     return RoundPlan(
         round=number,
@@ -131,16 +131,24 @@ def plan_round(
         state_digest=digest,
         chunk_elements=chunk,
         members=tuple(PlanMember(peer=peer, weight_tokens=ready[peer].weight_tokens) for peer in peers),
-        parts=tuple(Part(owner=owner, start=start, stop=stop) for owner, start, stop in parts),
+        parts=tuple(
+            Part(
+                owner=owner,
+                start=start,
+                stop=stop,
+                stand_ins=tuple(stand_ins(shares, can_own, owner, MAX_STAND_INS)),
+            )
+            for owner, start, stop in parts
+        ),
     )
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """How the round ends: with digests when committed, with a reason when aborted. ``failed``: the owners whose
-    parts others did not get."""
+    """How the round ends: with digests when committed (None: a void part), with a reason when aborted. ``failed``: the
+    owners whose parts others did not get."""
 
-    digests: tuple[bytes, ...] = ()
+    digests: tuple[bytes | None, ...] = ()
     reason: str = ""
     failed: tuple[str, ...] = ()
 
@@ -156,32 +164,33 @@ def judge(
     *,
     overdue: bool,
     enough: bool,
+    whole: bool = False,
 ) -> Judgement | None:
     """The verdict, or None while it is worth waiting.
 
-    Committed when two live members hold every part (one, if it is the last), so that the next death does not take
-    committed bytes away, and no two members hold different bytes of the same part. Waits for all live members of
-    the plan, or until ``overdue``; those who only lack what others hold can fetch it later, so that ``enough``
-    (time for the others' sake) ends the wait for them.
+    Of each part those bytes are committed that most live members hold, if two of them do (one, if it is the last), so
+    that the next death does not take committed bytes away; a part without such bytes is void. Committed when any part
+    is, or, of a ``whole`` round, when all are. Waits for all live members of the plan, or until ``overdue``; those who
+    only lack what others hold can fetch it later: ``enough`` (time for the others' sake) ends the wait for them.
     """
     heard = {peer: report for peer, report in reports.items() if peer in live}
     present = [member.peer for member in plan.members if member.peer in live]
-    digests: list[bytes] = []
+    digests: list[bytes | None] = []
     failed: list[str] = []
     for index, part in enumerate(plan.parts):
-        owner = plan.members[part.owner].peer
-        held = [one for one in (report.digests[index] for report in heard.values()) if one is not None]
-        if len(set(held)) > 1:
-            return Judgement(reason=f"{owner} sent different results of its part to different members", failed=(owner,))
-        if held and len(held) >= min(2, len(present)):
-            digests.append(held[0])
-        else:
-            failed.append(owner)
-    if len(heard) < len(present) and not overdue and (failed or not enough):
+        held = Counter(one for one in (report.digests[index] for report in heard.values()) if one is not None)
+        # Of equally many the smallest, so that any two judges agree.
+        digest, holders = min(held.items(), key=lambda one: (-one[1], one[0]), default=(None, 0))
+        kept = digest if holders >= min(2, len(present)) else None
+        digests.append(kept)
+        if kept is None or len(held) > 1:
+            failed.append(plan.members[part.owner].peer)
+    void = digests.count(None)
+    if len(heard) < len(present) and not overdue and (void or not enough):
         return None
-    if not failed:
-        return Judgement(digests=tuple(digests))
+    if void < len(digests) and not (void and whole):
+        return Judgement(digests=tuple(digests), failed=tuple(dict.fromkeys(failed)))
     troubles = sorted({report.trouble for report in heard.values() if report.trouble})
     why = f"; {troubles[0]}" if troubles else ""
-    reason = f"{len(failed)} of {len(plan.parts)} parts did not arrive{why}"
+    reason = f"{void} of {len(plan.parts)} parts did not arrive{why}"
     return Judgement(reason=reason, failed=tuple(dict.fromkeys(failed)))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
-from shoal.swarm.averaging.allreduce import _WINDOW, AllReduce, Exchange
+from shoal.swarm.averaging.allreduce import AllReduce, Exchange
 from shoal.swarm.averaging.partition import chunk_elements, split
-from shoal.swarm.averaging.results import ResultStore, ensure_part, fetch_part
+from shoal.swarm.averaging.reducing import _WINDOW
+from shoal.swarm.averaging.results import HeldResults, ResultStore, ensure_part, fetch_part
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, LinkError, StorageError
 from shoal.swarm.messages import Blob, Part, PlanMember, RoundPlan
@@ -74,6 +75,7 @@ def make_sides(
         store = ResultStore(plan, get_coding(codec))
         endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
         endpoint.publish(store.blob, store)
+        endpoint.publish(store.held, HeldResults(store))
         exchange = AllReduce(endpoint, store, member.peer, feedback, Deadlines(PATIENCE_S))
         sides.append(Side(store, feedback, exchange, brought))
     return sides
