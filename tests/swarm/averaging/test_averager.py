@@ -14,7 +14,6 @@ from shoal.compression.registry import CODEC_NAMES
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, OutOfDate
 from shoal.swarm.coordinator.leases import count
 from shoal.swarm.messages import (
-    Blob,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
@@ -120,7 +119,7 @@ def dying(run: Swarm, member: SimMember, task: list[asyncio.Task[Any]]) -> None:
 
 @pytest.mark.parametrize("kind", ["contribution", "result"])
 def test_a_member_that_dies_in_the_exchange(kind: str) -> None:
-    """Its part is lost, so the round aborts for all; what they brought is offered again and none of it is lost."""
+    """A stand-in reduces its part; what of its contribution had arrived counts, and nothing of the others' is lost."""
 
     async def main() -> None:
         async with swarm(3, run_toml(30), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
@@ -129,14 +128,19 @@ def test_a_member_that_dies_in_the_exchange(kind: str) -> None:
             chunk = 0 if kind == "contribution" else owned_chunk(run, 2)
             run.network.faults.append(at(kind, victim.peer, chunk, lambda: dying(run, victim, doomed)))
             outcomes = await together(*[one.play(contribution(run.index(one)), 10) for one in alive])
-            assert all(isinstance(one, CarryOn) and one.verdict is not None for one in outcomes)
-            assert len({one.verdict.chain for one in outcomes if isinstance(one, CarryOn) and one.verdict}) == 1
-            assert not bool(run[0].anchor.any())
-            again = await together(*[one.play(contribution(run.index(one)), 5) for one in alive])
-            assert all(isinstance(one, Committed) and one.included for one in again)
+            assert all(isinstance(one, Committed) and one.included for one in outcomes)
+            assert len({one.verdict.chain for one in outcomes if isinstance(one, Committed)}) == 1
+            assert None not in outcomes[0].verdict.digests
             assert in_step(*alive)
-            close(-run[0].anchor, (contribution(0) + contribution(1)).double() / 2)
-            assert run.coordinator.machine.tokens_committed == 30
+            both = (contribution(0) + contribution(1)).double() / 2
+            its_part = slice(2 * 4096, 3 * 4096)
+            if kind == "result":
+                close(-run[0].anchor[its_part], both[its_part])
+            all_three = weighted([contribution(index) for index in range(3)], [1, 1, 1])
+            for start in range(0, ELEMENTS, 4096):
+                found, chunk = -run[0].anchor[start : start + 4096].double(), slice(start, start + 4096)
+                assert any(torch.allclose(found, mean[chunk], atol=1e-6) for mean in (both, all_three))
+            assert not any(bool(one.averager.feedback.residual.any()) for one in alive)
 
     run_virtual(main())
 
@@ -180,16 +184,14 @@ def test_a_garbage_contributor_is_left_out() -> None:
     run_virtual(main())
 
 
-def test_an_owner_of_two_faces_aborts_the_round_for_all() -> None:
+def test_of_the_two_faces_of_an_owner_the_one_that_most_saw_counts() -> None:
     async def main() -> None:
         async with swarm(3, run_toml(30), ELEMENTS) as run:
             fault = changed("result", run[1].peer, lambda data: data[:-4] + bytes(4), to=run[2].peer)
             run.network.faults.append(fault)
             outcomes = await together(*play_all(run, 0))
-            assert [type(one) for one in outcomes] == [CarryOn] * 3
-            assert all("different results" in one.reason for one in outcomes if isinstance(one, CarryOn))
-            run.network.faults.remove(fault)
-            assert all(isinstance(one, Committed) for one in await together(*play_all(run, 0, [0, 0, 0])))
+            assert all(isinstance(one, Committed) for one in outcomes)
+            assert not run.coordinator.machine.membership.members[run[1].peer].delivers
             close(-run[0].anchor, weighted([contribution(index) for index in range(3)], [1, 1, 1]))
             assert in_step(*run.members)
 
@@ -202,8 +204,9 @@ def test_the_verdict_ends_an_exchange_that_goes_on() -> None:
             run.network.faults.append(changed("result", run[0].peer, lambda data: data[:-4] + bytes(4), to=run[1].peer))
             run.network.faults.append(stalled("result", run[0].peer, 0, to=run[3].peer))
             outcomes = await together(*play_all(run, 0))
-            assert [type(one) for one in outcomes] == [CarryOn] * 4
-            assert now_s() < PATIENCE_S
+            assert all(isinstance(one, Committed) for one in outcomes)
+            assert in_step(*run.members)
+            assert now_s() < 3 * PATIENCE_S
             assert not any(one.averager.feedback.in_round for one in run.members)
 
     run_virtual(main())
@@ -632,17 +635,18 @@ def test_leaving_and_joining_again_outlives_an_absence() -> None:
 def test_only_the_latest_results_are_kept_and_none_of_aborted_rounds() -> None:
     async def main() -> None:
         async with swarm(2, run_toml(20), ELEMENTS) as run:
-            fault = changed("result", run[0].peer, lambda data: data[:-4] + bytes(4), to=run[1].peer)
+            faults = [changed("result", one.peer, lambda data: data[:-4] + bytes(4)) for one in run.members]
             moved = 0
             for number in range(6):
                 if number == 3:
-                    run.network.faults.append(fault)
+                    run.network.faults += faults
                 outcomes = await together(*play_all(run, number, [10, 10] if number != 4 else [0, 0]))
                 assert isinstance(outcomes[0], CarryOn if number == 3 else Committed)
                 run.network.faults.clear()
                 for one in run.members:
                     kept = {number - back for back in range(3)} & set(range(6)) - {3}
-                    assert set(one.endpoint.blobs) == {Blob(kind="result", number=which) for which in kept}
+                    blobs = {(blob.kind, blob.number) for blob in one.endpoint.blobs}
+                    assert blobs == {(kind, which) for which in kept for kind in ("result", "held")}
                     assert one.averager.chunks_moved > moved
                 moved = max(one.averager.chunks_moved for one in run.members)
             assert in_step(*run.members)

@@ -197,6 +197,15 @@ def test_a_part_that_one_of_several_holds_is_not_safe() -> None:
     reports = {A: report(PLAN), B: report(PLAN, missing=(0,)), C: report(PLAN, missing=(0, 1))}
     judgement = judge(PLAN, reports, {A, B, C}, overdue=False, enough=False)
     assert judgement is not None
+    assert judgement.committed
+    assert judgement.digests == (None, part_digest(PLAN, 1), part_digest(PLAN, 2))
+    assert judgement.failed == (A,)
+
+
+def test_a_round_that_has_to_be_whole_is_not_committed_in_part() -> None:
+    reports = {A: report(PLAN), B: report(PLAN, missing=(0,)), C: report(PLAN, missing=(0, 1))}
+    judgement = judge(PLAN, reports, {A, B, C}, overdue=False, enough=False, whole=True)
+    assert judgement is not None
     assert not judgement.committed
     assert judgement.reason == "1 of 3 parts did not arrive; a link was slow"
     assert judgement.failed == (A,)
@@ -212,7 +221,7 @@ def test_the_dead_hold_nothing() -> None:
     reports = {A: report(PLAN), B: report(PLAN, missing=(1,)), C: report(PLAN, missing=(0, 1, 2))}
     judgement = judge(PLAN, reports, {B, C}, overdue=False, enough=False)
     assert judgement is not None
-    assert not judgement.committed
+    assert not judgement.committed, "C holds nothing, and what only B holds is not safe"
     nobody = judge(PLAN, reports, set(), overdue=False, enough=False)
     assert nobody is not None
     assert nobody.reason.startswith("3 of 3 parts")
@@ -225,12 +234,20 @@ def test_overdue() -> None:
     assert judge(PLAN, {A: report(PLAN), B: report(PLAN)}, {A, B, C}, overdue=True, enough=False)
 
 
-def test_different_bytes_of_a_part_abort_at_once() -> None:
-    judgement = judge(PLAN, {A: report(PLAN), B: report(PLAN, wrong=(1,))}, {A, B, C}, overdue=False, enough=False)
+def test_of_different_bytes_those_are_committed_that_most_hold() -> None:
+    reports = {A: report(PLAN), B: report(PLAN, wrong=(1,)), C: report(PLAN)}
+    judgement = judge(PLAN, reports, {A, B, C}, overdue=False, enough=False)
     assert judgement is not None
-    assert not judgement.committed
-    assert judgement.reason.startswith(B)
-    assert judgement.failed == (B,)
+    assert judgement.digests == tuple(part_digest(PLAN, index) for index in range(3))
+    assert judgement.failed == (B,), "the owner of that part, until it is known who made the others"
+
+
+def test_different_bytes_that_one_holds_each_are_void() -> None:
+    reports = {A: report(PLAN), B: report(PLAN, wrong=(1,))}
+    assert judge(PLAN, reports, {A, B, C}, overdue=False, enough=False) is None, "C may decide it"
+    judgement = judge(PLAN, reports, {A, B}, overdue=False, enough=False)
+    assert judgement is not None
+    assert judgement.digests == (part_digest(PLAN, 0), None, part_digest(PLAN, 2))
 
 
 # Membership ---------------------------------------------------------------------------------------------
