@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from shoal.peer.session import SHOAL_HOME, SessionOptions
 from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.errors import RecipeError, ShoalError
 from shoal.swarm.invite import Invite, parse_address
+from shoal.swarm.messages import Role
 from shoal.swarm.observer import get_status
 
 app = typer.Typer(
@@ -34,6 +36,21 @@ console = Console()
 errors = Console(stderr=True)
 
 _FILES = 8192
+
+
+class JoinRole(StrEnum):
+    """What a member does in a run, as the command line names it."""
+
+    full = "full"
+    contribute_only = "contribute-only"
+    observe = "observe"
+
+
+_ROLES: dict[JoinRole, Role] = {
+    JoinRole.full: "trainer",
+    JoinRole.contribute_only: "contributor",
+    JoinRole.observe: "validator",
+}
 
 InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=… (quote it: it contains ?)")]
 IdentityOption = Annotated[Path, typer.Option(help="Ed25519 identity; made when it is missing.")]
@@ -87,6 +104,9 @@ def join_command(
     name: Annotated[str, typer.Option(help="How others see this machine; its host name by default.")] = "",
     bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; data goes over the next port.")] = "0.0.0.0",
     advertise: Annotated[str, typer.Option(help="HOST[:PORT] at which other peers reach this one.")] = "",
+    role: Annotated[
+        JoinRole, typer.Option(help="full; contribute-only: train, reduce nothing; observe: follow the model only.")
+    ] = JoinRole.full,
     state: Annotated[Path, typer.Option(help="Where the model is saved.")] = SHOAL_HOME / "runs",
     identity: IdentityOption = SHOAL_HOME / "identity",
     log_json: LogJson = None,
@@ -102,6 +122,7 @@ def join_command(
             name=name,
             bind=parse_address(bind),
             advertise=parse_address(advertise) if advertise else ("", 0),
+            role=_ROLES[role],
             on_event=reporter.on_event,
         )
         run_member(invite, options, work, reporter.watch)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -35,7 +36,7 @@ from shoal.swarm.coordinator_client import MemberInfo
 from shoal.swarm.errors import UserError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
-from shoal.swarm.messages import RunView
+from shoal.swarm.messages import Role, RunView
 from shoal.swarm.run_file import RunFile
 
 log = logging.getLogger(__name__)
@@ -47,13 +48,15 @@ Event = dict[str, Any]
 @dataclass(frozen=True)
 class SessionOptions:
     """Where this member lives. ``bind`` is where it listens (port 0: any free one, data on the next);
-    ``advertise`` the host or address that others shall use, by default the one that the coordinator sees."""
+    ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
+    whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``)."""
 
     identity: Path = SHOAL_HOME / "identity"
     state: Path = SHOAL_HOME / "runs"
     name: str = ""
     bind: tuple[str, int] = ("0.0.0.0", 0)
     advertise: tuple[str, int] = ("", 0)
+    role: Role = "trainer"
     on_event: Callable[[Event], None] | None = None
 
 
@@ -263,6 +266,11 @@ class Session:
                 self._fetch_lease()
 
     def _fetch_lease(self) -> None:
+        if self.options.role == "validator":
+            self._set_activity("following")
+            with contextlib.suppress(Interrupted):
+                self._network.call(self._member.wait_for_change(0.5), interruptible=True)
+            return
         batch = self.run_file.inner.batch_samples
         per_lease = self._clock.tokens_per_s * self._member.client.deadlines.lease_s / self._replica.tokens_per_sample
         samples = max(1, round(per_lease / batch)) * batch
@@ -322,7 +330,7 @@ class Session:
         host, port = self.options.advertise
         return MemberInfo(
             name=(self.options.name or socket.gethostname())[:64],
-            role="trainer",
+            role=self.options.role,
             device=describe_device(self.device),
             host=host,
             ports=(port, port + 1) if port else None,

@@ -31,7 +31,9 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
-Role = Literal["trainer", "observer"]
+Role = Literal["trainer", "contributor", "validator", "observer"]
+"""``trainer``: trains and reduces parts; ``contributor``: trains, and reduces nothing; ``validator``: follows the
+anchor and brings nothing; ``observer``: looks at the run and is not recorded."""
 Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
 
 

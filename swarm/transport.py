@@ -142,7 +142,7 @@ class Node:
 
     def trainers(self) -> list[str]:
         """The members that train, in the roster's order: who has been here longest first."""
-        return [peer for peer, entry in self._roster.items() if entry.role == "trainer"]
+        return [peer for peer, entry in self._roster.items() if entry.role in ("trainer", "contributor")]
 
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self._data.publish(blob, source)

@@ -47,10 +47,10 @@ class RunMachine(RunState):
         """Admit a member. The same identity with another key is a new process: the old one's work is free again."""
         self.now_s = now_s
         self.refuse_replaced(entry.certificate.curve_key)
-        if self.round.phase == "ended" and entry.role == "trainer":
+        if self.round.phase == "ended" and entry.role != "observer":
             raise RunEnded(f"the run {self.run.run.name} is over; `shoal export` still gives its model")
         known = self.membership.members.get(entry.peer)
-        if known is not None and known.entry.role == "trainer" and entry.role == "observer":
+        if known is not None and known.entry.role != "observer" and entry.role == "observer":
             raise NotAdmitted("this identity trains in the run; look at the run with another one")
         if known is not None and known.alive:
             if known.entry.certificate.curve_key == entry.certificate.curve_key:
@@ -63,8 +63,8 @@ class RunMachine(RunState):
 
     def describe_model(self, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the run's first peer."""
-        if not self.membership.members[peer].is_trainer:
-            raise NotAdmitted("only members that train have a model")
+        if self.membership.is_observer(peer):
+            raise NotAdmitted("observers have no model")
         if self.model is None:
             elements = sum(spec.elements for spec in model.layout)
             if not 0 < elements <= _MAX_ELEMENTS:

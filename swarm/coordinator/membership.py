@@ -42,7 +42,12 @@ class Member:
 
     @property
     def is_trainer(self) -> bool:
-        return self.alive and self.entry.role == "trainer"
+        return self.alive and self.entry.role in ("trainer", "contributor")
+
+    @property
+    def can_own(self) -> bool:
+        """Whether it may reduce a part."""
+        return self.entry.role == "trainer" and self.entry.reachable and self.delivers
 
     def forget_progress(self) -> None:
         """Its uncommitted work is committed, or lost."""
@@ -53,7 +58,7 @@ class Member:
 class Membership:
     """The members by peer id, and the roster's version, which every change of it raises.
 
-    Trainers stay known after they left; observers are forgotten, so that looking at a run leaves no traces."""
+    Members stay known after they left; observers are forgotten, so that looking at a run leaves no traces."""
 
     members: dict[str, Member] = field(default_factory=dict)
     roster_version: int = 0
@@ -146,8 +151,8 @@ class Membership:
         """Those that are here first; of a run that very many have left, not all of them."""
         synced = self.synced(anchor_version, digest)
         total = sum(member.tokens_committed for member in self.members.values())
-        trainers = [(peer, member) for peer, member in self.members.items() if member.entry.role == "trainer"]
-        trainers.sort(key=lambda one: not one[1].alive)
+        recorded = [(peer, member) for peer, member in self.members.items() if member.entry.role != "observer"]
+        recorded.sort(key=lambda one: not one[1].alive)
         return tuple(
             MemberStatus(
                 peer=peer,
@@ -164,7 +169,7 @@ class Membership:
                 bytes_sent=member.bytes_sent,
                 bytes_received=member.bytes_received,
             )
-            for peer, member in trainers[: 4 * MAX_MEMBERS]
+            for peer, member in recorded[: 4 * MAX_MEMBERS]
         )
 
 

@@ -122,7 +122,7 @@ def plan_round(
         return None
     peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)
     chunk = chunk_elements(elements, len(peers))
-    can_own = [members[peer].entry.reachable and members[peer].delivers for peer in peers]
+    can_own = [members[peer].can_own for peer in peers]
     shares = owner_shares([members[peer].bandwidth_bps or None for peer in peers], can_own)
     parts = split(elements, shares, chunk)
     return RoundPlan(

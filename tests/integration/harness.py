@@ -298,13 +298,14 @@ class Swarm:
         launcher: Sequence[str] = CALM,
         identity: Path | None = None,
         cwd: Path | None = None,
+        extra: Sequence[str] = (),
     ) -> Member:
-        """Returns at once. ``launcher`` takes ``shoal``'s arguments after its own."""
+        """Returns at once. ``launcher`` takes ``shoal``'s arguments after its own; ``extra`` are more of those."""
         folder = self._folder(label)
         identity = identity or folder / "identity"
         options = ["--identity", str(identity), "--state", str(folder / "state"), "--name", label]
         more = ["--bind", LOOPBACK, "--threads", "1", "--device", "cpu", "--log-json", str(folder / "events.jsonl")]
-        return self._add(Member(label, [*launcher, "join", invite, *options, *more], folder, cwd or folder))
+        return self._add(Member(label, [*launcher, "join", invite, *options, *more, *extra], folder, cwd or folder))
 
     def members(self, invite: str, *labels: str, launcher: Sequence[str] = CALM) -> list[Member]:
         return [self.member(invite, label, launcher) for label in labels]
