@@ -15,6 +15,8 @@ from slow_member import slow_down
 from shoal.peer.cli import main
 from shoal.peer.replica import Replica
 from shoal.swarm.averaging.allreduce import AllReduce, _ContributionSource
+from shoal.swarm.averaging.reducer import Reduced
+from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 
@@ -51,13 +53,13 @@ def serving(doom: Doom) -> None:
 
 def reducing(doom: Doom) -> None:
     """As the owner of a part, when a chunk is complete and about to be reduced."""
-    real = AllReduce._reduce
+    real = Reduction._reduce
 
-    async def reduce(self: Any, *rest: Any) -> None:
-        doom.comes_to(self._plan.round)
-        await real(self, *rest)
+    def reduce(self: Any, *rest: Any) -> Reduced:
+        doom.comes_to(self.seat.store.plan.round)
+        return real(self, *rest)
 
-    AllReduce._reduce = reduce  # type: ignore[method-assign]
+    Reduction._reduce = reduce  # type: ignore[method-assign]
 
 
 def exchanged(doom: Doom) -> None:
