@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 PROTOCOL_VERSION = 1
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
-MAX_MEMBERS = 256
+MAX_MEMBERS = 1024
 MAX_STAND_INS = 3
 MAX_RANGES = 4096
 MAX_TENSORS = 65_536
@@ -237,11 +237,13 @@ class PeerToCoordinatorRoundReady(Message):
 class PeerToCoordinatorRoundReport(Message):
     """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
 
-    ``dropped`` are the members (indices of the plan) that some chunk of our results does without."""
+    ``dropped`` are the members (indices of the plan) that some chunk of the results that we made does without;
+    ``failed`` the owners whose part we could not get from them."""
 
     round: Count
     digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_MEMBERS)]
     dropped: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MEMBERS)], ...], Field(max_length=MAX_MEMBERS)]
+    failed: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MEMBERS)], ...], Field(max_length=MAX_MEMBERS)] = ()
     trouble: Text
 
 

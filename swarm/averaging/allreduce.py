@@ -66,9 +66,11 @@ class _ContributionSource:
 
 @dataclass
 class Exchange:
-    """How the exchange went on this member: ``dropped`` members in what we reduced, and why a part is missing."""
+    """How the exchange went on this member: ``dropped`` members in what we reduced, owners that ``failed`` to give us
+    their part, and why a part is missing."""
 
     dropped: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
     trouble: str = ""
 
 
@@ -166,6 +168,8 @@ class AllReduce:
                 return
             except ShoalError as error:
                 log.warning("round %d: no result from %s: %s", self._plan.round, peer, error)
+                if holder == part.owner:
+                    self._exchange.failed.add(holder)
                 self._exchange.trouble = f"{peer} did not deliver the part of {self._members[part.owner]}: {error}"
 
     async def _stand_in(self, part: Part) -> None:

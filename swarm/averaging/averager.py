@@ -269,5 +269,6 @@ def _make_report(store: ResultStore, exchange: Exchange) -> PeerToCoordinatorRou
         round=store.plan.round,
         digests=tuple(store.digest(part) if store.has(part) else None for part in store.plan.parts),
         dropped=tuple(sorted(exchange.dropped)),
+        failed=tuple(sorted(exchange.failed)),
         trouble=exchange.trouble[:2000],
     )

@@ -172,7 +172,9 @@ class RunMachine(RunState):
         plan = self.round.plan
         if plan is None or report.round != self.round.number or peer not in self.averaging():
             return
-        if len(report.digests) != len(plan.parts) or any(one >= len(plan.members) for one in report.dropped):
+        if len(report.digests) != len(plan.parts) or any(
+            one >= len(plan.members) for one in report.dropped + report.failed
+        ):
             raise WireError("the report does not fit the plan of its round")
         self.round.reports[peer] = report
         self.round.progress_s = self.round.reported_s = now_s

@@ -146,7 +146,7 @@ def plan_round(
 @dataclass(frozen=True)
 class Judgement:
     """How the round ends: with digests when committed (None: a void part), with a reason when aborted. ``failed``: the
-    owners whose parts others did not get."""
+    owners whose parts others did not get from them."""
 
     digests: tuple[bytes | None, ...] = ()
     reason: str = ""
@@ -185,6 +185,9 @@ def judge(
         digests.append(kept)
         if kept is None or len(held) > 1:
             failed.append(plan.members[part.owner].peer)
+    # One that fails one member may have a bad link with it; one that fails two is slow or cut off itself.
+    accused = Counter(owner for report in heard.values() for owner in report.failed)
+    failed += [plan.members[owner].peer for owner in sorted(accused) if accused[owner] >= min(2, len(heard) - 1)]
     void = digests.count(None)
     if len(heard) < len(present) and not overdue and (void or not enough):
         return None

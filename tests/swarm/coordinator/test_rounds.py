@@ -242,6 +242,21 @@ def test_of_different_bytes_those_are_committed_that_most_hold() -> None:
     assert judgement.failed == (B,), "the owner of that part, until it is known who made the others"
 
 
+def test_an_owner_that_two_could_not_get_its_part_from_has_failed() -> None:
+    def judged(*accusers: str) -> tuple[str, ...]:
+        reports = {
+            peer: report(PLAN).model_copy(update={"failed": (0,) if peer in accusers else ()}) for peer in (A, B, C)
+        }
+        judgement = judge(PLAN, reports, {A, B, C}, overdue=False, enough=False)
+        assert judgement is not None
+        assert judgement.committed
+        return judgement.failed
+
+    assert judged() == ()
+    assert judged(B) == ()
+    assert judged(B, C) == (A,)
+
+
 def test_different_bytes_that_one_holds_each_are_void() -> None:
     reports = {A: report(PLAN), B: report(PLAN, wrong=(1,))}
     assert judge(PLAN, reports, {A, B, C}, overdue=False, enough=False) is None, "C may decide it"
