@@ -87,11 +87,17 @@ class Averager:
             outcome = OutOfDate(str(error))
         finally:
             await self._end_exchange()
+            offered = self.feedback.in_round
             self.feedback.discard()
             self.activity = ""
         if isinstance(outcome, OutOfDate):
             self._late = None
+            if offered:  # some of the residual may be in a mean by now: it must not come twice
+                self._forget_residual()
         return outcome
+
+    def _forget_residual(self) -> None:
+        self.feedback, self._residual_weight = ErrorFeedback(self._elements, self._decay), 0
 
     async def _until_verdict(self, offer: Offer) -> Outcome:
         client, number = self._client, offer.round
@@ -152,7 +158,7 @@ class Averager:
             self._residual_weight = weight
             self.feedback.begin(contribution)
         except CodecError:
-            self.feedback, self._residual_weight = ErrorFeedback(self._elements, self._decay), 0
+            self._forget_residual()
             raise
 
     def _with_late(self, offer: Offer) -> Tensor:

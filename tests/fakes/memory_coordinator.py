@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -12,7 +13,7 @@ from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.errors import DeadlineExceeded
+from shoal.swarm.errors import DeadlineExceeded, ShoalError
 from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
@@ -47,7 +48,9 @@ def curve_keys(number: int) -> CurveKeys:
 
 
 class MemoryCoordinator:
-    """``away``: it hears nothing. ``deaf_to``: messages of these classes are lost."""
+    """``away``: it hears nothing. ``deaf_to``: messages of these classes are lost. ``stopped``: it does nothing, and
+    hears later what came meanwhile. ``watch`` sees facts twice, before they are journaled and before they are told; what
+    it stops or kills then goes no further."""
 
     def __init__(self, run_toml: str) -> None:
         self.run_toml = run_toml
@@ -55,6 +58,9 @@ class MemoryCoordinator:
         self.identity = identity(1_000_000)
         self.keys = curve_keys(199)
         self.away = False
+        self.stopped = False
+        self.unheard: list[tuple[MemoryChannel, Message]] = []
+        self.watch: Callable[[str, list[Fact]], None] = lambda step, facts: None
         self.pushes = True
         self.deaf_to: set[type[Message]] = set()
         self.facts: list[Fact] = []
@@ -77,13 +83,28 @@ class MemoryCoordinator:
     async def serve(self) -> None:
         """Tick and push, for ever."""
         while True:
-            if not self.away:
+            if not self.away and not self.stopped:
+                await self._hear_late()
                 self.machine.tick(now_s())
                 await self._flush()
             await asyncio.sleep(0.1)
 
+    async def _hear_late(self) -> None:
+        """What lay in the socket while we were stopped; nobody waits for the answers any more."""
+        unheard, self.unheard = self.unheard, []
+        for channel, message in unheard:
+            with suppress(ShoalError):
+                await self.answer(channel, message)
+
     async def _flush(self) -> None:
-        self.facts += self.machine.take_facts()
+        facts = self.machine.take_facts()
+        self.watch("decided", facts)
+        if self.away:
+            return
+        self.facts += facts
+        self.watch("journaled", facts)
+        if self.away or self.stopped:
+            return
         if self.machine.announcements != self._announced:
             self._announced = self.machine.announcements
             if self.pushes:
@@ -148,13 +169,15 @@ class MemoryCoordinator:
 
 
 class MemoryChannel:
-    """A member's connection to the coordinator."""
+    """A member's connection to the coordinator. ``open``: whether anything gets through; ``silent``: whether what the
+    coordinator says is lost."""
 
     is_broken = False
 
     def __init__(self, coordinator: MemoryCoordinator, own_keys: CurveKeys, latency_s: float) -> None:
         self.own_keys = own_keys
         self.open = True
+        self.silent = False
         self._coordinator = coordinator
         self._latency_s = latency_s
         self.handlers: dict[type[Message], Callable[[Any, Any], Awaitable[None]]] = {}
@@ -168,9 +191,15 @@ class MemoryChannel:
         if not self._hears(message):
             await asyncio.sleep(deadline_s - self._latency_s)
             raise DeadlineExceeded("the coordinator did not answer")
+        while self._coordinator.stopped:
+            await asyncio.sleep(0.01)
+            if now_s() > start + deadline_s:
+                self._coordinator.unheard.append((self, message))
+                raise DeadlineExceeded("the coordinator did not answer")
         answer = await self._coordinator.answer(self, message)
         await asyncio.sleep(self._latency_s)
-        if self._coordinator.away:  # it went away with the answer
+        coordinator = self._coordinator
+        if coordinator.away or coordinator.stopped or self.silent or not self.open:  # the answer was lost
             await asyncio.sleep(max(0.0, start + deadline_s - now_s()))
             raise DeadlineExceeded("the coordinator did not answer")
         assert isinstance(answer, reply)
@@ -180,7 +209,7 @@ class MemoryChannel:
         return self.open and not self._coordinator.away and type(message) not in self._coordinator.deaf_to
 
     async def push(self, message: Message) -> None:
-        if self.open:
+        if self.open and not self.silent:
             await self.handlers[type(message)](self, message)
 
 

@@ -40,6 +40,11 @@ class MemoryNetwork:
         self.endpoints: dict[str, MemoryEndpoint] = {}
         self.faults: list[Fault] = []
         self.log: list[Step] = []
+        self.cut: set[frozenset[str]] = set()
+        """Pairs without a connection: both notice at once."""
+        self.silent: set[tuple[str, str]] = set()
+        """(from, to): what goes this way is lost, and nobody notices but by waiting."""
+        self.is_stopped: Callable[[str], bool] = lambda peer: False
         self._seed, self._latency_s, self._bandwidth_bps = seed, latency_s, bandwidth_bps
 
     def endpoint(self, peer: str) -> "MemoryEndpoint":
@@ -49,6 +54,17 @@ class MemoryNetwork:
     def kill(self, peer: str) -> None:
         """From now on nobody gets anything from it, nor it from anybody."""
         self.endpoints[peer].alive = False
+
+    def connected(self, one: str, other: str) -> bool:
+        alive = self.endpoints[one].alive and self.endpoints[other].alive
+        return alive and frozenset((one, other)) not in self.cut
+
+    async def carried(self, sender: str, receiver: str) -> None:
+        """Returns when what the one sends now gets to the other; never, if nothing does."""
+        while self.is_stopped(sender):
+            await asyncio.sleep(0.01)
+        if (sender, receiver) in self.silent:
+            await asyncio.Event().wait()
 
     def link(self, one: str, other: str) -> tuple[float, float]:
         """Latency and bandwidth from one to the other."""
@@ -99,6 +115,13 @@ class MemoryEndpoint:
             raise MemberGone(f"{peer} is not a member of the run (any more)")
         latency_s, bandwidth_bps = self._network.link(peer, self.peer)
         await asyncio.sleep(2 * latency_s)
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._network.carried(self.peer, peer)
+                while self._network.is_stopped(peer):
+                    await asyncio.sleep(0.01)
+        except TimeoutError as error:
+            raise LinkError(f"{peer} did not answer for {wait_s:.1f} s") from error
         source = self._holder(peer).blobs.get(blob)
         if source is None:
             raise BlobUnavailable(f"no {blob.kind} of {blob.number} here")
@@ -121,12 +144,15 @@ class MemoryEndpoint:
         payload = bytes(await source.chunk(step.chunk))
         for fault in self._network.faults:
             payload = await fault(step, payload)
+        await self._network.carried(step.holder, step.to)
+        if not self._network.connected(step.holder, step.to):
+            raise LinkError("the connection was lost")
         self._network.log.append(step)
         return payload
 
     def _holder(self, peer: str) -> "MemoryEndpoint":
         holder = self._network.endpoints[peer]
-        if not (holder.alive and self.alive):
+        if not self._network.connected(peer, self.peer):
             raise Unreachable(f"nothing answers at {peer}")
         return holder
 

@@ -1,0 +1,92 @@
+"""What has to be true after every fault, in one place."""
+
+import asyncio
+
+import torch
+from tests.chaos.ledger import Ledger
+from tests.chaos.lives import Life
+from tests.fakes.swarm import Swarm
+
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.leases import count
+from shoal.swarm.verdicts import check_verdict, genesis
+
+KEPT_ROUNDS = 3
+
+
+def check(run: Swarm, lives: list[Life], others: int) -> None:
+    """``lives``: who is alive, at rest after some rounds without faults. ``others``: tasks that are not theirs."""
+    check_verdicts(run)
+    check_parity(run, lives)
+    check_tokens(run)
+    ledger = lives[0].ledger
+    ledger.check_means()
+    ledger.check_given_up()
+    for life in lives:
+        life.check_account()
+        check_memory(run, life)
+    assert len(asyncio.all_tasks()) == others + len(lives), "a task was left behind"
+
+
+def check_verdicts(run: Swarm) -> None:
+    """One a round, each after the one before, signed."""
+    verdicts = [one.verdict for one in run.coordinator.facts if isinstance(one, f.VerdictGiven)]
+    assert [one.round for one in verdicts] == list(range(len(verdicts)))
+    chain = genesis(run.coordinator.run.hash)
+    for verdict in verdicts:
+        assert verdict.previous_chain == chain
+        check_verdict(verdict, run.coordinator.identity.public_key)
+        chain = verdict.chain
+    for number, applied in run_ledger(run).rounds.items():
+        assert applied.verdict == verdicts[number], "what members apply is what was journaled"
+        assert applied.verdict.committed
+
+
+def run_ledger(run: Swarm) -> Ledger:
+    life = run.members[0]
+    assert isinstance(life, Life)
+    return life.ledger
+
+
+def check_parity(run: Swarm, lives: list[Life]) -> None:
+    """Everybody's anchor is the sum of the committed means, to the last bit: no update of anybody's own."""
+    anchor = torch.zeros(run.elements)
+    for _, applied in sorted(run_ledger(run).rounds.items()):
+        anchor = anchor - applied.mean
+    machine = run.coordinator.machine
+    assert machine.anchor_version == len(run_ledger(run).rounds)
+    for life in lives:
+        assert life.version == machine.anchor_version
+        assert torch.equal(life.anchor, anchor)
+        assert life.view.verdict == machine.verdict
+
+
+def check_tokens(run: Swarm) -> None:
+    """Every committed token is a sample that was leased, once, and is with nobody any more."""
+    machine = run.coordinator.machine
+    leases = machine.leases
+    assert machine.tokens_committed == leases.fresh - count(leases.pool) - leases.outstanding()
+    total = 0
+    for one in run.coordinator.facts:
+        if isinstance(one, f.VerdictGiven) and one.verdict.committed:
+            assert one.verdict.plan is not None
+            members = {member.peer: member.weight_tokens for member in one.verdict.plan.members}
+            assert one.verdict.tokens == sum(weight for peer, weight in members.items() if peer not in one.lost)
+            total += one.verdict.tokens
+            assert one.verdict.tokens_total == total
+    assert machine.tokens_committed == total
+    assert sum(one.tokens_committed for one in machine.membership.members.values()) == total
+
+
+def check_memory(run: Swarm, life: Life) -> None:
+    """Back to its level: the latest results and the residual, nothing of a contribution."""
+    averager, last = life.averager, run.coordinator.machine.round.number - 1
+    kept = set(range(max(0, last - KEPT_ROUNDS + 1), last + 1)) & set(run_ledger(run).rounds)
+    assert {(blob.kind, blob.number) for blob in life.endpoint.blobs} == {
+        (kind, number) for number in kept for kind in ("result", "held")
+    }
+    assert set(averager._stores) == kept
+    assert averager._exchange is None
+    assert not averager.feedback.in_round
+    assert averager.feedback._pending is None
+    assert averager.carried.residual.numel() == run.elements
