@@ -91,6 +91,11 @@ class LeasedSamples:
         return self._in_hand is not None
 
     @property
+    def in_round(self) -> int:
+        """How many are done since the last committed round."""
+        return count(self._done)
+
+    @property
     def tokens_done(self) -> int:
         return count(self._done) * self._tokens_per_sample
 

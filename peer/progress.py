@@ -20,7 +20,8 @@ from shoal.peer.views import session_panel, status_json, status_line, status_tab
 from shoal.swarm.errors import ShoalError, StorageError
 
 if TYPE_CHECKING:
-    from shoal.peer.session import Session, Snapshot
+    from shoal.peer.session import Session
+from shoal.peer.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

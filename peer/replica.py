@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.compression.codec import CodecError
@@ -49,12 +49,15 @@ def outer_of(outer: OuterSection) -> OuterOptimizer:
 @dataclass(frozen=True)
 class Brought:
     """What a member brings to the run. ``inner_optimizer`` is needed by ``diloco``; ``data`` may come later;
-    ``recipe_config`` is None for own training loops."""
+    ``recipe_config`` is None for own training loops. ``make_work``: local work of another kind than the algorithm's;
+    ``on_mean``: called with every committed mean, (n,) float32, and whether our contribution is in it."""
 
     model: nn.Module
     inner_optimizer: Optimizer | None = None
     data: DataAbout | None = None
     recipe_config: dict[str, Any] | None = None
+    make_work: Callable[[ParameterVector], LocalWork] | None = None
+    on_mean: Callable[[Tensor, bool], None] | None = None
 
 
 class Replica:
@@ -67,7 +70,8 @@ class Replica:
         self.vector = ParameterVector(brought.model)
         self.tokens_per_sample = (brought.data.tokens_per_sample if brought.data else run.data.tokens_per_sample) or 1
         self.samples = LeasedSamples(self.tokens_per_sample)
-        self.work = _local_work(run, self.vector, brought.inner_optimizer)
+        self.work = brought.make_work(self.vector) if brought.make_work else _local_work(run, self.vector, brought)
+        self._on_mean = brought.on_mean
         self.round = 0
         self.state_file = state_file
         self.recipe_config = brought.recipe_config
@@ -157,6 +161,8 @@ class Replica:
         self.work.restart(self._state.anchor)
         if outcome.included:
             self.samples.committed()
+        if self._on_mean is not None:
+            self._on_mean(outcome.mean, outcome.included)
         self._enter_round(verdict.round + 1)
         self._network.tell(lambda: self._member.hold(self._state))
         new, about, carried = self._state, self._about(), self._member.averager.carried
@@ -226,7 +232,8 @@ class Replica:
         }
 
 
-def _local_work(run: RunFile, vector: ParameterVector, inner: Optimizer | None) -> LocalWork:
+def _local_work(run: RunFile, vector: ParameterVector, brought: Brought) -> LocalWork:
+    inner = brought.inner_optimizer
     if run.algorithm == "virtual_batch":
         return AccumulatedGradient(vector)
     if inner is None:

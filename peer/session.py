@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import time
@@ -25,12 +24,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.peer.capability import describe_device
-from shoal.peer.data import DataAbout, Dataset, fingerprint, take_batch
+from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.replica import Brought, Replica
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.schedule import lr_factor
+from shoal.peer.snapshot import Snapshot
 from shoal.peer.step_clock import StepClock
 from shoal.swarm.coordinator_client import MemberInfo
 from shoal.swarm.errors import UserError
@@ -58,32 +58,6 @@ class SessionOptions:
     advertise: tuple[str, int] = ("", 0)
     role: Role = "trainer"
     on_event: Callable[[Event], None] | None = None
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A session at a glance, for live views. ``compression``: float32 bytes of a
-    contribution for each of its bytes as sent."""
-
-    run: str
-    peer: str
-    device: str
-    round: int
-    anchor_version: int
-    phase: str
-    activity: str
-    coordinator_is_away: bool
-    loss: float | None
-    tokens_per_s: float
-    tokens_done: int
-    tokens_in_round: int
-    tokens_target: int
-    tokens_committed: int
-    members: int
-    bytes_sent: int
-    bytes_received: int
-    compression: float
-    closes_in_s: float | None
 
 
 class Session:
@@ -142,6 +116,11 @@ class Session:
         self._replica.sync()
 
     @property
+    def samples(self) -> LeasedSamples:
+        """This peer's leased samples; after ``start``."""
+        return self._replica.samples
+
+    @property
     def _replica(self) -> Replica:
         assert self._replica_or_none is not None, "start() comes first"
         return self._replica_or_none
@@ -182,7 +161,7 @@ class Session:
         )
         replica.work.step(samples, factor)
         self._clock.stop(samples * replica.tokens_per_sample)
-        self._report_progress()
+        self.report_progress()
         if self._is_due(self._clock.step_s):
             self._close_round()
 
@@ -245,46 +224,53 @@ class Session:
 
     def _next_range(self) -> bool:
         """Make sure there are leased samples to train on; False at the end."""
-        while True:
-            view = self.view
-            if view.round == self._replica.round and view.phase == "ended":
-                # Others may still need results that we hold.
-                self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
-                return False
-            if self._member.rejoined and not self._stopping:
-                self._replica.start_afresh("the coordinator had given this peer up")
-            elif view.must_resync and not self._stopping:
-                self._replica.start_afresh("its state is not the run's")
-            elif self._is_due(0.0) or (self._stopping and view.phase == "closing"):
-                if not self._close_round():
-                    return False
-            elif self._stopping:
-                return False
-            elif self._replica.samples.left:
-                return True
-            else:
-                self._fetch_lease()
-
-    def _fetch_lease(self) -> None:
-        if self.options.role == "validator":
-            self._set_activity("following")
-            with contextlib.suppress(Interrupted):
-                self._network.call(self._member.wait_for_change(0.5), interruptible=True)
-            return
         batch = self.run_file.inner.batch_samples
-        per_lease = self._clock.tokens_per_s * self._member.client.deadlines.lease_s / self._replica.tokens_per_sample
-        samples = max(1, round(per_lease / batch)) * batch
+        while (free := self.settle()) is not None:
+            if free and self._replica.samples.left:
+                return True
+            if free:
+                per_lease = self._clock.tokens_per_s * self._member.client.deadlines.lease_s
+                self.fetch_lease(max(1, round(per_lease / self._replica.tokens_per_sample / batch)) * batch)
+        return False
+
+    def settle(self) -> bool | None:
+        """Do one thing of what goes before work: get the run's state again, or close a round that is due.
+
+        True when there is nothing of that; None when the run has ended or this peer stops."""
+        view = self.view
+        if view.round == self._replica.round and view.phase == "ended":
+            # Others may still need results that we hold.
+            self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
+            return None
+        if self._member.rejoined and not self._stopping:
+            self._replica.start_afresh("the coordinator had given this peer up")
+        elif view.must_resync and not self._stopping:
+            self._replica.start_afresh("its state is not the run's")
+        elif self._is_due(0.0) or (self._stopping and view.phase == "closing"):
+            return False if self._close_round() else None
+        else:
+            return None if self._stopping else True
+        return False
+
+    def fetch_lease(self, samples: int) -> None:
+        """Ask for so many samples; when there are none now, wait a little."""
         try:
-            leased = self._network.call(self._member.lease(samples), interruptible=True)
+            follows = self.options.role == "validator"
+            leased = () if follows else self._network.call(self._member.lease(samples), interruptible=True)
             for one in leased:
                 self._replica.samples.add(one.start, one.stop)
             if not leased:
-                self._set_activity("waiting")
-                self._network.call(self._member.wait_for_change(0.5), interruptible=True)
+                self._set_activity("following" if follows else "waiting")
+                self.wait_for_change()
         except Interrupted:
             log.debug("no lease any more: stopping")
 
-    def _report_progress(self) -> None:
+    def wait_for_change(self) -> None:
+        """Until the round or its phase changes, or half a second. Raises ``Interrupted`` when asked to stop."""
+        self._network.call(self._member.wait_for_change(0.5), interruptible=True)
+
+    def report_progress(self) -> None:
+        """Let the next heartbeats tell what is done."""
         progress = self._member.progress
         progress.activity = "training"
         progress.tokens_done = self._replica.samples.tokens_done

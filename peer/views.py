@@ -16,7 +16,7 @@ from shoal.peer.events import bytes_text, count_text, duration_text, loss_text, 
 from shoal.swarm.messages import CoordinatorToPeerStatus, MemberStatus
 
 if TYPE_CHECKING:
-    from shoal.peer.session import Snapshot
+    from shoal.peer.snapshot import Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ONE_LINE: Any = {"no_wrap": True, "overflow": "ellipsis"}

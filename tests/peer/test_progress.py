@@ -23,7 +23,8 @@ from shoal.peer.progress import (
     status_json,
     status_table,
 )
-from shoal.peer.session import Session, Snapshot
+from shoal.peer.session import Session
+from shoal.peer.snapshot import Snapshot
 from shoal.peer.views import session_panel, sparkline, status_line
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.errors import StorageError, Unreachable
