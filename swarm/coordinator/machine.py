@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, to_wire
-from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, plan_round, weighted_mean
+from shoal.swarm.coordinator.rounds import Delays, Judgement, closing_moment, judge, plan_round, weighted_mean
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, Superseded, WireError
 from shoal.swarm.messages import (
@@ -40,6 +40,8 @@ class RunMachine(RunState):
         super().__init__(run, now_s, epoch)
         self._sign = sign
         self._ticked_s = now_s
+        self._ready_delays = Delays(self.deadlines)
+        self._report_delays = Delays(self.deadlines)
 
     # Events ---------------------------------------------------------------------------------------------
 
@@ -164,6 +166,8 @@ class RunMachine(RunState):
         if self.model is None or count(ranges) * self.model.tokens_per_sample != ready.weight_tokens:
             raise WireError("the weight of a contribution must be the tokens of its samples")
         member.tokens_done = ready.weight_tokens
+        if peer not in self.round.ready:
+            self._ready_delays.saw(now_s - self.round.closes_s)
         self.round.ready[peer] = ready
 
     def report(self, peer: str, report: PeerToCoordinatorRoundReport, now_s: float) -> None:
@@ -176,6 +180,8 @@ class RunMachine(RunState):
             one >= len(plan.members) for one in report.dropped + report.failed
         ):
             raise WireError("the report does not fit the plan of its round")
+        if peer not in self.round.reports:
+            self._report_delays.saw(now_s - self.round.reported_s if self.round.reports else 0.0)
         self.round.reports[peer] = report
         self.round.progress_s = self.round.reported_s = now_s
 
@@ -217,13 +223,22 @@ class RunMachine(RunState):
             self.round.closes_s = moment
 
     def _tick_closing(self, now_s: float) -> None:
-        """Whoever holds no samples brings none: nobody waits for them."""
+        """Whoever holds no samples brings none: nobody waits for them. Once half of those who do are ready, the others
+        get as long as it has been taking; one that takes longer brings its work to the next round."""
         ready, synced, unheard = self.round.ready, self.synced(), self.unheard()
         awaited = [one for one in self.leases.held if one not in ready and (one in synced or one in unheard)]
         if not self.membership.trainers():
             self.record(f.RoundReopened(round=self.round.number))
-        elif now_s >= self.round.closes_s + (self.deadlines.ready_s if awaited or not ready else 0.0):
+        elif now_s >= self.round.closes_s + self._worth_waiting_s(len(awaited)):
             self._plan(now_s)
+
+    def _worth_waiting_s(self, awaited: int) -> float:
+        ready = len(self.round.ready)
+        if ready and not awaited:
+            return 0.0
+        # A batch that has to be whole is worth all the patience: without the straggler it begins anew.
+        prompt = ready > awaited and not self.goal().exact
+        return self._ready_delays.wait_s if prompt else self.deadlines.ready_s
 
     def _plan(self, now_s: float) -> None:
         ready = self.round.ready
@@ -254,7 +269,7 @@ class RunMachine(RunState):
     def _tick_averaging(self, now_s: float) -> None:
         assert self.round.plan is not None
         overdue = now_s > self.round.progress_s + self.deadlines.report_s
-        enough = now_s > self.round.reported_s + self.deadlines.ready_s
+        enough = now_s > self.round.reported_s + self._report_delays.wait_s
         judgement = judge(
             self.round.plan,
             self.round.reports,

@@ -452,6 +452,25 @@ def test_who_is_silent_at_the_closing_is_waited_for_and_then_left_out() -> None:
     assert world.now_s >= world.machine.round.closes_s + world.machine.deadlines.ready_s
 
 
+def test_where_all_have_been_prompt_a_straggler_is_not_waited_for_long() -> None:
+    world = World(run_file(), 3)
+    while len(world.verdicts) < 4:
+        averaging(world, 3)
+        for worker in world.workers[:3]:
+            world.report(worker)
+    until(world, "closing", 3)
+    closes_s, ready_s = world.machine.round.closes_s, world.machine.deadlines.ready_s
+    while world.machine.round.phase == "closing":
+        for worker in world.workers[:2]:
+            world.behave(worker)
+        world.beat(world.workers[2])
+        world.tick(0.25)
+    plan = world.machine.round.plan
+    assert plan is not None
+    assert [one.peer for one in plan.members] == [peer_name(0), peer_name(1)]
+    assert ready_s / 3 <= world.now_s - closes_s < 2 * ready_s / 3
+
+
 def test_a_round_without_any_work_is_aborted() -> None:
     world = World(run_file(max_s=5.0), 1)
     while not world.verdicts:

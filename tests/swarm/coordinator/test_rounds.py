@@ -3,7 +3,7 @@ from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer
 
 from shoal.swarm.coordinator.facts import MemberJoined
 from shoal.swarm.coordinator.membership import Member, Membership, majority
-from shoal.swarm.coordinator.rounds import Goal, Work, closing_moment, judge, plan_round, weighted_mean
+from shoal.swarm.coordinator.rounds import Delays, Goal, Work, closing_moment, judge, plan_round, weighted_mean
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan
 
@@ -263,6 +263,35 @@ def test_different_bytes_that_one_holds_each_are_void() -> None:
     judgement = judge(PLAN, reports, {A, B}, overdue=False, enough=False)
     assert judgement is not None
     assert judgement.digests == (part_digest(PLAN, 0), None, part_digest(PLAN, 2))
+
+
+# How long to wait ---------------------------------------------------------------------------------------
+
+
+def test_little_is_known_at_first() -> None:
+    delays = Delays(DEADLINES)
+    for _ in range(7):
+        delays.saw(0.1)
+        assert delays.wait_s == DEADLINES.ready_s
+    delays.saw(0.1)
+    assert delays.wait_s == pytest.approx(10.1)
+
+
+def test_one_straggler_does_not_make_everybody_wait() -> None:
+    delays = Delays(DEADLINES)
+    for seconds in [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 29.0]:
+        delays.saw(seconds)
+    assert delays.wait_s == pytest.approx(10.0 + 2.0 + 4 * 1.0)
+
+
+def test_it_follows_what_rounds_take_now_and_never_exceeds_the_patience() -> None:
+    delays = Delays(DEADLINES)
+    for _ in range(300):
+        delays.saw(25.0)
+    assert delays.wait_s == DEADLINES.ready_s
+    for _ in range(300):
+        delays.saw(-1.0)
+    assert delays.wait_s == pytest.approx(10.0)
 
 
 # Membership ---------------------------------------------------------------------------------------------
