@@ -122,9 +122,9 @@ class AllReduce:
     def settle(self, *, keep: bool) -> None:
         """After ``store.mean`` of a committed verdict: what the mean left out of ours is the next round's.
 
-        Unless not to ``keep``, because others have our samples by now: then only the residual of before stays. Runs in a worker thread. What an owner reduced
-        itself went in as it was; what a stand-in did, as it was encoded; the error of encoding a mean is carried by
-        whoever made the bytes that were committed.
+        Unless not to ``keep``, because others have our samples by now: then only the residual of before stays. Runs in
+        a worker thread. What an owner reduced itself went in as it was; what a stand-in did, as it was encoded; the
+        error of encoding a mean is carried by whoever made the bytes that were committed.
         """
         leave_out = self._feedback.keep_chunk if keep else self._take_back
         for index in range(self._store.chunks):

@@ -274,7 +274,8 @@ def _make_report(store: ResultStore, exchange: Exchange) -> PeerToCoordinatorRou
     return PeerToCoordinatorRoundReport(
         round=store.plan.round,
         digests=tuple(store.digest(part) if store.has(part) else None for part in store.plan.parts),
-        dropped=tuple(sorted(exchange.dropped)),
+        # Also what others reduced and left out: whoever made these bytes may not live to tell.
+        dropped=tuple(sorted(exchange.dropped | store.left_out())),
         failed=tuple(sorted(exchange.failed)),
         trouble=exchange.trouble[:2000],
     )

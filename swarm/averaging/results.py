@@ -150,6 +150,13 @@ class ResultStore:
         """The members in the mean of a chunk; after ``mean``."""
         return [] if chunk in self._void else unpack_mask(self[chunk], len(self.plan.members))
 
+    def left_out(self) -> set[int]:
+        """The members that some chunk here does without, as the bytes say."""
+        members = len(self.plan.members)
+        masks = {bytes(result[: mask_bytes(members)]) for result in self._results if result is not None}
+        everywhere = [set(unpack_mask(memoryview(mask), members)) for mask in masks]
+        return set(range(members)) - set.intersection(*everywhere) if everywhere else set()
+
 
 class HeldResults:
     """What of a store's results is there already, for those that cannot wait (a ``ChunkSource``)."""

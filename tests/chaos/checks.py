@@ -19,6 +19,7 @@ def check(run: Swarm, lives: list[Life], others: int) -> None:
     check_verdicts(run)
     check_parity(run, lives)
     check_tokens(run)
+    check_lost_work(run)
     ledger = lives[0].ledger
     ledger.check_means()
     ledger.check_given_up()
@@ -76,6 +77,24 @@ def check_tokens(run: Swarm) -> None:
             assert one.verdict.tokens_total == total
     assert machine.tokens_committed == total
     assert sum(one.tokens_committed for one in machine.membership.members.values()) == total
+
+
+def check_lost_work(run: Swarm) -> None:
+    """Samples of a member that was given up in the round count only if all of its work is in the mean: nobody carries
+    the rest, and nobody else trains on them."""
+    gone: set[str] = set()
+    for one in run.coordinator.facts:
+        match one:
+            case f.RoundPlanned():
+                gone = set()
+            case f.MemberLost():
+                gone.add(one.peer)
+            case f.VerdictGiven() if one.verdict.committed:
+                assert one.verdict.plan is not None
+                planned = {member.peer for member in one.verdict.plan.members}
+                for peer in (gone & planned) - set(one.lost):
+                    missing = ~run_ledger(run).rounds[one.verdict.round].has(peer)
+                    assert not bool(missing.any()), f"{peer} counts, but {int(missing.sum())} elements are in no mean"
 
 
 def check_memory(run: Swarm, life: Life) -> None:

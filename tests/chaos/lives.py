@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 LEASE_SAMPLES = 5
-WORK_S = 0.3
+WORK_S = 1.0
 
 
 class Life(SimMember):
@@ -32,16 +32,22 @@ class Life(SimMember):
         super().__init__(swarm, number, latency_s)
         self._values = torch.Generator().manual_seed(number)
         self.is_dead = False
+        self.number = number
         self.process = self.peer
         self.living: asyncio.Task[None] | None = None
         self.outcomes: list[object] = []
-        self.joins_with_residual: int | None = None
+        self.has_residual = False
         self.on_offer: Callable[[Life], None] = lambda life: None
-        self._start_owed()
-
-    def _start_owed(self) -> None:
         self.local, self.carried, self.late = torch.zeros(3, self.elements, dtype=torch.float64)
         self.late_samples = 0
+        self._digest_of: tuple[Tensor, bytes] = (self.anchor, super().digest)
+
+    @property
+    def digest(self) -> bytes:
+        """Made once for every anchor: it is in every heartbeat."""
+        if self._digest_of[0] is not self.anchor:
+            self._digest_of = (self.anchor, super().digest)
+        return self._digest_of[1]
 
     @property
     def owed(self) -> Tensor:
@@ -79,6 +85,7 @@ class Life(SimMember):
     # Life ---------------------------------------------------------------------------------------------------
 
     async def live(self) -> None:
+        await self.sync()
         while self.until is None or self.round <= self.until:
             view = self.view
             if self.rejoined or view.must_resync:
@@ -137,9 +144,7 @@ class Life(SimMember):
         verdict = outcome.verdict
         assert verdict.plan is not None
         store = self.averager._stores[verdict.round]
-        applied = Applied(
-            verdict, verdict.plan, outcome.mean, [store.included(chunk) for chunk in range(store.chunks)]
-        )
+        applied = Applied(verdict, verdict.plan, outcome.mean, [store.included(chunk) for chunk in range(store.chunks)])
         self.ledger.commit(applied)
         if outcome.included:
             left_out = self.owed if is_ours else self.carried
@@ -167,11 +172,15 @@ class Life(SimMember):
     # Starting afresh ------------------------------------------------------------------------------------------
 
     async def start_afresh(self) -> None:
-        """Give everything back, join again, and get the run's state from another member."""
+        """Give everything back, join again, and go on from the run's state."""
         self.done, self.late_samples = [], 0
         self.local, self.late = torch.zeros(2, self.elements, dtype=torch.float64)
         await self.client.rejoin()
         self.rejoined = False
+        await self.sync()
+
+    async def sync(self) -> None:
+        """Get the run's state, unless we hold it."""
         while True:
             view = self.view
             if (view.anchor_version, view.state_digest) == (self.version, self.digest):
@@ -194,6 +203,13 @@ class Life(SimMember):
                 return other
         return None
 
+    def reborn(self) -> "Life":
+        """The same command again, after a death: a new process that has nothing but its identity."""
+        life = Reborn(self.swarm, self.number, 0.01)
+        life.ledger, life.has_residual = self.ledger, True
+        self.swarm.members.append(life)
+        return life
+
     # Account ------------------------------------------------------------------------------------------------
 
     def check_account(self) -> None:
@@ -204,3 +220,11 @@ class Life(SimMember):
             near(late.contribution.double() * late.weight_tokens, self.late, f"late work of {self.peer}")
         else:
             assert not bool(self.late.any())
+
+
+class Reborn(Life):
+    processes_before = 1
+
+    def __init__(self, swarm: Swarm, number: int, latency_s: float) -> None:
+        super().__init__(swarm, number, latency_s)
+        self.process = f"{self.peer} again"

@@ -49,8 +49,8 @@ def curve_keys(number: int) -> CurveKeys:
 
 class MemoryCoordinator:
     """``away``: it hears nothing. ``deaf_to``: messages of these classes are lost. ``stopped``: it does nothing, and
-    hears later what came meanwhile. ``watch`` sees facts twice, before they are journaled and before they are told; what
-    it stops or kills then goes no further."""
+    hears later what came meanwhile. ``watch`` sees facts twice, before they are journaled and before they are told;
+    when it stops or kills the coordinator then, they go no further."""
 
     def __init__(self, run_toml: str) -> None:
         self.run_toml = run_toml

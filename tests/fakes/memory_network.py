@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from tests.fakes.virtual_clock import now_s
+from tests.fakes.virtual_clock import now_s, until
 
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.errors import BlobUnavailable, LinkError, MemberGone, Unreachable
@@ -61,8 +61,7 @@ class MemoryNetwork:
 
     async def carried(self, sender: str, receiver: str) -> None:
         """Returns when what the one sends now gets to the other; never, if nothing does."""
-        while self.is_stopped(sender):
-            await asyncio.sleep(0.01)
+        await until(lambda: not self.is_stopped(sender), 0.01)
         if (sender, receiver) in self.silent:
             await asyncio.Event().wait()
 
@@ -118,8 +117,7 @@ class MemoryEndpoint:
         try:
             async with asyncio.timeout(wait_s):
                 await self._network.carried(self.peer, peer)
-                while self._network.is_stopped(peer):
-                    await asyncio.sleep(0.01)
+                await until(lambda: not self._network.is_stopped(peer), 0.01)
         except TimeoutError as error:
             raise LinkError(f"{peer} did not answer for {wait_s:.1f} s") from error
         source = self._holder(peer).blobs.get(blob)

@@ -36,10 +36,13 @@ def run_toml(tokens: int, codec: str = "float32", algorithm: str = "diloco", max
 
 
 class SimMember:
-    """Plain gradient descent with step 1 from an anchor of zeros; one sample is one token."""
+    """Plain gradient descent with step 1 from an anchor of zeros; one sample is one token. ``processes_before``: how
+    many of the same identity there were, each with a transport key of its own."""
+
+    processes_before = 0
 
     def __init__(self, swarm: "Swarm", number: int, latency_s: float) -> None:
-        self.identity, keys = identity(number), curve_keys(number)
+        self.identity, keys = identity(number), curve_keys(number + 50 * self.processes_before)
         self.endpoint = swarm.network.endpoint(self.identity.peer_id)
         self.client, self.channel = make_client(swarm.coordinator, self.endpoint, self.identity, keys, latency_s)
         self.swarm = swarm

@@ -1,0 +1,57 @@
+"""Two faults in one round, peers that come back within it, and networks that fall apart and heal."""
+
+import random
+
+import pytest
+from tests.chaos.attack import COMEBACKS, MOMENTS, PARTITIONS, Attack
+from tests.chaos.scene import play
+from tests.chaos.test_one_fault import POSSIBLE
+
+PAIRS = 60
+
+
+def pairs() -> list[tuple[Attack, Attack]]:
+    """The same ones in every run of the tests; never two of one victim."""
+    draw = random.Random(4)
+    drawn: list[tuple[Attack, Attack]] = []
+    while len(drawn) < PAIRS:
+        one, other = draw.sample(POSSIBLE, 2)
+        if one.role != other.role and (one, other) not in drawn:
+            drawn.append((one, other))
+    return drawn
+
+
+@pytest.mark.parametrize("topology", ["group"])
+@pytest.mark.parametrize("both", pairs(), ids=lambda both: f"{both[0]} and {both[1]}")
+def test_two_faults(both: tuple[Attack, Attack], topology: str) -> None:
+    assert play(both, topology)
+
+
+def test_most_second_faults_happen() -> None:
+    """Or the pairs would test little more than single faults do."""
+    happened = [len(play(both, "group")) for both in pairs()[:10]]
+    assert sum(happened) > 1.5 * len(happened)
+
+
+@pytest.mark.parametrize("topology", ["group"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fault", COMEBACKS)
+@pytest.mark.parametrize("role", ["contributor", "owner", "stand-in"])
+def test_a_killed_peer_that_comes_back_within_the_round(role: str, fault: str, moment: str, topology: str) -> None:
+    attack = Attack(role, fault, moment)
+    assert play([attack], topology) == [attack]
+
+
+@pytest.mark.parametrize("topology", ["group"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fault", PARTITIONS)
+def test_a_partition_that_heals(fault: str, moment: str, topology: str) -> None:
+    attack = Attack("network", fault, moment)
+    assert play([attack], topology) == [attack]
+
+
+@pytest.mark.parametrize("topology", ["group"])
+@pytest.mark.parametrize("fault", ["SIGKILL"])
+def test_a_verdict_that_was_not_journaled_was_none(fault: str, topology: str) -> None:
+    attack = Attack("coordinator", fault, "before the verdict is journaled")
+    assert play([attack], topology) == [attack]
