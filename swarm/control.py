@@ -41,7 +41,9 @@ Handler = Callable[[Channel, Message], Awaitable[Message | None]]
 MAX_CHANNELS = 4096
 """Callers that are remembered; of more, those forget that were silent the longest."""
 
-MAX_HANDLERS = 1024
+MAX_HANDLERS = 4096
+"""A thousand members may all have asked for two things at once."""
+
 MAX_HANDLERS_PER_CHANNEL = 64
 _HANDSHAKE_TRIES = 2
 _SILENCE_MS = 15_000

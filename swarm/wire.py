@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +12,19 @@ import msgpack
 from pydantic import ValidationError
 
 from shoal.swarm.errors import ProtocolMismatch, WireError
-from shoal.swarm.messages import MAX_TENSORS, MESSAGES, PROTOCOL_VERSION, Message
+from shoal.swarm.messages import (
+    MAX_TENSORS,
+    MESSAGES,
+    PROTOCOL_VERSION,
+    CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerView,
+    Message,
+    Record,
+    RosterEntry,
+    RoundPlan,
+    RunView,
+    Verdict,
+)
 
 MAX_MESSAGE_BYTES = 8 * 2**20
 """Of an encoded control message; ZeroMQ refuses larger ones before it allocates them."""
@@ -18,6 +33,12 @@ _MAX_PROBLEMS = 100
 
 Kind = Literal["request", "reply", "notice"]
 _KINDS: tuple[Kind, ...] = ("request", "reply", "notice")
+
+
+_ARRAY_OF_5 = bytes(msgpack.Packer().pack_array_header(5))
+_SHARED = 4
+_shared: tuple[tuple[tuple[Record, ...], bytes], ...] = ()
+"""The records that were packed last, and their bytes: a plan, a verdict, a roster, and one that is on its way out."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +52,51 @@ class Envelope:
 
 def encode(envelope: Envelope) -> bytes:
     """Raises ``WireError`` when the message is larger than the other side would accept."""
-    fields = envelope.message.model_dump()
-    data: bytes = msgpack.packb(
-        [
-            PROTOCOL_VERSION,
-            _KINDS.index(envelope.kind),
-            envelope.number,
-            type(envelope.message).__name__,
-            fields,
-        ]
-    )
+    message = envelope.message
+    head = [PROTOCOL_VERSION, _KINDS.index(envelope.kind), envelope.number, type(message).__name__]
+    data = b"".join([_ARRAY_OF_5, *map(_packb, head), _pack(message)])
     if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{type(envelope.message).__name__} of {len(data)} bytes is too large to send")
+        raise WireError(f"{type(message).__name__} of {len(data)} bytes is too large to send")
+    return data
+
+
+def _pack(value: Any) -> bytes:
+    """msgpack of a field. What views share, which is nearly all of them, is packed once for everybody."""
+    match value:
+        case None | int() | float() | str() | bytes():
+            return _packb(value)
+        case CoordinatorToPeerView() | CoordinatorToPeerJoinAccepted() | RunView():
+            header, names = _packed_names(type(value))
+            return header + b"".join([packed + _pack(getattr(value, name)) for name, packed in names])
+        case RoundPlan() | Verdict():
+            return _pack_shared((value,), value.model_dump)
+        case (RosterEntry(), *_):
+            return _pack_shared(value, lambda: tuple(entry.model_dump() for entry in value))
+        case Record():
+            return _packb(value.model_dump())
+    return _packb(value)
+
+
+@functools.cache
+def _packed_names(kind: type[Record]) -> tuple[bytes, list[tuple[str, bytes]]]:
+    """The header of a record's map, and its fields' names as they are and packed."""
+    header = bytes(msgpack.Packer().pack_map_header(len(kind.model_fields)))
+    return header, [(name, _packb(name)) for name in kind.model_fields]
+
+
+def _pack_shared(records: tuple[Record, ...], dump: Callable[[], Any]) -> bytes:
+    """Frozen records are the same as last time when they are the same objects."""
+    global _shared
+    for known, data in _shared:
+        if len(known) == len(records) and all(map(operator.is_, known, records)):
+            return data
+    data = _packb(dump())
+    _shared = (*_shared[1 - _SHARED :], (records, data))
+    return data
+
+
+def _packb(value: Any) -> bytes:
+    data: bytes = msgpack.packb(value)
     return data
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from shoal.swarm.coordinator.facts import MemberJoined
 from shoal.swarm.messages import (
@@ -15,6 +16,8 @@ from shoal.swarm.messages import (
     Role,
     RosterEntry,
 )
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -64,6 +67,10 @@ class Membership:
     roster_version: int = 0
     replaced: set[bytes] = field(default_factory=set)
     """CURVE keys of processes in whose place another one of the same identity has joined."""
+    _states: int = field(default=0, compare=False)
+    """How often some member's heartbeat has named another state than the one before."""
+    _remembered: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """What all members together amount to: asked for with every message of every one of them."""
 
     def join(self, fact: MemberJoined, now_s: float) -> None:
         earlier = self.members.get(fact.entry.peer)
@@ -92,6 +99,8 @@ class Membership:
         Tokens of a peer that has not heard of the latest verdict yet may be committed already: not counted."""
         member = self.members[peer]
         moved = heartbeat.chunks_moved > member.chunks_moved
+        if (heartbeat.anchor_version, heartbeat.state_digest) != (member.anchor_version, member.state_digest):
+            self._states += 1
         member.heard_s = now_s
         for name in (
             "activity",
@@ -128,24 +137,44 @@ class Membership:
         return MAX_MEMBERS - sum(one.alive and one.entry.role == role for one in self.members.values())
 
     def roster(self) -> tuple[RosterEntry, ...]:
-        return tuple(member.entry for member in self.members.values() if member.alive)
+        return self._remember(
+            ("roster",), lambda: tuple(member.entry for member in self.members.values() if member.alive)
+        )
 
-    def trainers(self) -> dict[str, Member]:
-        return {peer: member for peer, member in self.members.items() if member.is_trainer}
+    def trainers(self) -> Mapping[str, Member]:
+        return self._remember(
+            ("trainers",), lambda: {peer: member for peer, member in self.members.items() if member.is_trainer}
+        )
 
-    def synced(self, anchor_version: int, digest: bytes | None) -> dict[str, Member]:
+    def synced(self, anchor_version: int, digest: bytes | None) -> Mapping[str, Member]:
         """Live trainers that hold this anchor version, with this digest if it is agreed on."""
-        return {
-            peer: member
-            for peer, member in self.trainers().items()
-            if member.anchor_version == anchor_version
-            and member.state_digest is not None
-            and digest in (None, member.state_digest)
-        }
+        return self._remember(
+            ("synced", anchor_version, digest),
+            lambda: {
+                peer: member
+                for peer, member in self.trainers().items()
+                if member.anchor_version == anchor_version
+                and member.state_digest is not None
+                and digest in (None, member.state_digest)
+            },
+        )
 
     def common_digest(self, anchor_version: int) -> bytes | None:
         """The digest that most holders of this anchor version report; of equals, who joined first."""
-        return majority(member.state_digest for member in self.synced(anchor_version, None).values())
+        return self._remember(
+            ("digest", anchor_version),
+            lambda: majority(member.state_digest for member in self.synced(anchor_version, None).values()),
+        )
+
+    def _remember(self, question: tuple[Any, ...], answer: Callable[[], T]) -> T:
+        """The answer, until somebody comes, goes or changes its state; then all answers are forgotten."""
+        now = (self.roster_version, self._states)
+        if self._remembered.get(()) != now:
+            self._remembered = {(): now}
+        if question not in self._remembered:
+            self._remembered[question] = answer()
+        known: T = self._remembered[question]
+        return known
 
     def status(self, anchor_version: int, digest: bytes | None) -> tuple[MemberStatus, ...]:
         """Those that are here first; of a run that very many have left, not all of them."""

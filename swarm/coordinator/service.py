@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -40,6 +39,7 @@ from shoal.swarm.messages import (
     RosterEntry,
 )
 from shoal.swarm.run_file import RunFile
+from shoal.swarm.sockets import look_up
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 
@@ -64,6 +64,8 @@ class CoordinatorService:
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._announced = -1
+        self._rosters: dict[str, int] = {}
+        """The version of the roster that each member has, as it said itself or as it was sent."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[Fact], None]] = []
         self.machine = RunMachine(run, identity.sign, time.monotonic(), self._epoch)
@@ -129,13 +131,28 @@ class CoordinatorService:
             await asyncio.sleep(_TICK_S)
 
     async def _push(self) -> None:
+        """Tell everybody, at once when the round goes on.
+
+        Who came or went can wait as long as telling it takes: not each of a thousand joins costs a thousand rosters."""
+        loop = asyncio.get_running_loop()
+        told, pause_until_s = (-1, ""), 0.0
         while True:
             await self._changed.wait()
             self._changed.clear()
+            while self._stage() == told and loop.time() < pause_until_s:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(pause_until_s):
+                        await self._changed.wait()
+                self._changed.clear()
+            told, start_s = self._stage(), loop.time()
             for peer, member in list(self.machine.membership.members.items()):
                 channel = self.node.control.incoming(member.entry.certificate.curve_key)
                 if member.alive and channel is not None:
                     await self._notify(channel, self._view(peer))
+            pause_until_s = 2 * loop.time() - start_s
+
+    def _stage(self) -> tuple[int, str]:
+        return self.machine.round.number, self.machine.round.phase
 
     async def _notify(self, channel: Channel, message: Message) -> None:
         try:
@@ -144,8 +161,10 @@ class CoordinatorService:
         except (LinkError, TimeoutError) as error:
             log.debug("could not tell %s: %s", channel.label, error)
 
-    def _view(self, peer: str, roster_version: int = -1) -> CoordinatorToPeerView:
-        view = self.machine.view(peer, time.monotonic(), roster_version)
+    def _view(self, peer: str) -> CoordinatorToPeerView:
+        """With the roster, if the member lacks it. Should it get lost, the next heartbeat says so."""
+        view = self.machine.view(peer, time.monotonic(), self._rosters.get(peer, -1))
+        self._rosters[peer] = view.roster_version
         return CoordinatorToPeerView(view=view)
 
     # Requests ---------------------------------------------------------------------------------------------
@@ -174,7 +193,7 @@ class CoordinatorService:
             certificate=message.certificate,
             name=message.name,
             role=message.role,
-            host=await _numeric(message.host, message.control_port) or channel.remote_host,
+            host=await look_up(message.host, message.control_port, _DIAL_BACK_S) or channel.remote_host,
             control_port=message.control_port,
             data_port=message.data_port,
             reachable=False,
@@ -185,6 +204,7 @@ class CoordinatorService:
         async with self._lock:
             self.machine.join(entry, message.device, time.monotonic())
             await self._flush()
+            self._rosters.pop(peer, None)
             return CoordinatorToPeerJoinAccepted(
                 peer=peer,
                 run_toml=self._run_toml,
@@ -233,7 +253,8 @@ class CoordinatorService:
             peer = self.machine.require_member(channel.remote_key)
             self.machine.heartbeat(peer, message, time.monotonic())
             await self._flush()
-            return self._view(peer, message.roster_version)
+            self._rosters[peer] = message.roster_version
+            return self._view(peer)
 
     async def _lease(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorRequestLease)
@@ -248,7 +269,8 @@ class CoordinatorService:
         async with self._lock:
             peer = self.machine.require_member(channel.remote_key)
             self.machine.ready(peer, message, time.monotonic())
-            self.machine.tick(time.monotonic())
+            if self.machine.is_complete():
+                self.machine.tick(time.monotonic())
             await self._flush()
             return self._view(peer)
 
@@ -257,7 +279,8 @@ class CoordinatorService:
         async with self._lock:
             peer = self.machine.require_member(channel.remote_key)
             self.machine.report(peer, message, time.monotonic())
-            self.machine.tick(time.monotonic())
+            if self.machine.is_complete():
+                self.machine.tick(time.monotonic())
             await self._flush()
             return self._view(peer)
 
@@ -275,19 +298,3 @@ class CoordinatorService:
             self.machine.require_member(channel.remote_key)
             status: CoordinatorToPeerStatus = self.machine.status(time.monotonic())
         return status
-
-
-async def _numeric(host: str, port: int) -> str:
-    """The address of a host name; empty when there is none in time.
-
-    Looked up here, in a thread: libzmq would do it on the one that moves everybody's bytes, at each member again."""
-    if not host:
-        return ""
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(_DIAL_BACK_S):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (TimeoutError, OSError, UnicodeError) as error:
-        log.info("a member calls itself %r, which has no address: %s", host, error)
-        return ""
-    return str(found[0][4][0])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import singledispatchmethod
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.rounds import Goal, Round, Work
+from shoal.swarm.coordinator.status import status_of
+from shoal.swarm.coordinator.tally import Tally
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import (
     CoordinatorToPeerStatus,
@@ -48,6 +51,7 @@ class RunState:
         self._started_s = now_s
         self._elapsed_before_s = 0.0
         self._facts: list[f.Fact] = []
+        self._tally = Tally()
 
     # Facts ----------------------------------------------------------------------------------------------
 
@@ -196,24 +200,7 @@ class RunState:
         )
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
-        closing = self.round.phase == "closing"
-        return CoordinatorToPeerStatus(
-            run=self.run.run.name,
-            run_hash=self.run.hash,
-            round=self.round.number,
-            phase=self.round.phase,
-            closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
-            anchor_version=self.anchor_version,
-            rounds_committed=self.rounds_committed,
-            rounds_aborted=self.rounds_aborted,
-            tokens_committed=self.tokens_committed,
-            tokens_in_round=self.tokens_in_round(),
-            loss=self.loss,
-            chain=self.chain,
-            state_digest=self.state_digest(),
-            elapsed_s=self.elapsed_s(now_s),
-            members=self.membership.status(self.anchor_version, self.state_digest()),
-        )
+        return status_of(self, now_s)
 
     def state_digest(self) -> bytes | None:
         """Of the current anchor version's state: agreed, or what most of its holders say."""
@@ -230,7 +217,7 @@ class RunState:
             and member.state_digest not in (None, self.agreed_digest)
         )
 
-    def synced(self) -> dict[str, Member]:
+    def synced(self) -> Mapping[str, Member]:
         return self.membership.synced(self.anchor_version, self.agreed_digest)
 
     def leased_tokens(self, peer: str) -> int:
@@ -245,8 +232,15 @@ class RunState:
         ]
 
     def tokens_in_round(self) -> int:
-        trainers = self.membership.trainers().items()
-        return min(sum(min(one.tokens_done, self.leased_tokens(peer)) for peer, one in trainers), _MAX_COUNT)
+        trainers = self.membership.trainers()
+        return self._tally.take(
+            self.round.number,
+            self.now_s,
+            len(trainers),
+            lambda: min(
+                sum(min(one.tokens_done, self.leased_tokens(peer)) for peer, one in trainers.items()), _MAX_COUNT
+            ),
+        )
 
     def unheard(self) -> set[str]:
         """Members with samples that have not told their state yet, as we restarted only just now."""
@@ -273,6 +267,12 @@ class RunState:
         dropped = {index for report in self.round.reports.values() for index in report.dropped}
         peers = [self.round.plan.members[index].peer for index in sorted(dropped)]
         return tuple(peer for peer in peers if peer in self.round.orphans)
+
+    def is_complete(self) -> bool:
+        """Whether nobody is left to be heard in this phase."""
+        if self.round.phase == "averaging":
+            return self.averaging() <= self.round.reports.keys()
+        return self.leases.held.keys() <= self.round.ready.keys()
 
     def goal(self) -> Goal:
         """Of this round; the last one of a run that is limited in time closes with the run."""

@@ -1,0 +1,70 @@
+"""What is remembered for the sake of large swarms is forgotten as soon as it is wrong."""
+
+from tests.swarm.coordinator.test_rounds import CPU
+from tests.swarm.coordinator.world import entry
+
+from shoal.swarm.coordinator.facts import MemberJoined
+from shoal.swarm.coordinator.membership import Membership
+from shoal.swarm.coordinator.tally import COUNTED_S, EXACT_MEMBERS, Tally
+from shoal.swarm.messages import PeerToCoordinatorHeartbeat
+
+
+def beat(version: int, digest: bytes) -> PeerToCoordinatorHeartbeat:
+    return PeerToCoordinatorHeartbeat(
+        round=0,
+        activity="training",
+        anchor_version=version,
+        state_digest=digest,
+        tokens_done=0,
+        tokens_per_s=0.0,
+        step_s=0.0,
+        loss=None,
+        chunks_moved=0,
+        bytes_sent=0,
+        bytes_received=0,
+        bandwidth_bps=0.0,
+        roster_version=0,
+    )
+
+
+def test_comings_and_goings_are_seen_at_once() -> None:
+    members = Membership()
+    for number in range(3):
+        members.join(MemberJoined(entry=entry(number), device=CPU), 0.0)
+        assert len(members.trainers()) == len(members.roster()) == number + 1
+    assert members.roster() is members.roster(), "nobody came or went: not made anew"
+    gone = entry(1).peer
+    members.lose(gone)
+    assert gone not in members.trainers()
+    assert [one.peer for one in members.roster()] == [entry(0).peer, entry(2).peer]
+    members.join(MemberJoined(entry=entry(1, 9), device=CPU), 0.0)
+    assert members.trainers()[gone] is members.members[gone]
+
+
+def test_states_are_seen_at_once() -> None:
+    members = Membership()
+    peers = [entry(number).peer for number in range(3)]
+    for number in range(3):
+        members.join(MemberJoined(entry=entry(number), device=CPU), 0.0)
+    assert members.common_digest(4) is None
+    members.hear(peers[0], beat(4, b"a" * 32), 0, 1.0)
+    assert list(members.synced(4, None)) == peers[:1]
+    assert members.common_digest(4) == b"a" * 32
+    for peer in peers[1:]:
+        members.hear(peer, beat(4, b"b" * 32), 0, 1.0)
+    assert members.common_digest(4) == b"b" * 32
+    assert list(members.synced(4, b"a" * 32)) == peers[:1]
+    members.hear(peers[0], beat(5, b"a" * 32), 0, 2.0)
+    assert list(members.synced(4, None)) == peers[1:]
+    members.lose(peers[2])
+    assert list(members.synced(4, None)) == peers[1:2]
+
+
+def test_a_tally_is_exact_in_small_swarms_and_recent_in_large_ones() -> None:
+    small, large = Tally(), Tally()
+    for tokens in (1, 2, 3):
+        assert small.take(0, 10.0, EXACT_MEMBERS, lambda tokens=tokens: tokens) == tokens
+        assert large.take(0, 10.0, EXACT_MEMBERS + 1, lambda tokens=tokens: tokens) == 1
+    assert large.take(0, 10.0 + COUNTED_S, EXACT_MEMBERS + 1, lambda: 4) == 4
+    assert large.take(1, 10.0 + COUNTED_S, EXACT_MEMBERS + 1, lambda: 0) == 0, "another round"
+    assert large.take(1, 5.0, EXACT_MEMBERS + 1, lambda: 7) == 7, "a clock that was set back"
