@@ -1,5 +1,6 @@
 """What each fault does, and how it heals."""
 
+import struct
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -58,6 +59,8 @@ def _of_member(scene: "Scene", fault: str, peer: str, other: str) -> Infliction:
         case "corrupted bytes" | "corrupted bytes to one":
             whom = everybody if fault == "corrupted bytes" else {other}
             return partial(scene.corrupt.update, {peer: whom}), 0.0, None
+        case "many faces":
+            return partial(scene.many_faces.add, peer), 0.0, None
     raise AssertionError(fault)
 
 
@@ -84,6 +87,8 @@ def _of_network(scene: "Scene", fault: str) -> Infliction:
 
 def changed(scene: "Scene", step: Step, payload: bytes) -> bytes:
     """What arrives: contributions that are no numbers, results that are too short or, to one receiver, others."""
+    if step.holder in scene.many_faces and step.blob.kind == "result":
+        return payload[:-4] + struct.pack("<f", scene.run.index(scene.life(step.to)))
     if step.to not in scene.corrupt.get(step.holder, ()) or not payload:
         return payload
     if step.blob.kind == "contribution":

@@ -30,7 +30,8 @@ FURTHER_ROUNDS = 2
 @dataclass
 class Scene:
     """A running swarm and its attacks. ``fired``: those that have happened; ``pending``: faults that will heal;
-    ``sent``: chunks of the attacked round by kind, holder and receiver; ``corrupt``: who sends wrong bytes to whom."""
+    ``sent``: chunks of the attacked round by kind, holder and receiver; ``corrupt``: who sends wrong bytes to whom;
+    ``many_faces``: who sends other results to everybody."""
 
     run: Swarm
     attacks: Sequence[Attack]
@@ -39,6 +40,7 @@ class Scene:
     pending: int = 0
     sent: dict[tuple[str, str, str], int] = field(default_factory=dict)
     corrupt: dict[str, set[str]] = field(default_factory=dict)
+    many_faces: set[str] = field(default_factory=set)
     _plan: RoundPlan | None = None
 
     def __post_init__(self) -> None:
@@ -151,6 +153,15 @@ class Scene:
         self.pending += 1
         self.tasks.create_task(start(), context=context_of(""))
 
+    def void_parts(self) -> int:
+        """Of the attacked round."""
+        (verdict,) = [
+            one.verdict
+            for one in self.run.coordinator.facts
+            if isinstance(one, f.VerdictGiven) and one.verdict.round == ATTACKED
+        ]
+        return verdict.digests.count(None)
+
     # Afterwards ---------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
@@ -200,12 +211,14 @@ def _give_residual(life: Life) -> None:
         life.carry(life.draw(), 10)
 
 
-def play(attacks: Sequence[Attack], topology: str) -> list[Attack]:
-    """A whole run. Returns the attacks that happened: one can take away the occasion for another."""
+def play(attacks: Sequence[Attack], topology: str, void_parts: int | None = None) -> list[Attack]:
+    """A whole run, with so many void parts in the attacked round. Returns the attacks that happened: one can take away
+    the occasion for another."""
 
     async def main() -> list[Attack]:
         async with staged(attacks, topology) as scene:
             await scene.settle()
+            assert void_parts in (None, scene.void_parts())
             return scene.fired
 
     return run_processes(main())
