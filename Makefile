@@ -4,7 +4,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
-BENCHMARKS ?= convergence transport allreduce codecs
+BENCHMARKS ?= convergence transport allreduce codecs coordinator
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input

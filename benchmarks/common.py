@@ -102,7 +102,7 @@ def train_swarm(run_toml: str, peers: int, folder: Path, limit_s: float) -> Trai
     members: list[Child] = []
     started = time.monotonic()
     try:
-        invite = _await_invite(host, started + 60)
+        invite = await_invite(host, started + 60)
         for number in range(peers):
             arguments = ["join", invite, "--name", f"peer-{number}", "--bind", "127.0.0.1", "--threads", "1"]
             members.append(Child(f"peer-{number}", folder / f"peer-{number}", [*arguments, "--device", "cpu"]))
@@ -132,7 +132,7 @@ def train_swarm(run_toml: str, peers: int, folder: Path, limit_s: float) -> Trai
     )
 
 
-def _await_invite(host: Child, deadline: float) -> str:
+def await_invite(host: Child, deadline: float) -> str:
     while time.monotonic() < deadline and host.is_running:
         for path in (host.folder / "state").glob("*/invite.txt"):
             text = path.read_text()

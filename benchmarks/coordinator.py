@@ -1,0 +1,207 @@
+"""One real coordinator process and up to a thousand simulated peers that heartbeat and run rounds against it.
+
+The peers are light (``light_peer.py``): they speak the protocol over CURVE on loopback, but hold no model and average
+no bytes. Planning: from the closing moment until every peer has the plan. CPU share: seconds of CPU that the
+coordinator's process takes a second, over whole rounds, with everybody's heartbeats; 1 is one core. Their own share of
+the machine's cores goes to the peers, so all times are upper bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import tempfile
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import zmq.asyncio
+from common import await_invite, parser, publish
+from light_peer import LEASES_PER_ROUND, SAMPLES_PER_LEASE, TOKENS_PER_SAMPLE, Habits, LightPeer
+from light_view import Record
+
+from shoal.peer.demo_child import Child
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.invite import Invite
+
+PATIENCE_S = 20.0
+_MAX_SOCKETS = 60_000
+_JOINING = 8
+"""Peers of one process that are joining at the same time."""
+
+RUN_FILE = """
+[run]
+name = "light"
+rounds = {rounds}
+
+[recipe]
+name = "own"
+
+[data]
+source = "own"
+
+[round]
+tokens = {tokens}
+max_s = 600.0
+patience_s = {patience_s}
+"""
+
+
+def run_peers(pipe: Connection, invite: str, habits: Habits, peers: int) -> None:
+    """One process with so many light peers; sends their records when the run has ended."""
+    pipe.send(asyncio.run(_run_peers(pipe, Invite.parse(invite), habits, peers)))
+
+
+async def _run_peers(pipe: Connection, invite: Invite, habits: Habits, peers: int) -> list[Record]:
+    context = zmq.asyncio.Context()
+    context.max_sockets = _MAX_SOCKETS
+    joining, everybody = asyncio.Semaphore(_JOINING), asyncio.Event()
+    here = asyncio.Semaphore(0)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            members = [LightPeer(context, invite, habits) for _ in range(peers)]
+            for member in members:
+                tasks.create_task(member.live(joining, here, everybody))
+            for _ in members:
+                await here.acquire()
+            pipe.send("here")
+            await asyncio.to_thread(pipe.recv)
+            everybody.set()
+    finally:
+        context.destroy(linger=0)
+    return [member.record for member in members]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the coordinator's process had used at a moment of the monotonic clock."""
+
+    at_s: float
+    cpu_s: float
+    rss_bytes: int
+
+
+def sample(pid: int) -> Sample:
+    """From Linux' /proc."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    rss_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Sample(time.monotonic(), (int(fields[11]) + int(fields[12])) / ticks, rss_pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
+    """A row: so many peers for one round to warm up and ``rounds`` measured ones."""
+    context = multiprocessing.get_context("spawn")
+    deadlines = Deadlines(PATIENCE_S)
+    habits = Habits(options.elements, options.work_s, options.exchange_s, deadlines.heartbeat_s, deadlines.request_s)
+    share = LEASES_PER_ROUND * SAMPLES_PER_LEASE * TOKENS_PER_SAMPLE
+    with tempfile.TemporaryDirectory() as name:
+        run_file = Path(name) / "run.toml"
+        run_file.write_text(RUN_FILE.format(rounds=rounds + 1, tokens=peers * share, patience_s=PATIENCE_S))
+        host = Child("host", Path(name) / "host", ["host", str(run_file), "--bind", "127.0.0.1:0"])
+        pipes, processes = [], []
+        try:
+            invite = await_invite(host, time.monotonic() + 60)
+            pid = host.process.pid
+            samples = [sample(pid)]
+            for number in range(options.processes):
+                here = len(range(number, peers, options.processes))
+                ours, theirs = context.Pipe()
+                process = context.Process(target=run_peers, args=(theirs, invite, habits, here), daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            for pipe in pipes:
+                assert pipe.recv() == "here"
+            joined = sample(pid)
+            for pipe in pipes:
+                pipe.send("begin")
+            while host.is_running and not all(pipe.poll() for pipe in pipes):
+                samples.append(sample(pid))
+                time.sleep(0.1)
+            records = [record for pipe in pipes for record in pipe.recv()]
+        finally:
+            for process in processes:
+                process.kill()
+            host.ask_to_end()
+            host.end()
+            if options.log is not None:
+                options.log.write_bytes(host.log.read_bytes())
+    return summary(records, samples, joined)
+
+
+def summary(records: list[Record], samples: list[Sample], joined: Sample) -> dict[str, Any]:
+    """One row of the table."""
+    numbers = sorted(records[0].rounds)
+    first, measured = numbers[0], [one for one in numbers[1:] if all(record.rounds[one].plan_s for record in records)]
+    start_s = max(record.rounds[first].verdict_s for record in records)
+    stop_s = max(record.rounds[measured[-1]].verdict_s for record in records)
+    moments = [one.at_s for one in samples]
+    begin, end = samples[bisect_left(moments, start_s)], samples[min(bisect_left(moments, stop_s), len(samples) - 1)]
+    planning = [_last(records, one, "plan_s") - _closing_s(records, one) for one in measured]
+    verdicts = [_last(records, one, "verdict_s") - _closing_s(records, one) for one in measured]
+    answers: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, seconds in record.answers_s.items():
+            answers[name] += seconds
+    beats = sorted(answers["Heartbeat"])
+    return {
+        "peers": len(records),
+        "planning s": median(planning),
+        "closing to verdict s": median(verdicts),
+        "CPU share": (end.cpu_s - begin.cpu_s) / (end.at_s - begin.at_s),
+        "RSS MB": max(one.rss_bytes for one in samples) / 1e6,
+        "heartbeat p50 ms": 1e3 * median(beats),
+        "heartbeat p99 ms": 1e3 * quantiles(beats, n=100)[98],
+        "lease p99 ms": 1e3 * quantiles(answers["RequestLease"], n=100)[98],
+        "join CPU s": joined.cpu_s - samples[0].cpu_s,
+        "join s": joined.at_s - samples[0].at_s,
+        "kB a view": sum(one.view_bytes for one in records) / sum(one.views for one in records) / 1e3,
+        "asked again": sum(one.repeats for one in records),
+        "rounds": len(measured),
+    }
+
+
+def _closing_s(records: list[Record], number: int) -> float:
+    return median(record.rounds[number].closes_s for record in records)
+
+
+def _last(records: list[Record], number: int, moment: str) -> float:
+    return max(float(getattr(record.rounds[number], moment)) for record in records)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--peers", type=int, nargs="+", default=[10, 100, 1000])
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--elements", type=int, default=50_000_000, help="of the model that nobody has")
+    arguments.add_argument("--work-s", type=float, default=15.0, help="of pretended training a round")
+    arguments.add_argument("--exchange-s", type=float, default=1.0, help="of pretended averaging a round")
+    arguments.add_argument("--processes", type=int, default=2, help="that the peers are spread over")
+    arguments.add_argument("--log", type=Path, help="keep the coordinator's log here")
+    options = arguments.parse_args()
+    rows = []
+    for peers in options.peers:
+        rows.append(measure(peers, options.rounds, options))
+        print(rows[-1])
+    fewest, most = rows[0], rows[-1]
+    ratios = {
+        f"coordinator_{row['peers']}_{name}": row[column]
+        for row in rows
+        for name, column in (("cpu_share", "CPU share"), ("planning_s", "planning s"), ("rss_mb", "RSS MB"))
+    }
+    for name, column in (("cpu_share", "CPU share"), ("planning", "planning s"), ("rss", "RSS MB")):
+        ratios[f"coordinator_{name}_growth"] = most[column] / fewest[column] if fewest[column] else float("inf")
+    title = f"A coordinator and its peers, {options.elements:,} elements, {multiprocessing.cpu_count()} cores"
+    publish(title, rows, ratios, options.json)
+
+
+if __name__ == "__main__":
+    main()
