@@ -3,9 +3,10 @@
 import random
 
 import pytest
-from tests.chaos.attack import COMEBACKS, MOMENTS, PARTITIONS, Attack
-from tests.chaos.scene import play
+from tests.chaos.attack import ATTACKED, COMEBACKS, MOMENTS, PARTITIONS, Attack
+from tests.chaos.scene import play, staged
 from tests.chaos.test_one_fault import POSSIBLE
+from tests.fakes.processes import run_processes
 
 PAIRS = 60
 
@@ -80,3 +81,15 @@ def test_a_part_of_which_everybody_has_other_bytes_is_void(other: str, topology:
     void = Attack("owner", "many faces", "while reducing")
     second = [Attack("contributor", other, "some have the result")] if other else []
     assert play([void, *second], topology, void_parts=1) == [void, *second]
+
+
+def test_what_some_have_is_adopted_and_not_made_anew() -> None:
+    """So that nobody who has applied nothing yet holds other bytes: the dead owner's own work is in them."""
+
+    async def main() -> None:
+        async with staged([Attack("owner", "SIGKILL", "some have the result")], "group") as scene:
+            await scene.settle()
+            owner, first = scene.named("owner"), slice(0, scene.planned.chunk_elements)
+            assert bool(scene.lives[0].ledger.rounds[ATTACKED].has(owner)[first].all())
+
+    run_processes(main())
