@@ -89,7 +89,7 @@ def test_what_some_have_is_adopted_and_not_made_anew() -> None:
     async def main() -> None:
         async with staged([Attack("owner", "SIGKILL", "some have the result")], "group") as scene:
             await scene.settle()
-            owner, first = scene.named("owner"), slice(0, scene.planned.chunk_elements)
-            assert bool(scene.lives[0].ledger.rounds[ATTACKED].has(owner)[first].all())
+            part = slice(0, scene.planned.parts[0].stop)
+            assert bool(scene.lives[0].ledger.rounds[ATTACKED].has(scene.named("owner"))[part].all())
 
     run_processes(main())
