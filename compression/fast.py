@@ -8,13 +8,37 @@ give the very same bits.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 
 _log = logging.getLogger(__name__)
+
+
+def _blockwise() -> ModuleType:
+    from shoal.compression import blockwise_kernels
+
+    return blockwise_kernels
+
+
+def _lowbit() -> ModuleType:
+    from shoal.compression import lowbit_kernels
+
+    return lowbit_kernels
+
+
+def _sparse() -> ModuleType:
+    from shoal.compression import sparse_kernels
+
+    return sparse_kernels
+
+
+_IMPORTS: dict[str, Callable[[], ModuleType]] = {
+    "blockwise_kernels": _blockwise,
+    "lowbit_kernels": _lowbit,
+    "sparse_kernels": _sparse,
+}
 _ready: dict[str, ModuleType] = {}
 _begun: dict[str, threading.Thread] = {}
 _lock = threading.Lock()
@@ -39,7 +63,7 @@ def compile_ahead(names: Iterable[str]) -> list[threading.Thread]:
 
 def _compile(name: str) -> None:
     try:
-        module = importlib.import_module(f"shoal.compression.{name}")
+        module = _IMPORTS[name]()
         module.warm_up()
     except ImportError as error:
         _log.info("codecs run without compiled kernels (pip install 'shoal[fast]' brings them): %s", error)

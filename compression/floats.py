@@ -67,11 +67,11 @@ class ScaledFloatCodec(TiledCodec):
     """float16 or float8_e4m3 under one power of two a block, so that no value overflows and few are too small.
 
     The exponent is the smallest with ``max|x| <= largest * 2**e`` (largest: 65504 or 448), so scaling is exact and
-    ``|x - decoded| <= max(|x| * 2**-p, max|x| * 2**-r)`` with p, r = 11, 40 (float16) or 4, 18 (float8_e4m3). Rounds
-    to nearest, ties to even. Exponents stay within the range where every code but 0 decodes to a normal float32, and
-    where none decodes to infinity: machines that flush subnormals agree with those that do not, a block below
-    ``2**-102`` (float16) or ``2**-117`` (float8_e4m3) loses bits, and what is beyond ``largest * 2**112``
-    (float16: 3.401e38) or ``largest * 2**119`` (float8_e4m3: 2.977e38) saturates.
+    ``|x - decoded| <= max(|x| * 2**-p, max|x| * s)`` with p, s = 11, 2**-24 / 65504 (float16) or 4, 2**-9 / 448
+    (float8_e4m3). Rounds to nearest, ties to even. Exponents stay within the range where every code but 0 decodes
+    to a normal float32, and where none decodes to infinity: machines that flush subnormals agree with those that do
+    not, a block below ``2**-102`` (float16) or ``2**-117`` (float8_e4m3) loses bits, and what is beyond ``largest *
+    2**112`` (float16: 3.401e38) or ``largest * 2**119`` (float8_e4m3: 2.977e38) saturates.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, *, block: int = _BLOCK) -> None:

@@ -1,9 +1,9 @@
 """Kernels that cannot be had cost a line in the log and nothing else."""
 
-import importlib
 import logging
 import re
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -22,33 +22,36 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "_begun", {})
 
 
-def kernel_module(monkeypatch: pytest.MonkeyPatch, warm_up: Any) -> list[str]:
-    """Put a module with this ``warm_up`` in the place of every kernel module; returns the names imported since."""
+def put_kernels(monkeypatch: pytest.MonkeyPatch, warm_up: Any) -> list[str]:
+    """Put modules with this ``warm_up`` under the names "one" and "two"; returns those that were imported since."""
     imported: list[str] = []
 
-    def import_module(name: str) -> ModuleType:
-        imported.append(name)
-        module = ModuleType(name)
-        module.warm_up = warm_up  # type: ignore[attr-defined]
-        return module
+    def importer(name: str) -> Callable[[], ModuleType]:
+        def import_it() -> ModuleType:
+            imported.append(name)
+            module = ModuleType(name)
+            module.warm_up = warm_up  # type: ignore[attr-defined]
+            return module
 
-    monkeypatch.setattr(importlib, "import_module", import_module)
+        return import_it
+
+    monkeypatch.setattr(fast, "_IMPORTS", {name: importer(name) for name in ("one", "two")})
     return imported
 
 
 def test_each_module_is_compiled_once_and_then_there(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    imported = kernel_module(monkeypatch, lambda: go_on.wait(10))
+    imported = put_kernels(monkeypatch, lambda: go_on.wait(10))
     threads = fast.compile_ahead(["one", "two"])
     assert fast.compile_ahead(["two", "one"]) == threads[::-1]
     assert fast.kernels("one") is None
     go_on.set()
     for thread in threads:
         thread.join()
-    assert sorted(imported) == ["shoal.compression.one", "shoal.compression.two"]
+    assert sorted(imported) == ["one", "two"]
     found = fast.kernels("one")
     assert found is not None
-    assert found.__name__ == "shoal.compression.one"
+    assert found.__name__ == "one"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_a_failure_is_one_line_in_the_log(
     def fail() -> None:
         raise error
 
-    kernel_module(monkeypatch, fail)
+    put_kernels(monkeypatch, fail)
     with caplog.at_level(logging.INFO):
         for thread in fast.compile_ahead(["one"]) + fast.compile_ahead(["one"]):
             thread.join()
