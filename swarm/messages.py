@@ -237,7 +237,7 @@ class PeerToCoordinatorRoundReady(Message):
 class PeerToCoordinatorRoundReport(Message):
     """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
 
-    ``dropped`` are the members (indices of the plan) that some chunk of the results that we made does without;
+    ``dropped`` are the members (indices of the plan) that some chunk of the results that we hold does without;
     ``failed`` the owners whose part we could not get from them."""
 
     round: Count

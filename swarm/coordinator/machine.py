@@ -282,7 +282,7 @@ class RunMachine(RunState):
             self._give_verdict(judgement, now_s)
 
     def _give_verdict(self, judgement: Judgement, now_s: float) -> None:
-        plan, lost = self.round.plan, self.lost_work()
+        plan, lost = self.round.plan, self.lost_work(None in judgement.digests)
         for peer in judgement.failed:
             self.membership.members[peer].delivers = False
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}

@@ -260,10 +260,14 @@ class RunState:
         """The plan's members that are still here, and never left."""
         return {peer for peer in self.round.ranges if peer not in self.round.orphans}
 
-    def lost_work(self) -> tuple[str, ...]:
-        """Dead members whose contribution did not get into every chunk: others train on their samples again."""
+    def lost_work(self, void: bool) -> tuple[str, ...]:
+        """Dead members whose contribution did not get into every chunk: others train on their samples again.
+
+        ``void``: some part is; what the living offered there is offered again, what the dead did is gone."""
         if self.round.plan is None:
             return ()
+        if void:
+            return tuple(sorted(self.round.orphans))
         dropped = {index for report in self.round.reports.values() for index in report.dropped}
         peers = [self.round.plan.members[index].peer for index in sorted(dropped)]
         return tuple(peer for peer in peers if peer in self.round.orphans)

@@ -61,20 +61,7 @@ def test_a_verdict_that_was_not_journaled_was_none(fault: str, topology: str) ->
 @pytest.mark.parametrize("topology", ["group"])
 @pytest.mark.parametrize(
     "other",
-    [
-        "",
-        *[
-            pytest.param(
-                fault,
-                marks=pytest.mark.xfail(
-                    reason="a verdict with void parts still commits the samples of members that were given up, though "
-                    "nobody carries their work there (RunState.lost_work)",
-                    strict=True,
-                ),
-            )
-            for fault in ("SIGKILL", "SIGKILL, back at once", "SIGSTOP, long")
-        ],
-    ],
+    ["", "SIGKILL", "SIGKILL, back at once", "SIGSTOP, long"],
 )
 def test_a_part_of_which_everybody_has_other_bytes_is_void(other: str, topology: str) -> None:
     """Nobody's work there is lost: it is carried on, or, of who is given up in the round, trained again."""
