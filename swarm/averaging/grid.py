@@ -65,9 +65,9 @@ def plan_parts(
     for column, start, stop in split(elements, owner_shares(slowest, [True] * columns), chunk):
         relays = of_column[column]
         equal = [1 / len(relays)] * len(relays)
-        for row, first, last in split(stop - start, equal, chunk):
+        for number, first, last in split(stop - start, equal, chunk):
             # Rotated, so that the remainders of all columns do not fall on the first row.
-            owner = relays[(row + column) % len(relays)]
+            owner = relays[(number + column) % len(relays)]
             parts.append(GridPart(owner, relays, start + first, start + last))
     return parts
 

@@ -154,8 +154,7 @@ class ResultStore:
         """The members that some chunk here does without, as the bytes say."""
         members = len(self.plan.members)
         masks = {bytes(result[: mask_bytes(members)]) for result in self._results if result is not None}
-        everywhere = [set(unpack_mask(memoryview(mask), members)) for mask in masks]
-        return set(range(members)) - set.intersection(*everywhere) if everywhere else set()
+        return {index for mask in masks for index in set(range(members)) - set(unpack_mask(memoryview(mask), members))}
 
 
 class HeldResults:
