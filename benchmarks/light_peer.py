@@ -123,11 +123,12 @@ class LightPeer:
             control_port=port,
             data_port=port,
         )
-        pinged = asyncio.create_task(_answer_ping(listening))
         try:
-            await self._request(ask)
+            async with asyncio.TaskGroup() as tasks:
+                pinged = tasks.create_task(_answer_ping(listening))
+                await self._request(ask)
+                pinged.cancel()
         finally:
-            pinged.cancel()
             listening.close(linger=0)
         layout = (TensorSpec(name="weight", shape=(self._habits.elements,), dtype="float32"),)
         await self._request(

@@ -29,6 +29,7 @@ class ErrorFeedback:
         values = feedback.corrected(start, stop)             # chunks that go into the mean as float32 ...
         feedback.include_exactly(start, stop)                # ... as an owner's own do
         feedback.keep_chunk(start, stop)                     # chunks that the mean did not include after all
+        feedback.take_back(start, stop)                      # chunks that we do not offer again either
         feedback.add_owner_error(start, error)               # what the owner lost in encoding the mean
         feedback.commit()                                    # or discard()
 
@@ -113,6 +114,12 @@ class ErrorFeedback:
         """The mean does not include corrected[start:stop] (or is void there): all of it is pending again."""
         contribution, residual, pending = self._chunk(start, stop)
         torch.add(contribution, residual, out=pending)
+        self._settled.add((start, stop))
+
+    def take_back(self, start: int, stop: int) -> None:
+        """As if nothing had been contributed in [start, stop): what was carried before is carried on, whole."""
+        _, residual, pending = self._chunk(start, stop)
+        pending.copy_(residual)
         self._settled.add((start, stop))
 
     def add_owner_error(self, start: int, error: Tensor) -> None:

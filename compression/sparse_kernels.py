@@ -9,12 +9,11 @@ No fastmath: each floating-point operation is rounded once, as in the torch path
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.compression.jit import njit
 from shoal.compression.sparse_format import (
     LARGEST_SCALE_BITS,
     MAX_BFLOAT16_BITS,
@@ -27,7 +26,6 @@ from shoal.compression.sparse_unpack_kernels import add, decode, unpack
 
 __all__ = ["add", "decode", "encode", "finite_sums", "unpack", "warm_up"]
 
-_F = TypeVar("_F")
 _ROWS = 8
 _SPAN = 4096
 _LARGEST_SCALE = np.array([LARGEST_SCALE_BITS], np.int32).view(np.float32)[0]
@@ -40,12 +38,7 @@ Ints = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 
 
-def _njit(function: _F) -> _F:
-    compiled: Any = numba.njit(nogil=True, cache=True)(function)
-    return compiled  # type: ignore[no-any-return]
-
-
-@_njit
+@njit
 def _count(bits: Ints, n: int, threshold: int) -> int:
     """How many of the first ``n`` are at least ``threshold``. 32-bit throughout, so that 16 go in one vector."""
     limit = np.int32(threshold)
@@ -55,7 +48,7 @@ def _count(bits: Ints, n: int, threshold: int) -> int:
     return int(count)
 
 
-@_njit
+@njit
 def _bracket(bits: Ints, n: int, keep: int, largest: int, guess: int) -> int:
     """A threshold that at least ``keep`` of ``bits`` reach, and, where no ties are in the way, at most ``4 keep``."""
     low, high = 0, largest + 1  # keep or more reach low, fewer reach high
@@ -81,7 +74,7 @@ def _bracket(bits: Ints, n: int, keep: int, largest: int, guess: int) -> int:
     return low
 
 
-@_njit
+@njit
 def _select(bits: Ints, keep: int, guess: int, scratch: tuple[Ints, Ints, Ints], chosen: Ints) -> int:
     """Fill ``chosen`` with the indices of the ``keep`` largest of ``bits``, ascending; returns the smallest of them.
 
@@ -130,7 +123,7 @@ def _select(bits: Ints, keep: int, guess: int, scratch: tuple[Ints, Ints, Ints],
     return threshold
 
 
-@_njit
+@njit
 def _bfloat16(value: float, room: Floats) -> int:
     """The bits of ``value``, not negative, as bfloat16: to nearest even, saturated, 0 where it would be subnormal."""
     room[0] = np.float32(value)
@@ -139,7 +132,7 @@ def _bfloat16(value: float, room: Floats) -> int:
     return rounded if rounded >= 0x80 else 0
 
 
-@_njit
+@njit
 def _pack_two_bits(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: Floats) -> None:
     """The scales of ``sparse_format``'s 2-bit values, and the codes, 4 to a byte, into ``out``, zeroed before.
 
@@ -184,7 +177,7 @@ def _pack_two_bits(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: F
         sent_bits[j] = np.int32((large if over else small) << 16 | negative << 31)
 
 
-@_njit
+@njit
 def _pack_bytes(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: Floats) -> None:
     """The scale and the int8 codes into ``out``; ``sent`` becomes what the codes mean."""
     values, largest = signed.view(np.float32), np.float32(0)
@@ -201,7 +194,7 @@ def _pack_bytes(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: Floa
         sent[j] = np.float32(code) * scale
 
 
-@_njit
+@njit
 def finite_sums(values: Floats, residual: Floats) -> bool:
     """Whether each of ``values + residual`` is finite."""
     sums = np.zeros(_SPAN, np.float32)
@@ -219,7 +212,7 @@ def finite_sums(values: Floats, residual: Floats) -> bool:
     return True
 
 
-@_njit
+@njit
 def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> bool:
     """Pack whole chunks of ``values + residual`` into ``packed``; what is lost stays in ``residual``.
 

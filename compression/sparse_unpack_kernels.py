@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.compression.jit import njit
 from shoal.compression.sparse_format import LARGEST_SCALE_BITS, MAX_BFLOAT16_BITS, Shape
 
-_F = TypeVar("_F")
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 Shorts = NDArray[np.uint16]
 
 
-def _njit(function: _F) -> _F:
-    compiled: Any = numba.njit(nogil=True, cache=True)(function)
-    return compiled  # type: ignore[no-any-return]
-
-
-@_njit
+@njit
 def _rooms(shape: Shape) -> tuple[Ints, Floats]:
     """Where ``_unpack`` puts a chunk's indices and values; no upper bits can make it write past the indices."""
     keep, upper_bits = shape[1], shape[3]
     return np.empty(upper_bits + 9, np.int32), np.empty(keep, np.float32)
 
 
-@_njit
+@njit
 def _unpack(record: Bytes, shape: Shape, indices: Ints, values: Floats) -> int:
     """One chunk's indices and values; 0, or the number of what is wrong in ``sparse_format.REASONS``."""
     size, keep, low_bits, _, value_bits, low_at, code_at, _ = shape
@@ -86,7 +78,7 @@ def _unpack(record: Bytes, shape: Shape, indices: Ints, values: Floats) -> int:
     return 0
 
 
-@_njit
+@njit
 def decode(packed: Bytes, out: Floats, shape: Shape) -> int:
     """Unpack whole chunks into ``out``; 0, or the number of what is wrong."""
     size, record = shape[0], shape[7]
@@ -102,7 +94,7 @@ def decode(packed: Bytes, out: Floats, shape: Shape) -> int:
     return 0
 
 
-@_njit
+@njit
 def unpack(packed: Bytes, indices: Shorts, values: Floats, shape: Shape) -> int:
     """What ``decode`` would return, and ``keep`` indices, each within its chunk, and values for each chunk."""
     keep, record = shape[1], shape[7]
@@ -118,7 +110,7 @@ def unpack(packed: Bytes, indices: Shorts, values: Floats, shape: Shape) -> int:
     return 0
 
 
-@_njit
+@njit
 def add(indices: Shorts, values: Floats, total: Floats, weight: np.float32, shape: Shape) -> None:
     """Add ``weight`` times what ``unpack`` gave, found right, to ``total``."""
     size, keep = shape[0], shape[1]

@@ -126,7 +126,7 @@ class AllReduce:
         a worker thread. What an owner reduced itself went in as it was; what a stand-in did, as it was encoded; the
         error of encoding a mean is carried by whoever made the bytes that were committed.
         """
-        leave_out = self._feedback.keep_chunk if keep else self._take_back
+        leave_out = self._feedback.keep_chunk if keep else self._feedback.take_back
         for index in range(self._store.chunks):
             start, stop = self._store.bounds(index)
             if self._me not in self._store.included(index):
@@ -144,11 +144,6 @@ class AllReduce:
                 with suppress(CodecError):  # it would not be finite
                     self._feedback.add_owner_error(start, made.error.mul_(share))
                 break
-
-    def _take_back(self, start: int, stop: int) -> None:
-        """As if we had contributed nothing there: what was carried before is carried on."""
-        self._feedback.include_exactly(start, stop)
-        self._feedback.add_owner_error(start, self._feedback.residual[start:stop])
 
     def _rotated(self) -> list[Part]:
         """Parts beginning with our own: so that not everybody asks the same owner first."""

@@ -168,6 +168,18 @@ def test_decay_is_of_what_encoding_lost_and_of_nothing_else() -> None:
     assert torch.equal(feedback.residual[650:], noise(1)[650:])
 
 
+def test_what_is_taken_back_leaves_the_residual_of_before() -> None:
+    feedback = ErrorFeedback(N, decay=0.5)
+    feedback.load(noise(7))
+    feedback.begin(noise(1))
+    feedback.encode_chunk(get_codec("int4"), 0, 300)
+    feedback.take_back(0, 300)
+    feedback.include_exactly(300, N)
+    feedback.commit()
+    assert torch.equal(feedback.residual[:300], noise(7)[:300]), "whole: nothing of it was lost in encoding"
+    assert not feedback.residual[300:].any()
+
+
 @pytest.mark.parametrize("decay", [-0.1, 1.1, math.nan])
 def test_a_decay_out_of_range_is_refused(decay: float) -> None:
     with pytest.raises(CodecError, match="decay"):
