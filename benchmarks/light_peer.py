@@ -123,12 +123,11 @@ class LightPeer:
             control_port=port,
             data_port=port,
         )
+        pinged = asyncio.create_task(_answer_ping(listening))
         try:
-            async with asyncio.TaskGroup() as tasks:
-                pinged = tasks.create_task(_answer_ping(listening))
-                await self._request(ask)
-                pinged.cancel()
+            await self._request(ask)
         finally:
+            pinged.cancel()
             listening.close(linger=0)
         layout = (TensorSpec(name="weight", shape=(self._habits.elements,), dtype="float32"),)
         await self._request(
