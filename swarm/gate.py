@@ -1,8 +1,7 @@
 """The gate: who may connect at all. Answers libzmq's question for every handshake (ZAP, ZeroMQ RFC 27).
 
-Control connections prove a CURVE key. Data connections show the token of a link that was agreed on inside
-CURVE: without it a stranger could send an endless multipart message, which libzmq buffers without a limit.
-(pyzmq's ``AsyncioAuthenticator`` asks one caller after the other, and dies when a callback raises.)
+Callers prove a CURVE key; data connections are no ZeroMQ sockets (``pump.py``). (pyzmq's ``AsyncioAuthenticator``
+asks one caller after the other, and dies when a callback raises.)
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ import zmq
 import zmq.asyncio
 
 from shoal.swarm.errors import LinkError
-from shoal.swarm.sockets import CURVE_DOMAIN, PLAIN_DOMAIN
+from shoal.swarm.sockets import CURVE_DOMAIN
 
 log = logging.getLogger(__name__)
 
 Admit = Callable[[bytes], Awaitable[bool]]
 """May the holder of this raw CURVE key come in? It may ask others; it has ``_ADMIT_S``."""
-
-AdmitLink = Callable[[bytes, bytes], bool]
-"""Is this the token of the link of that name?"""
 
 _ADMIT_S = 10.0
 _MAX_UNDECIDED = 256
@@ -32,13 +28,10 @@ _MAX_UNDECIDED = 256
 class Gate:
     """One for each ZeroMQ context; its task lives in ``tasks``."""
 
-    def __init__(
-        self, context: zmq.asyncio.Context, tasks: asyncio.TaskGroup, admit: Admit, admit_link: AdmitLink
-    ) -> None:
+    def __init__(self, context: zmq.asyncio.Context, tasks: asyncio.TaskGroup, admit: Admit) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._tasks = tasks
         self._admit = admit
-        self._admit_link = admit_link
         self._undecided = 0
 
     def start(self) -> None:
@@ -65,8 +58,6 @@ class Gate:
                 case (domain, [b"CURVE", key]) if domain == CURVE_DOMAIN:
                     async with asyncio.timeout(_ADMIT_S):
                         user = key.hex().encode() if await self._admit(key) else b""
-                case (domain, [b"PLAIN", name, token]) if domain == PLAIN_DOMAIN:
-                    user = name.hex().encode() if self._admit_link(name, token) else b""
         except (LinkError, TimeoutError) as error:
             log.info("refused a caller: %s", error or "nobody could say in time whether to let it in")
         finally:

@@ -1,39 +1,97 @@
-"""What a link consists of: its two ends' streams, their credit, and the buffers that frames are sealed in."""
+"""What a link consists of: its two ends' streams, their credit, and what has gone over it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import zmq
-import zmq.asyncio
-
+from shoal.swarm.errors import LinkClosed, LinkError, WireError
 from shoal.swarm.sealing import SealedLink
 
+if TYPE_CHECKING:
+    from shoal.swarm.framing import Connection
+
 T = TypeVar("T")
+
+Sink = Callable[[int, int], memoryview]
+"""``sink(chunk, size_bytes)`` gives the writable memory for that chunk, on the data plane's thread; raises
+``WireError`` to refuse it."""
 
 MAX_STREAMS_PER_LINK = 64
 CREDIT = 8
 """Chunks that may be under way in one stream."""
 
 
-@dataclass(eq=False)
 class Incoming:
-    """A stream that we receive: frames in order, at most as many as we gave credit for."""
+    """A stream that we receive: its chunks arrive in any order within our credit, and are taken in order.
 
-    next_chunk: int
-    frames: asyncio.Queue[tuple[bytes, zmq.Frame] | None] = field(default_factory=lambda: asyncio.Queue(CREDIT))
-    gap: bool = False
+    Filled on the data plane's thread, taken on the event loop.
+    """
 
-    def spoil(self) -> None:
-        """A frame is missing: whoever waits for it should know now, not at its deadline."""
-        self.gap = True
-        if self.frames.empty():
-            self.frames.put_nowait(None)
+    def __init__(self, chunks: range, sink: Sink) -> None:
+        self._chunks = chunks
+        self._sink = sink
+        self._next = chunks.start
+        self._granted = chunks.start + CREDIT
+        self._arrived: set[int] = set()
+        self._trouble: LinkError | None = None
+        self._changed = asyncio.Event()
+        # Held while a chunk is written to its sink: whoever closes the stream may use that memory afterwards.
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def receive(self, chunk: int, size: int, open_into: Callable[[memoryview], None]) -> bool:
+        """Decrypt a chunk into its sink; returns whether it was wanted. Raises what ``open_into`` raises."""
+        with self._lock:
+            if self._closed or self._trouble is not None:
+                return False
+            if not self._next <= chunk < min(self._granted, self._chunks.stop) or chunk in self._arrived:
+                self._trouble = LinkError(f"chunk {chunk} came out of turn")
+                return False
+            try:
+                place = self._sink(chunk, size)
+            except WireError as error:
+                self._trouble = error
+                return False
+            open_into(place)
+            self._arrived.add(chunk)
+            return True
+
+    def notify(self) -> None:
+        """Something has changed: on the event loop."""
+        self._changed.set()
+
+    def fail(self, trouble: LinkError) -> None:
+        """No more will come: on the event loop."""
+        self._trouble = self._trouble or trouble
+        self._changed.set()
+
+    async def next(self, wait_s: float) -> int:
+        """The next chunk, once it is in its sink. Raises ``LinkError``, or ``TimeoutError`` after ``wait_s``."""
+        while self._next not in self._arrived:
+            if self._trouble is not None:
+                raise self._trouble
+            self._changed.clear()
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        self._arrived.remove(self._next)
+        self._next += 1
+        return self._next - 1
+
+    def grant(self, credit: int) -> None:
+        """The other side will be told that it may send so many chunks more."""
+        self._granted += credit
+
+    def close(self) -> None:
+        """Nothing is written to the sinks any more."""
+        with self._lock:
+            self._closed = True
 
 
 @dataclass(eq=False)
@@ -63,25 +121,40 @@ class Outgoing:
 
 @dataclass(eq=False)
 class Link:
-    """One end of a link: its keys, the socket that it uses, and the streams on it."""
+    """One end of a link: its keys, its connections, and the streams on it."""
 
     sealed: SealedLink
     remote_key: bytes
-    socket: zmq.asyncio.Socket
-    routing: bytes | None
-    """The routing id of a link that the other side opened; None for one of ours, with a socket of its own."""
+    is_ours: bool
+    """Whether we opened it."""
     attached: asyncio.Event = field(default_factory=asyncio.Event)
     incoming: dict[int, Incoming] = field(default_factory=dict)
     outgoing: dict[int, Outgoing] = field(default_factory=dict)
     last_frame_s: float = field(default_factory=time.monotonic)
     next_stream: int = 0
+    # The data plane's thread works on these.
+    connections: list[Connection] = field(default_factory=list)
+    queue: deque[tuple[int, int, memoryview]] = field(default_factory=deque)
+    is_flushing: bool = False
 
-    def open_incoming(self, first: int) -> tuple[int, Incoming]:
-        """A place for a stream's frames; returns its number too."""
+    def open_incoming(self, chunks: range, sink: Sink) -> tuple[int, Incoming]:
+        """A place for a stream's chunks; returns its number too."""
         number = self.next_stream
         self.next_stream += 1
-        incoming = self.incoming[number] = Incoming(first)
+        incoming = self.incoming[number] = Incoming(chunks, sink)
         return number, incoming
+
+    def close_incoming(self, number: int) -> None:
+        """Stop taking what comes for that stream."""
+        incoming = self.incoming.pop(number, None)
+        if incoming is not None:
+            incoming.close()
+
+    def add_credit(self, number: int, credit: int) -> None:
+        """That stream may go on, if we send it still."""
+        stream = self.outgoing.get(number)
+        if stream is not None:
+            stream.add(credit)
 
     def close_stream(self, number: int) -> None:
         """Stop sending that stream, if we do."""
@@ -90,13 +163,11 @@ class Link:
             stream.close()
 
     def close(self) -> None:
-        """End all streams, and the socket when it is only ours."""
+        """End all streams."""
         for number in list(self.outgoing):
             self.close_stream(number)
-        for incoming in self.incoming.values():
-            incoming.spoil()
-        if self.routing is None:
-            self.socket.close(linger=0)
+        for incoming in list(self.incoming.values()):
+            incoming.fail(LinkClosed("the link was closed"))
 
 
 _BUSY_BYTES = 2**18
@@ -131,29 +202,6 @@ class Meter:
                 self.bandwidth_bps = max(shown, 0.9 * self.bandwidth_bps)
             self._bucket, self._bucket_bytes = bucket, 0
         self._bucket_bytes += size
-
-
-class BufferPool:
-    """Reuses buffers for sealed frames: allocating per frame costs more than the cipher."""
-
-    def __init__(self) -> None:
-        self._busy: list[tuple[bytearray, zmq.MessageTracker]] = []
-        self._free: list[bytearray] = []
-
-    def take(self, size: int) -> bytearray:
-        """A buffer of at least ``size`` bytes that ZeroMQ has finished with."""
-        done = [buffer for buffer, tracker in self._busy if tracker.done]
-        self._busy = [entry for entry in self._busy if not entry[1].done]
-        self._free = (self._free + done)[:16]
-        for index, buffer in enumerate(self._free):
-            if size <= len(buffer) <= 4 * size:
-                return self._free.pop(index)
-        del self._free[:1]  # of another size than what is sent now
-        return bytearray(size)
-
-    def give_back(self, buffer: bytearray, tracker: zmq.MessageTracker) -> None:
-        """Free again once ``tracker`` is done."""
-        self._busy.append((buffer, tracker))
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:

@@ -371,7 +371,7 @@ class Blob(Record):
 class PeerToPeerOpenStream(Message):
     """Send chunks ``first <= c < stop`` of ``blob`` over ``link``, as each becomes available."""
 
-    stream: Annotated[int, Field(ge=0, lt=2**32)]
+    stream: Annotated[int, Field(ge=0, lt=2**31)]
     link: Annotated[bytes, Field(min_length=8, max_length=8)]
     blob: Blob
     first: Annotated[int, Field(ge=0, lt=2**32)]
@@ -383,18 +383,10 @@ class PeerToPeerStreamOpened(Message):
     """Chunks are coming."""
 
 
-class PeerToPeerStreamCredit(Message):
-    """``credit`` more chunks may be sent. No reply."""
-
-    stream: Annotated[int, Field(ge=0, lt=2**32)]
-    link: Annotated[bytes, Field(min_length=8, max_length=8)]
-    credit: Annotated[int, Field(ge=1, le=1024)]
-
-
 class PeerToPeerCloseStream(Message):
     """Stop sending. No reply."""
 
-    stream: Annotated[int, Field(ge=0, lt=2**32)]
+    stream: Annotated[int, Field(ge=0, lt=2**31)]
     link: Annotated[bytes, Field(min_length=8, max_length=8)]
 
 

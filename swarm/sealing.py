@@ -26,6 +26,9 @@ Cipher = Literal["aes-256-gcm", "chacha20-poly1305"]
 HELLO_STREAM = 0xFFFFFFFF
 """The stream number of the empty frame with which a data connection attaches to its link."""
 
+CREDIT_STREAM = 0x80000000
+"""Set in the stream number of the empty frames that grant credit: as many chunks as their header's ``chunk``."""
+
 TAG_BYTES = 16
 _HEADER = struct.Struct("!8sQII")
 HEADER_BYTES = _HEADER.size
@@ -93,12 +96,10 @@ class SealedLink:
 
     def __init__(self, link: bytes, secrets: bytes, cipher: Cipher, *, opener: bool) -> None:
         """``secrets``: the opener's 32 bytes, then the acceptor's."""
-        keys = HKDF(hashes.SHA256(), 96, link, b"shoal bulk frames, version 1").derive(secrets)
+        keys = HKDF(hashes.SHA256(), 64, link, b"shoal bulk frames, version 2").derive(secrets)
         make = AESGCM if cipher == "aes-256-gcm" else ChaCha20Poly1305
-        first, second = make(keys[:32]), make(keys[32:64])
+        first, second = make(keys[:32]), make(keys[32:])
         self.link = link
-        self.token = keys[64:]
-        """What a data connection shows to be let in; worth nothing for reading or forging frames."""
         self._send, self._receive = (first, second) if opener else (second, first)
         self._counter = itertools.count()
         self._window = ReplayWindow()

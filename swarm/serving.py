@@ -16,7 +16,6 @@ from shoal.swarm.messages import (
     PeerToPeerOpenStream,
     PeerToPeerPing,
     PeerToPeerPong,
-    PeerToPeerStreamCredit,
     PeerToPeerStreamOpened,
 )
 
@@ -42,13 +41,6 @@ def answer_members(control: ControlPlane, data: DataPlane, is_member: Callable[[
         data.serve(data.find_link(channel.remote_key, message.link), message)
         return PeerToPeerStreamOpened()
 
-    async def add_credit(channel: Channel, message: Message) -> Message:
-        assert isinstance(message, PeerToPeerStreamCredit)
-        stream = data.find_link(channel.remote_key, message.link).outgoing.get(message.stream)
-        if stream is not None:
-            stream.add(message.credit)
-        return Acknowledged()
-
     async def close_stream(channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerCloseStream)
         data.find_link(channel.remote_key, message.link).close_stream(message.stream)
@@ -57,5 +49,4 @@ def answer_members(control: ControlPlane, data: DataPlane, is_member: Callable[[
     control.handle(PeerToPeerPing, ping)
     control.handle(PeerToPeerOpenLink, open_link)
     control.handle(PeerToPeerOpenStream, open_stream)
-    control.handle(PeerToPeerStreamCredit, add_credit)
     control.handle(PeerToPeerCloseStream, close_stream)

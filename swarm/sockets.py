@@ -1,4 +1,4 @@
-"""What all ZeroMQ sockets of ours have in common: addresses, binding, and how they treat dead connections."""
+"""Addresses, binding, connecting, and how our ZeroMQ sockets treat dead connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shoal.swarm.errors import Unreachable
 log = logging.getLogger(__name__)
 
 CURVE_DOMAIN = b"control"
-PLAIN_DOMAIN = b"bulk"
 
 
 def endpoint(host: str, port: int | str) -> str:
@@ -56,3 +55,44 @@ async def look_up(host: str, port: int, limit_s: float) -> str:
         log.info("a member calls itself %r, which has no address: %s", host, error)
         return ""
     return str(found[0][4][0])
+
+
+def listen(host: str, port: int) -> sockets.socket:
+    """A plain listening socket on ``host:port`` (0: any free one). Raises ``Unreachable``."""
+    family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
+    dual = host == "::" and sockets.has_dualstack_ipv6()
+    try:
+        return sockets.create_server((host, port), family=family, backlog=256, dualstack_ipv6=dual)
+    except (OSError, OverflowError) as error:
+        raise Unreachable(f"cannot listen on {host}:{port}: {error}; choose another --bind") from error
+
+
+def tune_stream(socket: sockets.socket) -> None:
+    """For a data connection: it does not block, sends at once and notices in the end when the other side is gone."""
+    socket.setblocking(False)
+    socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+
+
+async def connect(host: str, port: int) -> sockets.socket:
+    """A connected plain socket that does not block. Raises ``Unreachable``; has no deadline of its own."""
+    loop = asyncio.get_running_loop()
+    trouble: Exception = OSError("it has no address")
+    try:
+        found = await loop.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
+        for family, kind, protocol, _, address in found:
+            socket = sockets.socket(family, kind, protocol)
+            try:
+                socket.setblocking(False)
+                await loop.sock_connect(socket, address)
+            except OSError as error:
+                socket.close()
+                trouble = error
+            except BaseException:
+                socket.close()
+                raise
+            else:
+                return socket
+    except (OSError, UnicodeError) as error:
+        trouble = error
+    raise Unreachable(f"no data connection to {host}:{port}: {trouble}") from trouble

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from shoal.swarm.control import ControlPlane
 from shoal.swarm.errors import LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
 from shoal.swarm.gate import Admit, Gate
 from shoal.swarm.identity import CurveKeys, verify_certificate
-from shoal.swarm.links import CREDIT, Incoming, Link, Meter
+from shoal.swarm.links import CREDIT, Link, Meter, Sink
 from shoal.swarm.messages import (
     Acknowledged,
     Blob,
@@ -29,21 +29,17 @@ from shoal.swarm.messages import (
     PeerToPeerLinkOpened,
     PeerToPeerOpenLink,
     PeerToPeerOpenStream,
-    PeerToPeerStreamCredit,
     PeerToPeerStreamOpened,
     RosterEntry,
 )
-from shoal.swarm.sealing import HELLO_STREAM
 from shoal.swarm.serving import answer_members
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[int, int], memoryview]
-"""``sink(chunk, size_bytes)`` gives the writable memory for that chunk; raises ``WireError`` to refuse it."""
-
 _ATTEMPTS = 3
 _RETRY_S = 0.05
 _MAX_RETRY_S = 0.5
+_NO_STREAM = 2**31 - 1
 _MAX_SOCKETS = 8192  # each member can take four, with monitors; libzmq's 1023 would not do
 
 
@@ -83,8 +79,8 @@ class Node:
         context.max_sockets = _MAX_SOCKETS
         try:
             async with asyncio.TaskGroup() as tasks:
-                data = DataPlane(context, tasks)
-                gate = Gate(context, tasks, admit, data.admits)
+                data = DataPlane(tasks)
+                gate = Gate(context, tasks, admit)
                 node = cls(ControlPlane(context, keys, tasks), data)
                 try:
                     answer_members(node.control, data, node.knows_key)
@@ -108,6 +104,15 @@ class Node:
     @property
     def meter(self) -> Meter:
         return self._data.meter
+
+    @property
+    def connections_per_link(self) -> int:
+        """TCP connections of each link that is opened from now on, 1 to 16."""
+        return self._data.connections_per_link
+
+    @connections_per_link.setter
+    def connections_per_link(self, number: int) -> None:
+        self._data.connections_per_link = number
 
     def update_roster(self, roster: tuple[RosterEntry, ...]) -> None:
         """Replace the set of members that may talk to us. Entries whose certificate is wrong are left out.
@@ -183,21 +188,20 @@ class Node:
     ) -> AsyncGenerator[int, None]:
         channel = self._channel(peer)
         link = await self._link(peer, channel, wait_s)
-        number, incoming = link.open_incoming(chunks.start)
+        number, incoming = link.open_incoming(chunks, sink)
         name = link.sealed.link
         ask = PeerToPeerOpenStream(
             stream=number, link=name, blob=blob, first=chunks.start, stop=chunks.stop, credit=CREDIT
         )
-        more = PeerToPeerStreamCredit(stream=number, link=name, credit=CREDIT // 2)
         finished = False
         try:
             await channel.request(ask, PeerToPeerStreamOpened, wait_s)
             for consumed, expected in enumerate(chunks, start=1):
-                chunk = await self._next_chunk(link, incoming, sink, wait_s)
+                chunk = await incoming.next(wait_s)
                 assert chunk == expected
                 yield chunk
                 if consumed % (CREDIT // 2) == 0:
-                    await channel.notify(more)
+                    self._data.grant(link, number, incoming)
             finished = True
         except TimeoutError as error:
             self._suspect(peer, link, wait_s)
@@ -206,27 +210,14 @@ class Node:
             self._data.close_link(link)
             raise
         finally:
-            link.incoming.pop(number, None)
+            link.close_incoming(number)
             if not finished:
                 await self._stop_stream(channel, link, number)
 
-    async def _next_chunk(self, link: Link, incoming: Incoming, sink: Sink, wait_s: float) -> int:
-        """Raises ``LinkError`` at the first missing or damaged frame: later ones would leave a hole."""
-        frame = None
-        while frame is None:
-            if incoming.gap and incoming.frames.empty():
-                raise LinkError("frames were lost on the way")
-            async with asyncio.timeout(wait_s):
-                frame = await incoming.frames.get()
-        return await self._data.unseal(link, *frame, sink)
-
     def _suspect(self, peer: str, link: Link, silent_s: float) -> None:
-        """Give up a link over which nothing came at all, if we can have another one.
-
-        One that only the other side can open stays: its socket reconnects by itself.
-        """
+        """Give up a link over which nothing came at all, if we can have another one."""
         entry = self._roster.get(peer)
-        can_replace = link.routing is None or (entry is not None and entry.reachable)
+        can_replace = link.is_ours or (entry is not None and entry.reachable)
         if can_replace and time.monotonic() - link.last_frame_s >= silent_s:
             self._data.close_link(link)
 
@@ -272,8 +263,8 @@ class Node:
         """Make sure that there is a link with ``peer``: it can fetch from us though it cannot reach us."""
         channel = self._channel(peer)
         link = await self._link(peer, channel, wait_s)
-        # Credit for a stream that cannot exist asks no more than whether the link still does, over there.
-        probe = PeerToPeerStreamCredit(stream=HELLO_STREAM, link=link.sealed.link, credit=1)
+        # To close a stream that cannot exist asks no more than whether the link still does, over there.
+        probe = PeerToPeerCloseStream(stream=_NO_STREAM, link=link.sealed.link)
         try:
             await channel.request(probe, Acknowledged, wait_s)
         except LinkClosed:

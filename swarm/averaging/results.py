@@ -15,9 +15,9 @@ from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
 from shoal.swarm.averaging.reducer import mask_bytes, result_bytes, unpack_mask
 from shoal.swarm.errors import BlobUnavailable, LinkError, ShoalError, WireError
-from shoal.swarm.links import in_thread
+from shoal.swarm.links import Sink, in_thread
 from shoal.swarm.messages import Blob, Part, RoundPlan
-from shoal.swarm.transport import Endpoint, Sink
+from shoal.swarm.transport import Endpoint
 
 log = logging.getLogger(__name__)
 

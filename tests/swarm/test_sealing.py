@@ -144,13 +144,6 @@ def test_counters_never_repeat() -> None:
     assert len({Header.unpack(header).counter for header in headers}) == 500
 
 
-def test_token_is_shared_and_no_key() -> None:
-    opener, acceptor = ends("aes-256-gcm")
-    assert opener.token == acceptor.token
-    assert len(opener.token) == 32
-    assert SealedLink(NAME, SECRETS[::-1], "aes-256-gcm", opener=True).token != opener.token
-
-
 def test_header() -> None:
     header = Header(b"12345678", 2**64 - 1, 2**32 - 1, 7)
     assert Header.unpack(header.pack()) == header

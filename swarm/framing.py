@@ -1,0 +1,80 @@
+"""Bulk frames on a TCP connection: a length, a header, a sealed body; received and sent without blocking or copying."""
+
+from __future__ import annotations
+
+import socket as sockets
+
+from shoal.swarm.errors import WireError
+from shoal.swarm.links import Link
+from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES
+
+MAX_CHUNK_BYTES = 2**21 + 2**16
+"""Of one chunk's payload: 2 MiB (2**19 float32 elements) and some room for its header."""
+
+_SIZE_BYTES = 4
+PREFIX_BYTES = _SIZE_BYTES + HEADER_BYTES
+"""In front of every sealed body: its length, then its header."""
+
+
+class Connection:
+    """One data socket, which must not block: the frame that is being received, and the one that is being sent."""
+
+    def __init__(self, socket: sockets.socket, link: Link | None, since_s: float) -> None:
+        """``link``: None until the other side has said which one it is."""
+        self.socket = socket
+        self.link = link
+        self.since_s = since_s
+        self.is_blocked = False
+        self._prefix = memoryview(bytearray(PREFIX_BYTES))
+        self._prefix_filled = 0
+        self._header = b""
+        self._body = memoryview(bytearray(TAG_BYTES))
+        self._body_bytes = self._body_left = 0
+        self._sealed = bytearray()
+        self._unsent = memoryview(b"")
+
+    def receive(self) -> tuple[bytes, memoryview]:
+        """The next frame's header and sealed body, good until the next call.
+
+        Raises ``BlockingIOError`` when more has yet to come, ``OSError``, ``WireError`` for a frame of no good size."""
+        if not self._header:
+            while self._prefix_filled < PREFIX_BYTES:
+                self._prefix_filled += self._read([self._prefix[self._prefix_filled :]])
+            size = int.from_bytes(self._prefix[:_SIZE_BYTES], "big")
+            limit = TAG_BYTES if self.link is None else MAX_CHUNK_BYTES + TAG_BYTES
+            if not TAG_BYTES <= size <= limit:
+                raise WireError(f"a bulk frame of {size} bytes")
+            self._header, self._prefix_filled = bytes(self._prefix[_SIZE_BYTES:]), 0
+            if len(self._body) < size:
+                self._body = memoryview(bytearray(size))
+            self._body_bytes = self._body_left = size
+        while self._body_left:
+            rest = self._body[self._body_bytes - self._body_left : self._body_bytes]
+            got = self._read([rest, self._prefix])
+            self._prefix_filled = max(0, got - self._body_left)
+            self._body_left -= min(got, self._body_left)
+        header, self._header = self._header, b""
+        return header, self._body[: self._body_bytes]
+
+    def _read(self, places: list[memoryview]) -> int:
+        got = self.socket.recvmsg_into(places)[0]
+        if got == 0:
+            raise ConnectionResetError("closed by the other side")
+        return got
+
+    def put(self, link: Link, stream: int, chunk: int, payload: memoryview) -> int:
+        """Seal a frame for sending; returns its bytes. Everything before must have been sent."""
+        header, size = link.sealed.next_header(stream, chunk), payload.nbytes + TAG_BYTES
+        if len(self._sealed) < PREFIX_BYTES + size:
+            self._sealed = bytearray(PREFIX_BYTES + size)
+        frame = memoryview(self._sealed)[: PREFIX_BYTES + size]
+        frame[:_SIZE_BYTES] = size.to_bytes(_SIZE_BYTES, "big")
+        frame[_SIZE_BYTES:PREFIX_BYTES] = header
+        link.sealed.seal(header, payload, frame[PREFIX_BYTES:])
+        self._unsent = frame
+        return PREFIX_BYTES + size
+
+    def send(self) -> None:
+        """Send what is left of the last frame. Raises ``BlockingIOError``, ``OSError``."""
+        while self._unsent:
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]

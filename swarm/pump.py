@@ -1,0 +1,313 @@
+"""The one thread that all bulk frames go through: data sockets read and written, frames sealed and opened.
+
+Beside the event loop rather than on it, since a frame costs the loop far more than its bytes do: here a frame is a
+few system calls and one pass of the cipher, straight from the sender's memory to the receiver's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import selectors
+import socket as sockets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from shoal.swarm.errors import WireError
+from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES, Connection
+from shoal.swarm.links import Link, Meter
+from shoal.swarm.sealing import CREDIT_STREAM, HELLO_STREAM, TAG_BYTES, Header
+from shoal.swarm.sockets import tune_stream
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS_PER_LINK = 16
+_GREETING_S = 10.0
+_MAX_STRANGERS = 256
+_TURN = 4
+"""Frames of one connection before another one has its turn."""
+
+
+class Pump:
+    """The thread. Its public methods are for the event loop, where it also says what it has to say."""
+
+    def __init__(self, links: Mapping[bytes, Link], meter: Meter, on_closed: Callable[[Link], None]) -> None:
+        """``links``: by name; looked up for every frame. ``on_closed``: called on the loop when a link broke."""
+        self._links = links
+        self._meter = meter
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Has the error of a thread that ended by itself; cancelled by whoever waits for it no more."""
+        self._selector = selectors.DefaultSelector()
+        self._wake_up, self._woken = sockets.socketpair()
+        for one in (self._wake_up, self._woken):
+            one.setblocking(False)
+        self._orders: deque[Callable[[], None]] = deque()
+        self._news: deque[Callable[[], None]] = deque()
+        self._news_announced = self._is_asleep = self._is_stopping = False
+        self._strangers: dict[Connection, None] = {}
+        self._thread = threading.Thread(target=self._run, name="shoal-bulk", daemon=True)
+
+    def start(self) -> None:
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close every socket and end the thread."""
+        self._is_stopping = True
+        if self._thread.ident is not None:
+            self._order(lambda: None)
+            self._thread.join()
+        self.ended.cancel()
+        self._wake_up.close()
+        self._woken.close()
+        self._selector.close()
+
+    def listen(self, listener: sockets.socket) -> None:
+        """Accept connections of links that the other side opens."""
+        listener.setblocking(False)
+        self._order(lambda: self._listen(listener))
+
+    def attach(self, link: Link, socket: sockets.socket) -> None:
+        """A connection of a link that we opened; says which link it is."""
+        self._order(lambda: self._attach(link, socket))
+
+    def send(self, link: Link, stream: int, chunk: int, payload: memoryview) -> None:
+        """Queue a frame; ``payload`` must not change until it is sent. Streams' credit is what bounds the queue."""
+        assert payload.nbytes <= MAX_CHUNK_BYTES, "the other side would refuse it"
+        link.queue.append((stream, chunk, payload))
+        self._flush_soon(link)
+
+    def grant(self, link: Link, stream: int, credit: int) -> None:
+        """Let the other side send that many chunks more; goes ahead of queued chunks."""
+        link.queue.appendleft((CREDIT_STREAM | stream, credit, memoryview(b"")))
+        self._flush_soon(link)
+
+    def close(self, link: Link) -> None:
+        """Close a link's connections."""
+        self._order(lambda: self._close_all(link))
+
+    # Between the threads ----------------------------------------------------------------------------------
+
+    def _flush_soon(self, link: Link) -> None:
+        if not link.is_flushing:
+            link.is_flushing = True
+            self._order(lambda: self._flush(link))
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        if self._is_asleep:
+            self._is_asleep = False
+            try:
+                self._wake_up.send(b"\0")
+            except BlockingIOError:  # it has more than enough to wake up by
+                log.debug("the wake-up socket is full")
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        """Have something called on the loop, together with what else has happened."""
+        self._news.append(news)
+        if not self._news_announced:
+            self._news_announced = True
+            self._loop.call_soon_threadsafe(self._take_news)
+
+    def _take_news(self) -> None:
+        self._news_announced = False
+        while self._news:
+            self._news.popleft()()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._turn()
+        except Exception as error:  # noqa: BLE001 - the loop raises it
+            failure = error
+            self._tell(lambda: None if self.ended.done() else self.ended.set_exception(failure))
+        finally:
+            for order in self._orders:  # sockets may be on their way to us
+                order()
+            for key in list(self._selector.get_map().values()):
+                assert isinstance(key.fileobj, sockets.socket)
+                key.fileobj.close()
+
+    # On the thread ----------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self._is_asleep = True
+        # Only after the flag is up: an order that came before it has woken nobody.
+        ready = self._selector.select(0 if self._orders else 1.0 if self._strangers else None)
+        self._is_asleep = False
+        for key, events in ready:
+            if key.data is None:
+                self._drain_wake_ups()
+            elif not isinstance(key.data, Connection):
+                self._accept(key.data)
+            else:
+                if events & selectors.EVENT_WRITE:
+                    self._unblock(key.data)
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+        for _ in range(len(self._orders)):
+            self._orders.popleft()()
+        if self._strangers:
+            self._dismiss_strangers()
+
+    def _drain_wake_ups(self) -> None:
+        try:
+            while self._woken.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _listen(self, listener: sockets.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, listener)
+
+    def _accept(self, listener: sockets.socket) -> None:
+        try:
+            socket, _ = listener.accept()
+            tune_stream(socket)
+            connection = Connection(socket, None, time.monotonic())
+        except OSError as error:
+            log.warning("could not accept a data connection: %s", error)
+            self._dismiss_strangers(all_of_them=True)
+            time.sleep(0.01)  # out of descriptors: it would be offered again at once
+            return
+        self._strangers[connection] = None
+        self._selector.register(socket, selectors.EVENT_READ, connection)
+
+    def _dismiss_strangers(self, all_of_them: bool = False) -> None:
+        """Close connections that have not said in time whose they are, or are too many; the oldest come first."""
+        now_s = time.monotonic()
+        for number, connection in enumerate(list(self._strangers)):
+            too_many = len(self._strangers) > _MAX_STRANGERS
+            if all_of_them or too_many or now_s > connection.since_s + _GREETING_S:
+                self._drop(connection)
+            elif number > _MAX_STRANGERS:
+                break
+
+    def _attach(self, link: Link, socket: sockets.socket) -> None:
+        try:
+            tune_stream(socket)
+            connection = Connection(socket, link, time.monotonic())
+            connection.put(link, HELLO_STREAM, 0, memoryview(b""))
+            connection.send()
+        except OSError as error:
+            socket.close()
+            self._break(link, error)
+            return
+        if self._links.get(link.sealed.link) is not link:  # closed in the meantime
+            socket.close()
+            return
+        link.connections.append(connection)
+        self._selector.register(socket, selectors.EVENT_READ, connection)
+        self._write(connection)
+
+    # Reading
+
+    def _read(self, connection: Connection) -> None:
+        link = connection.link
+        try:
+            for _ in range(_TURN):
+                header, body = connection.receive()
+                if connection.link is None:
+                    link = self._greet(connection, header, body)
+                elif link is not None:
+                    self._take(link, header, body)
+        except BlockingIOError:
+            if link is not None:
+                link.last_frame_s = time.monotonic()
+        except (OSError, WireError) as error:
+            if link is None:
+                self._drop(connection)
+            else:
+                self._break(link, error)
+
+    def _greet(self, connection: Connection, header_bytes: bytes, body: memoryview) -> Link:
+        """The first frame proves to which link a connection belongs. Raises ``WireError``."""
+        header = Header.unpack(header_bytes)
+        link = self._links.get(header.link)
+        if link is None or link.is_ours or header.stream != HELLO_STREAM:
+            raise WireError("a data connection of no link")
+        if len(link.connections) >= MAX_CONNECTIONS_PER_LINK:
+            raise WireError("too many connections for one link")
+        link.sealed.open(header_bytes, body, memoryview(bytearray(0)))
+        del self._strangers[connection]
+        connection.link = link
+        link.connections.append(connection)
+        self._tell(link.attached.set)
+        self._write(connection)
+        return link
+
+    def _take(self, link: Link, header_bytes: bytes, body: memoryview) -> None:
+        header, size = Header.unpack(header_bytes), body.nbytes - TAG_BYTES
+        if header.link != link.sealed.link:
+            raise WireError("a bulk frame of another link")
+        now_s = link.last_frame_s = time.monotonic()
+        if header.stream & CREDIT_STREAM:
+            link.sealed.open(header_bytes, body, memoryview(bytearray(0)))
+            self._tell(lambda: link.add_credit(header.stream & ~CREDIT_STREAM, header.chunk))
+            return
+        incoming = link.incoming.get(header.stream)
+        if incoming is None:
+            return  # nobody waits for it any more
+        if incoming.receive(header.chunk, size, lambda place: link.sealed.open(header_bytes, body, place)):
+            self._meter.received(PREFIX_BYTES + body.nbytes, now_s)
+        self._tell(incoming.notify)
+
+    # Writing
+
+    def _flush(self, link: Link) -> None:
+        link.is_flushing = False
+        for connection in list(link.connections):
+            if link.queue and not connection.is_blocked:
+                self._write(connection)
+
+    def _unblock(self, connection: Connection) -> None:
+        connection.is_blocked = False
+        self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+        self._write(connection)
+
+    def _write(self, connection: Connection) -> None:
+        link = connection.link
+        if link is None or connection not in link.connections:
+            return
+        try:
+            for _ in range(_TURN):
+                connection.send()
+                if not link.queue:
+                    return
+                stream, chunk, payload = link.queue.popleft()
+                size = connection.put(link, stream, chunk, payload)
+                if not stream & CREDIT_STREAM:
+                    self._meter.sent(size, time.monotonic())
+            connection.send()
+        except BlockingIOError:
+            connection.is_blocked = True
+            self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        except OSError as error:
+            self._break(link, error)
+        else:
+            self._flush_soon(link)
+
+    # Ending
+
+    def _break(self, link: Link, why: Exception) -> None:
+        """A link is as good as its worst connection: its ends agree on what is lost only when all of it is."""
+        log.debug("a link broke: %s", why)
+        self._close_all(link)
+        self._tell(lambda: self._on_closed(link))
+
+    def _close_all(self, link: Link) -> None:
+        while link.connections:
+            self._drop(link.connections.pop())
+        link.queue.clear()
+
+    def _drop(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
+        try:
+            self._selector.unregister(connection.socket)
+        except KeyError:
+            log.debug("a connection was dropped before it was registered")
+        connection.socket.close()
