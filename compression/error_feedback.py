@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError, checked_range, checked_values
+from shoal.compression.scratch import spacious
 
 _TILE = 1 << 18
+_FAR_FROM_INFINITY = 1e38
 
 
 class ErrorFeedback:
@@ -42,7 +44,9 @@ class ErrorFeedback:
     def __init__(self, n: int, decay: float = 1.0) -> None:
         if not 0.0 <= decay <= 1.0:
             raise CodecError(f"the decay of a residual is from 0 to 1, not {decay}")
-        self._residual = torch.zeros(n, dtype=torch.float32)
+        self._residual = spacious(n).zero_()
+        # No value of the residual is larger: what spares a look at all of them in every round.
+        self._bound = 0.0
         self._decay = float(np.float32(decay))
         self._contribution: Tensor | None = None
         self._pending: Tensor | None = None
@@ -64,7 +68,8 @@ class ErrorFeedback:
         Raises CodecError when it holds NaN or infinity.
         """
         assert not self.in_round
-        checked_range(residual)
+        low, high = checked_range(residual)
+        self._bound = max(-low, high)
         self._residual = self._checked(residual).clone()
 
     def begin(self, contribution: Tensor) -> None:
@@ -75,6 +80,18 @@ class ErrorFeedback:
         """
         assert not self.in_round, "the round before was neither committed nor discarded"
         contribution = self._checked(contribution)
+        largest = _largest(contribution)
+        if not largest + self._bound < _FAR_FROM_INFINITY:  # NaN is not either
+            self._check_sum(contribution)
+            self._bound = _largest(self._residual)
+        # Whatever a codec makes of the sum, it loses no more than twice its largest value.
+        self._bound = 2.0 * (largest + self._bound)
+        self._pending = spacious(contribution.numel())
+        self._contribution = contribution
+        self._settled.clear()
+
+    def _check_sum(self, contribution: Tensor) -> None:
+        """Raises CodecError when contribution + residual holds NaN or infinity; looks at every one."""
         for start in range(0, contribution.numel(), _TILE):
             corrected = contribution[start : start + _TILE] + self._residual[start : start + _TILE]
             low, high = torch.aminmax(corrected)
@@ -82,9 +99,6 @@ class ErrorFeedback:
                 at = int(torch.isfinite(corrected).logical_not_().to(torch.uint8).argmax())
                 value = float(corrected[at])
                 raise CodecError(f"contribution and residual add up to NaN or infinity: {value} at {start + at}")
-        self._pending = torch.empty_like(contribution)
-        self._contribution = contribution
-        self._settled.clear()
 
     def corrected(self, start: int, stop: int) -> Tensor:
         """(contribution + residual)[start:stop], a new tensor."""
@@ -132,7 +146,8 @@ class ErrorFeedback:
         """
         _, _, pending = self._chunk(start, start + error.numel())
         total = pending + checked_values(error) * self._decay
-        checked_range(total)
+        low, high = checked_range(total)
+        self._bound = max(self._bound, -low, high)
         pending.copy_(total)
 
     def commit(self) -> None:
@@ -171,3 +186,11 @@ class ErrorFeedback:
         assert pending is not None
         assert 0 <= start <= stop <= contribution.numel(), (start, stop, contribution.numel())
         return contribution[start:stop], self._residual[start:stop], pending[start:stop]
+
+
+def _largest(values: Tensor) -> float:
+    """The largest absolute value; NaN when there is one."""
+    if not values.numel():
+        return 0.0
+    low, high = torch.aminmax(values)
+    return max(-float(low), float(high))

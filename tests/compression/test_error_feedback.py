@@ -141,6 +141,35 @@ def test_contribution_that_is_not_finite_begins_no_round(bad: float) -> None:
     assert torch.equal(feedback.residual, before)
 
 
+def alone(value: float) -> torch.Tensor:
+    values = torch.zeros(N)
+    values[7] = value
+    return values
+
+
+@pytest.mark.parametrize("how", ["loaded", "owner's error", "kept again and again"])
+def test_a_sum_that_overflows_begins_no_round_wherever_the_residual_came_from(how: str) -> None:
+    feedback = ErrorFeedback(N)
+    if how == "loaded":
+        feedback.load(alone(3.39e38))
+    elif how == "owner's error":
+        feedback.begin(torch.zeros(N))
+        feedback.include_exactly(0, N)
+        feedback.add_owner_error(0, alone(3.39e38))
+        feedback.commit()
+    else:
+        for _ in range(17):
+            feedback.begin(alone(1.99e37))
+            feedback.keep_chunk(0, N)
+            feedback.commit()
+    for _ in range(2):
+        with pytest.raises(CodecError, match="inf at 7$"):
+            feedback.begin(alone(2.1e37))
+    feedback.begin(-alone(2.1e37))  # and what does add up to something finite is well
+    feedback.include_exactly(0, N)
+    feedback.commit()
+
+
 def test_a_round_leaves_the_contribution_as_it_was() -> None:
     feedback = after_a_round(get_codec("int8"))
     contribution = noise(2)
