@@ -45,9 +45,24 @@ class Deadlines:
         return self.patience_s
 
     @property
+    def partial_s(self) -> float:
+        """Without a chunk of a row's sum from its relay, until its members are asked: it waits for them itself."""
+        return 1.5 * self.patience_s
+
+    @property
     def result_s(self) -> float:
         """Without a chunk from an owner: it may itself be waiting for contributors, one after the other."""
         return 2.5 * self.patience_s
+
+    @property
+    def grid_result_s(self) -> float:
+        """The same in a grid: it may be waiting for a relay, and then for the members of that one's row."""
+        return 3 * self.patience_s
+
+    @property
+    def relayed_s(self) -> float:
+        """Without a chunk of a result from our row's relay: it may be waiting for the owner."""
+        return 3.5 * self.patience_s
 
     @property
     def adopt_s(self) -> float:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 PROTOCOL_VERSION = 1
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 MAX_MEMBERS = 1024
+MAX_PARTS = 2 * MAX_MEMBERS
+"""Rows of unequal size have some more parts than members."""
 MAX_STAND_INS = 3
 MAX_RANGES = 4096
 MAX_TENSORS = 65_536
@@ -95,32 +97,65 @@ class TensorSpec(Record):
         return math.prod(self.shape)
 
 
+Index = Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
+"""Of a plan's members, from 0."""
+
+
 class PlanMember(Record):
-    """One contributor of a round. ``weight_tokens`` is its share in the weighted mean."""
+    """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; in a flat group all are of row
+    0, in a grid each row collects by itself."""
 
     peer: PeerId
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
+    row: Index = 0
 
 
 class Part(Record):
     """Elements ``start <= i < stop`` of the contribution, reduced by ``members[owner]``; when that fails, by the
-    first of ``stand_ins`` that can."""
+    first of ``stand_ins`` that can. ``column``: whose relays collect for the owner, in a grid."""
 
-    owner: Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
-    stand_ins: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MEMBERS)], ...], Field(max_length=MAX_STAND_INS)] = ()
+    owner: Index
+    stand_ins: Annotated[tuple[Index, ...], Field(max_length=MAX_STAND_INS)] = ()
+    column: Index = 0
     start: Count
     stop: Count
 
 
 class RoundPlan(Record):
-    """Who reduces what in a round. Members are ordered by peer id, parts by start; parts tile all elements."""
+    """Who reduces what in a round. Members are ordered by peer id, parts by start; parts tile all elements.
+
+    ``columns``: none in a flat group; in a grid, of each column its relay in every row: the member of that row that
+    sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a column."""
 
     round: Count
     anchor_version: Count
     state_digest: Digest
     chunk_elements: Annotated[int, Field(ge=1, le=2**19)]
     members: Annotated[tuple[PlanMember, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
-    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
+    columns: Annotated[
+        tuple[Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)], ...], Field(max_length=MAX_MEMBERS)
+    ] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RoundPlan:
+        row_of = [member.row for member in self.members]
+        rows = list(range(1 + max(row_of)))
+        if set(row_of) != set(rows) or bool(self.columns) != (len(rows) > 1):
+            raise ValueError("a plan of several rows has members in each of them, and columns")
+        for column in self.columns:
+            if [row_of[relay] for relay in column if relay < len(row_of)] != rows:
+                raise ValueError("a column has one relay in every row, in their order")
+        for part in self.parts:
+            if max((part.owner, *part.stand_ins)) >= len(row_of):
+                raise ValueError("owners and stand-ins are members of the plan")
+            if self.columns and (part.column >= len(self.columns) or part.owner not in self.columns[part.column]):
+                raise ValueError("the owner of a part is one of its column's relays")
+        return self
+
+    def relays(self, part: Part) -> tuple[int, ...]:
+        """Of each row, who collects it for this part; the owner for its own row. None in a flat group."""
+        return self.columns[part.column] if self.columns else ()
 
 
 class Verdict(Record):
@@ -137,7 +172,7 @@ class Verdict(Record):
     reason: Text
     anchor_version: Count
     plan: RoundPlan | None
-    digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_MEMBERS)]
+    digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
     tokens: Count
     tokens_total: Count
     loss: Loss | None
@@ -238,12 +273,12 @@ class PeerToCoordinatorRoundReport(Message):
     """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
 
     ``dropped`` are the members (indices of the plan) that some chunk of the results that we hold does without;
-    ``failed`` the owners whose part we could not get from them."""
+    ``failed`` the owners and relays that did not give us what they had to."""
 
     round: Count
-    digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_MEMBERS)]
-    dropped: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MEMBERS)], ...], Field(max_length=MAX_MEMBERS)]
-    failed: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MEMBERS)], ...], Field(max_length=MAX_MEMBERS)] = ()
+    digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
+    dropped: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
+    failed: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
     trouble: Text
 
 
@@ -359,12 +394,12 @@ class PeerToPeerLinkOpened(Message):
 class Blob(Record):
     """The name of chunked bytes that a member offers.
 
-    ``contribution``: what it brings to the round; ``result``: means of a round, each as soon as it is held here;
-    ``held``: the same as they are now, empty where there is none yet; ``state``: anchor and outer optimizer state of
-    an anchor version.
+    ``contribution``: what it brings to the round; ``partial``: a relay's means of its row, for the owners; ``result``:
+    means of a round, each as soon as it is held here; ``held``: the same as they are now, empty where there is none
+    yet; ``state``: anchor and outer optimizer state of an anchor version.
     """
 
-    kind: Literal["contribution", "result", "held", "state"]
+    kind: Literal["contribution", "partial", "result", "held", "state"]
     number: Count
 
 

@@ -1,8 +1,9 @@
 """The exchange of one round: butterfly all-reduce by pulling, every mean encoded once and decoded by all alike.
 
 Each owner pulls its part from every member and reduces it; every member pulls every other part's results from
-their owners, or from stand-ins (reduce-scatter and all-gather, overlapping chunk by chunk). Nothing is applied here:
-results are kept until the coordinator's verdict.
+their owners, or from stand-ins (reduce-scatter and all-gather, overlapping chunk by chunk). In a grid, an owner does so
+within its row, a relay does in every other row, and the owner pulls their sums, the relays its results. Nothing is
+applied here: results are kept until the coordinator's verdict.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.swarm.averaging.reducing import Reduction, Seat
+from shoal.swarm.averaging.chunk_store import ChunkStore
+from shoal.swarm.averaging.groups import Header, holders, may_hold
+from shoal.swarm.averaging.reducer import Reduced
+from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.averaging.results import ResultStore, adopt_part, fetch_part
+from shoal.swarm.averaging.seat import Seat
+from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, ShoalError
 from shoal.swarm.links import in_thread
@@ -66,8 +69,8 @@ class _ContributionSource:
 
 @dataclass
 class Exchange:
-    """How the exchange went on this member: ``dropped`` members in what we reduced, owners that ``failed`` to give us
-    their part, and why a part is missing."""
+    """How the exchange went on this member: ``dropped`` members in what we reduced; owners and relays that ``failed``
+    to give us what they had to; and why a part is missing."""
 
     dropped: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
@@ -88,62 +91,70 @@ class AllReduce:
     ) -> None:
         """``feedback``: in a round that has begun with our contribution, (elements,) float32. ``was_away``: as in
         ``Seat``."""
+        plan = store.plan
+        self.blob = Blob(kind="contribution", number=plan.round)
         self._endpoint = endpoint
         self._store = store
-        self._plan = store.plan
-        self._members = [member.peer for member in store.plan.members]
+        self._plan = plan
+        self._members = [member.peer for member in plan.members]
         self._me = self._members.index(me)
+        self._row = plan.members[self._me].row
         self._feedback = feedback
-        self._seat = Seat(endpoint, store, self._me, deadlines, was_away)
         self._exchange = Exchange()
         self._source = _ContributionSource(store, feedback)
-        self._as_owner = Reduction(self._seat, feedback.corrected)
+        self._partials = ChunkStore(store.chunks, f"the partials of round {plan.round}")
+        sources: dict[Blob, ChunkSource] = {self.blob: self._source}
+        if plan.columns:
+            sources[Blob(kind="partial", number=plan.round)] = self._partials
+        self._seat = Seat(endpoint, store, self._me, deadlines, was_away, sources)
+        self._as_owner = Reduction(self._seat, store.group, store.put, feedback.corrected)
+        self._as_relay = Reduction(self._seat, store.group.row(self._row), self._partials.put, feedback.corrected)
         self._as_stand_in: list[Reduction] = []
-
-    @property
-    def blob(self) -> Blob:
-        return self._seat.contribution
 
     async def run(self) -> Exchange:
         """Returns when every part has arrived or is given up; results are in the store."""
-        self._endpoint.publish(self.blob, self._source)
+        for blob, source in self._seat.sources.items():
+            self._endpoint.publish(blob, source)
         async with asyncio.TaskGroup() as tasks:
             for part in self._rotated():
-                tasks.create_task(self._own(part) if part.owner == self._me else self._gather(part))
+                if part.owner == self._me:
+                    tasks.create_task(self._own(part))
+                    continue
+                if self._me in self._plan.relays(part):
+                    tasks.create_task(self._as_relay.run(self._store.chunks_of(part)))
+                tasks.create_task(self._gather(part))
         for reduction in (self._as_owner, *self._as_stand_in):
             self._exchange.dropped |= reduction.dropped
+            self._exchange.failed |= reduction.failed - {self._me}
         return self._exchange
 
     async def close(self) -> None:
         """After ``run`` and before the feedback is settled, committed or discarded: hand out no contribution more."""
-        self._endpoint.retract(self.blob)
+        for blob in self._seat.sources:
+            self._endpoint.retract(blob)
+        await self._partials.close()
         await self._source.close()
 
     def settle(self, *, keep: bool) -> None:
         """After ``store.mean`` of a committed verdict: what the mean left out of ours is the next round's.
 
         Unless not to ``keep``, because others have our samples by now: then only the residual of before stays. Runs in
-        a worker thread. What an owner reduced itself went in as it was; what a stand-in did, as it was encoded; the
-        error of encoding a mean is carried by whoever made the bytes that were committed.
+        a worker thread. What an owner reduced itself went in as it was; so did what a relay did, where its partial was
+        used; what a stand-in did, and everything else, as it was encoded. The error of encoding a mean, or a partial,
+        is carried by whoever made the bytes that were committed, or are in them.
         """
         leave_out = self._feedback.keep_chunk if keep else self._feedback.take_back
         for index in range(self._store.chunks):
-            start, stop = self._store.bounds(index)
-            if self._me not in self._store.included(index):
-                leave_out(start, stop)
+            bounds, header = self._store.bounds(index), self._store.header(index)
+            if self._me not in header.included:
+                leave_out(*bounds)
                 continue
-            for reduction in (self._as_owner, *self._as_stand_in):
-                made = reduction.made.get(index)
-                if made is None or made.error is None or made.result != self._store[index]:
-                    continue
-                if reduction is self._as_owner:
-                    self._feedback.include_exactly(start, stop)
-                # Only 1/share of what we add reaches the mean, so the error is added that many times over.
-                weights = [member.weight_tokens for member in self._plan.members]
-                share = sum(weights[member] for member in made.included) / weights[self._me]
-                with suppress(CodecError):  # it would not be finite
-                    self._feedback.add_owner_error(start, made.error.mul_(share))
-                break
+            partial, result = self._used_partial(index, header), self._committed(index)
+            if partial is not None or (result is not None and result is self._as_owner.made.get(index)):
+                self._feedback.include_exactly(*bounds)
+            for made in (partial, result):
+                if made is not None:
+                    self._carry(bounds[0], made)
 
     def _rotated(self) -> list[Part]:
         """Parts beginning with our own: so that not everybody asks the same owner first."""
@@ -152,46 +163,70 @@ class AllReduce:
         return parts[first:] + parts[:first]
 
     async def _own(self, part: Part) -> None:
-        await self._as_owner.run(self._store.chunks_of(part))
+        await self._as_owner.run(self._store.chunks_of(part), self._relays(part))
+
+    def _relays(self, part: Part) -> list[int | None]:
+        """Whose partials its reduction takes: every row's but the owner's, which has none."""
+        relays = self._plan.relays(part) or (part.owner,)
+        return [None if relay == part.owner else relay for relay in relays]
 
     async def _gather(self, part: Part) -> None:
-        """The part's results from its owner, else from the first stand-in that has or makes them."""
-        wait_s = self._seat.deadlines.result_s
-        for holder in (part.owner, *part.stand_ins):
+        """The part's results from our row's relay or its owner, else from the first stand-in that has or makes them."""
+        trouble, responsible = "", {part.owner, *self._plan.relays(part)[self._row : self._row + 1]}
+        for holder in holders(self._plan, part, self._me):
             peer = self._members[holder]
             try:
                 if holder == self._me:
                     await self._stand_in(part)
                 else:
+                    wait_s = self._wait_s(part, holder)
                     fetch = functools.partial(fetch_part, self._endpoint, self._store, part, peer, wait_s)
                     await self._seat.patiently(fetch)
                 return
             except ShoalError as error:
                 log.warning("round %d: no result from %s: %s", self._plan.round, peer, error)
-                if holder == part.owner:
+                if holder in responsible:
                     self._exchange.failed.add(holder)
-                self._exchange.trouble = f"{peer} did not deliver the part of {self._members[part.owner]}: {error}"
+                trouble = f"{peer} did not deliver the part of {self._members[part.owner]}: {error}"
+        self._exchange.trouble = trouble
+
+    def _wait_s(self, part: Part, holder: int) -> float:
+        deadlines = self._seat.deadlines
+        if not self._plan.columns:
+            return deadlines.result_s
+        return deadlines.grid_result_s if holder == part.owner else deadlines.relayed_s
 
     async def _stand_in(self, part: Part) -> None:
         """Adopt what others have of a failed owner's results, and make the rest anew."""
         log.warning("round %d: standing in for %s", self._plan.round, self._members[part.owner])
-        for member, peer in enumerate(self._members):
+        for member in may_hold(self._plan, part):
             if member not in (self._me, part.owner) and not self._store.has(part):
+                peer, wait_s = self._members[member], self._seat.deadlines.adopt_s
                 with suppress(ShoalError):
-                    await adopt_part(self._endpoint, self._store, part, peer, self._seat.deadlines.adopt_s)
+                    await adopt_part(self._endpoint, self._store, part, peer, wait_s)
         for run in self._store.missing(part):
-            encoded = {index: await self._source.chunk(index) for index in run}
-            reduction = Reduction(self._seat, self._decoded(encoded), frozenset((part.owner,)))
+            without = frozenset((part.owner,))
+            reduction = Reduction(self._seat, self._store.group, self._store.put, without=without)
             self._as_stand_in.append(reduction)
-            await reduction.run(run)
-        self._exchange.trouble = ""
+            await reduction.run(run, self._relays(part))
 
-    def _decoded(self, encoded: dict[int, memoryview]) -> Callable[[int, int], Tensor]:
-        """Our own values as any owner would have got them."""
+    def _used_partial(self, index: int, header: Header) -> Reduced | None:
+        """Our row's partial of a chunk, if it went into the mean."""
+        made = self._as_relay.made.get(index)
+        return made if made is not None and made.error is not None and self._row in header.relayed else None
 
-        def own(start: int, stop: int) -> Tensor:
-            codec = self._store.coding.contribution(start, stop)
-            packed = encoded[start // self._plan.chunk_elements]
-            return codec.decode(packed, stop - start, torch.empty(stop - start))
+    def _committed(self, index: int) -> Reduced | None:
+        """The mean of a chunk, if the bytes that count are ours."""
+        for reduction in (self._as_owner, *self._as_stand_in):
+            made = reduction.made.get(index)
+            if made is not None and made.error is not None and made.result == self._store[index]:
+                return made
+        return None
 
-        return own
+    def _carry(self, start: int, made: Reduced) -> None:
+        """Take on the error of a mean: only our share of what we add reaches it, so that many times over."""
+        assert made.error is not None, "a mean without an error has nobody in it"
+        group = self._store.group
+        share = group.weight(made.included) / group.weights[self._me]
+        with suppress(CodecError):  # it would not be finite
+            self._feedback.add_owner_error(start, made.error.mul_(share))

@@ -1,43 +1,24 @@
-"""An owner's side of a part: packed contributions in, packed means out, chunk by chunk. Pure but for torch."""
+"""An owner's side of a part: packed contributions in, packed means out, chunk by chunk. Pure but for torch.
+
+A relay's side of its row is the same; in a grid, an owner takes whole rows as partials, the packed means of relays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError, Packed
+from shoal.compression.codec import CodecError, Packed
 from shoal.compression.coding import Coding
-
-Values = Packed | None
-"""A member's packed chunk; None stands for a contribution that will not come."""
-
-
-def mask_bytes(members: int) -> int:
-    """Length of the bit mask in front of every result chunk: bit ``i`` is set when member ``i`` is in the mean."""
-    return (members + 7) // 8
-
-
-def pack_mask(included: Sequence[int], members: int) -> bytes:
-    return sum(1 << index for index in included).to_bytes(mask_bytes(members), "little")
-
-
-def unpack_mask(result: memoryview, members: int) -> list[int]:
-    """The members in the mean of a result chunk."""
-    bits = int.from_bytes(result[: mask_bytes(members)], "little")
-    return [index for index in range(members) if bits >> index & 1]
-
-
-def result_bytes(codec: Codec, elements: int, members: int) -> int:
-    """The length of a result chunk that has anybody in it; without, it is the mask alone."""
-    return mask_bytes(members) + codec.packed_bytes(elements)
+from shoal.swarm.averaging.groups import Group, Header
 
 
 @dataclass
 class Reduced:
-    """A finished chunk: what everybody gets, and the owner's own quantization error on it (None: no mean)."""
+    """A finished chunk: what everybody gets, and the quantization error on it of whoever made it (None: no mean)."""
 
     result: memoryview
     included: list[int]
@@ -46,85 +27,143 @@ class Reduced:
 
 @dataclass
 class _Chunk:
+    """``open``: of each row, how many of its members may still deliver."""
+
+    open: list[int]
     arrived: dict[int, Packed] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
-    reduced: bool = False
+    partials: dict[int, memoryview] = field(default_factory=dict)
 
 
 class PartReducer:
-    """Collects one part. Chunks are complete when every member has delivered or is given up.
+    """Collects one part. A row comes as its relay's partials or, from some chunk on, member by member; chunks are
+    complete when each row's partial is there, or each of its members has delivered or is given up.
 
-    The sum runs in the plan's order of members whatever the order of arrival, so the same contributions always
+    The sum runs in the plan's order of rows and members whatever the order of arrival, so the same contributions always
     give the same bytes.
     """
 
-    def __init__(self, coding: Coding, weights: Sequence[int], chunks: Mapping[int, tuple[int, int]], own: int) -> None:
-        """``chunks``: start and stop of each by its index; ``own``: the owner's index, whose values come unpacked."""
+    def __init__(
+        self,
+        coding: Coding,
+        group: Group,
+        chunks: Mapping[int, tuple[int, int]],
+        own: int | None,
+        relayed: Collection[int] = (),
+    ) -> None:
+        """``chunks``: start and stop of each by its index; ``own``: the member whose values come unpacked, if any does;
+        ``relayed``: the rows that come as partials."""
+        self.group = group
+        self.own = own
         self._coding = coding
-        self._weights = list(weights)
         self._bounds = chunks
-        self._own = own
-        self._chunks = {index: _Chunk() for index in chunks}
+        self._row_of = {member: row for row, members in enumerate(group.rows) for member in members}
+        self._rows = [group.row(row) for row in range(len(group.rows))]
+        self._direct_from = [max(chunks) + 1 if row in relayed else min(chunks) for row in range(len(group.rows))]
+        self._next_partial = [min(chunks)] * len(group.rows)
+        awaited = [len(members) - (own in members) for members in group.rows]
+        self._chunks = {index: _Chunk(list(awaited)) for index in chunks}
 
-    def offer(self, chunk: int, member: int, packed: Packed) -> bool:
-        """A delivery; returns whether the chunk is complete now."""
-        self._chunks[chunk].arrived[member] = packed
-        return self.is_complete(chunk)
+    def offer(self, chunk: int, member: int, packed: Packed) -> None:
+        """A member's delivery."""
+        state = self._chunks[chunk]
+        if member not in state.arrived and member not in state.missing:
+            state.arrived[member] = packed
+            state.open[self._row_of[member]] -= 1
 
-    def give_up(self, member: int) -> list[int]:
-        """Go on without this member where it has not delivered; returns the chunks that this completes."""
-        completed = []
-        for index, chunk in self._chunks.items():
-            if not chunk.reduced and member not in chunk.arrived and member not in chunk.missing:
-                chunk.missing.add(member)
-                if self.is_complete(index):
-                    completed.append(index)
-        return completed
+    def offer_partial(self, chunk: int, row: int, packed: memoryview) -> None:
+        """A relay's delivery, in the order of chunks; once its row comes member by member, nobody needs it."""
+        if chunk < self._direct_from[row]:
+            self._chunks[chunk].partials[row] = packed
+            self._next_partial[row] = chunk + 1
+
+    def give_up(self, member: int) -> None:
+        """Go on without this member where it has not delivered."""
+        for state in list(self._chunks.values()):  # one may be reduced, and gone, meanwhile
+            if member not in state.arrived and member not in state.missing:
+                state.missing.add(member)
+                state.open[self._row_of[member]] -= 1
+
+    def sum_directly(self, row: int, first: int | None = None) -> range:
+        """From now on this row comes member by member: from chunk ``first``, or from the first without a partial.
+        Returns the chunks that this is new for."""
+        first = self._next_partial[row] if first is None else first
+        added = range(first, self._direct_from[row])
+        self._direct_from[row] = min(first, self._direct_from[row])
+        return added
 
     def is_complete(self, chunk: int) -> bool:
-        state = self._chunks[chunk]
-        return len(state.arrived) + len(state.missing) == len(self._weights) - 1
+        state = self._chunks.get(chunk)
+        return state is None or all(
+            row in state.partials if chunk < direct_from else not state.open[row]
+            for row, direct_from in enumerate(self._direct_from)
+        )
 
-    def dropped(self) -> set[int]:
-        """Members that some chunk does without."""
-        return {member for chunk in self._chunks.values() for member in chunk.missing}
+    def reduce(self, chunk: int, own: Tensor | None) -> Reduced | list[int]:
+        """The weighted mean of a complete chunk, encoded once. ``own``: (size,) float32, our values.
 
-    def reduce(self, chunk: int, own: Tensor) -> Reduced:
-        """The weighted mean of a complete chunk, encoded once. ``own``: (size,) float32, this owner's values.
-
-        Contributions with bytes that do not decode, or not to finite numbers, are left out.
+        Contributions with bytes that do not decode, or not to finite numbers, are left out. Partials like that cannot
+        be: the rows that have one are returned, and nothing is made, until those have been summed directly.
         """
         state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
-        state.reduced = True
-        codec = self._coding.contribution(start, stop)
         total = torch.zeros(stop - start)
-        included, weight = [], 0
-        for member, member_weight in enumerate(self._weights):
-            if member == self._own:
-                total += own * float(member_weight)
-            elif not self._accumulate(state, member, codec, total):
-                continue
-            included.append(member)
-            weight += member_weight
-        state.arrived.clear()
-        mean, error = total.div_(float(weight)), torch.zeros(stop - start)
-        try:
-            packed = self._coding.result(start, stop, len(self._weights)).encode_residual(mean, error)
-        except CodecError:  # the sum overflowed: void for everybody
-            return Reduced(memoryview(pack_mask([], len(self._weights))), [], None)
-        result = bytearray(mask_bytes(len(self._weights)) + packed.numel())
-        result[: mask_bytes(len(self._weights))] = pack_mask(included, len(self._weights))
-        result[mask_bytes(len(self._weights)) :] = packed.numpy().data
-        return Reduced(memoryview(result), included, error)
+        included: list[int] = []
+        relayed, bad = [], []
+        for row, direct_from in enumerate(self._direct_from):
+            if chunk >= direct_from:
+                included += self._add_members(state, row, total, own, (start, stop))
+            elif members := self._add_partial(state, row, total, (start, stop)):
+                included += members
+                relayed.append(row)
+            else:
+                bad.append(row)
+        if bad:
+            return bad
+        del self._chunks[chunk]
+        return self._encode(total, Header(included, relayed), (start, stop))
 
-    def _accumulate(self, state: _Chunk, member: int, codec: Codec, total: Tensor) -> bool:
-        """Add a member's weighted values to ``total``; returns False, with nothing added, where there are none."""
-        packed = state.arrived.get(member)
-        if packed is None:
-            return False
+    def _encode(self, total: Tensor, header: Header, bounds: tuple[int, int]) -> Reduced:
+        group, void = self.group, Reduced(memoryview(self.group.pack_header(Header())), [], None)
+        if not header.included:
+            return void
+        mean, error = total.div_(float(group.weight(header.included))), torch.zeros_like(total)
         try:
-            codec.accumulate(packed, total, float(self._weights[member]))
+            packed = self._coding.result(*bounds, len(group.members)).encode_residual(mean, error)
+        except CodecError:  # the sum overflowed: void for everybody
+            return void
+        result = bytearray(group.header_bytes + packed.numel())
+        result[: group.header_bytes] = group.pack_header(header)
+        result[group.header_bytes :] = packed.numpy().data
+        return Reduced(memoryview(result), sorted(header.included), error)
+
+    def _add_members(
+        self, state: _Chunk, row: int, total: Tensor, own: Tensor | None, bounds: tuple[int, int]
+    ) -> list[int]:
+        """Add what a row's members brought to ``total``, times their weights; returns whose there was."""
+        codec, added = self._coding.contribution(*bounds), []
+        for member in self.group.rows[row]:
+            weight, packed = float(self.group.weights[member]), state.arrived.get(member)
+            if member == self.own:
+                assert own is not None
+                total += own * weight
+            elif packed is None:
+                continue
+            else:
+                try:
+                    codec.accumulate(packed, total, weight)
+                except CodecError:
+                    continue
+            added.append(member)
+        return added
+
+    def _add_partial(self, state: _Chunk, row: int, total: Tensor, bounds: tuple[int, int]) -> list[int]:
+        """Add a row's mean to ``total``, times its weight; returns who is in it, nobody where there is none."""
+        group, partial = self._rows[row], state.partials[row]
+        included = group.header(partial).included
+        try:
+            if included:
+                codec = self._coding.result(*bounds, len(group.members))
+                codec.accumulate(partial[group.header_bytes :], total, float(group.weight(included)))
         except CodecError:
-            state.missing.add(member)
-            return False
-        return True
+            return []
+        return included

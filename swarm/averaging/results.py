@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.reducer import mask_bytes, result_bytes, unpack_mask
+from shoal.swarm.averaging.chunk_store import ChunkStore
+from shoal.swarm.averaging.groups import Group, Header
 from shoal.swarm.errors import BlobUnavailable, LinkError, ShoalError, WireError
 from shoal.swarm.links import Sink, in_thread
 from shoal.swarm.messages import Blob, Part, RoundPlan
@@ -22,19 +22,16 @@ from shoal.swarm.transport import Endpoint
 log = logging.getLogger(__name__)
 
 
-class ResultStore:
-    """The result chunks of a round as they arrive or are made; offered to every member (a ``ChunkSource``)."""
+class ResultStore(ChunkStore):
+    """The result chunks of a round as they arrive or are made; offered to every member."""
 
     def __init__(self, plan: RoundPlan, coding: Coding) -> None:
         self.plan = plan
         self.coding = coding
+        self.group = Group.of(plan)
         self.elements = plan.parts[-1].stop
-        self.chunks = -(-self.elements // plan.chunk_elements)
-        self.moved = 0
-        self._results: list[memoryview | None] = [None] * self.chunks
         self._void: set[int] = set()
-        self._closed = False
-        self._arrived = asyncio.Condition()
+        super().__init__(-(-self.elements // plan.chunk_elements), f"round {plan.round}")
 
     @property
     def blob(self) -> Blob:
@@ -62,7 +59,7 @@ class ResultStore:
         """The part's chunks that are not here, as ranges."""
         runs: list[range] = []
         for index in self.chunks_of(part):
-            if self._results[index] is None:
+            if self._held[index] is None:
                 if runs and runs[-1].stop == index:
                     runs[-1] = range(runs[-1].start, index + 1)
                 else:
@@ -73,38 +70,13 @@ class ResultStore:
         """This part is void: zero for everybody, with nobody in it."""
         self._void.update(self.chunks_of(part))
 
-    async def put(self, chunk: int, result: memoryview) -> None:
-        async with self._arrived:
-            self._results[chunk] = result
-            self.moved += 1
-            self._arrived.notify_all()
-
-    async def chunk(self, index: int) -> memoryview:
-        """Waits until that result exists here. Raises ``BlobUnavailable`` when it never will."""
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: self._closed or self._results[index] is not None)
-        return self[index]
-
-    async def close(self) -> None:
-        """Nobody needs them any more: ends the streams that wait for one."""
-        async with self._arrived:
-            self._closed = True
-            self._results = [None] * self.chunks
-            self._arrived.notify_all()
-
-    def __getitem__(self, index: int) -> memoryview:
-        result = self._results[index]
-        if result is None:
-            raise BlobUnavailable(f"chunk {index} of round {self.plan.round} is not here")
-        return result
-
     def forget(self, part: Part) -> None:
         """Drop a part whose bytes are not the committed ones."""
         for index in self.chunks_of(part):
-            self._results[index] = None
+            self._held[index] = None
 
     def has(self, part: Part) -> bool:
-        return all(self._results[index] is not None for index in self.chunks_of(part))
+        return all(self._held[index] is not None for index in self.chunks_of(part))
 
     def digest(self, part: Part) -> bytes:
         """SHA-256 of the part's result bytes, in the order of its chunks."""
@@ -115,11 +87,11 @@ class ResultStore:
 
     def sink(self, received: dict[int, memoryview]) -> Callable[[int, int], memoryview]:
         """Where fetched result chunks go; refuses any that has neither of the two possible lengths."""
-        members = len(self.plan.members)
+        group = self.group
 
         def take(chunk: int, size: int) -> memoryview:
             start, stop = self.bounds(chunk)
-            if size not in (mask_bytes(members), result_bytes(self.codec(chunk), stop - start, members)):
+            if size not in (group.header_bytes, group.result_bytes(self.codec(chunk), stop - start)):
                 raise WireError(f"a result chunk of {size} bytes does not fit")
             received[chunk] = memoryview(bytearray(size))
             return received[chunk]
@@ -131,30 +103,29 @@ class ResultStore:
 
         A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
         mean = torch.zeros(self.elements)
-        members = len(self.plan.members)
         for index in range(self.chunks):
             if index in self._void:
                 continue
             start, stop = self.bounds(index)
             result = self[index]
             try:
-                if unpack_mask(result, members):
-                    self.codec(index).decode(result[mask_bytes(members) :], stop - start, mean[start:stop])
+                if self.group.header(result).included:
+                    self.codec(index).decode(result[self.group.header_bytes :], stop - start, mean[start:stop])
             except CodecError as error:
                 mean[start:stop] = 0.0
                 log.warning("chunk %d of round %d is void: %s", index, self.plan.round, error)
                 self._void.add(index)
         return mean
 
-    def included(self, chunk: int) -> list[int]:
-        """The members in the mean of a chunk; after ``mean``."""
-        return [] if chunk in self._void else unpack_mask(self[chunk], len(self.plan.members))
+    def header(self, chunk: int) -> Header:
+        """Of a chunk whose mean counts; after ``mean``."""
+        return Header() if chunk in self._void else self.group.header(self[chunk])
 
     def left_out(self) -> set[int]:
         """The members that some chunk here does without, as the bytes say."""
-        members = len(self.plan.members)
-        masks = {bytes(result[: mask_bytes(members)]) for result in self._results if result is not None}
-        return {index for mask in masks for index in set(range(members)) - set(unpack_mask(memoryview(mask), members))}
+        headers = {bytes(result[: self.group.header_bytes]) for result in self._held if result is not None}
+        members = set(self.group.members)
+        return {one for header in headers for one in members - set(self.group.header(memoryview(header)).included)}
 
 
 class HeldResults:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.grouping import plan_round
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, to_wire
-from shoal.swarm.coordinator.rounds import Delays, Judgement, closing_moment, judge, plan_round, weighted_mean
+from shoal.swarm.coordinator.rounds import Delays, Judgement, closing_moment, judge, weighted_mean
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, Superseded, WireError
 from shoal.swarm.messages import (
@@ -244,7 +245,9 @@ class RunMachine(RunState):
         ready = self.round.ready
         goal = self.goal()
         elements = sum(spec.elements for spec in self.model.layout) if self.model else 0
-        plan = plan_round(self.round.number, self.anchor_version, elements, ready, self.membership.trainers())
+        number, trainers, run = self.round.number, self.membership.trainers(), self.run
+        size, seed = run.averaging.group_size, run.run.seed
+        plan = plan_round(number, self.anchor_version, elements, ready, trainers, size, seed)
         if goal.exact and (sum(one.weight_tokens for one in plan.members) if plan else 0) < goal.tokens:
             self._free_kept_samples(plan)
             if now_s < self.round.opened_s + goal.max_s and not self.is_late(now_s):

@@ -1,4 +1,4 @@
-"""The life of a round as decisions: when it closes, who averages, how it ends. Pure functions on plain values."""
+"""The life of a round as decisions: when it closes, how long to wait, how it ends. Pure functions on plain values."""
 
 from __future__ import annotations
 
@@ -7,19 +7,9 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from shoal.swarm.averaging.partition import chunk_elements, owner_shares, split, stand_ins
 from shoal.swarm.coordinator.leases import Ranges
-from shoal.swarm.coordinator.membership import Member, majority
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.messages import (
-    MAX_STAND_INS,
-    Part,
-    PeerToCoordinatorRoundReady,
-    PeerToCoordinatorRoundReport,
-    Phase,
-    PlanMember,
-    RoundPlan,
-)
+from shoal.swarm.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport, Phase, RoundPlan
 
 
 @dataclass
@@ -133,48 +123,10 @@ def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
     return min(max(sum(value * (weight / total) for value, weight in values), min(known)), max(known))
 
 
-def plan_round(
-    number: int,
-    anchor_version: int,
-    elements: int,
-    ready: Mapping[str, PeerToCoordinatorRoundReady],
-    members: Mapping[str, Member],
-) -> RoundPlan | None:
-    """One group of everybody who has work on the common state; None when nobody has.
-
-    Members are ordered by peer id, which fixes the order of summation.
-    """
-    working = {peer: one for peer, one in ready.items() if one.weight_tokens and peer in members}
-    digest = majority(one.state_digest for one in working.values())
-    if digest is None:
-        return None
-    peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)
-    chunk = chunk_elements(elements, len(peers))
-    can_own = [members[peer].can_own for peer in peers]
-    shares = owner_shares([members[peer].bandwidth_bps or None for peer in peers], can_own)
-    parts = split(elements, shares, chunk)
-    return RoundPlan(
-        round=number,
-        anchor_version=anchor_version,
-        state_digest=digest,
-        chunk_elements=chunk,
-        members=tuple(PlanMember(peer=peer, weight_tokens=ready[peer].weight_tokens) for peer in peers),
-        parts=tuple(
-            Part(
-                owner=owner,
-                start=start,
-                stop=stop,
-                stand_ins=tuple(stand_ins(shares, can_own, owner, MAX_STAND_INS)),
-            )
-            for owner, start, stop in parts
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class Judgement:
     """How the round ends: with digests when committed (None: a void part), with a reason when aborted. ``failed``: the
-    owners whose parts others did not get from them."""
+    owners and relays that others did not get from what they had to."""
 
     digests: tuple[bytes | None, ...] = ()
     reason: str = ""

@@ -144,7 +144,9 @@ class Life(SimMember):
         verdict = outcome.verdict
         assert verdict.plan is not None
         store = self.averager._stores[verdict.round]
-        applied = Applied(verdict, verdict.plan, outcome.mean, [store.included(chunk) for chunk in range(store.chunks)])
+        applied = Applied(
+            verdict, verdict.plan, outcome.mean, [store.header(chunk).included for chunk in range(store.chunks)]
+        )
         self.ledger.commit(applied)
         if outcome.included:
             left_out = self.owed if is_ours else self.carried

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class MemoryNetwork:
         self.endpoints: dict[str, MemoryEndpoint] = {}
         self.faults: list[Fault] = []
         self.log: list[Step] = []
+        self.moved_bytes: Counter[tuple[str, str]] = Counter()
+        """By sender and receiver."""
         self.cut: set[frozenset[str]] = set()
         """Pairs without a connection: both notice at once."""
         self.silent: set[tuple[str, str]] = set()
@@ -146,6 +149,7 @@ class MemoryEndpoint:
         if not self._network.connected(step.holder, step.to):
             raise LinkError("the connection was lost")
         self._network.log.append(step)
+        self._network.moved_bytes[step.holder, step.to] += len(payload)
         return payload
 
     def _holder(self, peer: str) -> "MemoryEndpoint":

@@ -1,9 +1,9 @@
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.fakes.exchanges import PATIENCE_S, Side, digests, make_sides, run_all, weighted_mean
 from tests.fakes.means import MEAN_ATOL, weighted
 from tests.fakes.memory_network import Fault, MemoryNetwork, Step, at, changed, stalled
 from tests.fakes.virtual_clock import now_s, run_virtual
@@ -11,15 +11,13 @@ from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
-from shoal.swarm.averaging.allreduce import AllReduce, Exchange
+from shoal.swarm.averaging.allreduce import Exchange
+from shoal.swarm.averaging.collecting import _WINDOW
 from shoal.swarm.averaging.partition import chunk_elements, split
-from shoal.swarm.averaging.reducing import _WINDOW
-from shoal.swarm.averaging.results import HeldResults, ResultStore, ensure_part, fetch_part
-from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.averaging.results import ResultStore, ensure_part, fetch_part
 from shoal.swarm.errors import BlobUnavailable, LinkError, StorageError
 from shoal.swarm.messages import Blob, Part, PlanMember, RoundPlan
 
-PATIENCE_S = 6.0
 ELEMENTS = 5 * 4096 + 123
 """Six chunks, the last one short."""
 
@@ -40,60 +38,6 @@ def make_plan(
         members=tuple(PlanMember(peer=PEERS[index], weight_tokens=weight) for index, weight in enumerate(weights)),
         parts=tuple(Part(owner=owner, start=start, stop=stop) for owner, start, stop in parts),
     )
-
-
-@dataclass
-class Side:
-    """One member of an exchange. ``brought`` is a copy of its contribution."""
-
-    store: ResultStore
-    feedback: ErrorFeedback
-    exchange: AllReduce
-    brought: Tensor
-    outcome: Exchange | None = None
-
-    async def run(self) -> None:
-        self.outcome = await self.exchange.run()
-
-    async def commit(self) -> Tensor:
-        mean = self.store.mean()
-        await self.exchange.close()
-        self.exchange.settle(keep=True)
-        self.feedback.commit()
-        return mean
-
-
-def make_sides(
-    network: MemoryNetwork, plan: RoundPlan, codec: str = "float32", feedbacks: Sequence[ErrorFeedback] | None = None
-) -> list[Side]:
-    sides = []
-    for index, member in enumerate(plan.members):
-        elements = plan.parts[-1].stop
-        brought = torch.randn(elements, generator=torch.Generator().manual_seed(100 * plan.round + index))
-        feedback = feedbacks[index] if feedbacks else ErrorFeedback(elements)
-        feedback.begin(brought.clone())
-        store = ResultStore(plan, get_coding(codec))
-        endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
-        endpoint.publish(store.blob, store)
-        endpoint.publish(store.held, HeldResults(store))
-        exchange = AllReduce(endpoint, store, member.peer, feedback, Deadlines(PATIENCE_S))
-        sides.append(Side(store, feedback, exchange, brought))
-    return sides
-
-
-async def run_all(sides: Sequence[Side]) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        for side in sides:
-            tasks.create_task(side.run())
-
-
-def digests(side: Side) -> list[bytes | None]:
-    return [side.store.digest(part) if side.store.has(part) else None for part in side.store.plan.parts]
-
-
-def weighted_mean(sides: Sequence[Side], who: Sequence[int]) -> Tensor:
-    weights = [sides[0].store.plan.members[index].weight_tokens for index in who]
-    return weighted([sides[index].brought for index in who], weights)
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
@@ -200,7 +144,7 @@ def test_a_silent_contributor_is_dropped_where_it_did_not_deliver(case: str) -> 
     for chunk in range(store.chunks):
         start, stop = store.bounds(chunk)
         who = [0, 1, 2] if chunk < first else [0, 1]
-        assert store.included(chunk) == who
+        assert store.header(chunk).included == who
         torch.testing.assert_close(mean[start:stop].double(), weighted_mean(sides, who)[start:stop])
 
 

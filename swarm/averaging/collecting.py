@@ -1,0 +1,103 @@
+"""Bringing together what a reduction adds up: a row's partials from its relay while that works, else contributions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Set
+
+from shoal.swarm.averaging.reducer import PartReducer
+from shoal.swarm.averaging.seat import Seat
+from shoal.swarm.errors import ShoalError
+
+log = logging.getLogger(__name__)
+
+_WINDOW = 16
+"""How many chunks a fast contributor may be ahead of the slowest: what bounds an owner's memory."""
+
+
+class Collection:
+    """The streams of some chunks, and the meeting point of those and the reducer. ``failed``: relays whose partials
+    did not come, or were none."""
+
+    def __init__(self, seat: Seat, reducer: PartReducer, chunks: range, tasks: asyncio.TaskGroup) -> None:
+        self.reducer = reducer
+        self.failed: set[int] = set()
+        self._seat = seat
+        self._chunks = chunks
+        self._tasks = tasks
+        self._relays: dict[int, tuple[int, asyncio.Task[None]]] = {}
+        self._next = chunks.start
+        self._changed = asyncio.Condition()
+
+    def ask_relay(self, row: int, relay: int) -> None:
+        """Take the row as partials, from the first chunk on."""
+        self._relays[row] = relay, self._tasks.create_task(self._follow(row, relay))
+
+    def ask_members(self, row: int, chunks: range, but: Set[int]) -> None:
+        """Take the row as its members' contributions; those in ``but`` are not asked."""
+        for member in self.reducer.group.rows[row]:
+            if member in but:
+                self._tasks.create_task(self._give_up(member))
+            elif member != self.reducer.own:
+                self._tasks.create_task(self._collect(member, chunks))
+
+    def distrust(self, row: int, chunk: int) -> None:
+        """The row's partial of this chunk is none: from here on its other members are asked."""
+        self._relays[row][1].cancel()
+        self._go_without_relay(row, chunk)
+
+    def _go_without_relay(self, row: int, first: int | None = None) -> None:
+        relay, chunks = self._relays[row][0], self.reducer.sum_directly(row, first)
+        if chunks:
+            self.failed.add(relay)
+            self.ask_members(row, chunks, {relay})
+
+    async def wait_complete(self, chunk: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.reducer.is_complete(chunk))
+
+    async def advance(self) -> None:
+        async with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+    async def _follow(self, row: int, relay: int) -> None:
+        async def hand_in(chunk: int, packed: memoryview) -> None:
+            await self._take(self.reducer.offer_partial, chunk, row, packed)
+
+        wanted = self._seat.partials(self.reducer.group.row(row))
+        try:
+            await self._seat.receive(relay, wanted, self._chunks, hand_in)
+        except ShoalError as error:
+            self._log(relay, error)
+            self._go_without_relay(row)
+
+    async def _collect(self, member: int, chunks: range) -> None:
+        async def hand_in(chunk: int, packed: memoryview) -> None:
+            await self._take(self.reducer.offer, chunk, member, packed)
+
+        try:
+            await self._seat.receive(member, self._seat.contributions(), chunks, hand_in)
+        except ShoalError as error:  # the other side's errors come out of here, too
+            self._log(member, error)
+            await self._give_up(member)
+
+    def _log(self, member: int, error: ShoalError) -> None:
+        number, peer = self._seat.store.plan.round, self._seat.members[member]
+        log.warning("round %d goes on without %s: %s", number, peer, error)
+
+    async def _take(
+        self, offer: Callable[[int, int, memoryview], None], chunk: int, source: int, packed: memoryview
+    ) -> None:
+        """Hand in a chunk; waits when this source is too far ahead of the others."""
+        async with self._changed:
+            offer(chunk, source, packed)
+            if self.reducer.is_complete(self._next):
+                self._changed.notify_all()
+            await self._changed.wait_for(lambda: chunk < self._next + _WINDOW)
+
+    async def _give_up(self, member: int) -> None:
+        async with self._changed:
+            self.reducer.give_up(member)
+            self._changed.notify_all()

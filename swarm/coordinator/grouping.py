@@ -1,0 +1,85 @@
+"""Who averages what with whom in a round: everybody in one flat group, or in a grid. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.swarm.averaging.grid import plan_parts, plan_rows
+from shoal.swarm.averaging.partition import chunk_elements, owner_shares, split, stand_ins
+from shoal.swarm.coordinator.membership import Member, majority
+from shoal.swarm.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan's shape, with members as indices: each one's row; of each column its relay in every row, none in a flat
+    group; and the parts."""
+
+    chunk_elements: int
+    row_of: tuple[int, ...]
+    columns: tuple[tuple[int, ...], ...]
+    parts: tuple[Part, ...]
+
+
+def plan_round(
+    number: int,
+    anchor_version: int,
+    elements: int,
+    ready: Mapping[str, PeerToCoordinatorRoundReady],
+    members: Mapping[str, Member],
+    group_size: int,
+    seed: int,
+) -> RoundPlan | None:
+    """Everybody who has work on the common state; None when nobody has. ``seed``: the run's.
+
+    Members are ordered by peer id, which fixes the order of summation.
+    """
+    working = {peer: one for peer, one in ready.items() if one.weight_tokens and peer in members}
+    digest = majority(one.state_digest for one in working.values())
+    if digest is None:
+        return None
+    peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)
+    bandwidths_bps = [members[peer].bandwidth_bps or None for peer in peers]
+    can_own = [members[peer].can_own for peer in peers]
+    layout = lay_out(elements, bandwidths_bps, can_own, group_size, seed << 64 | number)
+    return RoundPlan(
+        round=number,
+        anchor_version=anchor_version,
+        state_digest=digest,
+        chunk_elements=layout.chunk_elements,
+        members=tuple(
+            PlanMember(peer=peer, weight_tokens=ready[peer].weight_tokens, row=row)
+            for peer, row in zip(peers, layout.row_of, strict=True)
+        ),
+        parts=layout.parts,
+        columns=layout.columns,
+    )
+
+
+def lay_out(
+    elements: int, bandwidths_bps: Sequence[float | None], can_own: Sequence[bool], group_size: int, seed: int
+) -> Layout:
+    """One flat group of up to ``group_size`` members; of more a grid, which ``seed`` decides on."""
+    chunk = chunk_elements(elements, len(can_own))
+    rows = plan_rows(can_own, group_size, seed)
+    if len(rows) == 1:
+        shares = owner_shares(bandwidths_bps, can_own)
+        flat = tuple(
+            Part(owner=owner, start=start, stop=stop, stand_ins=tuple(stand_ins(shares, can_own, owner, MAX_STAND_INS)))
+            for owner, start, stop in split(elements, shares, chunk)
+        )
+        return Layout(chunk, (0,) * len(can_own), (), flat)
+    grid = plan_parts(rows, bandwidths_bps, can_own, elements, chunk)
+    row_of = {member: row for row, members in enumerate(rows) for member in members}
+    parts = tuple(
+        Part(
+            owner=one.owner,
+            stand_ins=one.stand_ins[:MAX_STAND_INS],
+            column=one.column,
+            start=one.start,
+            stop=one.stop,
+        )
+        for one in grid.parts
+    )
+    return Layout(chunk, tuple(row_of[member] for member in range(len(can_own))), grid.columns, parts)

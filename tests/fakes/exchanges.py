@@ -1,0 +1,73 @@
+"""Members of one exchange on the in-memory network, without a coordinator."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tests.fakes.means import weighted
+from tests.fakes.memory_network import MemoryNetwork
+from torch import Tensor
+
+from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.registry import get_coding
+from shoal.swarm.averaging.allreduce import AllReduce, Exchange
+from shoal.swarm.averaging.results import HeldResults, ResultStore
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.messages import RoundPlan
+
+PATIENCE_S = 6.0
+
+
+@dataclass
+class Side:
+    """One member of an exchange. ``brought`` is a copy of its contribution."""
+
+    store: ResultStore
+    feedback: ErrorFeedback
+    exchange: AllReduce
+    brought: Tensor
+    outcome: Exchange | None = None
+
+    async def run(self) -> None:
+        self.outcome = await self.exchange.run()
+
+    async def commit(self) -> Tensor:
+        mean = self.store.mean()
+        await self.exchange.close()
+        self.exchange.settle(keep=True)
+        self.feedback.commit()
+        return mean
+
+
+def make_sides(
+    network: MemoryNetwork, plan: RoundPlan, codec: str = "float32", feedbacks: Sequence[ErrorFeedback] | None = None
+) -> list[Side]:
+    sides = []
+    for index, member in enumerate(plan.members):
+        elements = plan.parts[-1].stop
+        brought = torch.randn(elements, generator=torch.Generator().manual_seed(100 * plan.round + index))
+        feedback = feedbacks[index] if feedbacks else ErrorFeedback(elements)
+        feedback.begin(brought.clone())
+        store = ResultStore(plan, get_coding(codec))
+        endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
+        endpoint.publish(store.blob, store)
+        endpoint.publish(store.held, HeldResults(store))
+        exchange = AllReduce(endpoint, store, member.peer, feedback, Deadlines(PATIENCE_S))
+        sides.append(Side(store, feedback, exchange, brought))
+    return sides
+
+
+async def run_all(sides: Sequence[Side]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for side in sides:
+            tasks.create_task(side.run())
+
+
+def digests(side: Side) -> list[bytes | None]:
+    return [side.store.digest(part) if side.store.has(part) else None for part in side.store.plan.parts]
+
+
+def weighted_mean(sides: Sequence[Side], who: Sequence[int]) -> Tensor:
+    weights = [sides[0].store.plan.members[index].weight_tokens for index in who]
+    return weighted([sides[index].brought for index in who], weights)

@@ -1,0 +1,40 @@
+"""Plans of grids, for tests."""
+
+from collections.abc import Sequence
+
+from shoal.swarm.averaging.grid import plan_parts
+from shoal.swarm.averaging.partition import chunk_elements
+from shoal.swarm.messages import Part, PlanMember, RoundPlan
+
+PEERS = [f"{chr(97 + index)}" * 16 for index in range(26)]
+
+
+def plan_of(
+    weights: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    elements: int = 40 * 4096 + 123,
+    can_own: Sequence[bool] | None = None,
+) -> RoundPlan:
+    """Of members ``PEERS``, as many as there are weights; all links are equally fast. One row: a flat group, without
+    stand-ins."""
+    members = len(weights)
+    chunk = chunk_elements(elements, members)
+    grid = plan_parts(rows, [None] * members, can_own or [True] * members, elements, chunk)
+    row_of = {member: row for row, those in enumerate(rows) for member in those}
+    parts = [
+        Part(owner=one.owner, stand_ins=one.stand_ins[:3], column=one.column, start=one.start, stop=one.stop)
+        for one in grid.parts
+    ]
+    named = [
+        PlanMember(peer=PEERS[member], weight_tokens=weight, row=row_of[member])
+        for member, weight in enumerate(weights)
+    ]
+    return RoundPlan(
+        round=3,
+        anchor_version=1,
+        state_digest=bytes(32),
+        chunk_elements=chunk,
+        members=tuple(named),
+        parts=tuple(parts),
+        columns=grid.columns if len(rows) > 1 else (),
+    )
