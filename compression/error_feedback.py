@@ -8,6 +8,7 @@ Fixes SignSGD and other Gradient Compression Schemes" (arXiv:1901.09847); the de
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -38,13 +39,16 @@ class ErrorFeedback:
     Whatever is neither encoded nor included counts as not included: all of it is carried over. What encoding lost,
     here or at the owner, is carried over times ``decay``; what a mean went without, whole. Calls for disjoint ranges
     may run in several threads at once; ``begin``, ``commit``, ``discard`` and ``load`` may not overlap any other
-    call. At rest it holds n floats, within a round 2 n more, the contribution among them.
+    call. At rest it holds 2 n floats, the memory of the last residual but one among them, within a round the
+    contribution, too.
     """
 
     def __init__(self, n: int, decay: float = 1.0) -> None:
         if not 0.0 <= decay <= 1.0:
             raise CodecError(f"the decay of a residual is from 0 to 1, not {decay}")
         self._residual = spacious(n).zero_()
+        self._spare: Tensor | None = None
+        self._lent: list[weakref.ref[Tensor]] = []
         # No value of the residual is larger: what spares a look at all of them in every round.
         self._bound = 0.0
         self._decay = float(np.float32(decay))
@@ -54,8 +58,10 @@ class ErrorFeedback:
 
     @property
     def residual(self) -> Tensor:
-        """``(n,) float32``, as of the last commit. To be read only."""
-        return self._residual
+        """``(n,) float32``, as of the last commit. To be read only; never changed while you have it."""
+        lent = self._residual.view(-1)
+        self._lent.append(weakref.ref(lent))
+        return lent
 
     @property
     def in_round(self) -> bool:
@@ -71,6 +77,7 @@ class ErrorFeedback:
         low, high = checked_range(residual)
         self._bound = max(-low, high)
         self._residual = self._checked(residual).clone()
+        self._lent.clear()
 
     def begin(self, contribution: Tensor) -> None:
         """Begin a round with ``contribution``, ``(n,) float32``, which nobody may change before the round's end.
@@ -86,7 +93,8 @@ class ErrorFeedback:
             self._bound = _largest(self._residual)
         # Whatever a codec makes of the sum, it loses no more than twice its largest value.
         self._bound = 2.0 * (largest + self._bound)
-        self._pending = spacious(contribution.numel())
+        self._pending = spacious(contribution.numel()) if self._spare is None else self._spare
+        self._spare = None
         self._contribution = contribution
         self._settled.clear()
 
@@ -100,10 +108,10 @@ class ErrorFeedback:
                 value = float(corrected[at])
                 raise CodecError(f"contribution and residual add up to NaN or infinity: {value} at {start + at}")
 
-    def corrected(self, start: int, stop: int) -> Tensor:
-        """(contribution + residual)[start:stop], a new tensor."""
+    def corrected(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """(contribution + residual)[start:stop] in ``out``, ``(stop - start,) float32``, or in a new tensor."""
         contribution, residual, _ = self._chunk(start, stop)
-        return contribution + residual
+        return torch.add(contribution, residual, out=out)
 
     def encode_chunk(self, codec: Codec, start: int, stop: int) -> Tensor:
         """Encode corrected[start:stop] into ``(packed_bytes(stop - start),) uint8``; the loss is pending.
@@ -155,7 +163,10 @@ class ErrorFeedback:
         assert self._pending is not None, "no round has begun"
         for start, stop in list(self._unsettled(self._pending.numel())):
             self.keep_chunk(start, stop)
+        is_lent = any(lent() is not None for lent in self._lent)
+        self._spare = None if is_lent else self._residual
         self._residual = self._pending
+        self._lent.clear()
         self._contribution = self._pending = None
 
     def discard(self) -> None:
@@ -163,6 +174,8 @@ class ErrorFeedback:
 
         Without a round it does nothing.
         """
+        if self._pending is not None:
+            self._spare = self._pending
         self._contribution = self._pending = None
 
     def _unsettled(self, n: int) -> Iterator[tuple[int, int]]:

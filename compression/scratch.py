@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LARGEST_VALUES = 1 << 18
+_LARGEST_VALUES = 1 << 19
 _kept = threading.local()
 
 
 def scratch(purpose: str, n: int, device: torch.device) -> Tensor:
     """An uninitialised ``(n,) float32`` on ``device``, the calling thread's own until it asks again for ``purpose``.
 
-    Of a chunk's size at most (2**18) and on the CPU it is kept; else it is a new tensor, as good and slower.
+    Of a chunk's size at most (2**19) and on the CPU it is kept; else it is a new tensor, as good and slower.
     """
     if device.type != "cpu" or n > _LARGEST_VALUES:
         return torch.empty(n, dtype=torch.float32, device=device)

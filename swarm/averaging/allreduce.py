@@ -34,6 +34,8 @@ __all__ = ["AllReduce", "Exchange", "ResultStore"]
 
 log = logging.getLogger(__name__)
 
+_ENCODED_AT_ONCE = 4
+
 
 class _ContributionSource:
     """Our contribution, encoded when the first owner asks for a chunk and kept until ``close``."""
@@ -43,20 +45,32 @@ class _ContributionSource:
         self._store = store
         self._feedback = feedback
         self._encoded: dict[int, memoryview] = {}
-        self._locks: dict[int, asyncio.Lock] = {}
+        self._locks: dict[range, asyncio.Lock] = {}
+        # Several at once: a turn of a worker thread costs about as much as a chunk.
+        step, parts = _ENCODED_AT_ONCE, [store.chunks_of(part) for part in store.plan.parts]
+        runs = [chunks[at : at + step] for chunks in parts for at in range(0, len(chunks), step)]
+        self._runs = [run for run in runs for _ in run]
         self._closed = False
 
     async def chunk(self, index: int) -> memoryview:
         """Raises ``BlobUnavailable`` once closed: streams outlive the round."""
-        async with self._locks.setdefault(index, asyncio.Lock()):
-            if self._closed:
-                raise BlobUnavailable(f"round {self._store.plan.round} is over")
-            if index not in self._encoded:
-                bounds = self._store.bounds(index)
-                codec = self._store.coding.contribution(*bounds)
-                packed = await in_thread(self._feedback.encode_chunk, codec, *bounds)
-                self._encoded[index] = packed.numpy().data
-            return self._encoded[index]
+        if index not in self._encoded:
+            run = self._runs[index]
+            async with self._locks.setdefault(run, asyncio.Lock()):
+                if index not in self._encoded and not self._closed:
+                    self._encoded |= await in_thread(self._encode, run)
+        if self._closed:
+            raise BlobUnavailable(f"round {self._store.plan.round} is over")
+        return self._encoded[index]
+
+    def _encode(self, run: range) -> dict[int, memoryview]:
+        encoded = {}
+        for index in run:
+            bounds = self._store.bounds(index)
+            packed = self._feedback.encode_chunk(self._store.coding.contribution(*bounds), *bounds)
+            encoded[index] = self._store.buffers.take(packed.numel())
+            encoded[index][:] = packed.numpy().data
+        return encoded
 
     async def close(self) -> None:
         """Returns when nothing is being encoded any more."""

@@ -16,6 +16,7 @@ from shoal.compression.codec import CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
+from shoal.swarm.averaging.buffers import Buffers
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.results import HeldResults, ResultStore, ensure_part
 from shoal.swarm.coordinator_client import CoordinatorClient
@@ -54,6 +55,7 @@ class Averager:
         self._client = client
         self._endpoint = endpoint
         self._coding = coding
+        self._buffers = Buffers()
         self._elements = elements
         self._residual_weight = 0
         self._late: _Late | None = None
@@ -89,6 +91,7 @@ class Averager:
             await self._end_exchange()
             offered = self.feedback.in_round
             self.feedback.discard()
+            self._buffers.trim()
             self.activity = ""
         if isinstance(outcome, OutOfDate):
             self._late = None
@@ -198,7 +201,7 @@ class Averager:
             self._exchange = None
 
     def _open_store(self, plan: RoundPlan) -> ResultStore:
-        store = ResultStore(plan, self._coding)
+        store = ResultStore(plan, self._coding, self._buffers)
         self._stores[plan.round] = store
         self._endpoint.publish(store.blob, store)
         self._endpoint.publish(store.held, HeldResults(store))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-MAX_CHUNK_ELEMENTS = 2**18
-"""1 MiB of float32."""
+MAX_CHUNK_ELEMENTS = 2**19
+"""2 MiB of float32."""
 
 MIN_CHUNK_ELEMENTS = 2**12
 _CHUNKS_PER_MEMBER = 8
 
 
 def chunk_elements(elements: int, members: int) -> int:
-    """Elements a chunk: 1 MiB of float32, less for small models so that every member gets several.
+    """Elements a chunk: 2 MiB of float32, less for small models so that every member gets several.
 
     Always a multiple of 4096, so that codec blocks never straddle two chunks.
     """

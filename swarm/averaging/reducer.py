@@ -13,6 +13,8 @@ from torch import Tensor
 
 from shoal.compression.codec import CodecError, Packed
 from shoal.compression.coding import Coding
+from shoal.compression.scratch import scratch
+from shoal.swarm.averaging.buffers import Buffers
 from shoal.swarm.averaging.groups import Group, Header
 
 
@@ -50,9 +52,11 @@ class PartReducer:
         chunks: Mapping[int, tuple[int, int]],
         own: int | None,
         relayed: Collection[int] = (),
+        buffers: Buffers | None = None,
     ) -> None:
         """``chunks``: start and stop of each by its index; ``own``: the member whose values come unpacked, if any does;
         ``relayed``: the rows that come as partials."""
+        self._buffers = buffers or Buffers()
         self.group = group
         self.own = own
         self._coding = coding
@@ -100,13 +104,13 @@ class PartReducer:
         )
 
     def reduce(self, chunk: int, own: Tensor | None) -> Reduced | list[int]:
-        """The weighted mean of a complete chunk, encoded once. ``own``: (size,) float32, our values.
+        """The weighted mean of a complete chunk, encoded once. ``own``: (size,) float32, our values, which it changes.
 
         Contributions with bytes that do not decode, or not to finite numbers, are left out. Partials like that cannot
         be: the rows that have one are returned, and nothing is made, until those have been summed directly.
         """
         state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
-        total = torch.zeros(stop - start)
+        total = scratch("total", stop - start, torch.device("cpu")).zero_()
         included: list[int] = []
         relayed, bad = [], []
         for row, direct_from in enumerate(self._direct_from):
@@ -126,15 +130,15 @@ class PartReducer:
         group, void = self.group, Reduced(memoryview(self.group.pack_header(Header())), [], None)
         if not header.included:
             return void
-        mean, error = total.div_(float(group.weight(header.included))), torch.zeros_like(total)
+        mean, error = total.div_(float(group.weight(header.included))), self._buffers.floats(total.numel()).zero_()
         try:
             packed = self._coding.result(*bounds, len(group.members)).encode_residual(mean, error)
         except CodecError:  # the sum overflowed: void for everybody
             return void
-        result = bytearray(group.header_bytes + packed.numel())
+        result = self._buffers.take(group.header_bytes + packed.numel(), group.header_bytes)
         result[: group.header_bytes] = group.pack_header(header)
         result[group.header_bytes :] = packed.numpy().data
-        return Reduced(memoryview(result), sorted(header.included), error)
+        return Reduced(result, sorted(header.included), error)
 
     def _add_members(
         self, state: _Chunk, row: int, total: Tensor, own: Tensor | None, bounds: tuple[int, int]
@@ -145,7 +149,7 @@ class PartReducer:
             weight, packed = float(self.group.weights[member]), state.arrived.get(member)
             if member == self.own:
                 assert own is not None
-                total += own * weight
+                total += own.mul_(weight)
             elif packed is None:
                 continue
             else:

@@ -9,8 +9,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from shoal.compression.scratch import scratch
 from shoal.swarm.averaging.collecting import Collection
 from shoal.swarm.averaging.groups import Group
 from shoal.swarm.averaging.reducer import PartReducer, Reduced
@@ -28,9 +30,9 @@ class Reduction:
     seat: Seat
     group: Group
     put: Callable[[int, memoryview], Awaitable[None]]
-    own: Callable[[int, int], Tensor] | None = None
-    """Our own values of [start, stop), a new (stop - start,) float32; called in worker threads. Without, what we bring
-    comes packed, as everybody's."""
+    own: Callable[[int, int, Tensor], Tensor] | None = None
+    """Puts our own values of [start, stop) into a (stop - start,) float32; called in worker threads. Without, what we
+    bring comes packed, as everybody's."""
     without: frozenset[int] = frozenset()
     made: dict[int, Reduced] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -47,7 +49,7 @@ class Reduction:
         seat, own = self.seat, None if self.own is None else self.seat.me
         bounds = {index: seat.store.bounds(index) for index in chunks}
         relayed = {row: relay for row, relay in enumerate(relays) if relay is not None}
-        reducer = PartReducer(seat.store.coding, self.group, bounds, own, relayed)
+        reducer = PartReducer(seat.store.coding, self.group, bounds, own, relayed, seat.store.buffers)
         async with asyncio.TaskGroup() as tasks:
             work = Collection(seat, reducer, chunks, tasks)
             for row in range(len(relays)):
@@ -72,5 +74,6 @@ class Reduction:
                         work.distrust(row, index)
 
     def _reduce(self, reducer: PartReducer, index: int) -> Reduced | list[int]:
-        own = None if self.own is None else self.own(*self.seat.store.bounds(index))
+        start, stop = self.seat.store.bounds(index)
+        own = None if self.own is None else self.own(start, stop, scratch("own", stop - start, torch.device("cpu")))
         return reducer.reduce(index, own)

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
-import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
+from shoal.swarm.averaging.buffers import Buffers
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
 from shoal.swarm.errors import BlobUnavailable, LinkError, ShoalError, WireError
@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 class ResultStore(ChunkStore):
     """The result chunks of a round as they arrive or are made; offered to every member."""
 
-    def __init__(self, plan: RoundPlan, coding: Coding) -> None:
+    def __init__(self, plan: RoundPlan, coding: Coding, buffers: Buffers | None = None) -> None:
         self.plan = plan
+        self.buffers = buffers or Buffers()
         self.coding = coding
         self.group = Group.of(plan)
         self.elements = plan.parts[-1].stop
@@ -93,7 +94,7 @@ class ResultStore(ChunkStore):
             start, stop = self.bounds(chunk)
             if size not in (group.header_bytes, group.result_bytes(self.codec(chunk), stop - start)):
                 raise WireError(f"a result chunk of {size} bytes does not fit")
-            received[chunk] = memoryview(bytearray(size))
+            received[chunk] = self.buffers.take(size, group.header_bytes)
             return received[chunk]
 
         return take
@@ -102,15 +103,15 @@ class ResultStore(ChunkStore):
         """The decoded mean, (elements,) float32. Needs every chunk but those of void parts.
 
         A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
-        mean = torch.zeros(self.elements)
+        mean = self.buffers.floats(self.elements)
         for index in range(self.chunks):
-            if index in self._void:
-                continue
             start, stop = self.bounds(index)
-            result = self[index]
             try:
-                if self.group.header(result).included:
-                    self.codec(index).decode(result[self.group.header_bytes :], stop - start, mean[start:stop])
+                if index not in self._void and self.group.header(self[index]).included:
+                    packed = self[index][self.group.header_bytes :]
+                    self.codec(index).decode(packed, stop - start, mean[start:stop])
+                else:
+                    mean[start:stop] = 0.0
             except CodecError as error:
                 mean[start:stop] = 0.0
                 log.warning("chunk %d of round %d is void: %s", index, self.plan.round, error)

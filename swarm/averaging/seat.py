@@ -12,16 +12,18 @@ from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, MemberGone, WireError
+from shoal.swarm.links import Sink
 from shoal.swarm.messages import Blob
-from shoal.swarm.transport import Endpoint, Sink
+from shoal.swarm.transport import Endpoint
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Chunks of ``blob``: of which lengths each may be, and how long to wait for one."""
+    """Chunks of ``blob``: of which lengths each may be, with which header, and how long to wait for one."""
 
     blob: Blob
     sizes_bytes: Callable[[int], Collection[int]]
+    header_bytes: int
     wait_s: float
 
 
@@ -50,7 +52,7 @@ class Seat:
             return (store.coding.contribution(start, stop).packed_bytes(stop - start),)
 
         blob = Blob(kind="contribution", number=store.plan.round)
-        return Wanted(blob, sizes_bytes, self.deadlines.contribution_s)
+        return Wanted(blob, sizes_bytes, 0, self.deadlines.contribution_s)
 
     def partials(self, group: Group) -> Wanted:
         """What a relay makes of its row's contributions; ``group`` is that row."""
@@ -61,7 +63,8 @@ class Seat:
             codec = store.coding.result(start, stop, len(group.members))
             return (group.header_bytes, group.result_bytes(codec, stop - start))
 
-        return Wanted(Blob(kind="partial", number=store.plan.round), sizes_bytes, self.deadlines.partial_s)
+        blob = Blob(kind="partial", number=store.plan.round)
+        return Wanted(blob, sizes_bytes, group.header_bytes, self.deadlines.partial_s)
 
     async def receive(
         self, member: int, wanted: Wanted, chunks: range, hand_in: Callable[[int, memoryview], Awaitable[None]]
@@ -73,7 +76,7 @@ class Seat:
         def sink(chunk: int, size: int) -> memoryview:
             if size not in wanted.sizes_bytes(chunk):
                 raise WireError(f"a {wanted.blob.kind} chunk of {size} bytes does not fit")
-            received[chunk] = memoryview(bytearray(size))
+            received[chunk] = self.store.buffers.take(size, wanted.header_bytes)
             return received[chunk]
 
         async def go_on() -> None:

@@ -163,7 +163,7 @@ def test_a_sum_that_overflows_begins_no_round_wherever_the_residual_came_from(ho
             feedback.keep_chunk(0, N)
             feedback.commit()
     for _ in range(2):
-        with pytest.raises(CodecError, match="inf at 7$"):
+        with pytest.raises(CodecError, match=r"inf at 7$"):
             feedback.begin(alone(2.1e37))
     feedback.begin(-alone(2.1e37))  # and what does add up to something finite is well
     feedback.include_exactly(0, N)

@@ -389,7 +389,8 @@ def test_the_round_is_not_over_while_a_chunk_is_being_encoded() -> None:
         go_on.set()
         await closing
         await asyncio.sleep(0)
-        assert order == ["encoded", "closed"]
+        assert order == ["encoded"] * (len(order) - 1) + ["closed"]
+    assert len(order) > 1
         with pytest.raises(asyncio.CancelledError):
             await stream
 
