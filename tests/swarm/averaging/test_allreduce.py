@@ -390,7 +390,7 @@ def test_the_round_is_not_over_while_a_chunk_is_being_encoded() -> None:
         await closing
         await asyncio.sleep(0)
         assert order == ["encoded"] * (len(order) - 1) + ["closed"]
-    assert len(order) > 1
+        assert len(order) > 1
         with pytest.raises(asyncio.CancelledError):
             await stream
 
