@@ -99,10 +99,10 @@ class RunMachine(RunState):
     def require_member(self, curve_key: bytes) -> str:
         """The live member that holds this key. Raises ``NotAdmitted``, or ``Superseded`` for its predecessor."""
         self.refuse_replaced(curve_key)
-        for peer, member in self.membership.members.items():
-            if member.alive and member.entry.certificate.curve_key == curve_key:
-                return peer
-        raise NotAdmitted("not a member of this run (any more): join again")
+        peer = self.membership.holder(curve_key)
+        if peer is None:
+            raise NotAdmitted("not a member of this run (any more): join again")
+        return peer
 
     def refuse_replaced(self, curve_key: bytes) -> None:
         """Raises ``Superseded``: two processes of one identity would put each other out for ever."""

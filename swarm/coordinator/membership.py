@@ -146,6 +146,14 @@ class Membership:
             ("trainers",), lambda: {peer: member for peer, member in self.members.items() if member.is_trainer}
         )
 
+    def holder(self, curve_key: bytes) -> str | None:
+        """The live member whose process holds this key, if any."""
+        holders = self._remember(
+            ("holders",),
+            lambda: {one.entry.certificate.curve_key: peer for peer, one in self.members.items() if one.alive},
+        )
+        return holders.get(curve_key)
+
     def synced(self, anchor_version: int, digest: bytes | None) -> Mapping[str, Member]:
         """Live trainers that hold this anchor version, with this digest if it is agreed on."""
         return self._remember(

@@ -41,6 +41,22 @@ def test_comings_and_goings_are_seen_at_once() -> None:
     assert members.trainers()[gone] is members.members[gone]
 
 
+def test_keys_are_looked_up_as_they_are_now() -> None:
+    members = Membership()
+    ours, theirs = entry(0, 1), entry(1, 1)
+    for one in (ours, theirs):
+        members.join(MemberJoined(entry=one, device=CPU), 0.0)
+    assert members.holder(theirs.certificate.curve_key) == theirs.peer
+    assert members.holder(entry(2, 1).certificate.curve_key) is None
+    members.lose(theirs.peer)
+    assert members.holder(theirs.certificate.curve_key) is None
+    assert members.holder(ours.certificate.curve_key) == ours.peer
+    again = entry(1, 2)
+    members.join(MemberJoined(entry=again, device=CPU), 0.0)
+    assert members.holder(again.certificate.curve_key) == theirs.peer
+    assert members.holder(theirs.certificate.curve_key) is None
+
+
 def test_states_are_seen_at_once() -> None:
     members = Membership()
     peers = [entry(number).peer for number in range(3)]
