@@ -54,16 +54,23 @@ def owner_shares(bandwidths_bps: Sequence[float | None], can_own: Sequence[bool]
     return [max(0.0, shares.get(index, 0.0)) for index in range(n)]
 
 
-def stand_ins(shares: Sequence[float], can_own: Sequence[bool], owner: int, most: int) -> list[int]:
-    """Who reduces ``owner``'s part when that fails, in this order: up to ``most`` of those that can own.
+class StandIns:
+    """Who reduces a part when its owner fails, for all parts of a plan.
 
     Whoever owns most comes first, as it has the best link; owners of one part after the other begin with different
     ones, so that the death of one does not fall on the same member as the next.
     """
-    able = sorted((index for index, one in enumerate(can_own) if one), key=lambda index: (-shares[index], index))
-    first = able.index(owner) + 1 if owner in able else owner
-    around = [able[(first + step) % len(able)] for step in range(len(able))] if able else []
-    return [index for index in around if index != owner][:most]
+
+    def __init__(self, shares: Sequence[float], can_own: Sequence[bool]) -> None:
+        able = (index for index, one in enumerate(can_own) if one)
+        self._able = sorted(able, key=lambda index: (-shares[index], index))
+        self._places = {index: place for place, index in enumerate(self._able)}
+
+    def of(self, owner: int, most: int) -> list[int]:
+        """In their order: up to ``most`` of those that can own."""
+        place = self._places.get(owner)
+        first, others = (owner, len(self._able)) if place is None else (place + 1, len(self._able) - 1)
+        return [self._able[(first + step) % len(self._able)] for step in range(min(most, others))]
 
 
 def split(elements: int, shares: Sequence[float], chunk: int) -> list[tuple[int, int, int]]:

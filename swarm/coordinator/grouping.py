@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.swarm.averaging.grid import plan_parts, plan_rows
-from shoal.swarm.averaging.partition import chunk_elements, owner_shares, split, stand_ins
+from shoal.swarm.averaging.partition import StandIns, chunk_elements, owner_shares, split
 from shoal.swarm.coordinator.membership import Member, majority
 from shoal.swarm.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
 
@@ -65,8 +65,9 @@ def lay_out(
     rows = plan_rows(can_own, group_size, seed)
     if len(rows) == 1:
         shares = owner_shares(bandwidths_bps, can_own)
+        stand_ins = StandIns(shares, can_own)
         flat = tuple(
-            Part(owner=owner, start=start, stop=stop, stand_ins=tuple(stand_ins(shares, can_own, owner, MAX_STAND_INS)))
+            Part(owner=owner, start=start, stop=stop, stand_ins=tuple(stand_ins.of(owner, MAX_STAND_INS)))
             for owner, start, stop in split(elements, shares, chunk)
         )
         return Layout(chunk, (0,) * len(can_own), (), flat)

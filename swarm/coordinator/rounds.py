@@ -155,6 +155,9 @@ def judge(
     """
     heard = {peer: report for peer, report in reports.items() if peer in live}
     present = [member.peer for member in plan.members if member.peer in live]
+    can_wait = len(heard) < len(present) and not overdue
+    if can_wait and not enough:
+        return None  # whatever the reports say: counting a thousand of them takes a while
     digests: list[bytes | None] = []
     failed: list[str] = []
     for index, part in enumerate(plan.parts):
@@ -162,6 +165,8 @@ def judge(
         # Of equally many the smallest, so that any two judges agree.
         digest, holders = min(held.items(), key=lambda one: (-one[1], one[0]), default=(None, 0))
         kept = digest if holders >= min(2, len(present)) else None
+        if can_wait and kept is None:
+            return None
         digests.append(kept)
         if kept is None or len(held) > 1:
             failed.append(plan.members[part.owner].peer)
@@ -169,8 +174,6 @@ def judge(
     accused = Counter(owner for report in heard.values() for owner in report.failed)
     failed += [plan.members[owner].peer for owner in sorted(accused) if accused[owner] >= min(2, len(heard) - 1)]
     void = digests.count(None)
-    if len(heard) < len(present) and not overdue and (void or not enough):
-        return None
     if void < len(digests) and not (void and whole):
         return Judgement(digests=tuple(digests), failed=tuple(dict.fromkeys(failed)))
     troubles = sorted({report.trouble for report in heard.values() if report.trouble})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.averaging.partition import MAX_CHUNK_ELEMENTS, chunk_elements, owner_shares, split
+from shoal.swarm.averaging.partition import MAX_CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 
 MEMBERS = st.lists(st.tuples(st.none() | st.floats(0, 1e18, allow_nan=False), st.booleans()), min_size=1, max_size=40)
 ELEMENTS = st.integers(1, 2**34)
@@ -106,3 +106,24 @@ def test_remainders_go_to_the_largest_and_the_last_part_is_short() -> None:
     assert split(100, [0.5, 0.25, 0.25], 10) == [(0, 0, 50), (1, 50, 80), (2, 80, 100)]
     assert split(95, [0.5, 0.5], 10) == [(0, 0, 50), (1, 50, 95)]
     assert split(5, [0.3, 0.7], 10) == [(1, 0, 5)]
+
+
+def test_stand_ins_are_those_that_own_most_each_owner_beginning_with_the_one_after_it() -> None:
+    orders = StandIns([0.1, 0.4, 0.2, 0.3, 0.0], [True, True, True, True, False])
+    assert orders.of(1, 3) == [3, 2, 0]
+    assert orders.of(3, 3) == [2, 0, 1]
+    assert orders.of(0, 2) == [1, 3]
+    assert orders.of(2, 9) == [0, 1, 3], "never the owner itself"
+    assert orders.of(4, 2) == [1, 3], "one that owns though it is not able: all do when nobody is"
+    assert StandIns([1.0], [True]).of(0, 3) == StandIns([0.5, 0.5], [False, False]).of(1, 3) == []
+
+
+@given(MEMBERS, st.data())
+def test_stand_ins_can_own_and_are_not_the_owner(members: list[tuple[float | None, bool]], data: st.DataObject) -> None:
+    able = [one for _, one in members]
+    shares = owner_shares([bps for bps, _ in members], able)
+    owner, most = data.draw(st.integers(0, len(members) - 1)), data.draw(st.integers(0, 4))
+    order = StandIns(shares, able).of(owner, most)
+    others = [index for index, one in enumerate(able) if one and index != owner]
+    assert len(order) == len(set(order)) == min(most, len(others))
+    assert set(order) <= set(others)

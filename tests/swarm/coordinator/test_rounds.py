@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer_name, report
 
@@ -178,6 +180,28 @@ A, B, C = (peer_name(number) for number in range(3))
 def test_waits_for_everybody() -> None:
     reports = {A: report(PLAN), B: report(PLAN)}
     assert judge(PLAN, reports, {A, B, C}, overdue=False, enough=False) is None
+
+
+class _Counted(tuple[bytes | None, ...]):
+    """Digests of a report that notes how often one of them was looked at."""
+
+    looked = 0
+
+    def __getitem__(self, index: object) -> Any:
+        _Counted.looked += 1
+        return super().__getitem__(index)  # type: ignore[index]
+
+
+def test_reports_are_counted_only_when_that_can_end_the_round() -> None:
+    def looks(reports: dict[str, tuple[int, ...]], *, enough: bool) -> int:
+        _Counted.looked = 0
+        said = {peer: report(PLAN, missing=missing) for peer, missing in reports.items()}
+        counted = {peer: one.model_copy(update={"digests": _Counted(one.digests)}) for peer, one in said.items()}
+        assert judge(PLAN, counted, {A, B, C}, overdue=False, enough=enough) is None
+        return _Counted.looked
+
+    assert looks({A: (), B: ()}, enough=False) == 0, "it is too early whatever they say"
+    assert looks({A: (), B: (0,)}, enough=True) == 2, "one part that is not safe yet is enough to go on waiting"
 
 
 def test_committed_when_all_have_all() -> None:
