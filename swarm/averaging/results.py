@@ -175,20 +175,26 @@ async def ensure_part(
 ) -> None:
     """Make sure that the store holds the committed bytes of a part, from its owner or any other member of the plan.
 
-    Raises ``LinkError`` when none of them has them."""
+    First from whoever has them now and answers soon: an owner that has failed in the round would cost all of
+    ``progress_s``. Raises ``LinkError`` when none of them has them."""
     if store.has(part) and await in_thread(store.digest, part) == digest:
         return
     owner, trouble = store.plan.members[part.owner].peer, "nobody has them"
-    for holder in sorted(others, key=lambda peer: peer != owner):
-        store.forget(part)
-        try:
-            await fetch_part(endpoint, store, part, holder, progress_s)
-        except ShoalError as error:  # the other side's errors come out of here, too
-            trouble = str(error)
-            continue
-        if await in_thread(store.digest, part) == digest:
-            return
-        trouble = f"{holder} has other bytes than the committed ones"
-        log.warning("round %d: %s", store.plan.round, trouble)
+    holders = sorted(others, key=lambda peer: peer != owner)
+    for bring, wait_s in ((adopt_part, progress_s / 4), (fetch_part, progress_s)):
+        for holder in list(holders):
+            store.forget(part)
+            try:
+                await bring(endpoint, store, part, holder, wait_s)
+            except ShoalError as error:  # the other side's errors come out of here, too
+                trouble = str(error)
+                continue
+            if not store.has(part):
+                continue
+            if await in_thread(store.digest, part) == digest:
+                return
+            holders.remove(holder)
+            trouble = f"{holder} has other bytes than the committed ones"
+            log.warning("round %d: %s", store.plan.round, trouble)
     store.forget(part)
     raise LinkError(trouble)

@@ -248,6 +248,42 @@ def test_results_can_be_had_from_whoever_has_them() -> None:
     run_virtual(main())
 
 
+def test_an_owner_that_is_silent_is_not_waited_for_when_others_have_its_results() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1, 1]))
+        await run_all(sides)
+        late, part, wanted = sides[2], sides[0].store.plan.parts[1], sides[0].store.digest(sides[0].store.plan.parts[1])
+        late.store.forget(part)
+        network.silent.add((PEERS[1], PEERS[2]))
+        start_s = now_s()
+        await ensure_part(network.endpoints[PEERS[2]], late.store, part, wanted, PEERS[:2], PATIENCE_S)
+        assert late.store.digest(part) == wanted
+        assert now_s() - start_s < PATIENCE_S / 2
+
+    run_virtual(main())
+
+
+def test_whoever_is_still_making_results_is_waited_for() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1, 1]))
+        await run_all(sides)
+        late, maker, part = sides[2].store, sides[0].store, sides[0].store.plan.parts[1]
+        wanted, made = maker.digest(part), {index: maker[index] for index in maker.chunks_of(part)}
+        late.forget(part)
+        maker.forget(part)
+        network.kill(PEERS[1])
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ensure_part(network.endpoints[PEERS[2]], late, part, wanted, PEERS[:2], PATIENCE_S))
+            await asyncio.sleep(1.5 * PATIENCE_S)
+            for index, result in made.items():
+                await maker.put(index, result)
+        assert late.digest(part) == wanted
+
+    run_virtual(main())
+
+
 def test_an_owner_of_two_faces_is_seen_by_the_digests() -> None:
     async def main() -> None:
         network = MemoryNetwork()

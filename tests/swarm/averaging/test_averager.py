@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 from collections.abc import Coroutine
 from typing import Any
 
@@ -241,8 +242,8 @@ def test_who_lacks_committed_bytes_fetches_them_from_another() -> None:
 def test_committed_bytes_that_nobody_has_any_more_mean_out_of_date() -> None:
     async def main() -> None:
         async with swarm(4, run_toml(40), ELEMENTS) as run:
-            for holder in (0, 1, 2):
-                run.network.faults.append(stalled("result", run[holder].peer, 0, to=run[3].peer))
+            for holder, kind in itertools.product((0, 1, 2), ("result", "held")):
+                run.network.faults.append(stalled(kind, run[holder].peer, 0, to=run[3].peer))
             outcomes = await together(*play_all(run, 0))
             assert [type(one) for one in outcomes] == [Committed] * 3 + [OutOfDate]
             assert not run[3].averager.feedback.in_round
