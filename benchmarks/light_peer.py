@@ -42,6 +42,7 @@ from shoal.swarm.messages import (
     TensorSpec,
 )
 from shoal.swarm.sockets import bind, endpoint, tune
+from shoal.swarm.tasks import task_scope
 from shoal.swarm.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
 
 TOKENS_PER_SAMPLE = 1024
@@ -123,11 +124,12 @@ class LightPeer:
             control_port=port,
             data_port=port,
         )
-        pinged = asyncio.create_task(_answer_ping(listening))
         try:
-            await self._request(ask)
+            async with task_scope() as tasks:
+                answering = tasks.create_task(_answer_ping(listening))
+                await self._request(ask)
+                answering.cancel()
         finally:
-            pinged.cancel()
             listening.close(linger=0)
         layout = (TensorSpec(name="weight", shape=(self._habits.elements,), dtype="float32"),)
         await self._request(
