@@ -115,11 +115,12 @@ class AveragingSection(_Section):
     """``[averaging]``. ``codec``: a name, or a table of its ``name`` and options, as in
     ``codec = { name = "int8", block = 4096 }``. ``residual_decay``: what is kept, from round to round, of what
     encoding lost; 1 keeps all of it. ``group_size``: up to so many members average in one flat group, more in a
-    grid."""
+    grid. ``streams``: TCP connections that a link's chunks are spread over."""
 
     codec: str | dict[str, Any] = "int8"
     residual_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
     group_size: Annotated[int, Field(ge=2, le=1024)] = 32
+    streams: Annotated[int, Field(ge=1, le=16)] = 1
 
     @field_validator("codec")
     @classmethod

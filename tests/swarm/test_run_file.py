@@ -70,7 +70,7 @@ def test_defaults_of_every_section() -> None:
         "recipe": {"name": "gpt", "settings": {}},
         "data": {"source": "stdlib", "tokens_per_sample": None, "held_out": 0.02},
         "algorithm": "diloco",
-        "averaging": {"codec": "int8", "residual_decay": 1.0},
+        "averaging": {"codec": "int8", "residual_decay": 1.0, "group_size": 32, "streams": 1},
         "inner": {
             "optimizer": "adamw",
             "lr": 4e-4,
@@ -147,6 +147,7 @@ name = "tiny"
     ("section", "line"),
     [
         ("", 'averaging.codec = "float32"'),
+        ("averaging", "streams = 2"),
         ("run", 'name = "other"'),
         ("run", "seed = 1"),
         ("round", "tokens = 1001"),
@@ -164,7 +165,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "292d0fb02ed1e0d5"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "62210a488a5e7a71"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -182,6 +183,9 @@ def test_the_hash_of_this_release() -> None:
         ("run", "max_s = 0", r"run\.max_s: .*greater than 0"),
         ("run", "max_s = inf", r"run\.max_s: .*finite"),
         ("run", "max_s = nan", r"run\.max_s: "),
+        ("averaging", "streams = 0", r"averaging\.streams: .*greater than or equal to 1"),
+        ("averaging", "streams = 17", r"averaging\.streams: .*less than or equal to 16"),
+        ("averaging", "streams = 4.0", r"averaging\.streams: .*valid integer"),
         ("run", "until = 5", r"run\.until: .*not permitted"),
         ("recipe", "name = 5", r"recipe\.name: .*valid string"),
         ("recipe", 'name = "a/b"', r"recipe\.name: .*pattern"),
