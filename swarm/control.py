@@ -79,7 +79,8 @@ class ControlPlane:
         return bound
 
     def stop(self) -> None:
-        for channel in list(self._dialed.values()):
+        # Incoming ones too: sending on a closed socket leaves a failed future behind that nobody looks at.
+        for channel in [*self._dialed.values(), *self._incoming.values()]:
             self._close(channel, Unreachable("closing down"), linger_ms=100)
         self._router.close(linger=100)
 
