@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from shoal.peer.capability import parse_memory
 from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
+from shoal.peer.descriptors import allow_descriptors, warn_host
 from shoal.peer.export import export_from_run, export_model, read_model
 from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
@@ -34,8 +34,6 @@ app = typer.Typer(
 )
 console = Console()
 errors = Console(stderr=True)
-
-_FILES = 8192
 
 
 class JoinRole(StrEnum):
@@ -72,6 +70,7 @@ def host_command(
 ) -> None:
     """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
     setup_logging(console, verbose)
+    warn_host(allow_descriptors())
     options = HostOptions(
         identity, state, parse_address(bind, DEFAULT_PORT), parse_address(advertise) if advertise else ("", 0)
     )
@@ -183,21 +182,13 @@ def demo_command(
     raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, json, out), console))
 
 
-def _allow_many_files() -> None:
-    """Every member takes some sockets; macOS allows 256 files by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _memory(text: str) -> int | None:
     return parse_memory(text) if text else None
 
 
 def main() -> None:
     """The ``shoal`` command."""
-    _allow_many_files()
+    allow_descriptors()
     try:
         app()
     except ShoalError as error:
