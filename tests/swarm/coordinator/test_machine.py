@@ -16,7 +16,7 @@ from tests.swarm.coordinator.world import (
 )
 
 from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.machine import first_difference
+from shoal.swarm.coordinator.admission import first_difference
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, Superseded, WireError
 from shoal.swarm.messages import MAX_MEMBERS, PeerToCoordinatorRequestLease, RoundPlan, SampleRange, TensorSpec
 
