@@ -20,6 +20,7 @@ MAX_PARTS = 2 * MAX_MEMBERS
 MAX_STAND_INS = 3
 MAX_RANGES = 4096
 MAX_TENSORS = 65_536
+MAX_DELIVERIES = 16
 
 PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
@@ -269,16 +270,24 @@ class PeerToCoordinatorRoundReady(Message):
     loss: Loss | None
 
 
+class Delivery(Record):
+    """How fast a member of the plan delivered to whoever reports it, bits a second."""
+
+    member: Index
+    bps: Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]
+
+
 class PeerToCoordinatorRoundReport(Message):
     """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
 
     ``dropped`` are the members (indices of the plan) that some chunk of the results that we hold does without;
-    ``failed`` the owners and relays that did not give us what they had to."""
+    ``failed`` the owners and relays that did not give us what they had to; ``deliveries`` what others' links gave."""
 
     round: Count
     digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
     dropped: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
     failed: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
+    deliveries: Annotated[tuple[Delivery, ...], Field(max_length=MAX_DELIVERIES)] = ()
     trouble: Text
 
 

@@ -18,11 +18,13 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
 from shoal.swarm.averaging.buffers import Buffers
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.averaging.pace import PacedEndpoint
 from shoal.swarm.averaging.results import HeldResults, ResultStore, ensure_part
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
+    Delivery,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     RoundPlan,
@@ -53,7 +55,7 @@ class Averager:
         self.feedback = ErrorFeedback(elements, self._decay)
         self.activity = ""
         self._client = client
-        self._endpoint = endpoint
+        self._endpoint = PacedEndpoint(endpoint)
         self._coding = coding
         self._buffers = Buffers()
         self._elements = elements
@@ -183,6 +185,7 @@ class Averager:
         client = self._client
         await in_thread(self._begin, offer)
         store = self._open_store(plan)
+        self._endpoint.forget()
         exchange = self._exchange = AllReduce(
             self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away
         )
@@ -193,7 +196,8 @@ class Averager:
             if not running.done():
                 running.cancel()
                 return None
-        return await in_thread(_make_report, store, running.result())
+        deliveries = self._endpoint.deliveries([member.peer for member in plan.members], client.peer, plan.round)
+        return await in_thread(_make_report, store, running.result(), deliveries)
 
     async def _end_exchange(self) -> None:
         if self._exchange is not None:
@@ -273,12 +277,15 @@ def _same_state(plan: RoundPlan, offer: Offer) -> bool:
     return (plan.anchor_version, plan.state_digest) == (offer.anchor_version, offer.state_digest)
 
 
-def _make_report(store: ResultStore, exchange: Exchange) -> PeerToCoordinatorRoundReport:
+def _make_report(
+    store: ResultStore, exchange: Exchange, deliveries: tuple[Delivery, ...]
+) -> PeerToCoordinatorRoundReport:
     return PeerToCoordinatorRoundReport(
         round=store.plan.round,
         digests=tuple(store.digest(part) if store.has(part) else None for part in store.plan.parts),
         # Also what others reduced and left out: whoever made these bytes may not live to tell.
         dropped=tuple(sorted(exchange.dropped | store.left_out())),
         failed=tuple(sorted(exchange.failed)),
+        deliveries=deliveries,
         trouble=exchange.trouble[:2000],
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.admission import Admission
+from shoal.swarm.coordinator.bandwidth import Bandwidths
 from shoal.swarm.coordinator.grouping import plan_round
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, to_wire
 from shoal.swarm.coordinator.rounds import Delays, Judgement, closing_moment, judge, weighted_mean
@@ -37,6 +38,7 @@ class RunMachine(Admission):
         self._ticked_s = now_s
         self._ready_delays = Delays(self.deadlines)
         self._report_delays = Delays(self.deadlines)
+        self._bandwidths = Bandwidths()
 
     # Events ---------------------------------------------------------------------------------------------
 
@@ -109,7 +111,8 @@ class RunMachine(Admission):
         if plan is None or report.round != self.round.number or peer not in self.averaging():
             return
         if len(report.digests) != len(plan.parts) or any(
-            one >= len(plan.members) for one in report.dropped + report.failed
+            one >= len(plan.members)
+            for one in (*report.dropped, *report.failed, *(one.member for one in report.deliveries))
         ):
             raise WireError("the report does not fit the plan of its round")
         if peer not in self.round.reports:
@@ -176,6 +179,7 @@ class RunMachine(Admission):
         ready = self.round.ready
         goal = self.goal()
         elements = sum(spec.elements for spec in self.model.layout) if self.model else 0
+        self._measure()
         number, trainers, run = self.round.number, self.membership.trainers(), self.run
         size, seed = run.averaging.group_size, run.run.seed
         plan = plan_round(number, self.anchor_version, elements, ready, trainers, size, seed)
@@ -192,6 +196,13 @@ class RunMachine(Admission):
         loss = weighted_mean([(loss, weight) for loss, weight in losses if loss is not None])
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
         self.record(f.RoundPlanned(plan=plan, ranges=ranges, loss=loss))
+
+    def _measure(self) -> None:
+        """Make up our mind about everybody's link."""
+        trainers = self.membership.trainers()
+        believed = self._bandwidths.believed({peer: one.claimed_bps for peer, one in trainers.items()})
+        for peer, bps in believed.items():
+            trainers[peer].bandwidth_bps = bps
 
     def _free_kept_samples(self, plan: RoundPlan | None) -> None:
         """A batch that has to be complete lacks samples: members that keep some and bring nothing usable lose them."""
@@ -219,6 +230,8 @@ class RunMachine(Admission):
         plan, lost = self.round.plan, self.lost_work(None in judgement.digests)
         for peer in judgement.failed:
             self.membership.members[peer].delivers = False
+        if plan is not None:
+            self._bandwidths.learn(plan, self.round.reports)
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
         tokens = sum(weight for peer, weight in weights.items() if peer not in lost)
         unsigned = Verdict(

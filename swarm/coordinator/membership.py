@@ -22,8 +22,9 @@ T = TypeVar("T")
 
 @dataclass
 class Member:
-    """What is known of one member. All but ``entry``, ``device``, ``tokens_committed`` and ``delivers`` comes from
-    heartbeats. ``delivers``: no part of its own has failed to reach the others since it joined; else it owns none."""
+    """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``bandwidth_bps`` and
+    ``delivers`` comes from heartbeats. ``bandwidth_bps``: what is believed of its link, 0 for unknown, whatever it
+    claims. ``delivers``: no part of its own has failed to reach the others since it joined; else it owns none."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -39,6 +40,7 @@ class Member:
     chunks_moved: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    claimed_bps: float = 0.0
     bandwidth_bps: float = 0.0
     tokens_committed: int = 0
     delivers: bool = True
@@ -113,9 +115,9 @@ class Membership:
             "chunks_moved",
             "bytes_sent",
             "bytes_received",
-            "bandwidth_bps",
         ):
             setattr(member, name, getattr(heartbeat, name))
+        member.claimed_bps = heartbeat.bandwidth_bps
         if heartbeat.round != current_round:
             member.forget_progress()
         return moved

@@ -1,0 +1,59 @@
+"""How fast each member's link is taken to be: by what the others got from it, not by what it says itself. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from statistics import median_high, median_low
+
+from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
+
+_ROUNDS = 3
+
+
+class Bandwidths:
+    """What rounds have shown of each member, by peer id; kept when it leaves, or it would come back unknown.
+
+    One figure a round: what the middle one of those who collect got from it, times their number, as it had to serve
+    them at the same time. Of two in the middle the faster one, as the other may be slow itself; only most of the
+    members together can make one of them faster than it is. Taken is the median of its last three rounds, of two the
+    lower one: one odd round changes little, and a link that has become slow is known for it after two.
+    """
+
+    def __init__(self) -> None:
+        self._seen: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
+
+    def learn(self, plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport]) -> None:
+        """Take in the reports of a round, by peer id. One witness is not believed where there could have been two."""
+        rates: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        for witness, report in reports.items():
+            for one in report.deliveries:
+                rates[one.member][witness] = one.bps
+        for member, by_witness in rates.items():
+            served = {plan.members[one].peer for one in _served(plan, member)}
+            values = [bps for witness, bps in by_witness.items() if witness in served]
+            if len(values) >= min(2, len(served)) > 0:
+                self._seen[plan.members[member].peer].append(median_high(values) * len(served))
+
+    def believed(self, claims_bps: Mapping[str, float]) -> dict[str, float]:
+        """Bits a second of each of these members; 0 for unknown.
+
+        A member may claim less than the others have seen of it, never more. Of whom nobody has seen anything yet is
+        believed at most what is usual here."""
+        seen = {peer: median_low(rounds) for peer, rounds in self._seen.items() if peer in claims_bps}
+        figures = [figure for peer, claim in claims_bps.items() if (figure := seen.get(peer, claim)) > 0]
+        usual = median_high(figures) if figures else 0.0
+        return {peer: _capped(claim, seen.get(peer), usual) for peer, claim in claims_bps.items()}
+
+
+def _served(plan: RoundPlan, member: int) -> set[int]:
+    """Who collects this member's contribution: all owners, in a grid the relays of its row."""
+    row = plan.members[member].row
+    collectors = [column[row] for column in plan.columns] or [part.owner for part in plan.parts]
+    return set(collectors) - {member}
+
+
+def _capped(claim_bps: float, seen_bps: float | None, usual_bps: float) -> float:
+    if seen_bps is None:
+        return min(claim_bps, usual_bps)
+    return min(claim_bps or seen_bps, seen_bps)

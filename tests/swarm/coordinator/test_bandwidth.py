@@ -1,0 +1,166 @@
+import pytest
+from tests.swarm.coordinator.test_rounds import PLAN, some_plan
+from tests.swarm.coordinator.world import World, peer_name, report, run_file
+
+from shoal.swarm.coordinator.bandwidth import Bandwidths
+from shoal.swarm.coordinator.grouping import lay_out
+from shoal.swarm.errors import WireError
+from shoal.swarm.messages import Delivery, PeerToCoordinatorRoundReport, PlanMember, RoundPlan
+
+FIVE = some_plan(dict.fromkeys(range(5), 10))
+A, B, C, D, E = (peer_name(number) for number in range(5))
+CLAIMS = dict.fromkeys([A, B, C, D, E], 1e9)
+
+
+def said(plan: RoundPlan, rates: dict[int, dict[int, float]]) -> dict[str, PeerToCoordinatorRoundReport]:
+    """The reports of a round: ``rates[witness][member]``."""
+    return {
+        plan.members[witness].peer: report(plan).model_copy(
+            update={"deliveries": tuple(Delivery(member=member, bps=bps) for member, bps in seen.items())}
+        )
+        for witness, seen in rates.items()
+    }
+
+
+def everybody(plan: RoundPlan, links_bps: dict[int, float]) -> dict[str, PeerToCoordinatorRoundReport]:
+    """All see each other as they are: a link is shared by the owners that it serves."""
+    members = range(len(plan.members))
+    shares = {one: bps / (len(members) - 1) for one, bps in links_bps.items()}
+    return said(plan, {witness: {one: shares[one] for one in members if one != witness} for witness in members})
+
+
+def test_every_member_of_the_plan_owns_here() -> None:
+    assert sorted({part.owner for part in FIVE.parts}) == list(range(5))
+    assert sorted({part.owner for part in PLAN.parts}) == [0, 1, 2]
+
+
+def test_a_liar_gets_what_it_delivered() -> None:
+    bandwidths = Bandwidths()
+    bandwidths.learn(FIVE, everybody(FIVE, {0: 1e8, 1: 1e8, 2: 1e8, 3: 1e8, 4: 2e7}))
+    claims = dict.fromkeys([A, B, C, D], 1e8) | {E: 1e10}
+    assert bandwidths.believed(claims) == pytest.approx(dict.fromkeys([A, B, C, D], 1e8) | {E: 2e7})
+
+
+def test_a_member_may_claim_less() -> None:
+    bandwidths = Bandwidths()
+    bandwidths.learn(FIVE, everybody(FIVE, dict.fromkeys(range(5), 1e8)))
+    assert bandwidths.believed({A: 1.0, B: 1e9, C: 0.0}) == pytest.approx({A: 1.0, B: 1e8, C: 1e8})
+
+
+def test_a_link_that_has_become_slow_is_found_out_within_two_rounds_and_one_odd_round_changes_nothing() -> None:
+    bandwidths = Bandwidths()
+    usual, slow = dict.fromkeys(range(5), 1e8), dict.fromkeys(range(4), 1e8) | {4: 1e7}
+    for _ in range(5):
+        bandwidths.learn(FIVE, everybody(FIVE, usual))
+    bandwidths.learn(FIVE, everybody(FIVE, slow))
+    assert bandwidths.believed(CLAIMS)[E] == pytest.approx(1e8)
+    bandwidths.learn(FIVE, everybody(FIVE, slow))
+    assert bandwidths.believed(CLAIMS)[E] == pytest.approx(1e7)
+    assert bandwidths.believed(CLAIMS)[A] == pytest.approx(1e8)
+
+
+def test_a_newcomer_that_is_slow_is_found_out_in_its_first_round() -> None:
+    bandwidths = Bandwidths()
+    bandwidths.learn(FIVE, everybody(FIVE, dict.fromkeys(range(4), 1e8) | {4: 1e7}))
+    assert bandwidths.believed(CLAIMS)[E] == pytest.approx(1e7)
+    bandwidths.learn(FIVE, everybody(FIVE, dict.fromkeys(range(5), 1e8)))
+    assert bandwidths.believed(CLAIMS)[E] == pytest.approx(1e7), "of two rounds the worse"
+
+
+def test_a_minority_of_witnesses_changes_nothing() -> None:
+    honest = {0: {1: 9.0, 2: 9.0, 3: 9.0, 4: 2.0}, 1: {0: 9.0, 2: 9.0, 3: 9.0, 4: 2.0}}
+    honest |= {2: {0: 9.0, 1: 9.0, 3: 9.0, 4: 2.0}}
+    friends = {3: {0: 1.0, 1: 1.0, 2: 1.0, 4: 1e9}, 4: {0: 1.0, 1: 1.0, 2: 1.0, 3: 1e9, 4: 1e9}}
+    bandwidths = Bandwidths()
+    bandwidths.learn(FIVE, said(FIVE, honest | friends))
+    assert bandwidths.believed(CLAIMS) == {A: 36.0, B: 36.0, C: 36.0, D: 36.0, E: 8.0}
+
+
+def test_who_is_slow_itself_does_not_make_the_others_look_slow() -> None:
+    bandwidths = Bandwidths()
+    bandwidths.learn(PLAN, said(PLAN, {0: {1: 9.0, 2: 1.0}, 1: {0: 9.0, 2: 1.0}, 2: {0: 1.0, 1: 1.0}}))
+    assert bandwidths.believed({A: 1e9, B: 1e9, C: 1e9}) == {A: 18.0, B: 18.0, C: 2.0}
+
+
+def test_one_witness_is_not_enough_where_there_could_be_two() -> None:
+    bandwidths = Bandwidths()
+    bandwidths.learn(FIVE, said(FIVE, {0: {1: 1.0}}))
+    assert bandwidths.believed(CLAIMS) == CLAIMS
+    two = some_plan({0: 10, 1: 10})
+    bandwidths.learn(two, said(two, {0: {1: 5.0}, 1: {0: 7.0}}))
+    assert bandwidths.believed({A: 1e9, B: 1e9}) == {A: 7.0, B: 5.0}
+
+
+def test_before_anybody_has_seen_anything_no_claim_counts_for_more_than_the_usual() -> None:
+    bandwidths = Bandwidths()
+    assert bandwidths.believed({A: 1e8, B: 1e8, C: 1e10}) == dict.fromkeys([A, B, C], 1e8)
+    assert bandwidths.believed({A: 1e8, B: 1e8, C: 1e6, D: 0.0}) == {A: 1e8, B: 1e8, C: 1e6, D: 0.0}
+    assert bandwidths.believed({A: 0.0}) == {A: 0.0}
+    assert bandwidths.believed({}) == {}
+
+
+def test_a_newcomer_starts_with_its_probe_but_not_above_what_the_others_have_shown() -> None:
+    bandwidths = Bandwidths()
+    bandwidths.learn(PLAN, everybody(PLAN, {0: 1e8, 1: 1e8, 2: 1e7}))
+    believed = bandwidths.believed({A: 1e9, B: 1e9, C: 1e9, D: 1e10, E: 3e7})
+    assert believed == pytest.approx({A: 1e8, B: 1e8, C: 1e7, D: 1e8, E: 3e7})
+
+
+def test_in_a_grid_the_relays_of_its_row_are_the_witnesses() -> None:
+    layout = lay_out(2**20, [None] * 16, [True] * 16, 4, 1)
+    members = tuple(PlanMember(peer=peer_name(one), weight_tokens=1, row=layout.row_of[one]) for one in range(16))
+    plan = FIVE.model_copy(update={"members": members, "parts": layout.parts, "columns": layout.columns})
+    relays = {column[layout.row_of[0]] for column in layout.columns} - {0}
+    assert len(relays) == 3
+    strangers = set(range(1, 16)) - relays
+    bandwidths = Bandwidths()
+    bandwidths.learn(plan, said(plan, {one: {0: 1e9} for one in strangers}))
+    assert bandwidths.believed({A: 1e12}) == {A: 1e12}
+    bandwidths.learn(plan, said(plan, {one: {0: 5.0 if one in relays else 1e9} for one in range(1, 16)}))
+    assert bandwidths.believed({A: 1e12}) == {A: 15.0}
+
+
+# In the machine -----------------------------------------------------------------------------------------------
+
+
+def shares(world: World, claims: dict[int, float], links_bps: dict[int, float]) -> list[int]:
+    """A round in which everybody claims and delivers so much; the elements that each member owned."""
+    workers = world.workers[: len(claims)]
+    while world.machine.round.phase != "averaging":
+        for number, worker in enumerate(workers):
+            world.behave(worker)
+            world.beat(worker, bandwidth_bps=claims[number])
+        world.tick(0.25)
+    plan = world.machine.round.plan
+    assert plan is not None
+    reports = everybody(plan, links_bps)
+    for worker in workers:
+        world.machine.report(worker.peer, reports[worker.peer], world.now_s)
+    world.tick(0.25)
+    assert world.machine.round.plan is None
+    owned = [0] * len(workers)
+    for part in plan.parts:
+        owned[part.owner] += part.stop - part.start
+    return owned
+
+
+def test_parts_follow_what_was_delivered_and_not_what_is_claimed() -> None:
+    world = World(run_file(), members=4)
+    claims, links = {0: 1e8, 1: 1e8, 2: 1e8, 3: 1e10}, {0: 1e8, 1: 1e8, 2: 1e8, 3: 1e7}
+    first = shares(world, claims, links)
+    assert first[3] <= max(first[:3]), "nobody has seen anything: a boast gives nothing"
+    second = shares(world, claims, links)
+    assert second[3] == 0 < min(second[:3])
+
+
+def test_deliveries_of_nobody_are_refused() -> None:
+    world = World(run_file(), members=2)
+    while world.machine.round.phase != "averaging":
+        for worker in world.workers[:2]:
+            world.behave(worker)
+        world.tick(0.25)
+    plan = world.machine.round.plan
+    assert plan is not None
+    wrong = report(plan).model_copy(update={"deliveries": (Delivery(member=2, bps=1.0),)})
+    with pytest.raises(WireError):
+        world.machine.report(world.workers[0].peer, wrong, world.now_s)
