@@ -30,6 +30,7 @@ from shoal.swarm.messages import (
     SampleRange,
     TensorSpec,
 )
+from shoal.swarm.probing import PROBE, ProbeSource, probe_between_rounds, witnesses
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 
@@ -68,6 +69,7 @@ class Member:
         self._next_save_s = 0.0
         self._saving = asyncio.Lock()
         self.rejoined = False
+        self._probed_bps = 0.0
 
     @classmethod
     @asynccontextmanager
@@ -87,11 +89,13 @@ class Member:
             await client.join()
             async with task_scope() as tasks:
                 member = cls(node, client, tasks)
-                beats = tasks.create_task(member._beat())
+                node.publish(PROBE, ProbeSource())
+                background = [tasks.create_task(member._beat()), tasks.create_task(member._probe())]
                 try:
                     yield member
                 finally:
-                    beats.cancel()
+                    for task in background:
+                        task.cancel()
                     await client.leave("done")
 
     # Heartbeats ---------------------------------------------------------------------------------------------
@@ -108,6 +112,17 @@ class Member:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.client.deadlines.heartbeat_s):
                     await self._beat_now.wait()
+
+    async def _probe(self) -> None:
+        """Learn what our link carries, for those that plan our first round; who will reduce nothing need not."""
+        client = self.client
+        if client.me.role != "trainer" or not client.reachable:
+            return
+        asked = witnesses(self.node.trainers(), client.peer)
+        self._probed_bps = await probe_between_rounds(client, self.node, asked)
+        if self._probed_bps:
+            self._beat_now.set()
+            log.info("the link carries about %.0f Mbit/s", self._probed_bps / 1e6)
 
     @property
     def activity(self) -> str:
@@ -129,7 +144,7 @@ class Member:
             chunks_moved=averager.chunks_moved if averager else 0,
             bytes_sent=self.node.meter.sent_bytes,
             bytes_received=self.node.meter.received_bytes,
-            bandwidth_bps=self.node.meter.bandwidth_bps,
+            bandwidth_bps=max(self.node.meter.bandwidth_bps, self._probed_bps),
             roster_version=0,
         )
         try:

@@ -74,7 +74,7 @@ class PacedEndpoint:
         """As the endpoint's."""
         pace, sizes = self._paces.setdefault(peer, Pace()), dict.fromkeys(chunks, 0)
 
-        def measured(chunk: int, size_bytes: int) -> memoryview:
+        def measured(chunk: int, size_bytes: int) -> memoryview:  # on the data plane's thread
             sizes[chunk] = size_bytes
             return sink(chunk, size_bytes)
 
