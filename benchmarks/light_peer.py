@@ -210,6 +210,7 @@ class LightPeer:
                 bytes_received=0,
                 bandwidth_bps=1e8,
                 roster_version=self._roster_version,
+                verdict_chain=self._view.verdict_chain,
             )
             await self._request(heartbeat)
             with suppress(TimeoutError):

@@ -30,6 +30,7 @@ class Glance:
     closes_at_s: float = 0.0
     parts: int = 0
     roster_version: int = 0
+    verdict_chain: bytes | None = None
     has_roster: bool = False
 
 
@@ -49,7 +50,9 @@ def glance(view: msgpack.Unpacker) -> Glance:
     seen, closes_in_s = Glance(), None
     for _ in range(view.read_map_header()):
         match view.unpack():
-            case "epoch" | "sequence" | "round" | "anchor_version" | "phase" | "roster_version" as name:
+            case (
+                "epoch" | "sequence" | "round" | "anchor_version" | "phase" | "roster_version" | "verdict_chain" as name
+            ):
                 setattr(seen, name, view.unpack())
             case "closes_in_s":
                 closes_in_s = view.unpack()

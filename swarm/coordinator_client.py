@@ -164,6 +164,12 @@ class CoordinatorClient:
         if old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence):
             return
         verdict = view.verdict
+        if verdict is None and view.verdict_chain is not None:
+            verdict = old.verdict if old is not None else None
+            if verdict is None or verdict.chain != view.verdict_chain:
+                log.debug("a view without a verdict that is not known here")
+                return  # as if it were lost: the next heartbeat says what we have
+            view = view.model_copy(update={"verdict": verdict})
         if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
             check_verdict(verdict, self._coordinator_key)
         if view.roster is not None:
@@ -228,7 +234,8 @@ class CoordinatorClient:
 
     async def heartbeat(self, heartbeat: PeerToCoordinatorHeartbeat) -> None:
         """One beat; raises like ``ask``."""
-        beat = heartbeat.model_copy(update={"roster_version": self._roster_version})
+        known = {"roster_version": self._roster_version, "verdict_chain": self.view.verdict_chain}
+        beat = heartbeat.model_copy(update=known)
         await self.ask(beat, CoordinatorToPeerView)
 
     def _require_place(self) -> None:

@@ -187,6 +187,8 @@ class RunView(Record):
 
     It is a state, not an event: a member that missed ten of them and reads the eleventh knows all it needs.
     ``epoch`` (the coordinator's start) and ``sequence`` order the views: an older one is ignored.
+    ``verdict`` is left out when the member has said that it knows the one with this ``verdict_chain``, None before the
+    first: of a large swarm it is nearly all of a view.
     """
 
     epoch: Count
@@ -197,6 +199,7 @@ class RunView(Record):
     closes_in_s: Seconds | None
     plan: RoundPlan | None
     verdict: Verdict | None
+    verdict_chain: Digest | None
     state_digest: Digest | None
     tokens_committed: Count
     tokens_in_round: Count
@@ -234,7 +237,8 @@ class PeerToCoordinatorDescribeModel(Message):
 
 
 class PeerToCoordinatorHeartbeat(Message):
-    """Liveness and progress. ``anchor_version`` and ``state_digest`` say which state the peer holds, if any."""
+    """Liveness and progress. ``anchor_version`` and ``state_digest`` say which state the peer holds, if any;
+    ``roster_version`` and ``verdict_chain`` what the answer need not tell it again."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -249,6 +253,7 @@ class PeerToCoordinatorHeartbeat(Message):
     bytes_received: Count
     bandwidth_bps: Rate
     roster_version: Count
+    verdict_chain: Digest | None = None
 
 
 class PeerToCoordinatorRequestLease(Message):

@@ -66,6 +66,8 @@ class CoordinatorService:
         self._announced = -1
         self._rosters: dict[str, int] = {}
         """The version of the roster that each member has, as it said itself or as it was sent."""
+        self._verdicts: dict[str, bytes | None] = {}
+        """The chain of the verdict that each member has, as it said itself, for what was sent may get lost."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[Fact], None]] = []
         self.machine = RunMachine(run, identity.sign, time.monotonic(), self._epoch)
@@ -163,7 +165,7 @@ class CoordinatorService:
 
     def _view(self, peer: str) -> CoordinatorToPeerView:
         """With the roster, if the member lacks it. Should it get lost, the next heartbeat says so."""
-        view = self.machine.view(peer, time.monotonic(), self._rosters.get(peer, -1))
+        view = self.machine.view(peer, time.monotonic(), self._rosters.get(peer, -1), self._verdicts.get(peer))
         self._rosters[peer] = view.roster_version
         return CoordinatorToPeerView(view=view)
 
@@ -205,6 +207,7 @@ class CoordinatorService:
             self.machine.join(entry, message.device, time.monotonic())
             await self._flush()
             self._rosters.pop(peer, None)
+            self._verdicts.pop(peer, None)
             return CoordinatorToPeerJoinAccepted(
                 peer=peer,
                 run_toml=self._run_toml,
@@ -254,6 +257,7 @@ class CoordinatorService:
             self.machine.heartbeat(peer, message, time.monotonic())
             await self._flush()
             self._rosters[peer] = message.roster_version
+            self._verdicts[peer] = message.verdict_chain
             return self._view(peer)
 
     async def _lease(self, channel: Channel, message: Message) -> Message:

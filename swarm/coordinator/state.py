@@ -177,9 +177,10 @@ class RunState:
 
     # What others see ------------------------------------------------------------------------------------
 
-    def view(self, peer: str, now_s: float, roster_version: int = -1) -> RunView:
-        """What this member has to know; the roster only when it does not have this version."""
+    def view(self, peer: str, now_s: float, roster_version: int = -1, verdict_chain: bytes | None = None) -> RunView:
+        """What this member has to know; roster and verdict only when it does not have these."""
         member = self.membership.members.get(peer)
+        newest = self.verdict.chain if self.verdict else None
         closing = self.round.phase == "closing"
         return RunView(
             epoch=self.epoch,
@@ -189,7 +190,8 @@ class RunState:
             phase=self.round.phase,
             closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
             plan=self.round.plan,
-            verdict=self.verdict,
+            verdict=self.verdict if verdict_chain != newest else None,
+            verdict_chain=newest,
             state_digest=self.state_digest(),
             tokens_committed=self.tokens_committed,
             tokens_in_round=self.tokens_in_round(),

@@ -65,6 +65,7 @@ class MemoryCoordinator:
         self.deaf_to: set[type[Message]] = set()
         self.facts: list[Fact] = []
         self.members: dict[bytes, MemoryChannel] = {}
+        self._verdicts: dict[bytes, bytes | None] = {}
         self._epoch = 1
         self.machine: RunMachine
         self._announced = -1
@@ -77,6 +78,7 @@ class MemoryCoordinator:
     def restart(self) -> None:
         """As after ``kill -9``: what was not journaled is forgotten."""
         self._epoch += 1
+        self._verdicts.clear()
         self._start()
         self.away = False
 
@@ -111,7 +113,9 @@ class MemoryCoordinator:
                 for peer, member in list(self.machine.membership.members.items()):
                     channel = self.members.get(member.entry.certificate.curve_key)
                     if member.alive and channel is not None:
-                        await channel.push(CoordinatorToPeerView(view=self.machine.view(peer, now_s())))
+                        known = self._verdicts.get(channel.own_keys.public)
+                        view = self.machine.view(peer, now_s(), verdict_chain=known)
+                        await channel.push(CoordinatorToPeerView(view=view))
 
     async def answer(self, channel: "MemoryChannel", message: Message) -> Message:
         key = channel.own_keys.public
@@ -139,8 +143,10 @@ class MemoryCoordinator:
                 machine.tick(now)
                 answer = Acknowledged()
         await self._flush()
-        version = message.roster_version if isinstance(message, PeerToCoordinatorHeartbeat) else -1
-        return answer or CoordinatorToPeerView(view=machine.view(peer, now, version))
+        version = -1
+        if isinstance(message, PeerToCoordinatorHeartbeat):
+            version, self._verdicts[key] = message.roster_version, message.verdict_chain
+        return answer or CoordinatorToPeerView(view=machine.view(peer, now, version, self._verdicts.get(key)))
 
     async def _join(self, channel: "MemoryChannel", message: PeerToCoordinatorJoinRun) -> Message:
         peer = verify_certificate(message.certificate)
@@ -155,6 +161,7 @@ class MemoryCoordinator:
             reachable=True,
         )
         self.machine.join(entry, message.device, now_s())
+        self._verdicts.pop(channel.own_keys.public, None)
         self.members[channel.own_keys.public] = channel
         await self._flush()
         return CoordinatorToPeerJoinAccepted(

@@ -1,12 +1,23 @@
-"""What is remembered for the sake of large swarms is forgotten as soon as it is wrong."""
+"""What is remembered for the sake of large swarms is forgotten as soon as it is wrong; and what is not said twice."""
 
 from tests.swarm.coordinator.test_rounds import CPU
-from tests.swarm.coordinator.world import entry
+from tests.swarm.coordinator.world import World, entry, run_file
 
 from shoal.swarm.coordinator.facts import MemberJoined
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.coordinator.tally import COUNTED_S, EXACT_MEMBERS, Tally
-from shoal.swarm.messages import PeerToCoordinatorHeartbeat
+from shoal.swarm.messages import (
+    CoordinatorToPeerView,
+    Part,
+    PeerToCoordinatorHeartbeat,
+    PlanMember,
+    RoundPlan,
+    RunView,
+    Verdict,
+)
+from shoal.swarm.wire import Envelope, encode
+
+_LETTERS = str.maketrans("0189", "ghij")
 
 
 def beat(version: int, digest: bytes) -> PeerToCoordinatorHeartbeat:
@@ -84,3 +95,49 @@ def test_a_tally_is_exact_in_small_swarms_and_recent_in_large_ones() -> None:
     assert large.take(0, 10.0 + COUNTED_S, EXACT_MEMBERS + 1, lambda: 4) == 4
     assert large.take(1, 10.0 + COUNTED_S, EXACT_MEMBERS + 1, lambda: 0) == 0, "another round"
     assert large.take(1, 5.0, EXACT_MEMBERS + 1, lambda: 7) == 7, "a clock that was set back"
+
+
+def test_a_verdict_that_a_member_knows_is_not_told_again() -> None:
+    world = World(run_file(), members=2)
+    while world.machine.verdict is None:
+        for worker in world.workers[:2]:
+            world.behave(worker)
+        world.tick(0.25)
+    machine, peer, newest = world.machine, world.workers[0].peer, world.machine.verdict.chain
+
+    def told(chain: bytes | None) -> RunView:
+        return machine.view(peer, world.now_s, machine.membership.roster_version, chain)
+
+    for chain in (None, b"o" * 32):
+        assert told(chain).verdict is machine.verdict
+    known = told(newest)
+    assert (known.verdict, known.verdict_chain) == (None, newest)
+    assert told(None).model_copy(update={"verdict": None}) == known
+
+
+def test_what_a_known_verdict_of_a_thousand_members_saves() -> None:
+    members = tuple(PlanMember(peer=f"{index:016x}".translate(_LETTERS), weight_tokens=10**6) for index in range(1000))
+    parts = tuple(Part(owner=at, stand_ins=(1, 2, 3), start=at * 4096, stop=at * 4096 + 4096) for at in range(1000))
+    world = World(run_file(), members=1)
+    view = world.machine.view(world.workers[0].peer, world.now_s, world.machine.membership.roster_version)
+    plan = RoundPlan(
+        round=0, anchor_version=0, state_digest=bytes(32), chunk_elements=4096, members=members, parts=parts
+    )
+    verdict = Verdict(
+        round=0,
+        committed=True,
+        reason="",
+        anchor_version=1,
+        plan=plan,
+        digests=(bytes(32),) * 1000,
+        tokens=10**9,
+        tokens_total=10**9,
+        loss=1.0,
+        previous_chain=bytes(32),
+        chain=bytes(32),
+        signature=bytes(64),
+    )
+    told = CoordinatorToPeerView(view=view.model_copy(update={"verdict": verdict, "verdict_chain": verdict.chain}))
+    known = CoordinatorToPeerView(view=view.model_copy(update={"verdict_chain": verdict.chain}))
+    assert len(encode(Envelope("reply", 1, told))) > 100_000
+    assert len(encode(Envelope("reply", 1, known))) < 1_000
