@@ -109,6 +109,8 @@ class CoordinatorService:
 
     async def _flush(self) -> None:
         """Journal first, then tell. A coordinator that cannot journal must not go on."""
+        if self._broken.done():
+            await self._broken  # facts were lost with it: what the machine says now may not be in the journal
         facts = self.machine.take_facts()
         if facts:
             try:
@@ -265,6 +267,8 @@ class CoordinatorService:
         async with self._lock:
             peer = self.machine.require_member(channel.remote_key)
             ranges = self.machine.request_lease(peer, message, time.monotonic())
+        # Whoever waited for the lock meanwhile has asked too when it is our turn again: one write for all of them.
+        async with self._lock:
             await self._flush()
         return CoordinatorToPeerLease(ranges=to_wire(ranges))
 

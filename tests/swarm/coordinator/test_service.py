@@ -1,0 +1,92 @@
+"""The coordinator's program, called as its sockets would call it."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.swarm.coordinator.world import CPU, MODEL, entry, heartbeat
+
+from shoal.swarm.coordinator.facts import Fact, LeaseGranted
+from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.service import CoordinatorService
+from shoal.swarm.errors import StorageError
+from shoal.swarm.identity import Identity
+from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
+from shoal.swarm.run_file import parse_run_file
+
+TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[round]\ntokens = 100000\n'
+MEMBERS = 20
+
+
+class _Journal(Journal):
+    """Notes every write; fails once it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, bytes(32), TOML)
+        self.writes: list[Sequence[Fact]] = []
+        self.fails = False
+
+    def write(self, facts: Sequence[Fact]) -> None:
+        if self.fails:
+            raise StorageError("the disk is full")
+        super().write(facts)
+        self.writes.append(facts)
+
+
+async def leases(service: CoordinatorService, members: Sequence[int]) -> list[Any]:
+    """What each of them is answered: a lease, or the error."""
+
+    async def one(number: int) -> Any:
+        channel: Any = SimpleNamespace(remote_key=entry(number).certificate.curve_key)
+        return await service._lease(channel, PeerToCoordinatorRequestLease(round=0, samples=2, tokens_done=0))
+
+    return await asyncio.gather(*(one(number) for number in members), return_exceptions=True)
+
+
+def serve_members(journal: _Journal) -> Any:
+    return CoordinatorService.serve(TOML, parse_run_file(TOML), Identity.generate(), ("127.0.0.1", 0), journal)
+
+
+def admit(service: CoordinatorService) -> None:
+    for number in range(MEMBERS):
+        service.machine.join(entry(number), CPU, service.machine.now_s)
+        service.machine.describe_model(entry(number).peer, MODEL)
+        service.machine.heartbeat(entry(number).peer, heartbeat(), service.machine.now_s)
+
+
+def granted(facts: Sequence[Fact]) -> int:
+    return sum(isinstance(fact, LeaseGranted) for fact in facts)
+
+
+def test_leases_that_are_asked_for_together_are_written_together_and_before_they_are_given(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = _Journal(tmp_path / "journal.sqlite")
+        async with serve_members(journal) as service:
+            admit(service)
+            answers = await leases(service, range(MEMBERS))
+            assert all(isinstance(one, CoordinatorToPeerLease) and one.ranges for one in answers)
+            assert sum(map(granted, journal.writes)) == MEMBERS
+            assert len([facts for facts in journal.writes if granted(facts)]) <= 3
+            assert granted(journal.read()) == MEMBERS
+        journal.close()
+
+    asyncio.run(main())
+
+
+def test_no_lease_is_given_that_could_not_be_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = _Journal(tmp_path / "journal.sqlite")
+        async with serve_members(journal) as service:
+            admit(service)
+            journal.fails = True
+            for _ in range(2):  # the second time the machine knows them already
+                answers = await leases(service, range(MEMBERS))
+                assert [type(one) for one in answers] == [StorageError] * MEMBERS
+            with pytest.raises(StorageError):
+                await service.wait(asyncio.Event())
+        journal.close()
+
+    asyncio.run(main())
