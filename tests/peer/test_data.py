@@ -69,6 +69,7 @@ def test_a_commit_keeps_what_is_left_and_a_fresh_start_keeps_nothing() -> None:
     work = samples((0, 8))
     work.next_batch(4)
     work.finish(LOSS)
+    work.offer()
     work.committed()
     assert (work.left, work.tokens_done, work.done_ranges(), work.mean_loss()) == (4, 0, (), None)
     assert work.tokens_trained == 40
