@@ -143,11 +143,6 @@ class Replica:
         """Whether ``conclude`` would not wait."""
         return self._exchange is not None and self._exchange.outcome.done()
 
-    def wait_for_verdict(self, timeout_s: float) -> None:
-        """Until ``verdict_is_known``, or for so long."""
-        if self._exchange is not None:
-            futures.wait([self._exchange.outcome], timeout_s)
-
     def close_round(self) -> None:
         """Offer the local work, and ``conclude``; with ``overlap`` that is due later, and work for the next round may
         go on. Raises ``Interrupted``."""

@@ -45,9 +45,6 @@ log = logging.getLogger(__name__)
 SHOAL_HOME = Path.home() / ".shoal"
 Event = dict[str, Any]
 
-_LOOK_AGAIN_S = 0.5
-"""Without samples: for more of them."""
-
 
 @dataclass(frozen=True)
 class SessionOptions:
@@ -248,16 +245,13 @@ class Session:
                 self._replica.samples.add(one.start, one.stop)
             if not leased:
                 self._set_activity("following" if follows else "waiting")
-                if self._replica.exchanging:
-                    self._replica.wait_for_verdict(_LOOK_AGAIN_S)
-                else:
-                    self.wait_for_change()
+                self.wait_for_change()
         except Interrupted:
             log.debug("no lease any more: stopping")
 
     def wait_for_change(self) -> None:
         """Until the round or its phase changes, or half a second. Raises ``Interrupted`` when asked to stop."""
-        self._network.call(self._member.wait_for_change(_LOOK_AGAIN_S), interruptible=True)
+        self._network.call(self._member.wait_for_change(0.5), interruptible=True)
 
     def report_progress(self) -> None:
         """Let the next heartbeats tell what is done."""
