@@ -59,12 +59,18 @@ class _Given:
         """What was given is offered until it has been in a mean."""
         self._vector.write(anchor)
 
+    def go_on(self, anchor: Tensor) -> None:
+        """See ``restart``."""
+        self.restart(anchor)
+
 
 class ArrayAverager:
     """Made with ``join``; a context manager that leaves the run at its end. For one thread."""
 
     def __init__(self, session: Session, like: Mapping[str, Any]) -> None:
-        """``session``: connected and not started."""
+        """``session``: connected and not started. Raises ``UserError`` for a run with ``overlap``."""
+        if session.run_file.averaging.overlap:
+            raise UserError("the run has averaging.overlap = true, but average() waits for its mean: host it without")
         self._session = session
         self._names = list(like)
         self._work: _Given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,16 +68,28 @@ def take_batch(dataset: Dataset, indices: NDArray[np.int64]) -> Any:
     return default_collate([dataset[int(index)] for index in indices])
 
 
+@dataclass
+class _Done:
+    """Samples that were trained on, and the sum of their losses: () float32 on the model's device."""
+
+    ranges: Ranges = field(default_factory=list)
+    loss_sum: Tensor | None = None
+
+    def add(self, ranges: Ranges, loss_sum: Tensor | None) -> None:
+        self.ranges = merge([*self.ranges, *ranges])
+        if loss_sum is not None:
+            self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
+
+
 class LeasedSamples:
-    """Samples of this peer's leases, in three states: left to do, in hand (one batch), done."""
+    """Samples of this peer's leases, in four states: left to do, in hand (one batch), done, offered to a round."""
 
     def __init__(self, tokens_per_sample: int) -> None:
         self._tokens_per_sample = tokens_per_sample
         self._left: Ranges = []
-        self._done: Ranges = []
+        self._done = _Done()
+        self._offered = _Done()
         self._in_hand: tuple[int, int] | None = None
-        self._loss_sum: Tensor | None = None
-        self._loss_samples = 0
         self._recent: float | None = None
         self._steps = 0
         self.tokens_trained = 0
@@ -92,12 +104,12 @@ class LeasedSamples:
 
     @property
     def in_round(self) -> int:
-        """How many are done since the last committed round."""
-        return count(self._done)
+        """How many are done and not offered: all since the last committed round, but while one is averaged."""
+        return count(self._done.ranges)
 
     @property
     def tokens_done(self) -> int:
-        return count(self._done) * self._tokens_per_sample
+        return self.in_round * self._tokens_per_sample
 
     def add(self, start: int, stop: int) -> None:
         """A new lease."""
@@ -122,10 +134,7 @@ class LeasedSamples:
         assert self._in_hand is not None, "step() without a batch of batches()"
         start, stop = self._in_hand
         self._in_hand = None
-        self._done = merge([*self._done, (start, stop)])
-        weighted = loss.detach().float() * (stop - start)
-        self._loss_sum = weighted if self._loss_sum is None else self._loss_sum + weighted
-        self._loss_samples += stop - start
+        self._done.add([(start, stop)], loss.detach().float() * (stop - start))
         self.tokens_trained += (stop - start) * self._tokens_per_sample
         self._steps += 1
         if self._steps % 8 == 1:  # reading a loss waits for the GPU
@@ -138,19 +147,29 @@ class LeasedSamples:
 
     def mean_loss(self) -> float | None:
         """Over all done samples."""
-        if self._loss_sum is None:
+        if self._done.loss_sum is None:
             return None
-        mean = float(self._loss_sum) / self._loss_samples
+        mean = float(self._done.loss_sum) / self.in_round
         return mean if np.isfinite(mean) else None
 
     def done_ranges(self) -> tuple[SampleRange, ...]:
-        return to_wire(self._done)
+        return to_wire(self._done.ranges)
+
+    def offer(self) -> None:
+        """What is done goes into a round; what is done from now on is for the next one."""
+        assert not self._offered.ranges, "one round after the other"
+        self._offered, self._done = self._done, _Done()
 
     def committed(self) -> None:
-        """What is done is part of the anchor; what is left stays ours."""
-        self._done, self._loss_sum, self._loss_samples = [], None, 0
+        """What was offered is part of the anchor; what is done since, and what is left, stays ours."""
+        self._offered = _Done()
+
+    def take_back(self) -> None:
+        """The round did without what was offered: it goes into the next one, with what is done since."""
+        self._done.add(self._offered.ranges, self._offered.loss_sum)
+        self._offered = _Done()
 
     def forget(self) -> None:
         """None of it is ours any more."""
         self._left, self._in_hand = [], None
-        self.committed()
+        self._done, self._offered = _Done(), _Done()

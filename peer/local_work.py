@@ -23,6 +23,10 @@ class LocalWork(Protocol):
     def restart(self, anchor: Tensor) -> None:
         """Forget the work and begin again from ``anchor``."""
 
+    def go_on(self, anchor: Tensor) -> None:
+        """A round that the last contribution was made for is committed: go on from its ``anchor``, with the work that
+        was done since, if any may be."""
+
 
 class PseudoGradient:
     """Inner optimizer steps; contributes anchor - local (DiLoCo, arXiv:2311.08105)."""
@@ -47,6 +51,33 @@ class PseudoGradient:
     def restart(self, anchor: Tensor) -> None:
         self._vector.write(anchor)
 
+    def go_on(self, anchor: Tensor) -> None:
+        self.restart(anchor)
+
+
+class OverlappedPseudoGradient(PseudoGradient):
+    """A ``PseudoGradient`` whose rounds are averaged while the inner optimizer steps on. What it does meanwhile is a
+    part of its next contribution, in full: the local parameters move by as much as the anchor did from what they were
+    when the contribution was made. (Streaming DiLoCo, arXiv:2501.18512, mixes local and global parameters instead.)"""
+
+    def __init__(self, vector: ParameterVector, optimizer: Optimizer, clip_norm: float | None) -> None:
+        super().__init__(vector, optimizer, clip_norm)
+        self._offered: Tensor | None = None
+
+    def contribution(self, anchor: Tensor) -> Tensor:
+        self._offered = self._vector.read()
+        return torch.sub(anchor, self._offered)
+
+    def restart(self, anchor: Tensor) -> None:
+        self._offered = None
+        super().restart(anchor)
+
+    def go_on(self, anchor: Tensor) -> None:
+        assert self._offered is not None, "contribution() comes first"
+        # In this order, so that whoever did nothing meanwhile is exactly at the anchor.
+        self._vector.write(self._vector.read().sub_(self._offered).add_(anchor))
+        self._offered = None
+
 
 class AccumulatedGradient:
     """No inner step; contributes the mean gradient over all its samples, so that the round's weighted mean is the
@@ -70,3 +101,6 @@ class AccumulatedGradient:
     def restart(self, anchor: Tensor) -> None:
         self._sum, self._samples = None, 0
         self._vector.write(anchor)
+
+    def go_on(self, anchor: Tensor) -> None:
+        self.restart(anchor)

@@ -58,6 +58,10 @@ class NetworkThread(Generic[R]):
         """Run it in the loop and wait. Raises what it raises, or what ended the network thread meanwhile.
 
         ``interruptible``: whether ``interrupt`` may end the wait, or a function that says whether it may now."""
+        return self.finish(self.begin(coroutine), interruptible=interruptible)
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run it in the loop beside the training thread, which has to ``finish`` it. Raises what ended the thread."""
         with self._lock:
             loop = self._loop
             if loop is None:
@@ -65,6 +69,10 @@ class NetworkThread(Generic[R]):
                 raise self._failure or _not_running()
             future = asyncio.run_coroutine_threadsafe(coroutine, loop)
             self._calls.add(future)
+        return future
+
+    def finish(self, future: concurrent.futures.Future[T], *, interruptible: bool | Callable[[], bool] = False) -> T:
+        """The second half of ``call``."""
         try:
             return self._wait(future, interruptible)
         except (concurrent.futures.CancelledError, asyncio.CancelledError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ from torch.optim import Optimizer
 
 from shoal.compression.codec import CodecError
 from shoal.peer.data import DataAbout, LeasedSamples
-from shoal.peer.local_work import AccumulatedGradient, LocalWork, PseudoGradient
+from shoal.peer.local_work import AccumulatedGradient, LocalWork, OverlappedPseudoGradient, PseudoGradient
 from shoal.peer.member import Member
-from shoal.peer.network_thread import NetworkThread
+from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.schedule import lr_factor
 from shoal.peer.state import State, load_carried, load_state
-from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, OutOfDate
+from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.run_file import OuterSection, RunFile
@@ -60,8 +61,17 @@ class Brought:
     on_mean: Callable[[Tensor, bool], None] | None = None
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """What was offered to ``round`` is on its way; ``outcome`` is awaited on the network thread."""
+
+    round: int
+    outcome: futures.Future[Outcome]
+
+
 class Replica:
-    """``sync`` before anything else. ``round`` is the round that the local work is for."""
+    """``sync`` before anything else. ``round`` is the round that the local work is for: with ``overlap`` the one after
+    the round that is being averaged."""
 
     def __init__(
         self, run: RunFile, brought: Brought, network: NetworkThread[Member], state_file: Path, emit: Emit
@@ -80,6 +90,7 @@ class Replica:
         self._network = network
         self._member = network.resource
         self._emit = emit
+        self._exchange: _Exchange | None = None
         self._state: State
 
     @property
@@ -111,7 +122,9 @@ class Replica:
         self._emit("synced", anchor_version=self._state.version, digest=self._state.digest.hex(), residual=restored)
 
     def start_afresh(self, reason: str) -> None:
-        """Drop the local work and begin again from the run's current state."""
+        """Drop the local work and begin again from the run's current state, once a round under way has ended."""
+        if self.exchanging and not self.conclude():
+            return
         log.warning("starting again from the anchor: %s", reason)
         self._emit("resync", reason=reason)
         self.samples.forget()
@@ -120,8 +133,21 @@ class Replica:
 
     # Rounds -------------------------------------------------------------------------------------------------
 
+    @property
+    def exchanging(self) -> bool:
+        """Whether a round that was closed here has not been concluded."""
+        return self._exchange is not None
+
+    @property
+    def verdict_is_known(self) -> bool:
+        """Whether ``conclude`` would not wait."""
+        return self._exchange is not None and self._exchange.outcome.done()
+
     def close_round(self) -> None:
-        """Offer the local work, await the verdict, and act on it."""
+        """Offer the local work, and ``conclude``; with ``overlap`` that is due later, and work for the next round may
+        go on. Raises ``Interrupted``."""
+        if self.exchanging and not self.conclude():
+            return
         self._member.progress.activity = "ready"
         contribution = self.work.contribution(self._state.anchor)
         if not bool(torch.isfinite(contribution).all()):
@@ -136,17 +162,40 @@ class Replica:
             ranges=self.samples.done_ranges(),
             loss=self.samples.mean_loss(),
         )
-        # Without a coordinator there may be no verdict for a long time: who wants to go, need not wait for it.
-        outcome = self._network.call(self._member.average(offer), interruptible=self._coordinator_is_away)
+        self._exchange = _Exchange(self.round, self._network.begin(self._member.average(offer)))
+        self.samples.offer()
+        if self._run.averaging.overlap:
+            self._enter_round(self.round + 1)
+        else:
+            self.conclude()
+
+    def conclude(self) -> bool:
+        """Await the verdict of the closed round and act on it; False when that cost the local work. Raises
+        ``Interrupted``."""
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None, "close_round() comes first"
+        try:
+            # Without a coordinator there may be no verdict for a long time: who wants to go, need not wait for it.
+            outcome = self._network.finish(exchange.outcome, interruptible=self._coordinator_is_away)
+        except Interrupted:
+            self._carry_on(exchange.round, CarryOn("stopped"))
+            raise
         match outcome:
             case Committed():
                 self._apply(outcome)
             case CarryOn():
-                if outcome.verdict is not None:
-                    self._enter_round(outcome.verdict.round + 1)
-                    self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
+                self._carry_on(exchange.round, outcome)
             case OutOfDate():
                 self.start_afresh(outcome.reason)
+        return not isinstance(outcome, OutOfDate)
+
+    def _carry_on(self, offered_round: int, outcome: CarryOn) -> None:
+        self.samples.take_back()
+        if outcome.verdict is None:
+            self._enter_round(offered_round)
+        else:
+            self._enter_round(outcome.verdict.round + 1)
+            self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
 
     def _apply(self, outcome: Committed) -> None:
         verdict = outcome.verdict
@@ -158,9 +207,11 @@ class Replica:
         state = self._state
         anchor, outer = self._outer.step(state.anchor, state.outer, outcome.mean, state.version, factor)
         self._state = State.make(anchor, outer, verdict.anchor_version)
-        self.work.restart(self._state.anchor)
+        self.work.go_on(self._state.anchor)
         if outcome.included:
             self.samples.committed()
+        else:
+            self.samples.take_back()
         if self._on_mean is not None:
             self._on_mean(outcome.mean, outcome.included)
         self._enter_round(verdict.round + 1)
@@ -186,13 +237,15 @@ class Replica:
     def _enter_round(self, number: int) -> None:
         self.round = number
         progress = self._member.progress
-        progress.round = number
         progress.tokens_done = self.samples.tokens_done
+        progress.round = number
 
     # State on disk ------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the state to disk now."""
+        """Write the state to disk now, and drop what is on its way."""
+        if self._exchange is not None:
+            self._exchange.outcome.cancel()
         if self.state is not None:
             carried = self._member.averager.carried
             self._network.call(self._member.save(self.state_file, self._state, self._about(), carried))
@@ -238,4 +291,5 @@ def _local_work(run: RunFile, vector: ParameterVector, brought: Brought) -> Loca
         return AccumulatedGradient(vector)
     if inner is None:
         raise UserError("the run's algorithm is diloco: give the session an inner_optimizer")
-    return PseudoGradient(vector, inner, run.inner.clip_norm)
+    kind = OverlappedPseudoGradient if run.averaging.overlap else PseudoGradient
+    return kind(vector, inner, run.inner.clip_norm)

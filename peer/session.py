@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.peer.capability import describe_device
+from shoal.peer.closing import is_due
 from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.replica import Brought, Replica
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.schedule import lr_factor
-from shoal.peer.snapshot import Snapshot
+from shoal.peer.snapshot import Snapshot, take_snapshot
 from shoal.peer.step_clock import StepClock
 from shoal.swarm.coordinator_client import MemberInfo
 from shoal.swarm.errors import UserError
@@ -162,8 +163,10 @@ class Session:
         replica.work.step(samples, factor)
         self._clock.stop(samples * replica.tokens_per_sample)
         self.report_progress()
+        if replica.verdict_is_known:
+            self._act(replica.conclude)
         if self._is_due(self._clock.step_s):
-            self._close_round()
+            self._act(replica.close_round)
 
     @property
     def view(self) -> RunView:
@@ -175,30 +178,7 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """The current state, from any thread."""
-        view, member, run = self.view, self._member, self.run_file
-        progress, meter = member.progress, member.node.meter
-        closes_at_s = member.client.closes_at_s
-        return Snapshot(
-            run=run.run.name,
-            peer=self.peer,
-            device=self.device,
-            round=view.round,
-            anchor_version=view.anchor_version,
-            phase=view.phase,
-            activity=member.activity,
-            coordinator_is_away=member.client.coordinator_is_away,
-            loss=progress.loss,
-            tokens_per_s=progress.tokens_per_s,
-            tokens_done=progress.tokens_done,
-            tokens_in_round=view.tokens_in_round,
-            tokens_target=run.round.tokens,
-            tokens_committed=view.tokens_committed,
-            members=view.members,
-            bytes_sent=meter.sent_bytes,
-            bytes_received=meter.received_bytes,
-            compression=member.compression,
-            closes_in_s=None if closes_at_s is None else max(0.0, closes_at_s - time.monotonic()),
-        )
+        return take_snapshot(self._member, self.view, self.peer, self.device)
 
     def request_stop(self) -> None:
         """Leave soon: finishes the round if it is closing, else hands its samples back. Safe in signal handlers."""
@@ -218,6 +198,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None and self._replica_or_none is not None and self._replica.exchanging:
+            self._act(self._replica.conclude)  # the others count on what was offered
         self.close()
 
     # Work ---------------------------------------------------------------------------------------------------
@@ -234,20 +216,22 @@ class Session:
         return False
 
     def settle(self) -> bool | None:
-        """Do one thing of what goes before work: get the run's state again, or close a round that is due.
+        """Do one thing of what goes before work: get the run's state again, close a round that is due, or conclude it.
 
         True when there is nothing of that; None when the run has ended or this peer stops."""
-        view = self.view
-        if view.round == self._replica.round and view.phase == "ended":
+        view, replica = self.view, self._replica
+        if replica.verdict_is_known or (replica.exchanging and (self._stopping or view.phase == "ended")):
+            return False if self._act(replica.conclude) else None
+        if view.round == replica.round and view.phase == "ended":
             # Others may still need results that we hold.
             self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
             return None
         if self._member.rejoined and not self._stopping:
-            self._replica.start_afresh("the coordinator had given this peer up")
+            replica.start_afresh("the coordinator had given this peer up")
         elif view.must_resync and not self._stopping:
-            self._replica.start_afresh("its state is not the run's")
+            replica.start_afresh("its state is not the run's")
         elif self._is_due(0.0) or (self._stopping and view.phase == "closing"):
-            return False if self._close_round() else None
+            return False if self._act(replica.close_round) else None
         else:
             return None if self._stopping else True
         return False
@@ -283,18 +267,21 @@ class Session:
 
     def _is_due(self, step_s: float) -> bool:
         """Whether the round has to be closed here before another step of that length."""
-        view = self.view
-        if view.round != self._replica.round or view.phase == "averaging":
-            return True
-        closes_at_s = self._member.client.closes_at_s
-        if view.phase != "closing" or closes_at_s is None:
-            return False
-        return (step_s == 0.0 and not self._replica.samples.left) or time.monotonic() + step_s > closes_at_s
+        replica = self._replica
+        return is_due(
+            self.view,
+            self._member.client.closes_at_s,
+            time.monotonic(),
+            step_s,
+            round_number=replica.round,
+            exchanging=replica.exchanging,
+            has_samples=replica.samples.left > 0,
+        )
 
-    def _close_round(self) -> bool:
-        """Returns False when the wait for its end was given up, to stop."""
+    def _act(self, on_round: Callable[[], object]) -> bool:
+        """Close or conclude a round. Returns False when the wait for its end was given up, to stop."""
         try:
-            self._replica.close_round()
+            on_round()
         except Interrupted:
             return False
         finally:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+from shoal.peer.member import Member
+from shoal.swarm.messages import RunView
 
 
 @dataclass(frozen=True)
@@ -29,3 +33,30 @@ class Snapshot:
     bytes_received: int
     compression: float
     closes_in_s: float | None
+
+
+def take_snapshot(member: Member, view: RunView, peer: str, device: str) -> Snapshot:
+    """What ``member`` knows of itself and, by ``view``, of the run."""
+    client, progress, meter, run = member.client, member.progress, member.node.meter, member.client.run_file
+    closes_at_s = client.closes_at_s
+    return Snapshot(
+        run=run.run.name,
+        peer=peer,
+        device=device,
+        round=view.round,
+        anchor_version=view.anchor_version,
+        phase=view.phase,
+        activity=member.activity,
+        coordinator_is_away=client.coordinator_is_away,
+        loss=progress.loss,
+        tokens_per_s=progress.tokens_per_s,
+        tokens_done=progress.tokens_done,
+        tokens_in_round=view.tokens_in_round,
+        tokens_target=run.round.tokens,
+        tokens_committed=view.tokens_committed,
+        members=view.members,
+        bytes_sent=meter.sent_bytes,
+        bytes_received=meter.received_bytes,
+        compression=member.compression,
+        closes_in_s=None if closes_at_s is None else max(0.0, closes_at_s - time.monotonic()),
+    )

@@ -115,12 +115,15 @@ class AveragingSection(_Section):
     """``[averaging]``. ``codec``: a name, or a table of its ``name`` and options, as in
     ``codec = { name = "int8", block = 4096 }``. ``residual_decay``: what is kept, from round to round, of what
     encoding lost; 1 keeps all of it. ``group_size``: up to so many members average in one flat group, more in a
-    grid. ``streams``: TCP connections that a link's chunks are spread over."""
+    grid. ``streams``: TCP connections that a link's chunks are spread over. ``overlap``: the exchange of a round runs
+    under the local work of the next one, and its result is applied one round late; not for ``virtual_batch``, whose
+    gradients are all of one anchor."""
 
     codec: str | dict[str, Any] = "int8"
     residual_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
     group_size: Annotated[int, Field(ge=2, le=1024)] = 32
     streams: Annotated[int, Field(ge=1, le=16)] = 1
+    overlap: bool = False
 
     @field_validator("codec")
     @classmethod
@@ -178,6 +181,11 @@ class RunFile(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunFile:
+        if self.averaging.overlap and self.algorithm == "virtual_batch":
+            raise ValueError(
+                'averaging.overlap = true needs algorithm = "diloco" or "sparseloco", whose members train on without '
+                'the mean; "virtual_batch" has nothing to train on before it'
+            )
         if self.schedule.kind != "constant" and self.run.tokens is None:
             raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, to know where it ends")
         return self

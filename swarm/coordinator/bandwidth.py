@@ -9,6 +9,9 @@ from statistics import median_high, median_low
 from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 _ROUNDS = 3
+_ALIKE = 1.3
+"""Links whose figures differ by no more are taken to be equal: what rounds show is no more exact than that, and the
+best shares of owners differ by several times as much as their links."""
 
 
 class Bandwidths:
@@ -43,7 +46,18 @@ class Bandwidths:
         seen = {peer: median_low(rounds) for peer, rounds in self._seen.items() if peer in claims_bps}
         figures = [figure for peer, claim in claims_bps.items() if (figure := seen.get(peer, claim)) > 0]
         usual = median_high(figures) if figures else 0.0
-        return {peer: _capped(claim, seen.get(peer), usual) for peer, claim in claims_bps.items()}
+        return _levelled({peer: _capped(claim, seen.get(peer), usual) for peer, claim in claims_bps.items()})
+
+
+def _levelled(figures: Mapping[str, float]) -> dict[str, float]:
+    """Those that are alike get the lower middle one of their figures; the fastest one's come first, then the rest's."""
+    levelled: dict[str, float] = {}
+    left = sorted(figures, key=lambda peer: (-figures[peer], peer))
+    while left:
+        alike = [peer for peer in left if figures[peer] * _ALIKE >= figures[left[0]]]
+        levelled |= dict.fromkeys(alike, median_low(figures[peer] for peer in alike))
+        left = left[len(alike) :]
+    return levelled
 
 
 def _served(plan: RoundPlan, member: int) -> set[int]:

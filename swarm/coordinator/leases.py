@@ -106,12 +106,18 @@ class LeaseLedger:
 
     def commit(self, peer: str, ranges: Ranges) -> None:
         """They are part of the anchor now."""
+        self._take(peer, ranges)
+
+    def give_back(self, peer: str, keep: Ranges | None = None) -> None:
+        """What ``peer`` holds is for others, all but ``keep``."""
+        held = self.held.get(peer, [])
+        free = subtract(held, merge(keep or []))
+        self._take(peer, free)
+        self.pool = merge([*self.pool, *free])
+
+    def _take(self, peer: str, ranges: Ranges) -> None:
         left = subtract(self.held.get(peer, []), merge(ranges))
         if left:
             self.held[peer] = left
         else:
             self.held.pop(peer, None)
-
-    def give_back(self, peer: str) -> None:
-        """Whatever ``peer`` held is for others."""
-        self.pool = merge([*self.pool, *self.held.pop(peer, [])])

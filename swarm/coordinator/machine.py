@@ -60,7 +60,8 @@ class RunMachine(Admission):
             self.announcements += 1
 
     def request_lease(self, peer: str, ask: PeerToCoordinatorRequestLease, now_s: float) -> Ranges:
-        """Samples for this peer; none when the round has all it needs or is not training.
+        """Samples for this peer; none when the round has all it needs or is not training. With ``overlap``, whoever
+        has done its part of a round that closes is given samples for the next one.
 
         The same request again gets the same answer: the first one was lost, with the connection or with us."""
         self.now_s = now_s
@@ -71,10 +72,15 @@ class RunMachine(Admission):
             ranges = from_wire(before.ranges)
             if self.leases.holds(peer, ranges):
                 return ranges
-        if ask.round != self.round.number:
+        if ask.round == self.round.number:
+            member.tokens_done = ask.tokens_done
+            is_open = self.round.phase in ("training", "waiting")
+        elif ask.round == self.round.number + 1:
+            member.tokens_ahead = ask.tokens_done
+            is_open = self.run.averaging.overlap and (self.round.phase == "averaging" or peer in self.round.ready)
+        else:
             return []
-        member.tokens_done = ask.tokens_done
-        if self.round.phase not in ("training", "waiting") or peer not in self.synced() or self.model is None:
+        if not is_open or peer not in self.working() or self.model is None:
             return []
         samples = min(ask.samples, self.lease_limit(peer))
         if samples <= 0:
@@ -127,7 +133,7 @@ class RunMachine(Admission):
         for peer in self.membership.silent(now_s, self.deadlines.dead_s):
             self.record(f.MemberLost(peer=peer, reason="silent"))
         match self.round.phase:
-            case "waiting" | "training" if self.is_late(now_s) and not self.synced():
+            case "waiting" | "training" if self.is_late(now_s) and not self.working():
                 self._give_verdict(Judgement(reason="the run's time was over"), now_s)
             case "training":
                 self._tick_training(now_s)
@@ -160,8 +166,8 @@ class RunMachine(Admission):
     def _tick_closing(self, now_s: float) -> None:
         """Whoever holds no samples brings none: nobody waits for them. Once half of those who do are ready, the others
         get as long as it has been taking; one that takes longer brings its work to the next round."""
-        ready, synced, unheard = self.round.ready, self.synced(), self.unheard()
-        awaited = [one for one in self.leases.held if one not in ready and (one in synced or one in unheard)]
+        ready, working, unheard = self.round.ready, self.working(), self.unheard()
+        awaited = [one for one in self.leases.held if one not in ready and (one in working or one in unheard)]
         if not self.membership.trainers():
             self.record(f.RoundReopened(round=self.round.number))
         elif now_s >= self.round.closes_s + self._worth_waiting_s(len(awaited)):

@@ -23,8 +23,9 @@ T = TypeVar("T")
 @dataclass
 class Member:
     """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``bandwidth_bps`` and
-    ``delivers`` comes from heartbeats. ``bandwidth_bps``: what is believed of its link, 0 for unknown, whatever it
-    claims. ``delivers``: no part of its own has failed to reach the others since it joined; else it owns none."""
+    ``delivers`` comes from heartbeats. ``tokens_ahead``: done for the next round already, while this one is averaged
+    (``overlap``). ``bandwidth_bps``: what is believed of its link, 0 for unknown, whatever it claims. ``delivers``: no
+    part of its own has failed to reach the others since it joined; else it owns none."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -34,6 +35,7 @@ class Member:
     anchor_version: int | None = None
     state_digest: bytes | None = None
     tokens_done: int = 0
+    tokens_ahead: int = 0
     tokens_per_s: float = 0.0
     step_s: float = 0.0
     loss: float | None = None
@@ -55,8 +57,13 @@ class Member:
         return self.entry.role == "trainer" and self.entry.reachable and self.delivers
 
     def forget_progress(self) -> None:
-        """Its uncommitted work is committed, or lost."""
-        self.tokens_done = 0
+        """Its uncommitted work is lost."""
+        self.tokens_done = self.tokens_ahead = 0
+
+    def enter_round(self, is_committed: bool) -> None:
+        """The next round begins: with what was done ahead, and with this one's work unless that is committed."""
+        self.tokens_done = self.tokens_ahead + (0 if is_committed else self.tokens_done)
+        self.tokens_ahead = 0
 
 
 @dataclass
@@ -108,7 +115,6 @@ class Membership:
             "activity",
             "anchor_version",
             "state_digest",
-            "tokens_done",
             "tokens_per_s",
             "step_s",
             "loss",
@@ -118,8 +124,12 @@ class Membership:
         ):
             setattr(member, name, getattr(heartbeat, name))
         member.claimed_bps = heartbeat.bandwidth_bps
-        if heartbeat.round != current_round:
+        if heartbeat.round == current_round + 1:
+            member.tokens_ahead = heartbeat.tokens_done
+        else:
             member.forget_progress()
+            if heartbeat.round == current_round:
+                member.tokens_done = heartbeat.tokens_done
         return moved
 
     def silent(self, now_s: float, dead_s: float) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import singledispatchmethod
 
 from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire
+from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, subtract
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.rounds import Goal, Round, Work
 from shoal.swarm.coordinator.status import status_of
@@ -102,10 +102,10 @@ class RunState:
     def _(self, fact: f.MemberLost) -> None:
         self.membership.lose(fact.peer)
         self.answered.pop(fact.peer, None)
-        if fact.peer in self.round.ranges:
-            self.round.orphans.add(fact.peer)  # the verdict decides on its samples
-        else:
-            self.leases.give_back(fact.peer)
+        averaged = self.round.ranges.get(fact.peer)
+        if averaged is not None:
+            self.round.orphans.add(fact.peer)  # the verdict decides on these samples
+        self.leases.give_back(fact.peer, keep=averaged)
         self.round.ready.pop(fact.peer, None)
         self.round.reports.pop(fact.peer, None)
 
@@ -148,14 +148,19 @@ class RunState:
         assert verdict.previous_chain == self.chain, "an unbroken chain"
         self.verdict, self.chain = verdict, verdict.chain
         self._elapsed_before_s, self._started_s = fact.elapsed_s, self.now_s
+        committed = {one.peer for one in verdict.plan.members} if verdict.committed and verdict.plan else set()
+        for peer, member in self.membership.trainers().items():
+            member.enter_round(peer in committed)
         if verdict.committed:
             self._commit(verdict, fact.lost)
         else:
             self.rounds_aborted += 1
-        for peer in self.round.orphans:
-            self.leases.give_back(peer)
-        phase = self.round.phase
-        self.round = Round(verdict.round + 1, opened_s=self.now_s)
+        for peer in self.round.orphans:  # who is back already keeps what it was given since
+            since = subtract(self.leases.held.get(peer, []), self.round.ranges[peer])
+            self.leases.give_back(peer, keep=since)
+        phase, closed_s = self.round.phase, self.round.closes_s
+        ahead = self.run.averaging.overlap and phase in ("closing", "averaging")
+        self.round = Round(verdict.round + 1, opened_s=min(closed_s, self.now_s) if ahead else self.now_s)
         if phase != "waiting" and self.membership.trainers():
             self.round.phase = "training"
         if self._is_over():
@@ -169,11 +174,9 @@ class RunState:
         self.tokens_committed += verdict.tokens
         self.loss = verdict.loss if verdict.loss is not None else self.loss
         for planned in verdict.plan.members:
-            member = self.membership.members[planned.peer]
-            member.forget_progress()
             if planned.peer not in lost:
                 self.leases.commit(planned.peer, self.round.ranges[planned.peer])
-                member.tokens_committed += planned.weight_tokens
+                self.membership.members[planned.peer].tokens_committed += planned.weight_tokens
 
     # What others see ------------------------------------------------------------------------------------
 
@@ -210,7 +213,7 @@ class RunState:
 
     def elapsed_s(self, now_s: float) -> float:
         """How long the run has been going, without the time that the coordinator was away."""
-        return self._elapsed_before_s + max(0.0, now_s - self._started_s)
+        return max(0.0, self._elapsed_before_s + now_s - self._started_s)
 
     def _must_resync(self, member: Member) -> bool:
         return (
@@ -222,25 +225,35 @@ class RunState:
     def synced(self) -> Mapping[str, Member]:
         return self.membership.synced(self.anchor_version, self.agreed_digest)
 
+    def working(self) -> Mapping[str, Member]:
+        """Live trainers whose work counts in this round: with ``overlap`` also those who do not hold its anchor yet,
+        as they take over the last verdict at their next step."""
+        if not self.run.averaging.overlap or self.anchor_version == 0:
+            return self.synced()
+        return {**self.membership.synced(self.anchor_version - 1, None), **self.synced()}
+
     def leased_tokens(self, peer: str) -> int:
         """What this member's leases amount to: the most that it can have done."""
         return count(self.leases.held.get(peer, [])) * (self.model.tokens_per_sample if self.model else 0)
 
     def works(self) -> list[Work]:
-        """Of everybody whose work counts in this round."""
         return [
             Work(one.tokens_done, one.tokens_per_s, one.step_s, one.heard_s, self.leased_tokens(peer))
-            for peer, one in self.synced().items()
+            for peer, one in self.working().items()
         ]
 
     def tokens_in_round(self) -> int:
+        """Done and not committed, what is done for the next round already included."""
         trainers = self.membership.trainers()
         return self._tally.take(
             self.round.number,
             self.now_s,
             len(trainers),
             lambda: min(
-                sum(min(one.tokens_done, self.leased_tokens(peer)) for peer, one in trainers.items()), _MAX_COUNT
+                sum(
+                    min(one.tokens_done + one.tokens_ahead, self.leased_tokens(peer)) for peer, one in trainers.items()
+                ),
+                _MAX_COUNT,
             ),
         )
 

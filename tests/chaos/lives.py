@@ -10,7 +10,7 @@ from tests.fakes.processes import context_of, the_loop
 from tests.fakes.swarm import SimMember, Swarm
 from torch import Tensor
 
-from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, OutOfDate
+from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.coordinator.leases import count, merge
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease, RunView
@@ -25,8 +25,10 @@ WORK_S = 1.0
 class Life(SimMember):
     """Samples are worth random values; a member's are its own. ``until``: the last round that it takes part in."""
 
+    overlap = False
     ledger: Ledger
     until: int | None = None
+    born_again: "type[Life]"
 
     def __init__(self, swarm: Swarm, number: int, latency_s: float) -> None:
         super().__init__(swarm, number, latency_s)
@@ -113,13 +115,20 @@ class Life(SimMember):
 
     async def close_round(self) -> None:
         await self.until_due()
+        offer, joins = self.make_offer(), self.client.joins
+        await self.act(offer.round, joins, await self.averager.average(offer))
+
+    def make_offer(self) -> Offer:
         self.on_offer(self)
-        number, joins, new = self.round, self.client.joins, count(self.done) - self.late_samples
+        new = count(self.done) - self.late_samples
         contribution = (self.local / max(new, 1)).float()
         self.local = contribution.double() * new
-        if not self._is_planned(number):
-            self.ledger.offers[number, self.peer] = self.owed
-        outcome = await self.averager.average(self.offer(contribution))
+        if not self._is_planned(self.round):
+            self.ledger.offers[self.round, self.peer] = self.owed
+        return self.offer(contribution)
+
+    async def act(self, number: int, joins: int, outcome: Outcome) -> None:
+        """What comes of an offer to that round, made as a member of so many joins."""
         self.outcomes.append(outcome)
         match outcome:
             case Committed():
@@ -207,7 +216,7 @@ class Life(SimMember):
 
     def reborn(self) -> "Life":
         """The same command again, after a death: a new process that has nothing but its identity."""
-        life = Reborn(self.swarm, self.number, 0.01)
+        life = self.born_again(self.swarm, self.number, 0.01)
         life.ledger, life.has_residual = self.ledger, True
         self.swarm.members.append(life)
         return life
@@ -230,3 +239,6 @@ class Reborn(Life):
     def __init__(self, swarm: Swarm, number: int, latency_s: float) -> None:
         super().__init__(swarm, number, latency_s)
         self.process = f"{self.peer} again"
+
+
+Life.born_again = Reborn

@@ -182,16 +182,20 @@ class Scene:
         check(self.run, self.lives, others=2)
 
     def _is_in_step(self) -> bool:
+        """All hold the same, and what piled up meanwhile is averaged: a round of that alone would leave others out."""
         machine = self.run.coordinator.machine
-        return len(machine.synced()) == len(self.lives) == len(machine.membership.trainers())
+        in_step = len(machine.synced()) == len(self.lives) == len(machine.membership.trainers())
+        return in_step and machine.tokens_in_round() < machine.run.round.tokens
 
 
 @asynccontextmanager
-async def staged(attacks: Sequence[Attack], topology: str) -> AsyncIterator[Scene]:
-    """A run that comes to its attacked round by itself. ``topology``: how the members are planned."""
+async def staged(attacks: Sequence[Attack], topology: str, make: type[Life] = Life) -> AsyncIterator[Scene]:
+    """A run that comes to its attacked round by itself. ``topology``: how the members are planned; ``make``: how they
+    live, which the run file says, too."""
     assert topology == "group"
     ledger = Ledger()
-    async with swarm(MEMBERS, run_toml(10 * MEMBERS), ELEMENTS, make=Life) as run, asyncio.TaskGroup() as tasks:
+    toml = run_toml(10 * MEMBERS, overlap=make.overlap)
+    async with swarm(MEMBERS, toml, ELEMENTS, make=make) as run, asyncio.TaskGroup() as tasks:
         await run.own_nothing(run[MEMBERS - 1])
         scene = Scene(run, attacks, tasks)
         for life in scene.lives:
@@ -211,12 +215,14 @@ def _give_residual(life: Life) -> None:
         life.carry(life.draw(), 10)
 
 
-def play(attacks: Sequence[Attack], topology: str, void_parts: int | None = None) -> list[Attack]:
+def play(
+    attacks: Sequence[Attack], topology: str, void_parts: int | None = None, make: type[Life] = Life
+) -> list[Attack]:
     """A whole run, with so many void parts in the attacked round. Returns the attacks that happened: one can take away
     the occasion for another."""
 
     async def main() -> list[Attack]:
-        async with staged(attacks, topology) as scene:
+        async with staged(attacks, topology, make) as scene:
             await scene.settle()
             assert void_parts in (None, scene.void_parts())
             return scene.fired

@@ -1,7 +1,8 @@
 """``shoal``, but it kills itself around a journal entry: ``doomed_host.py WHEN FACT ROUND host RUN.toml …``.
 
 ``WHEN`` is ``before`` (decided, not in the journal yet) or ``after`` (in the journal, nobody has heard of it);
-``FACT`` is the kind of fact and ``ROUND`` the first round in which it counts.
+``FACT`` is the kind of fact and ``ROUND`` the first round in which it counts. The kind ``LeaseAhead`` is a
+``LeaseGranted`` for the round after the one that is open.
 """
 
 import os
@@ -23,15 +24,22 @@ def number_of(fact: Fact) -> int | None:
         case RoundClosing():
             return fact.round
         case LeaseGranted():
-            return 0
+            return fact.round
     return None
 
 
 def arm(when: str, kind: str, first_round: int) -> None:
     real = Journal.write
+    open_round = 0
+
+    def kind_of(fact: Fact) -> str:
+        ahead = isinstance(fact, LeaseGranted) and fact.round > open_round
+        return "LeaseAhead" if ahead else type(fact).__name__
 
     def write(self: Journal, facts: Sequence[Fact]) -> None:
-        numbers = [number_of(fact) for fact in facts if type(fact).__name__ == kind]
+        nonlocal open_round
+        numbers = [number_of(fact) for fact in facts if kind_of(fact) == kind]
+        open_round = max([open_round, *(one.verdict.round + 1 for one in facts if isinstance(one, VerdictGiven))])
         fatal = any(number is not None and number >= first_round for number in numbers)
         if fatal and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)

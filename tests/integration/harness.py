@@ -62,12 +62,14 @@ def run_toml(
     source: str = "stdlib",
     width: int = 32,
     outer: str = "",
+    overlap: bool = False,
 ) -> str:
     """A run of a tiny gpt model, about 20,000 parameters. A round ends after ``max_s``, however fast the machine."""
     ends = f"rounds = {rounds}" if rounds else ""
     return f"""
 algorithm = "{algorithm}"
 averaging.codec = "{codec}"
+averaging.overlap = {str(overlap).lower()}
 [run]
 name = "{name}"
 seed = 1

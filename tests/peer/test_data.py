@@ -65,10 +65,38 @@ def test_a_batch_that_was_not_finished_comes_again() -> None:
     assert work.next_batch(9) == (4, 8)
 
 
+def test_what_is_done_under_an_exchange_is_for_the_next_round() -> None:
+    work = samples((0, 8))
+    work.next_batch(4)
+    work.finish(torch.tensor(2.0))
+    work.offer()
+    assert (work.tokens_done, work.done_ranges(), work.mean_loss()) == (0, (), None)
+    work.next_batch(2)
+    work.finish(torch.tensor(5.0))
+    work.committed()
+    assert (from_wire(work.done_ranges()), work.mean_loss()) == ([(4, 6)], 5.0)
+
+
+def test_what_a_round_did_without_goes_into_the_next_one_with_what_is_done_since() -> None:
+    work = samples((0, 8))
+    work.next_batch(4)
+    work.finish(torch.tensor(2.0))
+    work.offer()
+    work.next_batch(2)
+    work.finish(torch.tensor(5.0))
+    work.take_back()
+    assert (from_wire(work.done_ranges()), work.tokens_done, work.mean_loss()) == ([(0, 6)], 60, 3.0)
+    work.offer()
+    work.committed()
+    work.take_back()
+    assert work.in_round == 0, "committed is committed"
+
+
 def test_a_commit_keeps_what_is_left_and_a_fresh_start_keeps_nothing() -> None:
     work = samples((0, 8))
     work.next_batch(4)
     work.finish(LOSS)
+    work.offer()
     work.committed()
     assert (work.left, work.tokens_done, work.done_ranges(), work.mean_loss()) == (4, 0, (), None)
     assert work.tokens_trained == 40

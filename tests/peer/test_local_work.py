@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.peer.local_work import AccumulatedGradient, PseudoGradient
+from shoal.peer.local_work import AccumulatedGradient, OverlappedPseudoGradient, PseudoGradient
 from shoal.peer.parameters import ParameterVector
 
 DATA = torch.randn(12, 3, generator=torch.Generator().manual_seed(3))
@@ -32,6 +32,67 @@ def test_a_pseudo_gradient_is_the_way_back_to_the_anchor() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     work.restart(anchor)
     assert torch.equal(vector.read(), anchor)
+
+
+def overlapped() -> tuple[nn.Module, ParameterVector, OverlappedPseudoGradient]:
+    model = make_model()
+    vector = ParameterVector(model)
+    return model, vector, OverlappedPseudoGradient(vector, torch.optim.SGD(model.parameters(), lr=0.1), None)
+
+
+def train(model: nn.Module, work: PseudoGradient, steps: int) -> None:
+    for _ in range(steps):
+        backward(model, DATA)
+        work.step(12, 1.0)
+
+
+def test_work_done_under_an_exchange_is_in_the_next_contribution_in_full() -> None:
+    model, vector, work = overlapped()
+    anchor = vector.read()
+    train(model, work, 2)
+    offered = work.contribution(anchor)
+    at_offer = vector.read()
+    train(model, work, 3)
+    done_since = at_offer - vector.read()
+    assert bool(done_since.any())
+    anchor = anchor - 0.7 * offered + 0.25
+    work.go_on(anchor)
+    torch.testing.assert_close(work.contribution(anchor), done_since)
+
+
+def test_whoever_did_nothing_under_an_exchange_is_exactly_at_the_anchor() -> None:
+    model, vector, work = overlapped()
+    anchor = vector.read()
+    train(model, work, 2)
+    work.contribution(anchor)
+    anchor = anchor * 1.1 + 0.3
+    work.go_on(anchor)
+    assert torch.equal(vector.read(), anchor)
+
+
+def test_an_aborted_rounds_work_is_in_the_next_contribution_with_what_is_done_since() -> None:
+    model, vector, work = overlapped()
+    anchor = vector.read()
+    train(model, work, 2)
+    work.contribution(anchor)
+    train(model, work, 1)
+    both = work.contribution(anchor)
+    assert torch.equal(both, anchor - vector.read())
+    train(model, work, 1)
+    last = vector.read()
+    work.go_on(anchor)
+    torch.testing.assert_close(vector.read(), anchor + (last - (anchor - both)))
+
+
+def test_an_offer_is_not_changed_by_what_is_done_since() -> None:
+    model, vector, work = overlapped()
+    anchor = vector.read()
+    train(model, work, 1)
+    offered = work.contribution(anchor)
+    as_offered = offered.clone()
+    train(model, work, 2)
+    work.go_on(anchor * 2)
+    assert torch.equal(offered, as_offered)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 0.0])

@@ -14,11 +14,11 @@ ELEMENTS = st.integers(1, 2**34)
 def test_chunks_are_blocks_of_codecs(elements: int, members: int) -> None:
     chunk = chunk_elements(elements, members)
     assert chunk % 4096 == 0
-    assert 4096 <= chunk <= MAX_CHUNK_ELEMENTS == 2**18
+    assert 4096 <= chunk <= MAX_CHUNK_ELEMENTS == 2**19
 
 
 def test_chunk_sizes() -> None:
-    assert chunk_elements(2**30, 4) == 2**18
+    assert chunk_elements(2**30, 4) == 2**19
     assert chunk_elements(2**20, 4) == 2**15
     assert chunk_elements(100, 4) == 4096
 

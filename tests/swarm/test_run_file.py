@@ -70,7 +70,7 @@ def test_defaults_of_every_section() -> None:
         "recipe": {"name": "gpt", "settings": {}},
         "data": {"source": "stdlib", "tokens_per_sample": None, "held_out": 0.02},
         "algorithm": "diloco",
-        "averaging": {"codec": "int8", "residual_decay": 1.0, "group_size": 32, "streams": 1},
+        "averaging": {"codec": "int8", "residual_decay": 1.0, "group_size": 32, "streams": 1, "overlap": False},
         "inner": {
             "optimizer": "adamw",
             "lr": 4e-4,
@@ -117,6 +117,12 @@ def test_sparseloco_is_diloco_with_other_defaults() -> None:
     assert own.outer.lr == 0.5
 
 
+@pytest.mark.parametrize("algorithm", ["diloco", "sparseloco"])
+def test_overlap_is_for_algorithms_with_local_parameters(algorithm: str) -> None:
+    run = parse_run_file(f'algorithm = "{algorithm}"\naveraging.overlap = true\n{LEAST}')
+    assert run.averaging.overlap
+
+
 def test_the_codec_is_made_for_the_models_tensors() -> None:
     shapes = [("weight", (100, 100)), ("norm", (100,))]
     run = parse_run_file('averaging.codec = { name = "auto", matrices = "sign" }\n' + LEAST)
@@ -156,6 +162,7 @@ name = "tiny"
         ("outer", "momentum = 0.8"),
         ("schedule", "final_factor = 0.2"),
         ("data", "held_out = 0.03"),
+        ("averaging", "overlap = true"),
         ("recipe.settings", "width = 5"),
     ],
 )
@@ -165,7 +172,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "62210a488a5e7a71"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "c765c98609485fd1"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -209,6 +216,11 @@ def test_the_hash_of_this_release() -> None:
         ("averaging", 'codec = { name = "auto", matrix = "int8" }', r"averaging\.codec: .*auto has matrices, tables"),
         ("averaging", "residual_decay = 1.5", r"averaging\.residual_decay: .*less than or equal to 1"),
         ("averaging", "codec = { block = 64 }", r"averaging\.codec: .*has its name"),
+        (
+            "",
+            'algorithm = "virtual_batch"\naveraging.overlap = true',
+            r"averaging\.overlap = true needs algorithm = .diloco. or .sparseloco.",
+        ),
         ("", "speed = 5", r"speed: .*not permitted"),
         ("inner", 'optimizer = "lion"', r"inner\.optimizer: .*'adamw' or 'sgd'"),
         ("inner", "lr = 0", r"inner\.lr: .*greater than 0"),

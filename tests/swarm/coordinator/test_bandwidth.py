@@ -164,3 +164,12 @@ def test_deliveries_of_nobody_are_refused() -> None:
     wrong = report(plan).model_copy(update={"deliveries": (Delivery(member=2, bps=1.0),)})
     with pytest.raises(WireError):
         world.machine.report(world.workers[0].peer, wrong, world.now_s)
+
+
+def test_links_that_are_alike_count_as_equal_and_others_do_not() -> None:
+    claims = {"a": 100.0, "b": 90.0, "c": 80.0, "d": 60.0, "e": 10.0, "f": 0.0, "g": 9.0}
+    believed = Bandwidths().believed(claims)
+    assert len({believed[peer] for peer in "abc"}) == 1
+    assert believed["d"] == 60.0
+    assert believed["e"] == believed["g"] == 9.0
+    assert believed["f"] == 0.0

@@ -14,11 +14,12 @@ FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 
 class Chaos(RuleBasedStateMachine):
     algorithm = "diloco"
+    overlap = False
     world: World
 
     @initialize(members=st.integers(1, 4))
     def start(self, members: int) -> None:
-        self.world = World(run_file(self.algorithm), members)
+        self.world = World(run_file(self.algorithm, self.overlap), members)
 
     def _present(self, number: int) -> Worker:
         """Some member that is in the run."""
@@ -194,8 +195,14 @@ class ExactChaos(Chaos):
     algorithm = "virtual_batch"
 
 
+class OverlapChaos(Chaos):
+    overlap = True
+
+
 _SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestChaos = Chaos.TestCase
 TestChaos.settings = _SETTINGS
 TestExactChaos = ExactChaos.TestCase
 TestExactChaos.settings = _SETTINGS
+TestOverlapChaos = OverlapChaos.TestCase
+TestOverlapChaos.settings = _SETTINGS

@@ -45,6 +45,8 @@ def test_a_life() -> None:
     assert not ledger.holds("a", [(9, 11)])
     assert not ledger.holds("nobody", [(0, 1)])
     ledger.commit("a", [(0, 4)])
+    ledger.give_back("a", keep=[(4, 6)])
+    assert (ledger.held["a"], ledger.pool) == ([(4, 6)], [(6, 10)])
     ledger.give_back("a")
     assert ledger.pool == [(4, 10)]
     assert ledger.outstanding() == 5

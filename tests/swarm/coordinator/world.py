@@ -40,7 +40,7 @@ MODEL = PeerToCoordinatorDescribeModel(
 INITIAL = hashlib.sha256(b"initial state").digest()
 
 
-def run_file(algorithm: str = "diloco", **round_or_run: Any) -> RunFile:
+def run_file(algorithm: str = "diloco", overlap: bool = False, **round_or_run: Any) -> RunFile:
     """``tokens=``, ``max_s=``, ``patience_s=`` of the round; ``run_tokens=``, ``run_rounds=``, ``run_max_s=``."""
     run = {key[4:]: value for key, value in round_or_run.items() if key.startswith("run_")}
     goal = {key: value for key, value in round_or_run.items() if not key.startswith("run_")}
@@ -49,6 +49,7 @@ def run_file(algorithm: str = "diloco", **round_or_run: Any) -> RunFile:
             "run": {"name": "test", **run},
             "recipe": {"name": "own"},
             "algorithm": algorithm,
+            "averaging": {"overlap": overlap},
             "inner": {"batch_samples": 2},
             "round": {"tokens": 200, "max_s": 20.0, "patience_s": 3.0, **goal},
         }
@@ -115,7 +116,9 @@ def report(
 
 @dataclass
 class Worker:
-    """A member's process as the machine's callers see it. ``hung`` ones only ever say that they are there."""
+    """A member's process as the machine's callers see it. ``hung`` ones only ever say that they are there.
+
+    ``round`` is the one that ``done`` is for; ``ahead``: done since it was offered, for the next one (overlap)."""
 
     number: int
     key: int = 0
@@ -126,6 +129,7 @@ class Worker:
     digest: bytes | None = None
     left: Ranges = field(default_factory=list)
     done: Ranges = field(default_factory=list)
+    ahead: Ranges = field(default_factory=list)
     offered: bool = False
     """Its contribution to this round was accepted as it is now."""
     last_ask: PeerToCoordinatorRequestLease | None = None
@@ -138,9 +142,20 @@ class Worker:
     def tokens_done(self) -> int:
         return count(self.done) * TOKENS_PER_SAMPLE
 
+    def said(self, overlap: bool) -> dict[str, int]:
+        """The round that it works for, and its tokens in that one."""
+        if overlap and self.offered:
+            return {"round": self.round + 1, "tokens_done": count(self.ahead) * TOKENS_PER_SAMPLE}
+        return {"round": self.round, "tokens_done": self.tokens_done}
+
+    def catch_up(self, committed: bool = False) -> None:
+        """The round it had offered to is over, or goes on after all."""
+        self.done = merge([*([] if committed else self.done), *self.ahead])
+        self.ahead, self.offered = [], False
+
     def forget(self) -> None:
         self.version = self.digest = self.last_ask = None
-        self.left, self.done, self.offered = [], [], False
+        self.left, self.done, self.ahead, self.offered = [], [], [], False
 
 
 def journaled(machine: RunMachine) -> dict[str, Any]:
@@ -179,6 +194,7 @@ class World:
 
     def __init__(self, run: RunFile, members: int = 0) -> None:
         self.run = run
+        self.overlap = run.averaging.overlap
         self.now_s = 1000.0
         self.epoch = 10**6
         self.journal: list[bytes] = []
@@ -237,10 +253,9 @@ class World:
 
     def beat(self, worker: Worker, **claims: Any) -> None:
         said = {
-            "round": worker.round,
+            **worker.said(self.overlap),
             "anchor_version": worker.version,
             "state_digest": worker.digest,
-            "tokens_done": worker.tokens_done,
             "tokens_per_s": 40.0,
             "step_s": 0.5,
         }
@@ -248,9 +263,7 @@ class World:
         self.settle()
 
     def ask(self, worker: Worker, samples: int) -> Ranges:
-        worker.last_ask = PeerToCoordinatorRequestLease(
-            round=worker.round, samples=samples, tokens_done=worker.tokens_done
-        )
+        worker.last_ask = PeerToCoordinatorRequestLease(samples=samples, **worker.said(self.overlap))
         return self.repeat_ask(worker)
 
     def repeat_ask(self, worker: Worker) -> Ranges:
@@ -260,17 +273,20 @@ class World:
         return ranges
 
     def take(self, worker: Worker, ranges: Ranges) -> None:
-        worker.left += subtract(subtract(merge(ranges), merge(worker.left)), worker.done)
+        worker.left += subtract(subtract(merge(ranges), merge(worker.left)), merge([*worker.done, *worker.ahead]))
 
     def train(self, worker: Worker, samples: int = 2) -> None:
-        """A step on the next batch, unless the contribution of this round is waiting already."""
-        if not worker.left or worker.offered:
+        """A step on the next batch; while the contribution of this round is waiting, only with overlap."""
+        if not worker.left or (worker.offered and not self.overlap):
             return
         start, stop = worker.left.pop(0)
         middle = min(start + samples, stop)
         if middle < stop:
             worker.left.insert(0, (middle, stop))
-        worker.done = merge([*worker.done, (start, middle)])
+        if worker.offered:
+            worker.ahead = merge([*worker.ahead, (start, middle)])
+        else:
+            worker.done = merge([*worker.done, (start, middle)])
 
     def ready(self, worker: Worker, **claims: Any) -> None:
         """Raises what the machine raises."""
@@ -347,7 +363,7 @@ class World:
         view = self.view(worker)
         match view.phase:
             case "training":
-                worker.offered = False
+                worker.catch_up()
                 if not worker.left:
                     self.take(worker, self.ask(worker, 6))
                 self.train(worker)
@@ -361,6 +377,10 @@ class World:
                 if worker.offered and worker.peer in weights:
                     assert weights[worker.peer] == worker.tokens_done
                     self.report(worker)
+        if self.overlap and worker.offered:
+            if not worker.left:
+                self.take(worker, self.ask(worker, 6))
+            self.train(worker)
 
     def conclude(self, worker: Worker) -> None:
         """Act on the verdict of the round that it worked for."""
@@ -373,6 +393,7 @@ class World:
         if verdict is None or verdict.round != worker.round:
             self.afresh(worker)
             return
+        included = False
         if verdict.committed:
             assert verdict.plan is not None
             if (verdict.plan.anchor_version, verdict.plan.state_digest) != (worker.version, worker.digest):
@@ -380,9 +401,8 @@ class World:
                 return
             assert worker.digest is not None
             worker.version, worker.digest = verdict.anchor_version, next_state(worker.digest)
-            if worker.offered and worker.peer in [one.peer for one in verdict.plan.members]:
-                worker.done = []
-        worker.offered = False
+            included = worker.offered and worker.peer in [one.peer for one in verdict.plan.members]
+        worker.catch_up(included)
         worker.round = verdict.round + 1
 
     # What must hold ---------------------------------------------------------------------------------------

@@ -1,0 +1,285 @@
+"""What a round does to a member that works on while the round is averaged; the network is the test's."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.swarm.coordinator.world import SIGNER
+from torch import Tensor, nn
+
+from shoal.peer.data import DataAbout
+from shoal.peer.member import Progress
+from shoal.peer.network_thread import Interrupted
+from shoal.peer.outer_optimizer import make_outer
+from shoal.peer.replica import Brought, Replica
+from shoal.peer.state import State
+from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.messages import Verdict
+from shoal.swarm.run_file import parse_run_file
+
+MEAN = torch.tensor([0.5, -0.25, 0.125, 1.0])
+TOKENS = 10
+
+
+class FakeMember:
+    """``offers``: what was brought to rounds; ``afresh``: how often it joined anew."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.offers: list[Offer] = []
+        self.afresh = 0
+        self.held: list[State] = []
+        self.client: Any = SimpleNamespace(
+            view=SimpleNamespace(round=0, anchor_version=0, plan=None), coordinator_is_away=False, run_toml=""
+        )
+        meter = SimpleNamespace(sent_bytes=0, received_bytes=0)
+        self.node = SimpleNamespace(meter=meter)
+        self.averager = SimpleNamespace(carried=Carried(torch.zeros(4), 0))
+
+    async def agreed_state(self, candidate: State | None, slots: int, elements: int) -> State:
+        if candidate is not None:
+            self.held.append(candidate)
+        return self.held[-1]
+
+    async def start_afresh(self) -> None:
+        self.afresh += 1
+
+    def hold(self, state: State) -> None:
+        self.held.append(state)
+
+    def save_later(self, *state: object) -> None:
+        """Nowhere."""
+
+    async def average(self, offer: Offer) -> Outcome:
+        self.offers.append(offer)
+        return CarryOn("replaced by the test's")
+
+
+class FakeNetwork:
+    """``exchange``: the latest one begun; the test gives its result."""
+
+    def __init__(self) -> None:
+        self.resource = FakeMember()
+        self.exchange: Future[Outcome] = Future()
+        self.interrupted = False
+
+    def call(self, coroutine: Coroutine[Any, Any, Any], interruptible: object = False) -> Any:
+        return asyncio.run(coroutine)
+
+    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Outcome]:
+        asyncio.run(coroutine)
+        self.exchange = Future()
+        return self.exchange
+
+    def finish(self, future: Future[Outcome], interruptible: object = False) -> Outcome:
+        if self.interrupted:
+            raise Interrupted
+        return future.result(timeout=0)
+
+    def tell(self, callback: Callable[[], object]) -> None:
+        callback()
+
+
+class Side:
+    """One member of a run with ``overlap``: a model of four parameters, plain gradient descent."""
+
+    def __init__(self, tmp_path: Path, overlap: bool = True) -> None:
+        toml = f"[run]\nname = 't'\n[recipe]\nname = 'own'\n[averaging]\noverlap = {str(overlap).lower()}\n"
+        self.run = parse_run_file(toml + "[inner]\n[round]\ntokens = 100\n")
+        self.model = nn.Linear(4, 1, bias=False)
+        self.network = FakeNetwork()
+        self.member = self.network.resource
+        self.events: list[str] = []
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        about = DataAbout(bytes(32), "none", TOKENS)
+        network: Any = self.network
+        self.replica = Replica(
+            self.run,
+            Brought(self.model, optimizer, about),
+            network,
+            tmp_path / "state",
+            lambda event, **_: self.events.append(event),
+        )
+        self.replica.sync()
+        self.replica.samples.add(0, 100)
+
+    def train(self, samples: int = 2) -> None:
+        self.replica.samples.next_batch(samples)
+        loss = self.model(torch.ones(1, 4)).square().mean()
+        loss.backward()
+        self.replica.work.step(self.replica.samples.finish(loss), 1.0)
+
+    @property
+    def local(self) -> Tensor:
+        return self.replica.vector.read()
+
+    @property
+    def anchor(self) -> Tensor:
+        assert self.replica.state is not None
+        return self.replica.state.anchor
+
+    def ends(self, outcome: Outcome) -> bool:
+        self.network.exchange.set_result(outcome)
+        return self.replica.conclude()
+
+    def ranges(self, offer: int = -1) -> list[tuple[int, int]]:
+        return [(one.start, one.stop) for one in self.member.offers[offer].ranges]
+
+
+def verdict(number: int, committed: bool) -> Verdict:
+    return Verdict(
+        round=number,
+        committed=committed,
+        reason="" if committed else "for the test",
+        anchor_version=number + 1,
+        plan=None,
+        digests=(),
+        tokens=0,
+        tokens_total=0,
+        loss=None,
+        previous_chain=bytes(32),
+        chain=bytes(32),
+        signature=SIGNER.sign(b""),
+    )
+
+
+def committed(number: int = 0, included: bool = True) -> Committed:
+    return Committed(MEAN.clone(), verdict(number, committed=True), included)
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Side:
+    return Side(tmp_path)
+
+
+def test_work_goes_on_for_the_next_round(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    assert side.replica.exchanging
+    assert not side.replica.verdict_is_known
+    assert (side.replica.round, side.member.progress.round, side.member.progress.tokens_done) == (1, 1, 0)
+    side.train(3)
+    assert side.replica.samples.tokens_done == 3 * TOKENS
+    assert (side.member.offers[0].round, side.member.offers[0].weight_tokens) == (0, 2 * TOKENS)
+
+
+def test_the_anchor_is_the_outer_step_and_the_work_since_goes_along(side: Side) -> None:
+    before = side.anchor
+    side.train()
+    side.replica.close_round()
+    at_offer = side.local
+    side.train()
+    work = at_offer - side.local
+    assert side.ends(committed())
+    outer = make_outer("nesterov", lr=0.7, momentum=0.9, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    expected, _ = outer.step(before, torch.zeros(1, 4), MEAN, 0, 1.0)
+    assert torch.equal(side.anchor, expected), "bit for bit that of those who did nothing meanwhile"
+    torch.testing.assert_close(side.local, expected - work)
+    side.replica.close_round()
+    assert side.ranges() == [(2, 4)]
+    torch.testing.assert_close(side.member.offers[-1].contribution, work)
+    assert (side.member.offers[-1].round, side.member.offers[-1].anchor_version) == (1, 1)
+
+
+def test_the_offered_contribution_is_not_changed_meanwhile(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    contribution = side.member.offers[0].contribution
+    as_offered = contribution.clone()
+    side.train()
+    side.ends(committed())
+    assert torch.equal(contribution, as_offered)
+
+
+def test_an_aborted_rounds_work_comes_again_with_what_was_done_since(side: Side) -> None:
+    anchor = side.anchor
+    side.train()
+    side.replica.close_round()
+    side.train()
+    local = side.local
+    assert side.ends(CarryOn("for the test", verdict(0, committed=False)))
+    assert torch.equal(side.local, local)
+    assert torch.equal(side.anchor, anchor)
+    assert side.member.progress.tokens_done == 4 * TOKENS
+    side.replica.close_round()
+    assert side.ranges() == [(0, 4)]
+    assert (side.member.offers[-1].round, side.member.offers[-1].weight_tokens) == (1, 4 * TOKENS)
+    torch.testing.assert_close(side.member.offers[-1].contribution, anchor - local)
+
+
+def test_a_reopened_round_goes_on(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    side.train()
+    assert side.ends(CarryOn("reopened"))
+    assert (side.replica.round, side.replica.samples.tokens_done) == (0, 4 * TOKENS)
+
+
+def test_samples_of_a_round_that_came_too_late_for_us_stay_ours(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    side.train()
+    side.ends(committed(included=False))
+    side.replica.close_round()
+    assert side.ranges() == [(0, 4)]
+
+
+def test_out_of_date_is_a_fresh_start_without_what_was_done_since(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    side.train()
+    assert not side.ends(OutOfDate("for the test"))
+    assert side.member.afresh == 1
+    assert (side.replica.samples.tokens_done, side.replica.samples.left) == (0, 0)
+    assert torch.equal(side.local, side.anchor)
+
+
+def test_a_fresh_start_waits_for_the_verdict_of_what_is_offered(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    side.network.exchange.set_result(committed())
+    side.replica.start_afresh("for the test")
+    assert (side.events[-2], side.member.afresh) == ("resync", 1)
+    assert "committed" in side.events
+    assert not side.replica.exchanging
+
+
+def test_a_round_is_closed_once_the_one_before_is_concluded(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    side.train()
+    side.network.exchange.set_result(committed())
+    side.replica.close_round()
+    assert [offer.round for offer in side.member.offers] == [0, 1]
+    assert side.member.offers[1].anchor_version == 1
+    assert side.ranges() == [(2, 4)]
+
+
+def test_who_stops_waiting_has_its_work_still(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    side.network.interrupted = True
+    with pytest.raises(Interrupted):
+        side.replica.conclude()
+    assert (side.replica.exchanging, side.replica.samples.tokens_done, side.replica.round) == (False, 2 * TOKENS, 0)
+
+
+def test_without_overlap_the_verdict_is_awaited_at_once(tmp_path: Path) -> None:
+    side = Side(tmp_path, overlap=False)
+    side.network.begin = lambda coroutine: (coroutine.close(), _done(committed()))[1]  # type: ignore[method-assign]
+    side.train()
+    side.replica.close_round()
+    assert not side.replica.exchanging
+    assert (side.replica.round, side.replica.samples.tokens_done) == (1, 0)
+    assert torch.equal(side.local, side.anchor)
+
+
+def _done(outcome: Outcome) -> "Future[Outcome]":
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future
