@@ -22,7 +22,13 @@ def plan_of(
     grid = plan_parts(rows, [None] * members, can_own or [True] * members, elements, chunk)
     row_of = {member: row for row, those in enumerate(rows) for member in those}
     parts = [
-        Part(owner=one.owner, stand_ins=one.stand_ins[:3], column=one.column, start=one.start, stop=one.stop)
+        Part(
+            owner=one.owner,
+            stand_ins=one.stand_ins[:3],
+            column=one.column if len(rows) > 1 else 0,
+            start=one.start,
+            stop=one.stop,
+        )
         for one in grid.parts
     ]
     named = [

@@ -70,7 +70,7 @@ def test_defaults_of_every_section() -> None:
         "recipe": {"name": "gpt", "settings": {}},
         "data": {"source": "stdlib", "tokens_per_sample": None, "held_out": 0.02},
         "algorithm": "diloco",
-        "averaging": {"codec": "int8", "residual_decay": 1.0},
+        "averaging": {"codec": "int8", "residual_decay": 1.0, "group_size": 32},
         "inner": {
             "optimizer": "adamw",
             "lr": 4e-4,
@@ -164,7 +164,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "292d0fb02ed1e0d5"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "459b52b6c9336ff3"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -204,6 +204,8 @@ def test_the_hash_of_this_release() -> None:
         ("averaging", 'codec = { name = "auto", matrices = "zip" }', r"averaging\.codec: .*expected one of float32"),
         ("averaging", 'codec = { name = "auto", matrix = "int8" }', r"averaging\.codec: .*auto has matrices, tables"),
         ("averaging", "residual_decay = 1.5", r"averaging\.residual_decay: .*less than or equal to 1"),
+        ("averaging", "group_size = 1", r"averaging\.group_size: .*greater than or equal to 2"),
+        ("averaging", "group_size = 1025", r"averaging\.group_size: .*less than or equal to 1024"),
         ("averaging", "codec = { block = 64 }", r"averaging\.codec: .*has its name"),
         ("", "speed = 5", r"speed: .*not permitted"),
         ("inner", 'optimizer = "lion"', r"inner\.optimizer: .*'adamw' or 'sgd'"),
