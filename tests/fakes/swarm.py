@@ -28,9 +28,17 @@ from shoal.swarm.messages import (
 PATIENCE_S = 6.0
 
 
-def run_toml(tokens: int, codec: str = "float32", algorithm: str = "diloco", max_s: float = 600.0) -> str:
+def run_toml(
+    tokens: int,
+    codec: str = "float32",
+    algorithm: str = "diloco",
+    max_s: float = 600.0,
+    group_size: int = 32,
+    seed: int = 0,
+) -> str:
     return (
-        f'algorithm = "{algorithm}"\naveraging.codec = "{codec}"\n[run]\nname = "test"\n[recipe]\nname = "own"\n'
+        f'algorithm = "{algorithm}"\naveraging = {{ codec = "{codec}", group_size = {group_size} }}\n'
+        f'[run]\nname = "test"\nseed = {seed}\n[recipe]\nname = "own"\n'
         f"[inner]\nbatch_samples = 1\n[round]\ntokens = {tokens}\nmax_s = {max_s}\npatience_s = {PATIENCE_S}\n"
     )
 
