@@ -147,9 +147,9 @@ class ErrorFeedback:
     def add_owner_error(self, start: int, error: Tensor) -> None:
         """Add ``error``, ``(m,) float32``, to what is pending from ``start`` on.
 
-        An owner calls it with (mean - decoded mean), in the units of its own contribution: times the total
-        weight of the mean over the owner's weight. The owner's next contribution then makes up for the loss.
-        To be called once, after the range's encode_chunk, include_exactly or keep_chunk, each of which
+        Who makes a mean calls it with (mean - decoded mean), in the units of its own contribution: times the total
+        weight of the mean over its own weight. Its next contribution then makes up for the loss.
+        To be called once a mean, after the range's encode_chunk, include_exactly or keep_chunk, each of which
         overwrites it. Raises CodecError, and adds nothing, when the sum holds NaN or infinity.
         """
         _, _, pending = self._chunk(start, start + error.numel())

@@ -87,6 +87,7 @@ class Member:
         async with Node.open(keys, bind[0], ports, admit) as node:
             client = CoordinatorClient(node, identity, keys, invite, describe())
             await client.join()
+            node.connections_per_link = client.run_file.averaging.streams
             async with task_scope() as tasks:
                 member = cls(node, client, tasks)
                 node.publish(PROBE, ProbeSource())

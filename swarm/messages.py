@@ -15,8 +15,7 @@ PROTOCOL_VERSION = 1
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 MAX_MEMBERS = 1024
-MAX_PARTS = 2 * MAX_MEMBERS
-"""Rows of unequal size have some more parts than members."""
+MAX_PARTS = 2 * MAX_MEMBERS  # rows of unequal size have some more parts than members
 MAX_STAND_INS = 3
 MAX_RANGES = 4096
 MAX_TENSORS = 65_536
@@ -37,6 +36,8 @@ Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Role = Literal["trainer", "contributor", "validator", "observer"]
 """``trainer``: trains and reduces parts; ``contributor``: trains, and reduces nothing; ``validator``: follows the
 anchor and brings nothing; ``observer``: looks at the run and is not recorded."""
+Index = Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
+Column = Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
 Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
 
 
@@ -98,13 +99,8 @@ class TensorSpec(Record):
         return math.prod(self.shape)
 
 
-Index = Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
-"""Of a plan's members, from 0."""
-
-
 class PlanMember(Record):
-    """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; in a flat group all are of row
-    0, in a grid each row collects by itself."""
+    """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; a flat group is all row 0."""
 
     peer: PeerId
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
@@ -134,9 +130,7 @@ class RoundPlan(Record):
     chunk_elements: Annotated[int, Field(ge=1, le=2**19)]
     members: Annotated[tuple[PlanMember, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
     parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
-    columns: Annotated[
-        tuple[Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)], ...], Field(max_length=MAX_MEMBERS)
-    ] = ()
+    columns: Annotated[tuple[Column, ...], Field(max_length=MAX_MEMBERS)] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundPlan:
@@ -144,14 +138,12 @@ class RoundPlan(Record):
         rows = list(range(1 + max(row_of)))
         if set(row_of) != set(rows) or bool(self.columns) != (len(rows) > 1):
             raise ValueError("a plan of several rows has members in each of them, and columns")
-        for column in self.columns:
-            if [row_of[relay] for relay in column if relay < len(row_of)] != rows:
-                raise ValueError("a column has one relay in every row, in their order")
+        if any([row_of[one] for one in column if one < len(row_of)] != rows for column in self.columns):
+            raise ValueError("a column has one relay in every row, in their order")
+        owners = [set(column) for column in self.columns] or [set(range(len(row_of)))]
         for part in self.parts:
-            if max((part.owner, *part.stand_ins)) >= len(row_of):
-                raise ValueError("owners and stand-ins are members of the plan")
-            if self.columns and (part.column >= len(self.columns) or part.owner not in self.columns[part.column]):
-                raise ValueError("the owner of a part is one of its column's relays")
+            if part.column >= len(owners) or not {part.owner, *part.stand_ins} <= owners[part.column]:
+                raise ValueError("owners and stand-ins are relays of the part's column, or members of the flat group")
         return self
 
     def relays(self, part: Part) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
 from shoal.swarm.averaging.buffers import Buffers
+from shoal.swarm.averaging.groups import may_hold
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.pace import PacedEndpoint
 from shoal.swarm.averaging.results import HeldResults, ResultStore, ensure_part
@@ -264,11 +265,13 @@ class Averager:
         if plan.parts[-1].stop != self._elements:
             raise LinkError("the plan is for a model of another size")
         store = self._stores.get(plan.round) or self._open_store(plan)
-        others = [member.peer for member in plan.members if member.peer != self._client.peer]
+        members = range(len(plan.members))
         for part, digest in zip(plan.parts, verdict.digests, strict=True):
             if digest is None:
                 store.drop(part)
                 continue
+            near = dict.fromkeys([*may_hold(plan, part), *members])
+            others = [plan.members[one].peer for one in near if plan.members[one].peer != self._client.peer]
             await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines.patience_s)
         return await in_thread(store.mean)
 

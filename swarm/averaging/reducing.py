@@ -40,7 +40,9 @@ class Reduction:
     @property
     def dropped(self) -> set[int]:
         """Members that some mean made here does without."""
-        return {member for one in self.made.values() for member in set(self.group.members) - set(one.included)}
+        members = set(self.group.members)
+        partly = [one.included for one in self.made.values() if len(one.included) < len(members)]
+        return {member for included in partly for member in members.difference(included)}
 
     async def run(self, chunks: range, relays: Sequence[int | None] = (None,)) -> None:
         """Returns when the means of these chunks are put. Whoever does not deliver is left out.

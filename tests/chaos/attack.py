@@ -7,7 +7,11 @@ from tests.fakes.swarm import PATIENCE_S
 ATTACKED = 1
 """The round that the faults fall into; one before, so that there is something to lose."""
 
-ROLES = ("contributor", "owner", "stand-in", "coordinator")
+ROLES = {
+    "group": ("contributor", "owner", "stand-in", "coordinator"),
+    "grid": ("contributor", "relay", "owner", "stand-in"),
+}
+"""By topology: what the coordinator does is the same in all of them."""
 
 GLOBAL = ("coordinator", "network")
 """Whose faults come at the first step of anybody that fits the moment."""
@@ -46,7 +50,7 @@ PARTITIONS = {
     "partition from the coordinator, too": 2.0,
     "partition from the coordinator, too, long": 5 * PATIENCE_S,
 }
-"""The owner and the contributor here, the two other owners there; how many seconds."""
+"""The owner and the contributor here, all others there; how many seconds."""
 
 
 @dataclass(frozen=True)

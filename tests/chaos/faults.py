@@ -86,11 +86,12 @@ def _of_network(scene: "Scene", fault: str) -> Infliction:
 
 
 def changed(scene: "Scene", step: Step, payload: bytes) -> bytes:
-    """What arrives: contributions that are no numbers, results that are too short or, to one receiver, others."""
+    """What arrives: contributions and partials that are no numbers, results that are too short or, to one receiver,
+    others."""
     if step.holder in scene.many_faces and step.blob.kind == "result":
         return payload[:-4] + struct.pack("<f", scene.run.index(scene.life(step.to)))
     if step.to not in scene.corrupt.get(step.holder, ()) or not payload:
         return payload
-    if step.blob.kind == "contribution":
+    if step.blob.kind in ("contribution", "partial"):
         return b"\xff" * len(payload)
     return payload[:-4] + bytes(4) if len(scene.corrupt[step.holder]) == 1 else payload[:-1]

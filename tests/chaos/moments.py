@@ -33,15 +33,11 @@ def _is_reducing(scene: "Scene", attack: Attack, step: Step) -> bool:
     and waits; of all together, no result has been sent."""
     kind = step.blob.kind
     if attack.role == "contributor":
-        sent = sum(
-            number
-            for (what, holder, _), number in scene.sent.items()
-            if (what, holder) == ("contribution", scene.victim(attack))
-        )
-        return step.holder == scene.victim(attack) and sent == scene.run.elements // scene.planned.chunk_elements
+        begun, chunks = scene.begun.get((kind, step.holder), 0), -(-scene.run.elements // scene.planned.chunk_elements)
+        return kind == "contribution" and step.holder == scene.victim(attack) and begun == chunks
     if attack.role in GLOBAL:
         return kind == "result"
-    if attack.role == "stand-in" and not _is_first_part(scene, step):
+    if attack.role == "stand-in" and not (_is_first_part(scene, step) and _is_of_owners_row(scene, step.holder)):
         return False
     return kind == "contribution" and step.to == scene.victim(attack) and (kind, step.holder, step.to) in scene.sent
 
@@ -50,17 +46,25 @@ def _is_first_part(scene: "Scene", step: Step) -> bool:
     return step.chunk * scene.planned.chunk_elements < scene.planned.parts[0].stop
 
 
+def _is_of_owners_row(scene: "Scene", peer: str) -> bool:
+    """Whose contributions the owner sums itself."""
+    row_of = {member.peer: member.row for member in scene.planned.members}
+    return row_of[peer] == row_of[scene.named("owner")]
+
+
 def _some_have(scene: "Scene", attack: Attack, step: Step) -> bool:
     """Somebody has all of the first part, and this step's receiver does not."""
     if step.blob.kind != "result" or not _is_first_part(scene, step):
         return False
     if attack.role == "contributor" and step.to != scene.victim(attack):
         return False
-    if attack.role in ("owner", "stand-in") and step.holder != scene.victim(attack):
+    if attack.role in ("owner", "relay", "stand-in") and step.holder != scene.victim(attack):
         return False
     last = -(-scene.planned.parts[0].stop // scene.planned.chunk_elements) - 1
     return any(
-        (one.blob, one.holder, one.chunk) == (step.blob, step.holder, last) and one.to != step.to
+        (one.blob, one.chunk) == (step.blob, last)
+        and one.to != step.to
+        and (one.holder == step.holder or attack.role == "contributor")
         for one in scene.run.network.log
     )
 

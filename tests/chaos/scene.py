@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.chaos.attack import ATTACKED, GLOBAL, Attack
+from tests.chaos.casting import cast, other_end
 from tests.chaos.checks import check
 from tests.chaos.faults import changed, infliction
 from tests.chaos.ledger import Ledger
@@ -20,9 +21,24 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.errors import LinkError
 from shoal.swarm.messages import RoundPlan
 
-MEMBERS = 4
-ELEMENTS = 6 * 4096 + 17
-"""Seven chunks, for three owners; the fourth member owns nothing."""
+
+@dataclass(frozen=True)
+class Topology:
+    """``slow`` members, the last ones, own nothing. ``seed``: of the run."""
+
+    members: int
+    slow: int
+    elements: int
+    group_size: int = 32
+    seed: int = 0
+
+
+TOPOLOGIES = {
+    "group": Topology(members=4, slow=1, elements=6 * 4096 + 17),
+    "grid": Topology(members=6, slow=2, elements=11 * 4096 + 17, group_size=3, seed=1),
+}
+"""Seven chunks, for three owners. And twelve, in two columns of two relays, which own three each; with that seed there
+is one slow member in each row of the attacked round."""
 
 FURTHER_ROUNDS = 2
 
@@ -30,7 +46,8 @@ FURTHER_ROUNDS = 2
 @dataclass
 class Scene:
     """A running swarm and its attacks. ``fired``: those that have happened; ``pending``: faults that will heal;
-    ``sent``: chunks of the attacked round by kind, holder and receiver; ``corrupt``: who sends wrong bytes to whom;
+    ``sent``: chunks of the attacked round by kind, holder and receiver; ``begun``: those that were about to be, by kind
+    and holder; ``corrupt``: who sends wrong bytes to whom;
     ``many_faces``: who sends other results to everybody."""
 
     run: Swarm
@@ -39,6 +56,7 @@ class Scene:
     fired: list[Attack] = field(default_factory=list)
     pending: int = 0
     sent: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    begun: dict[tuple[str, str], int] = field(default_factory=dict)
     corrupt: dict[str, set[str]] = field(default_factory=dict)
     many_faces: set[str] = field(default_factory=set)
     _plan: RoundPlan | None = None
@@ -75,12 +93,8 @@ class Scene:
         return self._plan
 
     def named(self, role: str) -> str:
-        """The peer in that role; the ``witness`` is the owner that has none of the others."""
-        members, part = [member.peer for member in self.planned.members], self.planned.parts[0]
-        owner, stand_in = members[part.owner], members[part.stand_ins[0]]
-        (contributor,) = set(members) - {members[one.owner] for one in self.planned.parts}
-        (witness,) = set(members) - {owner, stand_in, contributor}
-        return {"owner": owner, "stand-in": stand_in, "contributor": contributor, "witness": witness}[role]
+        """The peer in that role, as in ``cast``."""
+        return cast(self.planned)[role]
 
     def victim(self, attack: Attack) -> str:
         """Of faults of the coordinator's link, the member at its other end."""
@@ -88,13 +102,15 @@ class Scene:
 
     def other(self, attack: Attack) -> str:
         """The other end of a link that fails between two members."""
-        return self.named("owner" if attack.role == "contributor" else "witness")
+        return self.named(other_end(self.planned, attack))
 
     # Attacks ------------------------------------------------------------------------------------------------
 
     async def _on_step(self, step: Step, payload: bytes) -> bytes:
         if not self.is_planned or step.blob.number != ATTACKED:
             return payload
+        began = (step.blob.kind, step.holder)
+        self.begun[began] = self.begun.get(began, 0) + 1
         for attack in self.attacks:
             if attack not in self.fired and is_due(self, attack, step):
                 self._fire(attack)
@@ -103,7 +119,7 @@ class Scene:
             raise LinkError("the connection was lost")
         await asyncio.sleep(0)  # whoever was stopped just now goes no further
         late = any(attack.moment == "after the report" for attack in self.attacks)
-        if late and step.blob.kind == "result" and step.to == self.named("witness"):
+        if late and step.blob.kind == "result" and step.to == self.named("laggard"):
             await asyncio.sleep(1.5)  # or all would report at once, and the verdict would be there
         key = (step.blob.kind, step.holder, step.to)
         self.sent[key] = self.sent.get(key, 0) + 1
@@ -190,13 +206,12 @@ class Scene:
 
 @asynccontextmanager
 async def staged(attacks: Sequence[Attack], topology: str, make: type[Life] = Life) -> AsyncIterator[Scene]:
-    """A run that comes to its attacked round by itself. ``topology``: how the members are planned; ``make``: how they
+    """A run that comes to its attacked round by itself. ``topology``: one of ``TOPOLOGIES``; ``make``: how the members
     live, which the run file says, too."""
-    assert topology == "group"
-    ledger = Ledger()
-    toml = run_toml(10 * MEMBERS, overlap=make.overlap)
-    async with swarm(MEMBERS, toml, ELEMENTS, make=make) as run, asyncio.TaskGroup() as tasks:
-        await run.own_nothing(run[MEMBERS - 1])
+    shape, ledger = TOPOLOGIES[topology], Ledger()
+    toml = run_toml(10 * shape.members, group_size=shape.group_size, seed=shape.seed, overlap=make.overlap)
+    async with swarm(shape.members, toml, shape.elements, make=make) as run, asyncio.TaskGroup() as tasks:
+        await run.own_nothing(*[run[shape.members - 1 - index] for index in range(shape.slow)])
         scene = Scene(run, attacks, tasks)
         for life in scene.lives:
             life.ledger = ledger

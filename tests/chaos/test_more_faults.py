@@ -8,45 +8,56 @@ from tests.chaos.scene import play, staged
 from tests.chaos.test_one_fault import POSSIBLE
 from tests.fakes.processes import run_processes
 
-PAIRS = 60
+PAIRS = {"group": 60, "grid": 20}
+"""By topology: a grid has had every single fault, too, and takes longer."""
 
 
-def pairs() -> list[tuple[Attack, Attack]]:
+def pairs(topology: str) -> list[tuple[Attack, Attack]]:
     """The same ones in every run of the tests; never two of one victim."""
     draw = random.Random(4)
     drawn: list[tuple[Attack, Attack]] = []
-    while len(drawn) < PAIRS:
-        one, other = draw.sample(POSSIBLE, 2)
-        if one.role != other.role and (one, other) not in drawn:
+    while len(drawn) < PAIRS[topology]:
+        one, other = draw.sample(POSSIBLE[topology], 2)
+        is_one = {one.role, other.role} in ({one.role}, {"relay", "stand-in"})
+        if not is_one and (one, other) not in drawn:
             drawn.append((one, other))
     return drawn
 
 
-@pytest.mark.parametrize("topology", ["group"])
-@pytest.mark.parametrize("both", pairs(), ids=lambda both: f"{both[0]} and {both[1]}")
-def test_two_faults(both: tuple[Attack, Attack], topology: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "both"),
+    [
+        pytest.param(topology, both, id=f"{topology}: {both[0]} and {both[1]}")
+        for topology in PAIRS
+        for both in pairs(topology)
+    ],
+)
+def test_two_faults(topology: str, both: tuple[Attack, Attack]) -> None:
     assert play(both, topology)
 
 
 def test_most_second_faults_happen() -> None:
     """Or the pairs would test little more than single faults do."""
-    happened = [len(play(both, "group")) for both in pairs()[:10]]
+    happened = [len(play(both, "group")) for both in pairs("group")[:10]]
     assert sum(happened) > 1.5 * len(happened)
 
 
-@pytest.mark.parametrize("topology", ["group"])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("fault", COMEBACKS)
-@pytest.mark.parametrize("role", ["contributor", "owner", "stand-in"])
-def test_a_killed_peer_that_comes_back_within_the_round(role: str, fault: str, moment: str, topology: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "role"), [("group", "contributor"), ("group", "owner"), ("group", "stand-in"), ("grid", "relay")]
+)
+def test_a_killed_peer_that_comes_back_within_the_round(topology: str, role: str, fault: str, moment: str) -> None:
     attack = Attack(role, fault, moment)
     assert play([attack], topology) == [attack]
 
 
-@pytest.mark.parametrize("topology", ["group"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("topology", "moment"),
+    [("group", moment) for moment in MOMENTS] + [("grid", "while contributing"), ("grid", "some have the result")],
+)
 @pytest.mark.parametrize("fault", PARTITIONS)
-def test_a_partition_that_heals(fault: str, moment: str, topology: str) -> None:
+def test_a_partition_that_heals(fault: str, topology: str, moment: str) -> None:
     attack = Attack("network", fault, moment)
     assert play([attack], topology) == [attack]
 

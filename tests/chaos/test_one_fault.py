@@ -21,11 +21,19 @@ def impossible(attack: Attack) -> str:
     return ""
 
 
-ALL = [Attack(role, fault, moment) for role in ROLES for fault in FAULTS for moment in MOMENTS]
-POSSIBLE = [attack for attack in ALL if not impossible(attack)]
+POSSIBLE = {
+    topology: [
+        attack
+        for attack in (Attack(role, fault, moment) for role in roles for fault in FAULTS for moment in MOMENTS)
+        if not impossible(attack)
+    ]
+    for topology, roles in ROLES.items()
+}
 
 
-@pytest.mark.parametrize("topology", ["group"])
-@pytest.mark.parametrize("attack", POSSIBLE, ids=str)
-def test_one_fault(attack: Attack, topology: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "attack"),
+    [pytest.param(topology, one, id=f"{topology}: {one}") for topology, those in POSSIBLE.items() for one in those],
+)
+def test_one_fault(topology: str, attack: Attack) -> None:
     assert play([attack], topology) == [attack]

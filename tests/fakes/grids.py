@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+from shoal.compression.coding import Coding
 from shoal.swarm.averaging.grid import plan_parts
+from shoal.swarm.averaging.groups import Group
 from shoal.swarm.averaging.partition import chunk_elements
 from shoal.swarm.messages import Part, PlanMember, RoundPlan
 
@@ -22,7 +24,13 @@ def plan_of(
     grid = plan_parts(rows, [None] * members, can_own or [True] * members, elements, chunk)
     row_of = {member: row for row, those in enumerate(rows) for member in those}
     parts = [
-        Part(owner=one.owner, stand_ins=one.stand_ins[:3], column=one.column, start=one.start, stop=one.stop)
+        Part(
+            owner=one.owner,
+            stand_ins=one.stand_ins[:3],
+            column=one.column if len(rows) > 1 else 0,
+            start=one.start,
+            stop=one.stop,
+        )
         for one in grid.parts
     ]
     named = [
@@ -38,3 +46,24 @@ def plan_of(
         parts=tuple(parts),
         columns=grid.columns if len(rows) > 1 else (),
     )
+
+
+def sent_bytes(plan: RoundPlan, coding: Coding) -> list[int]:
+    """What each member sends in a round without failures, of contributions, partials and results."""
+    sent, group = [0] * len(plan.members), Group.of(plan)
+    for part in plan.parts:
+        relays = plan.relays(part) or (part.owner,)
+        for start in range(part.start, part.stop, plan.chunk_elements):
+            stop = min(start + plan.chunk_elements, part.stop)
+            contribution = coding.contribution(start, stop).packed_bytes(stop - start)
+            result = group.result_bytes(coding.result(start, stop, len(group.members)), stop - start)
+            for row, relay in enumerate(relays):
+                those = group.row(row)
+                for member in those.members:
+                    if member != relay:
+                        sent[member] += contribution
+                        sent[relay] += result
+                if relay != part.owner:
+                    sent[relay] += those.result_bytes(coding.result(start, stop, len(those.members)), stop - start)
+                    sent[part.owner] += result
+    return sent

@@ -29,12 +29,19 @@ PATIENCE_S = 6.0
 
 
 def run_toml(
-    tokens: int, codec: str = "float32", algorithm: str = "diloco", max_s: float = 600.0, overlap: bool = False
+    tokens: int,
+    codec: str = "float32",
+    algorithm: str = "diloco",
+    max_s: float = 600.0,
+    group_size: int = 32,
+    seed: int = 0,
+    overlap: bool = False,
 ) -> str:
     return (
-        f'algorithm = "{algorithm}"\n[averaging]\ncodec = "{codec}"\noverlap = {str(overlap).lower()}\n'
-        f'[run]\nname = "test"\n[recipe]\nname = "own"\n[inner]\nbatch_samples = 1\n'
-        f"[round]\ntokens = {tokens}\nmax_s = {max_s}\npatience_s = {PATIENCE_S}\n"
+        f'algorithm = "{algorithm}"\n[averaging]\ncodec = "{codec}"\ngroup_size = {group_size}\n'
+        f"overlap = {str(overlap).lower()}\n"
+        f'[run]\nname = "test"\nseed = {seed}\n[recipe]\nname = "own"\n'
+        f"[inner]\nbatch_samples = 1\n[round]\ntokens = {tokens}\nmax_s = {max_s}\npatience_s = {PATIENCE_S}\n"
     )
 
 

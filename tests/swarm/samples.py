@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
-from shoal.swarm.messages import MESSAGES, Message
+from shoal.swarm.messages import MESSAGES, Message, RoundPlan
 
 
 def _flat(metadata: typing.Iterable[Any]) -> list[Any]:
@@ -62,7 +62,27 @@ def records(cls: type[BaseModel]) -> st.SearchStrategy[Any]:
         for name, annotation in typing.get_type_hints(cls, include_extras=True).items()
         if name in cls.model_fields
     }
-    return st.fixed_dictionaries(fields).map(lambda kwargs: cls(**kwargs))
+    made = st.fixed_dictionaries(fields)
+    return (made.map(_fitting) if cls is RoundPlan else made).map(lambda kwargs: cls(**kwargs))
+
+
+def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan whose indices are those of its members: of a flat group, or of a grid with one member a row."""
+    members, is_grid = plan["members"], len(plan["members"]) > 1 and bool(plan["columns"])
+    return plan | {
+        "members": tuple(one.model_copy(update={"row": i if is_grid else 0}) for i, one in enumerate(members)),
+        "columns": (tuple(range(len(members))),) if is_grid else (),
+        "parts": tuple(
+            part.model_copy(
+                update={
+                    "owner": part.owner % len(members),
+                    "stand_ins": tuple(one % len(members) for one in part.stand_ins),
+                    "column": 0,
+                }
+            )
+            for part in plan["parts"]
+        ),
+    }
 
 
 messages: st.SearchStrategy[Message] = st.sampled_from(sorted(MESSAGES)).flatmap(lambda name: records(MESSAGES[name]))

@@ -215,6 +215,8 @@ def test_the_hash_of_this_release() -> None:
         ("averaging", 'codec = { name = "auto", matrices = "zip" }', r"averaging\.codec: .*expected one of float32"),
         ("averaging", 'codec = { name = "auto", matrix = "int8" }', r"averaging\.codec: .*auto has matrices, tables"),
         ("averaging", "residual_decay = 1.5", r"averaging\.residual_decay: .*less than or equal to 1"),
+        ("averaging", "group_size = 1", r"averaging\.group_size: .*greater than or equal to 2"),
+        ("averaging", "group_size = 1025", r"averaging\.group_size: .*less than or equal to 1024"),
         ("averaging", "codec = { block = 64 }", r"averaging\.codec: .*has its name"),
         (
             "",

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from tests.fakes.exchanges import PATIENCE_S, Side, digests, make_sides, run_all, weighted_mean
-from tests.fakes.grids import PEERS, plan_of
+from tests.fakes.grids import PEERS, plan_of, sent_bytes
 from tests.fakes.means import MEAN_ATOL, weighted
 from tests.fakes.memory_network import MemoryNetwork, at, changed, stalled
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.registry import CODEC_NAMES
+from shoal.compression.registry import CODEC_NAMES, get_coding
 from shoal.swarm.averaging.allreduce import Exchange
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import Part, RoundPlan
@@ -103,8 +103,10 @@ def moved(plan: RoundPlan, codec: str) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 def test_sixteen_peers_need_six_partners_and_no_more_bytes(codec: str) -> None:
     elements = 16 * 8 * 4096
-    sent, partners = moved(grid(SQUARE, elements), codec)
-    flat_sent, flat_partners = moved(plan_of(WEIGHTS, [range(16)], elements), codec)
+    square, flat, coding = grid(SQUARE, elements), plan_of(WEIGHTS, [range(16)], elements), get_coding(codec)
+    sent, partners = moved(square, codec)
+    flat_sent, flat_partners = moved(flat, codec)
+    assert (sent, flat_sent) == (sent_bytes(square, coding), sent_bytes(flat, coding))
     assert max(partners) == 6
     assert min(flat_partners) == 15
     assert max(sent) <= 1.05 * max(flat_sent)

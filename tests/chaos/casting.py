@@ -1,0 +1,51 @@
+"""Who plays which role in the attacked round, in one group and in a grid."""
+
+from tests.chaos.attack import Attack
+
+from shoal.swarm.messages import RoundPlan
+
+
+def cast(plan: RoundPlan) -> dict[str, str]:
+    """Peers by role, of the first part. The ``witness`` is one more member that gets its results from the owner; the
+    ``laggard`` is one that nobody waits for."""
+    roles = _cast_grid(plan) if plan.columns else _cast_group(plan)
+    return {role: plan.members[member].peer for role, member in roles.items()}
+
+
+def _cast_group(plan: RoundPlan) -> dict[str, int]:
+    part = plan.parts[0]
+    owner, stand_in = part.owner, part.stand_ins[0]
+    (contributor,) = set(range(len(plan.members))) - {one.owner for one in plan.parts}
+    (witness,) = {one.owner for one in plan.parts} - {owner, stand_in}
+    return {"owner": owner, "stand-in": stand_in, "contributor": contributor, "witness": witness, "laggard": witness}
+
+
+def _cast_grid(plan: RoundPlan) -> dict[str, int]:
+    """Of two rows, the contributor is in the one that is not the owner's, as the relay, who is the stand-in."""
+    part = plan.parts[0]
+    relays = {relay for one in plan.parts for relay in plan.relays(one)}
+    row = plan.members[part.owner].row
+    rows = [[index for index, one in enumerate(plan.members) if one.row == number] for number in (row, 1 - row)]
+    (relay,) = set(plan.relays(part)) - {part.owner}
+    (contributor,) = set(rows[1]) - relays
+    (witness,) = set(rows[0]) & relays - {part.owner}
+    (laggard,) = set(rows[0]) - relays
+    return {
+        "owner": part.owner,
+        "relay": relay,
+        "stand-in": relay,
+        "contributor": contributor,
+        "witness": witness,
+        "laggard": laggard,
+    }
+
+
+def other_end(plan: RoundPlan, attack: Attack) -> str:
+    """Whose link with the victim is attacked, where it is one link: the role of somebody it gives or gets much."""
+    match attack.role:
+        case "contributor":
+            return "relay" if plan.columns else "owner"
+        case "relay":
+            # To the owner it sends results of its own, too: if these are wrong, they are what it has made.
+            return "contributor" if attack.fault == "corrupted bytes to one" else "owner"
+    return "witness"
