@@ -27,6 +27,7 @@ from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES, SealedLink, preferred_c
 
 _REPEATS = 3
 _SOCKET_BYTES = 2**22
+_PAGE_BYTES = 4096
 
 
 class _Bench:
@@ -44,7 +45,7 @@ class _Bench:
         self.packed = {
             bounds: self.feedback.encode_chunk(coding.contribution(*bounds), *bounds) for bounds in self.bounds
         }
-        self.mean = torch.empty(elements)
+        self.mean = torch.zeros(elements)
         self.bytes = sum(packed.numel() for packed in self.packed.values())
         self._link(max(packed.numel() for packed in self.packed.values()))
 
@@ -61,13 +62,17 @@ class _Bench:
         means = [self.packed[bounds].numpy().data for bounds in self.own]
         return outward + means * (self.peers - 1)
 
+    def touch(self) -> None:
+        """The pages of what is new in every round: the pending residual and the mean, what is encoded and received."""
+        pages = torch.empty(8 * self.contribution.numel() + 2 * self.bytes, dtype=torch.uint8)
+        pages[::_PAGE_BYTES] = 1
+
     def begin_and_settle(self) -> None:
-        feedback = ErrorFeedback(self.contribution.numel())
-        feedback.begin(self.contribution)
+        self.feedback.discard()
+        self.feedback.begin(self.contribution)
         for start, stop in self.own:
-            feedback.include_exactly(start, stop)
-            feedback.add_owner_error(start, self.mean[start:stop])
-        feedback.discard()
+            self.feedback.include_exactly(start, stop)
+            self.feedback.add_owner_error(start, self.mean[start:stop])
 
     def encode(self) -> None:
         for bounds in self.others:
@@ -143,6 +148,7 @@ def steps(codec: str, elements: int, peers: int) -> dict[str, float]:
         thread.join()
     bench = _Bench(coding, elements, peers)
     whole: dict[str, Callable[[], float]] = {
+        "fresh memory from the kernel": lambda: _cpu_s(bench.touch),
         "begin and settle the residual": lambda: _cpu_s(bench.begin_and_settle),
         "encode": lambda: _cpu_s(bench.encode),
         "seal": bench.seal_s,
