@@ -18,7 +18,8 @@ import account
 from common import comma, elements_of, parser, publish, size_of
 from pacing import Lap, Pack, RoundFailed, costs, exchange_s, notes, seconds
 from peer_systems import gloo_peer, has_hivemind, hivemind_peer
-from shoal_round import Case, Measured, measure, run_toml
+from round_case import Case, run_toml
+from shoal_round import Measured, measure
 
 from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.partition import chunk_elements

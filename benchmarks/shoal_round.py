@@ -1,96 +1,28 @@
-"""A round as members of a run do it: a real coordinator and every peer in processes of their own.
-
-Nobody trains: contributions are given. But samples are leased, for weights are their tokens, and the coordinator closes
-the round, plans it and gives its verdict. Everybody first waits until the announced closing is over, which is ahead by
-design; then the clock starts, and with it ready, plan, exchange, report, verdict and the decoded mean.
-"""
+"""Rounds of Shoal, measured: a real coordinator and every peer in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
-import torch
-from pacing import Helper, Lap, Pace, Pack
+from pacing import Helper, Lap, Pack
+from round_case import Case, run_toml
+from round_peer import run_peer
 from shaped_links import Site, enter
-from torch import Tensor
 from usage import own_cpu_s
 
 from shoal.peer.hosting import HostOptions, host
-from shoal.peer.member import Member
-from shoal.peer.state import State
-from shoal.swarm.averaging.outcomes import Committed, Offer
-from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import (
-    Blob,
-    CoordinatorToPeerModelAccepted,
-    DeviceInfo,
-    Message,
-    PeerToCoordinatorDescribeModel,
-    PeerToCoordinatorHeartbeat,
-    PeerToCoordinatorRoundReport,
-    RunView,
-    SampleRange,
-    TensorSpec,
-)
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport import Node, Sink
 
 _LOOPBACK = "127.0.0.1"
-_PROBE_STEP = 4099
-"""Every so manieth value of a mean is checked."""
-
-_TOLERANCE = 0.1
-"""Of a mean of normally distributed values: several steps of int8, far less than a value that is missing."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is averaged: ``rounds`` count, one more before them warms up. ``bandwidths_bps``: what each peer says of its
-    link, where the coordinator is not to find out by itself. ``group_size``: 0 for one that holds everybody."""
-
-    codec: str
-    elements: int
-    peers: int = 4
-    rounds: int = 5
-    patience_s: float = 12.0
-    group_size: int = 0
-    bandwidths_bps: tuple[float, ...] = ()
-
-
-def run_toml(case: Case) -> str:
-    """A run whose rounds close as soon as every peer has done its one sample."""
-    group = f"group_size = {case.group_size}" if case.group_size else ""
-    return f"""
-[run]
-name = "bench"
-[recipe]
-name = "own"
-[data]
-source = "own"
-[averaging]
-codec = "{case.codec}"
-{group}
-[round]
-tokens = {case.peers}
-max_s = 3600.0
-patience_s = {case.patience_s}
-"""
-
-
-# The coordinator's process -----------------------------------------------------------------------------------
 
 
 def run_coordinator(pipe: Connection, toml: str, folder: Path, site: Site | None) -> None:
@@ -111,163 +43,6 @@ def run_coordinator(pipe: Connection, toml: str, folder: Path, site: Site | None
     options = HostOptions(folder / "identity", folder / "state", bind=(address, 0))
     threading.Thread(target=answer, daemon=True).start()
     asyncio.run(host(folder / "run.toml", options, lambda hosting: pipe.send(str(hosting.invite)), lambda fact: None))
-
-
-# A peer's process --------------------------------------------------------------------------------------------
-
-
-def run_peer(pipe: Connection, invite: str, case: Case, number: int, site: Site | None) -> None:
-    """One member's rounds; ``site``: the namespace that it lives in."""
-    if site is not None:
-        enter(site.namespace)
-    torch.set_num_threads(1)
-    asyncio.run(_live(Pace(pipe), Invite.parse(invite), case, number, site.address if site is not None else _LOOPBACK))
-
-
-class _Client(CoordinatorClient):
-    """Remembers when the plan came and when the report of the exchange went."""
-
-    bandwidth_bps: float | None = None
-    plan_s = held_s = 0.0
-
-    async def ask_view(self, message: Message) -> RunView:
-        if isinstance(message, PeerToCoordinatorRoundReport):
-            self.held_s = time.monotonic()
-        return await super().ask_view(message)
-
-    async def heartbeat(self, heartbeat: PeerToCoordinatorHeartbeat) -> None:
-        if self.bandwidth_bps is not None:
-            heartbeat = heartbeat.model_copy(update={"bandwidth_bps": self.bandwidth_bps})
-        await super().heartbeat(heartbeat)
-
-    async def see_plan(self, number: int) -> None:
-        """Until there is one for that round."""
-        await self.wait_for(lambda view: view.round != number or view.plan is not None)
-        self.plan_s = time.monotonic()
-
-
-class _Node(Node):
-    """Knows whom it has fetched from."""
-
-    partners: set[str]
-
-    async def fetch(
-        self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
-    ) -> AsyncGenerator[int, None]:
-        self.partners.add(peer)
-        async for chunk in super().fetch(peer, blob, chunks, sink, progress_s):
-            yield chunk
-
-
-async def _live(pace: Pace, invite: Invite, case: Case, number: int, address: str) -> None:
-    identity, keys = Identity.generate(), CurveKeys.fresh()
-    client: _Client | None = None
-
-    async def admit(key: bytes) -> bool:
-        return client is not None and await client.admit(key)
-
-    async with _Node.open(keys, address, (0, 0), admit) as node:
-        assert isinstance(node, _Node)
-        node.partners = set()
-        device = DeviceInfo(kind="cpu", name="none", memory_bytes=0)
-        client = _Client(node, identity, keys, invite, MemberInfo(f"peer-{number}", "trainer", device, host=address))
-        client.bandwidth_bps = case.bandwidths_bps[number] if case.bandwidths_bps else None
-        await client.join()
-        async with task_scope() as tasks:
-            peer = _Peer(Member(node, client, tasks), client, node, pace, case)
-            await peer.prepare()
-            beats = tasks.create_task(peer.beat())
-            for _ in range(1 + case.rounds):
-                await peer.take_part(tasks)
-            beats.cancel()
-        await client.leave("done")
-
-
-class _Peer:
-    def __init__(self, member: Member, client: _Client, node: _Node, pace: Pace, case: Case) -> None:
-        self._member, self._client, self._node, self._pace, self._case = member, client, node, pace, case
-
-    async def prepare(self) -> None:
-        """As a member does when it joins; its kernels are compiled before anything counts."""
-        layout = (TensorSpec(name="values", shape=(self._case.elements,), dtype="float32"),)
-        model = PeerToCoordinatorDescribeModel(
-            layout=layout, corpus_digest=bytes(32), corpus_about="", tokens_per_sample=1
-        )
-        await self._client.ask(model, CoordinatorToPeerModelAccepted)
-        self._member.prepare_averaging(layout)
-        for thread in threading.enumerate():
-            if thread.name.startswith("shoal-"):
-                await asyncio.to_thread(thread.join)
-        await asyncio.to_thread(self._pace.introduce, self._client.peer)
-        self._hold(0)
-
-    def _hold(self, version: int) -> None:
-        """Stands for the state that everybody has at this anchor version."""
-        digest = hashlib.sha256(b"benchmark %d" % version).digest()
-        self._member.hold(State(torch.zeros(1, 1), version, digest))
-
-    async def beat(self) -> None:
-        while True:
-            await self._member.beat()
-            await asyncio.sleep(self._client.deadlines.heartbeat_s)
-
-    async def _work(self) -> tuple[SampleRange, ...]:
-        """Lease one sample, say that it is done, and wait for the end of the announced closing."""
-        client, member = self._client, self._member
-        number = (await client.wait_for(lambda view: view.phase == "training")).round
-        member.progress.round, member.progress.tokens_done = number, 0
-        await member.beat()
-        while not (ranges := await member.lease(1)):
-            await member.wait_for_change(client.deadlines.heartbeat_s / 4)
-        member.progress.tokens_done = 1
-        await member.beat()
-        view = await client.wait_for(lambda view: view.phase == "closing")
-        assert view.round == number, (view.round, number)
-        closes_at_s = client.closes_at_s
-        assert closes_at_s is not None
-        await asyncio.sleep(closes_at_s - asyncio.get_running_loop().time())
-        return ranges
-
-    async def take_part(self, tasks: asyncio.TaskGroup) -> None:
-        client, member, state = self._client, self._member, self._member.state
-        ranges, number = await self._work(), client.view.round
-        contribution = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number))
-        expected = contribution[::_PROBE_STEP].clone()
-        assert state is not None
-        offer = Offer(number, state.version, state.digest, contribution, len(ranges), ranges, None)
-        start_s = await asyncio.to_thread(self._pace.start)
-        sent, received = self._node.meter.sent_bytes, self._node.meter.received_bytes
-        self._node.partners.clear()
-        await asyncio.sleep(start_s - time.monotonic())
-        plan_seen = tasks.create_task(client.see_plan(number))
-        outcome = await member.average(offer)
-        end_s = time.monotonic()
-        cpu_seconds, peak_bytes = await asyncio.to_thread(self._pace.done)
-        await plan_seen
-        assert isinstance(outcome, Committed), outcome
-        assert outcome.included
-        _check(outcome.mean[::_PROBE_STEP], expected)
-        lap = Lap(
-            end_s=end_s - start_s,
-            cpu_s=cpu_seconds,
-            sent_bytes=self._node.meter.sent_bytes - sent,
-            received_bytes=self._node.meter.received_bytes - received,
-            peak_bytes=peak_bytes,
-            plan_s=client.plan_s - start_s,
-            held_s=client.held_s - start_s,
-            partners=len(self._node.partners),
-        )
-        self._pace.report(lap)
-        self._hold(outcome.verdict.anchor_version)
-
-
-def _check(mean: Tensor, expected: Tensor) -> None:
-    """Everybody gave the same values, so their mean is those."""
-    worst = float((mean - expected).abs().max())
-    assert worst <= _TOLERANCE, f"the mean is off by {worst}"
-
-
-# The script's side -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from typing import Any
 
 from common import comma, elements_of, parser, publish, size_of
 from pacing import Lap, RoundFailed, costs, exchange_s, seconds
+from round_case import Case
 from shaped_links import NoShapedLinks, check_machine, shaped_links
-from shoal_round import Case, Measured, measure
+from shoal_round import Measured, measure
 
 from shoal.swarm.averaging.partition import owner_shares
 

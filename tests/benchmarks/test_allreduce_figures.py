@@ -50,7 +50,7 @@ def test_bytes_of_a_flat_group() -> None:
 
 def test_a_run_file_for_every_case() -> None:
     from allreduce import knows_groups
-    from shoal_round import Case, run_toml
+    from round_case import Case, run_toml
 
     from shoal.swarm.run_file import parse_run_file
 
