@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import account
-from common import comma, elements_of, parser, publish, size_of
-from pacing import Lap, Pack, RoundFailed, costs, exchange_s, notes, seconds
+from common import comma, elements_of, end_on_sigterm, parser, publish, size_of
+from pacing import Lap, Pack, RoundFailed, costs, notes, seconds, stages
 from peer_systems import gloo_peer, has_hivemind, hivemind_peer
 from round_case import Case, run_toml
 from shoal_round import Measured, measure
@@ -38,7 +38,7 @@ def shoal_row(case: Case, limit_s: float) -> Row:
 
 def as_row(case: Case, measured: Measured) -> Row:
     what = f"Shoal {case.codec}" + (f", groups of {case.group_size}" if case.group_size else "")
-    row = _row(what, case.peers, case.elements, measured.laps, exchange_s(measured.laps))
+    row = _row(what, case.peers, case.elements, measured.laps)
     partners = [lap.partners for one in measured.laps for lap in one if lap.partners is not None]
     return row | {"coordinator CPU s": measured.coordinator_cpu_s, "partners a peer": max(partners)}
 
@@ -49,7 +49,7 @@ def gloo_row(case: Case, limit_s: float) -> Row:
         with Pack.started(gloo_peer, one, limit_s) as pack:
             pack.introduce()
             laps = [pack.lap() for _ in range(1 + case.rounds)][1:]
-    return _row("gloo float32, in the clear", case.peers, case.elements, laps, seconds(laps))
+    return _row("gloo float32, in the clear", case.peers, case.elements, laps) | {"exchange s": seconds(laps)}
 
 
 def hivemind_row(case: Case, limit_s: float) -> Row:
@@ -59,17 +59,17 @@ def hivemind_row(case: Case, limit_s: float) -> Row:
         pack.introduce()
         laps = [pack.lap() for _ in range(2 * (1 + case.rounds))]
     whole, exchanges = laps[1 : 1 + case.rounds], laps[2 + case.rounds :]
-    row = _row(f"Hivemind {case.codec}", case.peers, case.elements, whole, seconds(exchanges))
-    return row | {"MB sent a peer": None, "note": notes(laps)}
+    row = _row(f"Hivemind {case.codec}", case.peers, case.elements, whole)
+    return row | {"exchange s": seconds(exchanges), "MB sent a peer": None, "note": notes(laps)}
 
 
-def _row(what: str, peers: int, elements: int, laps: Sequence[Sequence[Lap]], exchange_seconds: float | None) -> Row:
+def _row(what: str, peers: int, elements: int, laps: Sequence[Sequence[Lap]]) -> Row:
     return {
         "what": what,
         "peers": peers,
         "elements": size_of(elements),
         "s a round": seconds(laps),
-        "exchange s": exchange_seconds,
+        **stages(laps),
         **costs(laps, elements),
         "coordinator CPU s": None,
         "partners a peer": None,
@@ -208,6 +208,7 @@ def main() -> None:
         "--account", action="store_true", help="only CPU seconds by step, of the last size and codec"
     )
     options = arguments.parse_args()
+    end_on_sigterm()
     if options.account:
         case = Case(options.codecs[-1], options.sizes[-1], options.peers, options.rounds)
         row = shoal_row(case, options.limit_s)

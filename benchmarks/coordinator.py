@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import zmq.asyncio
-from common import await_invite, parser, publish
+from common import await_invite, end_on_sigterm, parser, publish
 from light_peer import LEASES_PER_ROUND, SAMPLES_PER_LEASE, TOKENS_PER_SAMPLE, Habits, LightPeer
 from light_view import Record
 from usage import cpu_s, rss_bytes
@@ -194,6 +194,7 @@ def main() -> None:
     arguments.add_argument("--processes", type=int, default=2, help="that the peers are spread over")
     arguments.add_argument("--log", type=Path, help="keep the coordinator's log here")
     options = arguments.parse_args()
+    end_on_sigterm()
     rows = []
     for peers in options.peers:
         rows.append(measure(peers, options.rounds, options))

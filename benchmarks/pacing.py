@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from statistics import mean, median
@@ -31,7 +32,7 @@ class RoundFailed(Exception):
 @dataclass(frozen=True)
 class Lap:
     """One peer's round. Moments in seconds since the start: ``end_s``, when it holds the mean; and, where there are
-    such things, when it had the plan and when it held every part's result. ``cpu_s`` with its descendants'."""
+    such things, when it had the plan, every part's result, and the verdict. ``cpu_s`` with its descendants'."""
 
     end_s: float
     cpu_s: float
@@ -40,6 +41,7 @@ class Lap:
     peak_bytes: int | None = None
     plan_s: float | None = None
     held_s: float | None = None
+    verdict_s: float | None = None
     partners: int | None = None
     note: str = ""
 
@@ -170,16 +172,20 @@ def seconds(laps: Sequence[Sequence[Lap]]) -> float:
     return median(max(lap.end_s for lap in one) for one in laps)
 
 
-def exchange_s(laps: Sequence[Sequence[Lap]]) -> float | None:
-    """Median over rounds: from the first peer that has the plan to the last that holds every result."""
-    spans = []
+def stages(laps: Sequence[Sequence[Lap]]) -> dict[str, float | None]:
+    """Columns of a table, median over rounds: until the first peer has the plan; until the last holds every result;
+    until the last has the verdict; until the last has the mean. None where there are no such things."""
+    spans: dict[str, list[float]] = {"plan s": [], "exchange s": [], "verdict s": [], "mean s": []}
     for one in laps:
         plans = [lap.plan_s for lap in one if lap.plan_s is not None]
         held = [lap.held_s for lap in one if lap.held_s is not None]
-        if len(plans) < len(one) or len(held) < len(one):
-            return None
-        spans.append(max(held) - min(plans))
-    return median(spans)
+        verdicts = [lap.verdict_s for lap in one if lap.verdict_s is not None]
+        if len(one) != len(plans) or len(one) != len(held) or len(one) != len(verdicts):
+            return dict.fromkeys(spans)
+        moments = [0.0, min(plans), max(held), max(verdicts), max(lap.end_s for lap in one)]
+        for span, (start_s, end_s) in zip(spans.values(), pairwise(moments), strict=True):
+            span.append(end_s - start_s)
+    return {name: median(span) for name, span in spans.items()}
 
 
 def costs(laps: Sequence[Sequence[Lap]], elements: int) -> dict[str, float | None]:

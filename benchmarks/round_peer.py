@@ -57,10 +57,10 @@ def run_peer(pipe: Connection, invite: str, case: Case, number: int, site: Site 
 
 
 class _Client(CoordinatorClient):
-    """Remembers when the plan came and when the report of the exchange went."""
+    """Remembers when the plan came, when the report of the exchange went, and when the verdict came."""
 
     bandwidth_bps: float | None = None
-    plan_s = held_s = 0.0
+    plan_s = held_s = verdict_s = 0.0
 
     async def ask_view(self, message: Message) -> RunView:
         if isinstance(message, PeerToCoordinatorRoundReport):
@@ -72,10 +72,12 @@ class _Client(CoordinatorClient):
             heartbeat = heartbeat.model_copy(update={"bandwidth_bps": self.bandwidth_bps})
         await super().heartbeat(heartbeat)
 
-    async def see_plan(self, number: int) -> None:
-        """Until there is one for that round."""
+    async def see(self, number: int) -> None:
+        """Until that round has ended."""
         await self.wait_for(lambda view: view.round != number or view.plan is not None)
         self.plan_s = time.monotonic()
+        await self.wait_for(lambda view: view.round != number)
+        self.verdict_s = time.monotonic()
 
 
 class _Node(Node):
@@ -169,11 +171,11 @@ class _Peer:
         sent, received = self._node.meter.sent_bytes, self._node.meter.received_bytes
         self._node.partners.clear()
         await asyncio.sleep(start_s - time.monotonic())
-        plan_seen = tasks.create_task(client.see_plan(number))
+        seen = tasks.create_task(client.see(number))
         outcome = await member.average(offer)
         end_s = time.monotonic()
         cpu_seconds, peak_bytes = await asyncio.to_thread(self._pace.done)
-        await plan_seen
+        await seen
         assert isinstance(outcome, Committed), outcome
         assert outcome.included
         _check(outcome.mean[::_PROBE_STEP], expected)
@@ -185,6 +187,7 @@ class _Peer:
             peak_bytes=peak_bytes,
             plan_s=client.plan_s - start_s,
             held_s=client.held_s - start_s,
+            verdict_s=client.verdict_s - start_s,
             partners=len(self._node.partners),
         )
         self._pace.report(lap)

@@ -10,15 +10,14 @@ is told the rates, and the exchange is held against the prediction.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from common import comma, elements_of, parser, publish, size_of
-from pacing import Lap, RoundFailed, costs, exchange_s, seconds
+from common import comma, elements_of, end_on_sigterm, parser, publish, size_of
+from pacing import Lap, RoundFailed, costs, seconds, stages
 from round_case import Case
 from shaped_links import NoShapedLinks, check_machine, shaped_links
 from shoal_round import Measured, measure
@@ -66,7 +65,7 @@ def predicted_s(rates_mbit: Sequence[float], vector_bytes: float) -> float:
 
 def as_row(case: Case, link: Link, measured: Measured) -> Row:
     laps = measured.laps
-    round_s, exchange_seconds = seconds(laps), exchange_s(laps)
+    round_s, exchange_seconds = seconds(laps), stages(laps)["exchange s"]
     assert exchange_seconds is not None
     ideal_seconds = median(ideal_s(one, link.rates_mbit) for one in laps)
     vector_bytes = median(sum(lap.sent_bytes for lap in one) for one in laps) / (2 * (case.peers - 1))
@@ -141,7 +140,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=3, help="that count; one more before them does not")
     arguments.add_argument("--limit-s", type=float, default=1800.0, help="for one row; then its peers are killed")
     options = arguments.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go
+    end_on_sigterm()
     rows: list[Row] = []
     try:
         check_machine()

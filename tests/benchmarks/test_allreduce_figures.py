@@ -60,14 +60,19 @@ def test_a_run_file_for_every_case() -> None:
 
 
 def test_figures_of_laps() -> None:
-    from pacing import Lap, costs, exchange_s, notes, seconds
+    from pacing import Lap, costs, notes, seconds, stages
 
-    quick = Lap(1.0, 0.5, 10, peak_bytes=100, plan_s=0.2, held_s=0.9)
-    slow = Lap(3.0, 0.25, 30, peak_bytes=400, plan_s=0.1, held_s=2.1, note="late")
+    quick = Lap(1.0, 0.5, 10, peak_bytes=100, plan_s=0.2, held_s=0.9, verdict_s=0.95)
+    slow = Lap(3.0, 0.25, 30, peak_bytes=400, plan_s=0.1, held_s=2.1, verdict_s=2.35, note="late")
     rounds = [[quick, slow], [quick, quick], [slow, slow]]
     assert seconds(rounds) == 3.0
-    assert exchange_s(rounds) == pytest.approx(2.0)
-    assert exchange_s([[quick, Lap(1.0, 0.0, 0)]]) is None
+    assert stages(rounds) == {
+        "plan s": pytest.approx(0.1),
+        "exchange s": pytest.approx(2.0),
+        "verdict s": pytest.approx(0.25),
+        "mean s": pytest.approx(0.65),
+    }
+    assert set(stages([[quick, Lap(1.0, 0.0, 0)]]).values()) == {None}
     figures = costs(rounds, elements=100)
     assert figures == {
         "CPU s": 0.75,
