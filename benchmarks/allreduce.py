@@ -18,13 +18,11 @@ import account
 from common import comma, elements_of, end_on_sigterm, parser, publish, size_of
 from pacing import Lap, Pack, RoundFailed, costs, notes, seconds, stages
 from peer_systems import gloo_peer, has_hivemind, hivemind_peer
-from round_case import Case, run_toml
+from round_case import Case
 from shoal_round import Measured, measure
 
 from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.partition import chunk_elements
-from shoal.swarm.errors import RunFileError
-from shoal.swarm.run_file import parse_run_file
 
 _GRID_SIDE = 4
 _HIVEMIND_CODECS = ("int8", "float16")
@@ -86,15 +84,6 @@ def or_failure(measure_row: Callable[[Case, float], Row], what: str, case: Case,
 
 
 # The grid ----------------------------------------------------------------------------------------------------
-
-
-def knows_groups() -> bool:
-    """Whether this version's run files have groups smaller than the swarm."""
-    try:
-        parse_run_file(run_toml(Case("int8", 1, group_size=_GRID_SIDE)))
-    except RunFileError:
-        return False
-    return True
 
 
 def flat_bytes(codec: str, elements: int, peers: int) -> float:
@@ -184,11 +173,9 @@ def measure_all(options: Any) -> list[Row]:
             for codec in _HIVEMIND_CODECS:
                 case = Case(codec, elements, options.peers, options.rounds)
                 add(or_failure(hivemind_row, f"Hivemind {codec}", case, options.limit_s))
-    if options.grid and knows_groups():
+    if options.grid:
         case = Case("int8", options.grid, _GRID_SIDE**2, options.rounds, patience_s=30.0, group_size=_GRID_SIDE)
         add(shoal_row(case, options.limit_s))
-    elif options.grid:
-        print("the grid is left out: run files of this version know no averaging.group_size")
     if "hivemind" in options.beside and not has_hivemind():
         print("Hivemind is left out: it is not installed here (benchmarks/README.md)")
     return rows

@@ -85,12 +85,9 @@ class _Node(Node):
 
     partners: set[str]
 
-    async def fetch(
-        self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
-    ) -> AsyncGenerator[int, None]:
+    def fetch(self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float) -> AsyncGenerator[int, None]:
         self.partners.add(peer)
-        async for chunk in super().fetch(peer, blob, chunks, sink, progress_s):
-            yield chunk
+        return super().fetch(peer, blob, chunks, sink, progress_s)
 
 
 async def _live(pace: Pace, invite: Invite, case: Case, number: int, address: str) -> None:
@@ -128,7 +125,7 @@ class _Peer:
         await self._client.ask(model, CoordinatorToPeerModelAccepted)
         self._member.prepare_averaging(layout)
         for thread in threading.enumerate():
-            if thread.name.startswith("shoal-"):
+            if thread.name.endswith("_kernels"):
                 await asyncio.to_thread(thread.join)
         await asyncio.to_thread(self._pace.introduce, self._client.peer)
         self._hold(0)

@@ -49,14 +49,14 @@ def test_bytes_of_a_flat_group() -> None:
 
 
 def test_a_run_file_for_every_case() -> None:
-    from allreduce import knows_groups
     from round_case import Case, run_toml
 
     from shoal.swarm.run_file import parse_run_file
 
     run = parse_run_file(run_toml(Case("float16", 100, peers=7, patience_s=9.0)))
     assert (run.averaging.codec, run.round.tokens, run.round.patience_s) == ("float16", 7, 9.0)
-    assert knows_groups() == hasattr(run.averaging, "group_size")
+    grid = parse_run_file(run_toml(Case("int8", 100, peers=16, group_size=4)))
+    assert (grid.averaging.group_size, grid.round.tokens) == (4, 16)
 
 
 def test_figures_of_laps() -> None:
