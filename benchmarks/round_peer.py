@@ -25,6 +25,7 @@ from shoal.swarm.averaging.outcomes import Committed, Offer
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
+from shoal.swarm.links import Sink
 from shoal.swarm.messages import (
     Blob,
     CoordinatorToPeerModelAccepted,
@@ -38,7 +39,7 @@ from shoal.swarm.messages import (
     TensorSpec,
 )
 from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport import Node, Sink
+from shoal.swarm.transport import Node
 
 _LOOPBACK = "127.0.0.1"
 _PROBE_STEP = 4099

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
-from shoal.swarm.messages import MESSAGES, Message
+from shoal.swarm.messages import MESSAGES, Message, RoundPlan
 
 
 def _flat(metadata: typing.Iterable[Any]) -> list[Any]:
@@ -62,7 +62,24 @@ def records(cls: type[BaseModel]) -> st.SearchStrategy[Any]:
         for name, annotation in typing.get_type_hints(cls, include_extras=True).items()
         if name in cls.model_fields
     }
-    return st.fixed_dictionaries(fields).map(lambda kwargs: cls(**kwargs))
+    return st.fixed_dictionaries(fields).map(lambda kwargs: cls(**(_flat_plan(kwargs) if cls is RoundPlan else kwargs)))
+
+
+def _flat_plan(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Of any plan one that fits together: everybody in one row, and nobody else in its parts."""
+    members = tuple(member.model_copy(update={"row": 0}) for member in kwargs["members"])
+    inside = len(members)
+    parts = tuple(
+        part.model_copy(
+            update={
+                "owner": part.owner % inside,
+                "stand_ins": tuple(one % inside for one in part.stand_ins),
+                "column": 0,
+            }
+        )
+        for part in kwargs["parts"]
+    )
+    return kwargs | {"members": members, "parts": parts, "columns": ()}
 
 
 messages: st.SearchStrategy[Message] = st.sampled_from(sorted(MESSAGES)).flatmap(lambda name: records(MESSAGES[name]))
