@@ -1,170 +1,213 @@
-"""One exchange of a round between processes on loopback, against gloo's ring all-reduce of the same vector.
+"""Rounds between peers as processes on loopback, encrypted as always, beside gloo and Hivemind in the same run.
 
-Shoal: plan in hand, from the contribution in memory to every mean in the store and its digest: encode, seal, send,
-decode, sum, encode, send. Gloo: ``torch.distributed.all_reduce``, float32, unencrypted. Bytes are those that one
-peer sends.
+A round of Shoal: from the moment when everybody is about to say "ready" until everybody holds the decoded mean: plan
+and verdict of a real coordinator in a process of its own, exchange, digests, decoding. The announcement of the closing,
+which lies ahead by design, is over when the clock starts. Exchange: from the first peer that has the plan to the last
+that holds every result. CPU: user and system, all peers together. Peak memory: of a peer, above what it had at the
+start, its contribution among that; also over the contribution's bytes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
+import sys
 import tempfile
-import time
-from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from common import entry_of, parser, publish
+import account
+from common import comma, elements_of, end_on_sigterm, parser, publish, size_of
+from pacing import Lap, Pack, RoundFailed, costs, notes, seconds, stages
+from peer_systems import gloo_peer, has_hivemind, hivemind_peer
+from round_case import Case
+from shoal_round import Measured, measure
 
-from shoal.compression import fast
-from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import get_coding
-from shoal.swarm.averaging.allreduce import AllReduce, ResultStore
-from shoal.swarm.averaging.partition import chunk_elements, split
-from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.messages import Blob, Part, PlanMember, RosterEntry, RoundPlan
-from shoal.swarm.transport import Node
+from shoal.swarm.averaging.partition import chunk_elements
+
+_GRID_SIDE = 4
+_HIVEMIND_CODECS = ("int8", "float16")
+
+Row = dict[str, Any]
 
 
-def make_plan(peers: list[str], elements: int, number: int) -> RoundPlan:
-    chunk = chunk_elements(elements, len(peers))
-    parts = split(elements, [1 / len(peers)] * len(peers), chunk)
-    return RoundPlan(
-        round=number,
-        anchor_version=0,
-        state_digest=bytes(32),
-        chunk_elements=chunk,
-        members=tuple(PlanMember(peer=peer, weight_tokens=1) for peer in sorted(peers)),
-        parts=tuple(Part(owner=owner, start=start, stop=stop) for owner, start, stop in parts),
+def shoal_row(case: Case, limit_s: float) -> Row:
+    return as_row(case, measure(case, limit_s))
+
+
+def as_row(case: Case, measured: Measured) -> Row:
+    what = f"Shoal {case.codec}" + (f", groups of {case.group_size}" if case.group_size else "")
+    row = _row(what, case.peers, case.elements, measured.laps)
+    partners = [lap.partners for one in measured.laps for lap in one if lap.partners is not None]
+    return row | {"coordinator CPU s": measured.coordinator_cpu_s, "partners a peer": max(partners)}
+
+
+def gloo_row(case: Case, limit_s: float) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        one = [(f"{folder}/store", number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
+        with Pack.started(gloo_peer, one, limit_s) as pack:
+            pack.introduce()
+            laps = [pack.lap() for _ in range(1 + case.rounds)][1:]
+    return _row("gloo float32, in the clear", case.peers, case.elements, laps) | {"exchange s": seconds(laps)}
+
+
+def hivemind_row(case: Case, limit_s: float) -> Row:
+    """Its round has the matchmaking in it, its exchange has not."""
+    one = [(case.codec, number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
+    with Pack.started(hivemind_peer, one, limit_s) as pack:
+        pack.introduce()
+        laps = [pack.lap() for _ in range(2 * (1 + case.rounds))]
+    whole, exchanges = laps[1 : 1 + case.rounds], laps[2 + case.rounds :]
+    row = _row(f"Hivemind {case.codec}", case.peers, case.elements, whole)
+    return row | {"exchange s": seconds(exchanges), "MB sent a peer": None, "note": notes(laps)}
+
+
+def _row(what: str, peers: int, elements: int, laps: Sequence[Sequence[Lap]]) -> Row:
+    return {
+        "what": what,
+        "peers": peers,
+        "elements": size_of(elements),
+        "s a round": seconds(laps),
+        **stages(laps),
+        **costs(laps, elements),
+        "coordinator CPU s": None,
+        "partners a peer": None,
+        "note": notes(laps),
+    }
+
+
+def or_failure(measure_row: Callable[[Case, float], Row], what: str, case: Case, limit_s: float) -> Row:
+    """The row, or one that says why there is none: another system's trouble is not to end this benchmark."""
+    try:
+        return measure_row(case, limit_s)
+    except RoundFailed as error:
+        return {"what": what, "peers": case.peers, "elements": size_of(case.elements), "note": str(error)}
+
+
+# The grid ----------------------------------------------------------------------------------------------------
+
+
+def flat_bytes(codec: str, elements: int, peers: int) -> float:
+    """What a peer of one flat group sends: 2 (N - 1) / N times the encoded vector, chunk by chunk."""
+    coding, chunk = get_coding(codec), chunk_elements(elements, peers)
+    whole = sum(
+        coding.contribution(start, min(start + chunk, elements)).packed_bytes(min(chunk, elements - start))
+        for start in range(0, elements, chunk)
     )
+    return 2 * (peers - 1) / peers * whole
 
 
-def shoal_peer(pipe: Connection, codec: str, elements: int, rounds: int) -> None:
-    torch.set_num_threads(1)
-    asyncio.run(_shoal_peer(pipe, codec, elements, rounds))
+# Ratios ------------------------------------------------------------------------------------------------------
 
 
-async def _shoal_peer(pipe: Connection, codec_name: str, elements: int, rounds: int) -> None:
-    identity, keys, coding = Identity.generate(), CurveKeys.fresh(), get_coding(codec_name)
-    for thread in fast.compile_ahead(coding.kernels):  # a member does so when it joins
-        await asyncio.to_thread(thread.join)
-    node: Node
-
-    async def admit(key: bytes) -> bool:
-        return node.knows_key(key)
-
-    async with Node.open(keys, "127.0.0.1", (0, 0), admit) as node:
-        me = entry_of(node, identity, keys)
-        pipe.send(me.model_dump())
-        roster = tuple(RosterEntry.model_validate(one) for one in await asyncio.to_thread(pipe.recv))
-        node.update_roster(roster)
-        feedback = ErrorFeedback(elements)
-        for number in range(rounds):
-            plan = make_plan([entry.peer for entry in roster], elements, number)
-            contribution = torch.randn(elements, generator=torch.Generator().manual_seed(number))
-            pipe.send("ready")
-            await asyncio.to_thread(pipe.recv)
-            sent, start = node.meter.sent_bytes, time.perf_counter()
-            feedback.begin(contribution)
-            store = ResultStore(plan, coding)
-            node.publish(Blob(kind="result", number=number), store)
-            exchange = AllReduce(node, store, identity.peer_id, feedback, Deadlines(30))
-            assert not (await exchange.run()).trouble
-            for part in plan.parts:
-                await asyncio.to_thread(store.digest, part)
-            seconds = time.perf_counter() - start
-            pipe.send(seconds)
-            await asyncio.to_thread(pipe.recv)
-            pipe.send(node.meter.sent_bytes - sent)
-            feedback.commit()
-        pipe.send("end")
-        await asyncio.to_thread(pipe.recv)
+def find(rows: Sequence[Row], what: str, elements: str, column: str) -> float | None:
+    """A figure of the row for that system and size; None where it was not measured."""
+    for row in rows:
+        if row["what"] == what and row["elements"] == elements and row.get(column) is not None:
+            return float(row[column])
+    return None
 
 
-def gloo_peer(pipe: Connection, store: str, elements: int, rounds: int) -> None:
-    torch.set_num_threads(1)
-    pipe.send("here")
-    rank, size = pipe.recv()
-    dist.init_process_group("gloo", f"file://{store}", timeout=timedelta(seconds=60), rank=rank, world_size=size)
-    for number in range(rounds):
-        vector = torch.randn(elements, generator=torch.Generator().manual_seed(number))
-        pipe.send("ready")
-        pipe.recv()
-        start = time.perf_counter()
-        dist.all_reduce(vector)
-        pipe.send(time.perf_counter() - start)
-        pipe.recv()
-        pipe.send(int(2 * (size - 1) / size * 4 * elements))
-    pipe.send("end")
-    pipe.recv()
-    dist.destroy_process_group()
+def over(one: float | None, other: float | None) -> float | None:
+    """Their ratio, None without either."""
+    return None if one is None or not other else one / other
 
 
-def measure(
-    end: Callable[[Connection, str, int, int], None], detail: str, peers: int, elements: int, rounds: int
-) -> tuple[float, float]:
-    """Median over rounds of the slowest peer's seconds, and the mean bytes that a peer sent in a round."""
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes = []
-    for _ in range(peers):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=end, args=(theirs, detail, elements, rounds))
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
-    first = [pipe.recv() for pipe in pipes]
-    for rank, pipe in enumerate(pipes):
-        pipe.send((rank, peers) if end is gloo_peer else first)
-    seconds, sent = [], []
-    for _ in range(rounds):
-        for step in ("ready", "times"):
-            answers = [pipe.recv() for pipe in pipes]
-            if step == "times":
-                seconds.append(max(answers))
-            for pipe in pipes:
-                pipe.send("go")
-        sent.append(sum(pipe.recv() for pipe in pipes) / peers)
-    for pipe in pipes:
-        assert pipe.recv() == "end"
-    for pipe in pipes:
-        pipe.send("end")
-    for process in processes:
-        process.join()
-    return sorted(seconds)[len(seconds) // 2], sum(sent) / len(sent)
+def overhead_s(rows: Sequence[Row]) -> float | None:
+    """What of the 1M int8 round its bytes do not need: group forming plus all overhead.
+
+    They need the time that so many take in the largest int8 exchange of this run, where the rest hardly counts. None
+    where no larger one was measured."""
+    round_s = find(rows, "Shoal int8", "1M", "s a round")
+    larger = [
+        (elements_of(row["elements"]), float(row["exchange s"]))
+        for row in rows
+        if row["what"] == "Shoal int8" and row.get("exchange s") is not None and elements_of(row["elements"]) > 10**6
+    ]
+    if round_s is None or not larger:
+        return None
+    elements, exchange_seconds = max(larger)
+    return round_s - exchange_seconds * 10**6 / elements
+
+
+def ratios_of(rows: Sequence[Row]) -> dict[str, float | None]:
+    """The goals' figures: times over times, so below 1 Shoal is the faster one."""
+    return {
+        "int8_50M_vs_gloo": over(
+            find(rows, "Shoal int8", "50M", "s a round"),
+            find(rows, "gloo float32, in the clear", "50M", "s a round"),
+        ),
+        "int8_10M_vs_hivemind": over(
+            find(rows, "Shoal int8", "10M", "s a round"), find(rows, "Hivemind int8", "10M", "s a round")
+        ),
+        "overhead_1M_s": overhead_s(rows),
+        "grid16_bytes_vs_flat": grid_ratio(rows),
+    }
+
+
+def grid_ratio(rows: Sequence[Row]) -> float | None:
+    """Bytes that a peer of the grid sent, over what the formula says for one flat group of as many."""
+    for row in rows:
+        if row["what"] == f"Shoal int8, groups of {_GRID_SIDE}":
+            flat = flat_bytes("int8", elements_of(row["elements"]), row["peers"])
+            return float(row["MB sent a peer"]) * 1e6 / flat
+    return None
+
+
+# The script --------------------------------------------------------------------------------------------------
+
+
+def measure_all(options: Any) -> list[Row]:
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        print(row, flush=True)
+
+    for elements in options.sizes:
+        size = Case("float32", elements, options.peers, options.rounds)
+        for codec in options.codecs:
+            add(shoal_row(Case(codec, elements, options.peers, options.rounds), options.limit_s))
+        if "gloo" in options.beside:
+            add(or_failure(gloo_row, "gloo float32, in the clear", size, options.limit_s))
+        if "hivemind" in options.beside and has_hivemind():
+            for codec in _HIVEMIND_CODECS:
+                case = Case(codec, elements, options.peers, options.rounds)
+                add(or_failure(hivemind_row, f"Hivemind {codec}", case, options.limit_s))
+    if options.grid:
+        case = Case("int8", options.grid, _GRID_SIDE**2, options.rounds, patience_s=30.0, group_size=_GRID_SIDE)
+        add(shoal_row(case, options.limit_s))
+    if "hivemind" in options.beside and not has_hivemind():
+        print("Hivemind is left out: it is not installed here (benchmarks/README.md)")
+    return rows
 
 
 def main() -> None:
     arguments = parser(__doc__)
+    arguments.add_argument("--sizes", type=comma(elements_of), default=comma(elements_of)("1M,10M,50M"), help="1M,10M")
+    arguments.add_argument("--codecs", type=comma(str), default=["float32", "float16", "int8"])
     arguments.add_argument("--peers", type=int, default=4)
-    arguments.add_argument("--elements", type=int, default=2**24)
-    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--rounds", type=int, default=5, help="that count; one more before them does not")
+    arguments.add_argument("--beside", type=comma(str), default=["gloo", "hivemind"], help="other systems to measure")
+    arguments.add_argument("--grid", type=elements_of, default=elements_of("4M"), help="of 16 peers' vectors")
+    arguments.add_argument("--no-grid", dest="grid", action="store_const", const=0)
+    arguments.add_argument("--limit-s", type=float, default=300.0, help="for one row; then its peers are killed")
+    arguments.add_argument(
+        "--account", action="store_true", help="only CPU seconds by step, of the last size and codec"
+    )
     options = arguments.parse_args()
-    rows: list[dict[str, Any]] = []
-    size = (options.peers, options.elements, options.rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        variants: list[tuple[str, Callable[[Connection, str, int, int], None], str]] = [
-            ("gloo float32, in the clear", gloo_peer, f"{folder}/store"),
-            ("Shoal float32, sealed", shoal_peer, "float32"),
-            ("Shoal int8, sealed", shoal_peer, "int8"),
-        ]
-        for name, end, detail in variants:
-            seconds, sent = measure(end, detail, *size)
-            speed = options.elements / 1e6 / seconds
-            rows.append({"what": name, "s a round": seconds, "M elements/s": speed, "MB sent a peer": sent / 1e6})
-    gloo, float32, int8 = rows
-    ratios = {
-        "shoal_float32_time_vs_gloo": float32["s a round"] / gloo["s a round"],
-        "shoal_int8_time_vs_gloo": int8["s a round"] / gloo["s a round"],
-        "shoal_int8_bytes_vs_gloo": int8["MB sent a peer"] / gloo["MB sent a peer"],
-    }
-    title = f"{options.elements:,} elements, {options.peers} peers on {multiprocessing.cpu_count()} cores"
-    publish(title, rows, ratios, options.json)
+    end_on_sigterm()
+    if options.account:
+        case = Case(options.codecs[-1], options.sizes[-1], options.peers, options.rounds)
+        row = shoal_row(case, options.limit_s)
+        account.publish_account(case.codec, case.elements, case.peers, row["CPU s"], options.json)
+        return
+    try:
+        rows = measure_all(options)
+    except RoundFailed as error:
+        sys.exit(f"benchmarks/allreduce.py: {error}")
+    publish(
+        f"{options.peers} peers on loopback, median of {options.rounds} rounds", rows, ratios_of(rows), options.json
+    )
 
 
 if __name__ == "__main__":

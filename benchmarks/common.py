@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -21,6 +23,8 @@ from shoal.peer.export import export_model
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.messages import RosterEntry
 from shoal.swarm.transport import Node
+
+T = TypeVar("T")
 
 # A pipe or a file has no width of its own; rich would take 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 152)
@@ -60,22 +64,62 @@ def machine() -> dict[str, Any]:
     }
 
 
-def publish(title: str, rows: list[dict[str, Any]], ratios: dict[str, float], path: Path | None) -> None:
-    """Print the table and the ratios; write them as JSON where asked for."""
+def end_on_sigterm() -> None:
+    """As by an exception, so that no process or namespace stays behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def comma(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """An option's type: values with commas between them."""
+
+    def parse(text: str) -> list[T]:
+        return [kind(one.strip()) for one in text.split(",") if one.strip()]
+
+    parse.__name__ = "list"  # what argparse calls it in its errors
+    return parse
+
+
+def elements_of(size: str) -> int:
+    """Of a size as people write it: ``10M``, ``2.5M``, ``500k``, or a plain number. Raises ``ValueError``."""
+    factor = {"k": 10**3, "M": 10**6}.get(size[-1:], 1)
+    elements = float(size[:-1] if factor > 1 else size) * factor
+    if elements < 1 or elements != int(elements):
+        raise ValueError(f"{size}: expected a whole number of elements")
+    return int(elements)
+
+
+def size_of(elements: int) -> str:
+    """The other way round: 10_000_000 is ``10M``."""
+    return f"{elements / 1e6:g}M" if elements >= 10**5 else f"{elements}"
+
+
+def publish(
+    title: str, rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, float | None], path: Path | None
+) -> None:
+    """Print the table and the ratios; write them as JSON where asked for. None: it could not be measured here."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     table = Table(title=title)
-    for column in rows[0]:
-        is_text = isinstance(rows[0][column], str)
+    for column in columns:
+        is_text = any(isinstance(row.get(column), str) for row in rows)
         table.add_column(
             column.removesuffix("_GBps").replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text
         )
     for row in rows:
-        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else f"{value}" for value in row.values()))
+        table.add_row(*(in_words(row.get(column)) for column in columns))
     console.print(table)
     for name, ratio in ratios.items():
-        console.print(f"{name} = {ratio:.5g}", highlight=False)
+        console.print(f"{name} = {'not measured' if ratio is None else f'{ratio:.5g}'}", highlight=False)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), "rows": rows, "ratios": ratios}, indent=2) + "\n")
+        content = {"machine": machine(), "rows": list(rows), "ratios": dict(ratios)}
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def in_words(value: Any) -> str:
+    """One field of a table."""
+    if value is None:
+        return "-"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value}"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import tempfile
 import time
 from bisect import bisect_left
@@ -22,9 +21,10 @@ from statistics import median, quantiles
 from typing import Any
 
 import zmq.asyncio
-from common import await_invite, parser, publish
+from common import await_invite, end_on_sigterm, parser, publish
 from light_peer import LEASES_PER_ROUND, SAMPLES_PER_LEASE, TOKENS_PER_SAMPLE, Habits, LightPeer
 from light_view import Record
+from usage import cpu_s, rss_bytes
 
 from shoal.peer.demo_child import Child
 from shoal.swarm.deadlines import Deadlines
@@ -88,11 +88,12 @@ class Sample:
 
 
 def sample(pid: int) -> Sample:
-    """From Linux' /proc."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    ticks = os.sysconf("SC_CLK_TCK")
-    rss_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Sample(time.monotonic(), (int(fields[11]) + int(fields[12])) / ticks, rss_pages * os.sysconf("SC_PAGE_SIZE"))
+    return Sample(time.monotonic(), cpu_s(pid), rss_bytes(pid))
+
+
+def limit_s(rounds: int, options: Any) -> float:
+    """Nothing goes on for longer, from the begin of the first round on, however busy the machine."""
+    return float(1 + rounds) * (2 * options.work_s + options.exchange_s + 4 * PATIENCE_S)
 
 
 def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
@@ -123,13 +124,19 @@ def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
             joined = sample(pid)
             for pipe in pipes:
                 pipe.send("begin")
+            deadline_s = time.monotonic() + limit_s(rounds, options)
             while host.is_running and not all(pipe.poll() for pipe in pipes):
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(
+                        f"{peers} peers: the run did not end in time; --log FILE keeps the coordinator's"
+                    )
                 samples.append(sample(pid))
                 time.sleep(0.1)
             records = [record for pipe in pipes for record in pipe.recv()]
         finally:
             for process in processes:
                 process.kill()
+                process.join()
             host.ask_to_end()
             host.end()
             if options.log is not None:
@@ -187,18 +194,20 @@ def main() -> None:
     arguments.add_argument("--processes", type=int, default=2, help="that the peers are spread over")
     arguments.add_argument("--log", type=Path, help="keep the coordinator's log here")
     options = arguments.parse_args()
+    end_on_sigterm()
     rows = []
     for peers in options.peers:
         rows.append(measure(peers, options.rounds, options))
         print(rows[-1])
     fewest, most = rows[0], rows[-1]
-    ratios = {
+    ratios: dict[str, float | None] = {"coordinator_1000_cpu_share": None}  # where so many were not asked for
+    ratios |= {
         f"coordinator_{row['peers']}_{name}": row[column]
         for row in rows
         for name, column in (("cpu_share", "CPU share"), ("planning_s", "planning s"), ("rss_mb", "RSS MB"))
     }
     for name, column in (("cpu_share", "CPU share"), ("planning", "planning s"), ("rss", "RSS MB")):
-        ratios[f"coordinator_{name}_growth"] = most[column] / fewest[column] if fewest[column] else float("inf")
+        ratios[f"coordinator_{name}_growth"] = most[column] / fewest[column] if fewest[column] else None
     title = f"A coordinator and its peers, {options.elements:,} elements, {multiprocessing.cpu_count()} cores"
     publish(title, rows, ratios, options.json)
 

@@ -48,6 +48,7 @@ from shoal.swarm.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
 TOKENS_PER_SAMPLE = 1024
 SAMPLES_PER_LEASE = 16
 LEASES_PER_ROUND = 2
+_TOKENS_PER_ROUND = LEASES_PER_ROUND * SAMPLES_PER_LEASE * TOKENS_PER_SAMPLE
 _GIVE_UP_S = 120.0
 _SILENCE_MS = 600_000
 _WITH_VIEW = (CoordinatorToPeerView.__name__, CoordinatorToPeerJoinAccepted.__name__)
@@ -87,7 +88,6 @@ class LightPeer:
         self._tokens_done = 0
         self._roster_version = 0
         self._anchor_version: int | None = None
-        self._beat_now = asyncio.Event()
 
     async def live(self, joining: asyncio.Semaphore, here: asyncio.Semaphore, everybody: asyncio.Event) -> None:
         """``here`` is released once it has joined; it trains when ``everybody`` has.
@@ -161,19 +161,27 @@ class LightPeer:
             times.verdict_s = time.monotonic()
         if self._view.anchor_version != self._anchor_version:
             self._anchor_version, self._ranges, self._tokens_done = self._view.anchor_version, (), 0
-            self._beat_now.set()
+            await self._tell()  # before any lease: who has not told the new state gets none
 
     async def _work(self, number: int) -> None:
         """Lease after lease, as long as the round trains."""
         for _ in range(LEASES_PER_ROUND):
-            if self._view.round != number or self._view.phase != "training":
-                return
-            ask = PeerToCoordinatorRequestLease(round=number, samples=SAMPLES_PER_LEASE, tokens_done=self._tokens_done)
-            answer = decode(await self._request(ask)).message
-            assert isinstance(answer, CoordinatorToPeerLease)
-            self._ranges += answer.ranges
+            while not (ranges := await self._lease(number)):
+                # A round without this work would miss its goal, and go on until its limit in time.
+                await self._until(lambda view: not _trains(view, number), self._habits.heartbeat_s)
+                if not _trains(self._view, number):
+                    return
+            self._ranges += ranges
             await asyncio.sleep(self._habits.work_s / LEASES_PER_ROUND)
             self._tokens_done = self._leased_tokens
+
+    async def _lease(self, number: int) -> tuple[SampleRange, ...]:
+        if not _trains(self._view, number):
+            return ()
+        ask = PeerToCoordinatorRequestLease(round=number, samples=SAMPLES_PER_LEASE, tokens_done=self._tokens_done)
+        answer = decode(await self._request(ask)).message
+        assert isinstance(answer, CoordinatorToPeerLease)
+        return answer.ranges
 
     @property
     def _leased_tokens(self) -> int:
@@ -191,31 +199,31 @@ class LightPeer:
         )
 
     async def _beat(self) -> None:
-        share = LEASES_PER_ROUND * SAMPLES_PER_LEASE * TOKENS_PER_SAMPLE
         while True:
-            self._beat_now.clear()
-            version = self._anchor_version
-            assert version is not None
-            heartbeat = PeerToCoordinatorHeartbeat(
-                round=self._view.round,
-                activity="training",
-                anchor_version=version,
-                state_digest=state_digest(version),
-                tokens_done=self._tokens_done,
-                tokens_per_s=share / self._habits.work_s,
-                step_s=0.1,
-                loss=1.0,
-                chunks_moved=0,
-                bytes_sent=0,
-                bytes_received=0,
-                bandwidth_bps=1e8,
-                roster_version=self._roster_version,
-                verdict_chain=self._view.verdict_chain,
-            )
-            await self._request(heartbeat)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._habits.heartbeat_s):
-                    await self._beat_now.wait()
+            await self._tell()
+            await asyncio.sleep(self._habits.heartbeat_s)
+
+    async def _tell(self) -> None:
+        """One heartbeat."""
+        version = self._anchor_version
+        assert version is not None
+        heartbeat = PeerToCoordinatorHeartbeat(
+            round=self._view.round,
+            activity="training",
+            anchor_version=version,
+            state_digest=state_digest(version),
+            tokens_done=self._tokens_done,
+            tokens_per_s=_TOKENS_PER_ROUND / self._habits.work_s,
+            step_s=0.1,
+            loss=1.0,
+            chunks_moved=0,
+            bytes_sent=0,
+            bytes_received=0,
+            bandwidth_bps=1e8,
+            roster_version=self._roster_version,
+            verdict_chain=self._view.verdict_chain,
+        )
+        await self._request(heartbeat)
 
     # Messages -----------------------------------------------------------------------------------------------
 
@@ -278,6 +286,10 @@ class LightPeer:
         socket.curve_publickey, socket.curve_secretkey = z85.encode(self._keys.public), z85.encode(self._keys.secret)
         tune(socket, _SILENCE_MS)
         return socket
+
+
+def _trains(view: Glance, number: int) -> bool:
+    return view.round == number and view.phase == "training"
 
 
 async def _answer_ping(listening: zmq.asyncio.Socket) -> None:

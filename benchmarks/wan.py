@@ -1,228 +1,158 @@
-"""The exchange of a round between 4 peers, each in a network namespace of its own with a shaped link.
+"""Rounds between peers that live in network namespaces of their own behind shaped links, the coordinator in one more.
 
-As ``allreduce.py``: plan in hand, from the contribution in memory to every mean in the store and its digest; links are
-open, the first round does not count. Ideal: the time that a peer's sealed bytes alone take at its link's rate. The link
-share is ideal / actual; headers of IP and TCP cost some 3.5 % that nobody can have. With a slow member, parts are sized
-by bandwidth, and the prediction is that of the closed form (``partition.owner_shares``).
+As ``allreduce.py``: from "ready" to the decoded mean; the round before, which opens the links, does not count. Ideal:
+what the sealed bytes of the busiest peer alone take at its link's rate. The link share of the round is ideal / round,
+that of the exchange ideal / exchange (plan in hand to all results held); headers of IP and TCP cost some 3.5 % that
+nobody can have, and plan and verdict take two round trips. Predicted: what the closed form says for these rates
+(``partition.owner_shares``); where ideal is more, parts were not shared like that. With a slow member the coordinator
+is told the rates, and the exchange is held against the prediction.
 """
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-import torch
-from common import entry_of, parser, publish
-from shaped_links import NoShapedLinks, Site, check_machine, enter, shaped_links
+from common import comma, elements_of, end_on_sigterm, parser, publish, size_of
+from pacing import Lap, RoundFailed, costs, seconds, stages
+from round_case import Case
+from shaped_links import NoShapedLinks, check_machine, shaped_links
+from shoal_round import Measured, measure
 
-PEERS = 4
-_PATIENCE_S = 120.0
-_SIZES = {"1M": 1_000_000, "10M": 10_000_000, "50M": 50_000_000}
+from shoal.swarm.averaging.partition import owner_shares
+
+_PATIENCE_S = 60.0
+_GOAL_ROUND_TRIP_MS = 50.0
+_GOAL_RATE_MBIT = 100.0
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One row: ``rates_mbit`` by peer, up and down alike."""
+class Link:
+    """The links of one row: ``rates_mbit`` by peer, up and down alike."""
 
-    codec: str
-    elements: int
     rates_mbit: tuple[float, ...]
     round_trip_ms: float
-    rounds: int
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.rates_mbit)) == 1
+
+    @property
+    def words(self) -> str:
+        return f"{self.rates_mbit[0]:g}" if self.is_even else "/".join(f"{rate:g}" for rate in self.rates_mbit)
 
 
-def run_peer(pipe: Connection, site: Site, case: Case) -> None:
-    """In a process of its own. Imports come after ``enter``: their threads belong into the namespace too."""
-    enter(site.namespace)
-    torch.set_num_threads(1)
-    asyncio.run(_run_peer(pipe, site, case))
-
-
-async def _run_peer(pipe: Connection, site: Site, case: Case) -> None:
-    from shoal.compression import fast
-    from shoal.compression.error_feedback import ErrorFeedback
-    from shoal.compression.registry import get_coding
-    from shoal.swarm.averaging.allreduce import AllReduce
-    from shoal.swarm.averaging.results import ResultStore
-    from shoal.swarm.deadlines import Deadlines
-    from shoal.swarm.identity import CurveKeys, Identity
-    from shoal.swarm.messages import Blob, RosterEntry, RoundPlan
-    from shoal.swarm.transport import Node
-
-    identity, keys, coding = Identity.generate(), CurveKeys.fresh(), get_coding(case.codec)
-    for thread in fast.compile_ahead(coding.kernels):
-        await asyncio.to_thread(thread.join)
-    node: Node
-
-    async def admit(key: bytes) -> bool:
-        return node.knows_key(key)
-
-    async with Node.open(keys, site.address, (0, 0), admit) as node:
-        me = entry_of(node, identity, keys).model_copy(update={"host": site.address})
-        pipe.send(me.model_dump())
-        roster, plans = await asyncio.to_thread(pipe.recv)
-        node.update_roster(tuple(RosterEntry.model_validate(one) for one in roster))
-        feedback = ErrorFeedback(case.elements)
-        loop = asyncio.get_running_loop()
-        for number, dump in enumerate(plans):
-            plan = RoundPlan.model_validate(dump)
-            contribution = torch.randn(case.elements, generator=torch.Generator().manual_seed(number))
-            pipe.send("ready")
-            await asyncio.to_thread(pipe.recv)
-            sent, received, start = node.meter.sent_bytes, node.meter.received_bytes, loop.time()
-            feedback.begin(contribution)
-            store = ResultStore(plan, coding)
-            node.publish(Blob(kind="result", number=number), store)
-            trouble = (await AllReduce(node, store, identity.peer_id, feedback, Deadlines(_PATIENCE_S)).run()).trouble
-            assert not trouble, trouble
-            for part in plan.parts:
-                await asyncio.to_thread(store.digest, part)
-            seconds = loop.time() - start
-            pipe.send((seconds, node.meter.sent_bytes - sent, node.meter.received_bytes - received))
-            await asyncio.to_thread(pipe.recv)
-            feedback.commit()
-        pipe.send("end")
-        await asyncio.to_thread(pipe.recv)
-
-
-def make_plans(peers: Sequence[str], case: Case) -> list[dict[str, Any]]:
-    """One for each round; parts as a coordinator sizes them that has measured these bandwidths."""
-    from shoal.swarm.averaging.partition import chunk_elements, owner_shares, split
-    from shoal.swarm.messages import Part, PlanMember, RoundPlan
-
-    order = sorted(range(len(peers)), key=lambda index: peers[index])
-    shares = owner_shares([1e6 * case.rates_mbit[index] for index in order], [True] * len(peers))
-    chunk = chunk_elements(case.elements, len(peers))
-    parts = split(case.elements, shares, chunk)
-    plan = RoundPlan(
-        round=0,
-        anchor_version=0,
-        state_digest=bytes(32),
-        chunk_elements=chunk,
-        members=tuple(PlanMember(peer=peers[index], weight_tokens=1) for index in order),
-        parts=tuple(Part(owner=owner, start=start, stop=stop) for owner, start, stop in parts),
+def ideal_s(laps: Sequence[Lap], rates_mbit: Sequence[float]) -> float:
+    """What the bytes of the busiest peer and direction alone take at its rate."""
+    return max(
+        8 * max(lap.sent_bytes, lap.received_bytes) / (1e6 * rate) for lap, rate in zip(laps, rates_mbit, strict=True)
     )
-    return [plan.model_copy(update={"round": number}).model_dump() for number in range(case.rounds)]
 
 
-def predicted_s(case: Case, vector_bytes: float) -> float:
+def predicted_s(rates_mbit: Sequence[float], vector_bytes: float) -> float:
     """When the slowest member is done, by the closed form: (1 + (n - 2) w) V / b."""
-    from shoal.swarm.averaging.partition import owner_shares
-
-    rates = [1e6 * rate for rate in case.rates_mbit]
+    rates = [1e6 * rate for rate in rates_mbit]
     shares = owner_shares(rates, [True] * len(rates))
     return max(
         8 * vector_bytes * (1 + (len(rates) - 2) * share) / rate for share, rate in zip(shares, rates, strict=True)
     )
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """A row of the table."""
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes: list[Any] = []
-    rounds: list[list[tuple[float, int, int]]] = []
-    with shaped_links(case.rates_mbit, case.round_trip_ms / 2) as sites:
-        try:
-            for site in sites:
-                ours, theirs = context.Pipe()
-                processes.append(context.Process(target=run_peer, args=(theirs, site, case), daemon=True))
-                processes[-1].start()
-                theirs.close()
-                pipes.append(ours)
-            roster = [pipe.recv() for pipe in pipes]
-            plans = make_plans([entry["peer"] for entry in roster], case)
-            for pipe in pipes:
-                pipe.send((roster, plans))
-            for _ in range(case.rounds):
-                for step in ("ready", "times"):
-                    answers = [pipe.recv() for pipe in pipes]
-                    if step == "times":
-                        rounds.append(answers)
-                    for pipe in pipes:
-                        pipe.send("go")
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-    counted = rounds[1:] or rounds
-    actual_s = median(max(seconds for seconds, _, _ in answers) for answers in counted)
-    ideal_s = median(
-        max(8 * max(one[1:]) / (1e6 * rate) for one, rate in zip(answers, case.rates_mbit, strict=True))
-        for answers in counted
-    )
-    vector_bytes = median(sum(sent for _, sent, _ in answers) for answers in counted) / (2 * (PEERS - 1))
+def as_row(case: Case, link: Link, measured: Measured) -> Row:
+    laps = measured.laps
+    round_s, exchange_seconds = seconds(laps), stages(laps)["exchange s"]
+    assert exchange_seconds is not None
+    ideal_seconds = median(ideal_s(one, link.rates_mbit) for one in laps)
+    vector_bytes = median(sum(lap.sent_bytes for lap in one) for one in laps) / (2 * (case.peers - 1))
     return {
         "codec": case.codec,
-        "M elements": case.elements / 1e6,
-        "Mbit/s": "/".join(f"{rate:g}" for rate in case.rates_mbit)
-        if len(set(case.rates_mbit)) > 1
-        else case.rates_mbit[0],
-        "round trip ms": case.round_trip_ms,
-        "s a round": actual_s,
-        "ideal s": ideal_s,
-        "link share": ideal_s / actual_s,
-        "predicted s": predicted_s(case, vector_bytes),
-        "first round s": max(seconds for seconds, _, _ in rounds[0]),
+        "elements": size_of(case.elements),
+        "Mbit/s": link.words,
+        "round trip ms": link.round_trip_ms,
+        "s a round": round_s,
+        "exchange s": exchange_seconds,
+        "ideal s": ideal_seconds,
+        "link share": ideal_seconds / round_s,
+        "exchange's share": ideal_seconds / exchange_seconds,
+        "predicted s": predicted_s(link.rates_mbit, vector_bytes),
+        "first round s": max(lap.end_s for lap in measured.first),
+        "CPU s": costs(laps, case.elements)["CPU s"],
     }
 
 
-def cases(options: Any) -> list[Case]:
-    """Everything at the goals' link; the smallest size at all rates and delays; a member at a tenth of the rate."""
+def measure_row(case: Case, link: Link, limit_s: float) -> Row:
+    """Raises ``RoundFailed``, ``NoShapedLinks``."""
+    # The coordinator's messages are small: its link is as fast as the fastest.
+    with shaped_links([*link.rates_mbit, max(link.rates_mbit)], link.round_trip_ms / 2) as sites:
+        return as_row(case, link, measure(case, limit_s, sites))
+
+
+def cases(options: Any) -> list[tuple[Case, Link]]:
+    """All sizes and codecs at all rates and delays, and beside each a member at a tenth of the others' rate."""
     made = []
-    for size in options.sizes:
+    for elements in options.sizes:
         for codec in options.codecs:
+            case = Case(codec, elements, options.peers, options.rounds, _PATIENCE_S)
             for rate in options.rates:
                 for delay in options.delays:
-                    made.append(Case(codec, _SIZES[size], (rate,) * PEERS, delay, options.rounds))
+                    made.append((case, Link((rate,) * options.peers, delay)))
             if options.slow_of:
-                rates = (options.slow_of,) * (PEERS - 1) + (options.slow_of / 10,)
-                made.append(Case(codec, _SIZES[size], rates, 50.0, options.rounds))
+                rates = (options.slow_of,) * (options.peers - 1) + (options.slow_of / 10,)
+                told = Case(codec, elements, options.peers, options.rounds, _PATIENCE_S, 0, bits_of(rates))
+                made.append((told, Link(rates, _GOAL_ROUND_TRIP_MS)))
     return made
 
 
-def ratios_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The goals' figures, of those rows that were measured."""
-    ratios: dict[str, float] = {}
-    for row in rows:
-        if row["codec"] != "int8" or row["round trip ms"] != 50.0:
-            continue
-        if isinstance(row["Mbit/s"], str):
-            ratios.setdefault("slow_member_vs_predicted", row["s a round"] / row["predicted s"])
-        elif row["Mbit/s"] == 100.0:
-            ratios[f"wan_100mbit_25ms_{row['M elements']:g}M_link_share"] = row["link share"]
+def bits_of(rates_mbit: Sequence[float]) -> tuple[float, ...]:
+    return tuple(1e6 * rate for rate in rates_mbit)
+
+
+def ratios_of(rows: Sequence[Row]) -> dict[str, float | None]:
+    """The goals' figures; None of what was not measured. The slow member's: of the largest size."""
+    ratios: dict[str, float | None] = {
+        "wan_100mbit_25ms_50M_link_share": None,
+        "wan_100mbit_25ms_10M_link_share": None,
+        "slow_member_vs_predicted": None,
+    }
+    goals = [row for row in rows if row["codec"] == "int8" and row["round trip ms"] == _GOAL_ROUND_TRIP_MS]
+    for row in sorted(goals, key=lambda row: elements_of(row["elements"])):
+        if "/" in row["Mbit/s"]:
+            ratios["slow_member_vs_predicted"] = row["exchange s"] / row["predicted s"]
+        elif float(row["Mbit/s"]) == _GOAL_RATE_MBIT:
+            ratios[f"wan_100mbit_25ms_{row['elements']}_link_share"] = row["link share"]
+            ratios[f"wan_100mbit_25ms_{row['elements']}_exchange_share"] = row["exchange's share"]
     return ratios
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--sizes", nargs="+", choices=sorted(_SIZES), default=["10M"])
-    arguments.add_argument("--codecs", nargs="+", default=["int8", "float32"])
-    arguments.add_argument("--rates", nargs="+", type=float, default=[20.0, 100.0, 500.0], help="Mbit/s, up and down")
-    arguments.add_argument("--delays", nargs="+", type=float, default=[10.0, 50.0, 150.0], help="round trip, ms")
-    arguments.add_argument(
-        "--slow-of", type=float, default=100.0, help="rate beside a member at a tenth of it; 0: none"
-    )
-    arguments.add_argument("--rounds", type=int, default=4, help="the first one does not count")
+    arguments.add_argument("--sizes", type=comma(elements_of), default=[10_000_000], help="as in 1M,10M,50M")
+    arguments.add_argument("--codecs", type=comma(str), default=["int8"], help="as in int8,float32")
+    arguments.add_argument("--rates", type=comma(float), default=[20.0, 100.0, 500.0], help="Mbit/s, up and down")
+    arguments.add_argument("--delays", type=comma(float), default=[10.0, 50.0, 150.0], help="round trips in ms")
+    arguments.add_argument("--slow-of", type=float, default=100.0, help="rate beside a member at a tenth; 0: none")
+    arguments.add_argument("--peers", type=int, default=4)
+    arguments.add_argument("--rounds", type=int, default=3, help="that count; one more before them does not")
+    arguments.add_argument("--limit-s", type=float, default=1800.0, help="for one row; then its peers are killed")
     options = arguments.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go
+    end_on_sigterm()
+    rows: list[Row] = []
     try:
         check_machine()
-        rows = []
-        for case in cases(options):
-            rows.append(measure(case))
+        for case, link in cases(options):
+            rows.append(measure_row(case, link, options.limit_s))
             print(rows[-1], flush=True)
     except NoShapedLinks as error:
         print(f"benchmarks/wan.py: {error}", file=sys.stderr)
         sys.exit(2)
-    publish(f"{PEERS} peers behind shaped links", rows, ratios_of(rows), options.json)
+    except RoundFailed as error:
+        sys.exit(f"benchmarks/wan.py: {error}")
+    publish(f"{options.peers} peers behind shaped links", rows, ratios_of(rows), options.json)
 
 
 if __name__ == "__main__":

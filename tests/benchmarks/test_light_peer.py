@@ -2,6 +2,7 @@ from typing import Any
 
 import msgpack
 from hypothesis import HealthCheck, given, settings
+from tests.fakes.virtual_clock import run_virtual
 from tests.swarm.samples import records
 
 from shoal.swarm.messages import RoundPlan, RunView
@@ -22,3 +23,39 @@ def test_a_glance_at_a_view_sees_what_is_in_it(view: Any, plan: Any) -> None:
     assert (seen.anchor_version, seen.phase) == (view.anchor_version, view.phase)
     assert (seen.roster_version, seen.has_roster) == (view.roster_version, bool(view.roster))
     assert seen.parts == (len(plan.parts) if view.plan else 0)
+
+
+def test_a_light_peer_asks_for_its_samples_until_it_has_them() -> None:
+    """Else a round of those that were told "none" at first would never have all its tokens."""
+    import zmq.asyncio
+    from light_peer import LEASES_PER_ROUND, SAMPLES_PER_LEASE, TOKENS_PER_SAMPLE, Habits, LightPeer
+    from light_view import Glance
+
+    from shoal.swarm.invite import Invite
+    from shoal.swarm.messages import CoordinatorToPeerLease, Message, SampleRange
+    from shoal.swarm.wire import Envelope, encode
+
+    class Peer(LightPeer):
+        asked = 0
+
+        async def _request(self, message: Message) -> bytes:
+            self.asked += 1
+            start = self.asked * SAMPLES_PER_LEASE
+            ranges = (SampleRange(start=start, stop=start + SAMPLES_PER_LEASE),) if self.asked % 2 == 0 else ()
+            return encode(Envelope("reply", self.asked, CoordinatorToPeerLease(ranges=ranges)))
+
+    async def work() -> None:
+        context = zmq.asyncio.Context()
+        try:
+            peer = Peer(context, Invite("127.0.0.1", 1, "light", bytes(32)), Habits(1, 4.0, 0.0, 1.0, 1.0))
+            peer._view = Glance(round=3, phase="training")
+            await peer._work(3)
+            assert peer.asked == 2 * LEASES_PER_ROUND
+            assert peer._tokens_done == LEASES_PER_ROUND * SAMPLES_PER_LEASE * TOKENS_PER_SAMPLE
+            peer._view = Glance(round=3, phase="closing")
+            await peer._work(3)
+            assert peer.asked == 2 * LEASES_PER_ROUND, "only while the round trains"
+        finally:
+            context.destroy(linger=0)
+
+    run_virtual(work())

@@ -1,0 +1,185 @@
+"""Where a round's CPU seconds go: each step of the exchange alone, on one thread, beside what a whole round took.
+
+Every step runs on the sizes that a round of these peers has, so the sum is what the round would take if nothing else
+cost anything; the rest is the event loop, messages, threads that wait for each other, and what a colder cache costs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import publish, size_of
+from torch import Tensor
+
+from shoal.compression import fast
+from shoal.compression.coding import Coding
+from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.registry import get_coding
+from shoal.swarm.averaging.partition import chunk_elements
+from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES, SealedLink, preferred_cipher
+
+_REPEATS = 3
+_SOCKET_BYTES = 2**22
+_PAGE_BYTES = 4096
+
+
+class _Bench:
+    """One peer's share of a round of ``peers``, ``elements`` each; all methods do all of it once."""
+
+    def __init__(self, coding: Coding, elements: int, peers: int) -> None:
+        self.coding, self.peers = coding, peers
+        size = chunk_elements(elements, peers)
+        self.bounds = [(start, min(start + size, elements)) for start in range(0, elements, size)]
+        own = max(1, len(self.bounds) // peers)
+        self.own, self.others = self.bounds[:own], self.bounds[own:]
+        self.contribution = torch.randn(elements, generator=torch.Generator().manual_seed(1))
+        self.feedback = ErrorFeedback(elements)
+        self.feedback.begin(self.contribution)
+        self.packed = {
+            bounds: self.feedback.encode_chunk(coding.contribution(*bounds), *bounds) for bounds in self.bounds
+        }
+        self.mean = torch.zeros(elements)
+        self.bytes = sum(packed.numel() for packed in self.packed.values())
+        self._link(max(packed.numel() for packed in self.packed.values()))
+
+    def _link(self, largest: int) -> None:
+        secrets = bytes(64)
+        ends = [SealedLink(b"12345678", secrets, preferred_cipher(), opener=opener) for opener in (True, False)]
+        self._sender, self._receiver = ends
+        self._sealed = memoryview(bytearray(largest + TAG_BYTES))
+        self._opened = memoryview(bytearray(largest))
+
+    def _sent(self) -> list[memoryview]:
+        """What one peer sends, and as much as it receives: its part to each owner, its part's means to everybody."""
+        outward = [self.packed[bounds].numpy().data for bounds in self.others]
+        means = [self.packed[bounds].numpy().data for bounds in self.own]
+        return outward + means * (self.peers - 1)
+
+    def touch(self) -> None:
+        """The pages of what is new in every round: the pending residual and the mean, what is encoded and received."""
+        pages = torch.empty(8 * self.contribution.numel() + 2 * self.bytes, dtype=torch.uint8)
+        pages[::_PAGE_BYTES] = 1
+
+    def begin_and_settle(self) -> None:
+        self.feedback.discard()
+        self.feedback.begin(self.contribution)
+        for start, stop in self.own:
+            self.feedback.include_exactly(start, stop)
+            self.feedback.add_owner_error(start, self.mean[start:stop])
+
+    def encode(self) -> None:
+        for bounds in self.others:
+            self.feedback.encode_chunk(self.coding.contribution(*bounds), *bounds)
+
+    def accumulate(self) -> None:
+        for start, stop in self.own:
+            total = torch.zeros(stop - start)
+            total += self.feedback.corrected(start, stop)
+            for _ in range(self.peers - 1):
+                self.coding.contribution(start, stop).accumulate(self.packed[start, stop], total, 1.0)
+            total.div_(float(self.peers))
+
+    def encode_result(self) -> None:
+        for start, stop in self.own:
+            error: Tensor = torch.zeros(stop - start)
+            self.coding.result(start, stop, self.peers).encode_residual(self.contribution[start:stop], error)
+
+    def digest(self) -> None:
+        """Of all parts: everybody's report names them, and compares them with the verdict's."""
+        digest = hashlib.sha256()
+        for packed in self.packed.values():
+            digest.update(packed.numpy().data)
+        digest.digest()
+
+    def decode(self) -> None:
+        for start, stop in self.bounds:
+            self.coding.contribution(start, stop).decode(self.packed[start, stop], stop - start, self.mean[start:stop])
+
+    def seal_s(self) -> float:
+        return sum(self._seal_and_open(payload)[0] for payload in self._sent())
+
+    def open_s(self) -> float:
+        return sum(self._seal_and_open(payload)[1] for payload in self._sent())
+
+    def _seal_and_open(self, payload: memoryview) -> tuple[float, float]:
+        """CPU seconds of each, for what can only be opened once."""
+        sealed, opened = self._sealed[: payload.nbytes + TAG_BYTES], self._opened[: payload.nbytes]
+        header = self._sender.next_header(0, 0)
+        start_s = time.thread_time()
+        self._sender.seal(header, payload, sealed)
+        middle_s = time.thread_time()
+        self._receiver.open(header, sealed, opened)
+        return middle_s - start_s, time.thread_time() - middle_s
+
+    def send_and_receive(self) -> None:
+        """Through the kernel's loopback TCP and out of it again."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            one = socket.create_connection(server.getsockname())
+            other, _ = server.accept()
+        with one, other:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+            one.setblocking(False)
+            for payload in self._sent():
+                _through(one, other, payload.nbytes + HEADER_BYTES + TAG_BYTES, self._sealed)
+
+
+def _through(one: socket.socket, other: socket.socket, size: int, memory: memoryview) -> None:
+    sent = received = 0
+    while received < size:
+        if sent < size:
+            with suppress(BlockingIOError):
+                sent += one.send(memory[: min(size - sent, len(memory))])
+        received += other.recv_into(memory, min(size - received, sent - received, len(memory)))
+
+
+def steps(codec: str, elements: int, peers: int) -> dict[str, float]:
+    """CPU seconds of each step for all peers together."""
+    torch.set_num_threads(1)
+    coding = get_coding(codec)
+    for thread in fast.compile_ahead(coding.kernels):
+        thread.join()
+    bench = _Bench(coding, elements, peers)
+    whole: dict[str, Callable[[], float]] = {
+        "fresh memory from the kernel": lambda: _cpu_s(bench.touch),
+        "begin and settle the residual": lambda: _cpu_s(bench.begin_and_settle),
+        "encode": lambda: _cpu_s(bench.encode),
+        "seal": bench.seal_s,
+        "send and receive in the kernel": lambda: _cpu_s(bench.send_and_receive),
+        "open": bench.open_s,
+        "accumulate": lambda: _cpu_s(bench.accumulate),
+        "encode result": lambda: _cpu_s(bench.encode_result),
+        "digest, once for the report": lambda: _cpu_s(bench.digest),
+        "digest, once for the verdict": lambda: _cpu_s(bench.digest),
+        "decode": lambda: _cpu_s(bench.decode),
+    }
+    return {name: peers * min(measure() for _ in range(1 + _REPEATS)) for name, measure in whole.items()}
+
+
+def _cpu_s(work: Callable[[], None]) -> float:
+    start_s = time.thread_time()
+    work()
+    return time.thread_time() - start_s
+
+
+def table(measured: dict[str, float], total_cpu_s: float) -> list[dict[str, Any]]:
+    """Rows by step, with the share of the round's total and what none of them explains."""
+    known = dict(measured)
+    known["event loop and the rest"] = total_cpu_s - sum(measured.values())
+    known["the whole round"] = total_cpu_s
+    return [{"step": name, "CPU s": seconds, "share": seconds / total_cpu_s} for name, seconds in known.items()]
+
+
+def publish_account(codec: str, elements: int, peers: int, total_cpu_s: float, path: Path | None) -> None:
+    """Measure the steps and print them beside the round's CPU seconds."""
+    rows = table(steps(codec, elements, peers), total_cpu_s)
+    unexplained = next(row["share"] for row in rows if row["step"] == "event loop and the rest")
+    title = f"CPU seconds of a round, {peers} peers together, {size_of(elements)} {codec}"
+    publish(title, rows, {"unexplained_cpu_share": unexplained}, path)

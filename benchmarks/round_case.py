@@ -1,0 +1,39 @@
+"""What is averaged in a measured round, and the run file that makes a coordinator close and plan it so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is averaged: ``rounds`` count, one more before them warms up. ``bandwidths_bps``: what each peer says of its
+    link, where the coordinator is not to find out by itself. ``group_size``: 0 for one that holds everybody."""
+
+    codec: str
+    elements: int
+    peers: int = 4
+    rounds: int = 5
+    patience_s: float = 12.0
+    group_size: int = 0
+    bandwidths_bps: tuple[float, ...] = ()
+
+
+def run_toml(case: Case) -> str:
+    """A run whose rounds close as soon as every peer has done its one sample."""
+    group = f"group_size = {case.group_size}" if case.group_size else ""
+    return f"""
+[run]
+name = "bench"
+[recipe]
+name = "own"
+[data]
+source = "own"
+[averaging]
+codec = "{case.codec}"
+{group}
+[round]
+tokens = {case.peers}
+max_s = 3600.0
+patience_s = {case.patience_s}
+"""

@@ -1,0 +1,94 @@
+from typing import Any
+
+import pytest
+
+
+def row(what: str, elements: str, **figures: Any) -> dict[str, Any]:
+    return {"what": what, "elements": elements, **figures}
+
+
+def test_ratios_are_ours_over_theirs_of_the_same_size() -> None:
+    from allreduce import ratios_of
+
+    rows = [
+        row("Shoal int8", "1M", **{"s a round": 0.05, "exchange s": 0.03}),
+        row("Shoal int8", "10M", **{"s a round": 0.25, "exchange s": 0.2}),
+        row("Shoal float32", "50M", **{"s a round": 9.0, "exchange s": 9.0}),
+        row("Shoal int8", "50M", **{"s a round": 0.6, "exchange s": 0.5}),
+        row("gloo float32, in the clear", "50M", **{"s a round": 0.3}),
+        row("Hivemind int8", "10M", **{"s a round": 1.25}),
+    ]
+    ratios = ratios_of(rows)
+    assert ratios["int8_50M_vs_gloo"] == pytest.approx(2.0)
+    assert ratios["int8_10M_vs_hivemind"] == pytest.approx(0.2)
+    assert ratios["overhead_1M_s"] == pytest.approx(0.05 - 0.5 / 50)
+    assert ratios["grid16_bytes_vs_flat"] is None
+
+
+def test_what_is_missing_makes_no_ratio() -> None:
+    from allreduce import ratios_of
+
+    alone = [
+        row("Shoal int8", "1M", **{"s a round": 0.05, "exchange s": 0.03}),
+        row("Hivemind int8", "10M", note="died"),
+    ]
+    assert set(ratios_of(alone).values()) == {None}
+    assert set(ratios_of([])) == set(ratios_of(alone))
+
+
+def test_bytes_of_a_flat_group() -> None:
+    from allreduce import flat_bytes, grid_ratio
+
+    # Chunks of 8192 of int8: a float32 scale for 1024 values.
+    assert flat_bytes("int8", 2**20, 16) == 2 * 15 / 16 * (2**20 + 4 * 2**10)
+    assert flat_bytes("float32", 10_000, 4) == 2 * 3 / 4 * 40_000
+    measured = row(
+        "Shoal int8, groups of 4", "4M", peers=16, **{"MB sent a peer": 1.05e-6 * flat_bytes("int8", 4_000_000, 16)}
+    )
+    assert grid_ratio([measured]) == pytest.approx(1.05)
+
+
+def test_a_run_file_for_every_case() -> None:
+    from round_case import Case, run_toml
+
+    from shoal.swarm.run_file import parse_run_file
+
+    run = parse_run_file(run_toml(Case("float16", 100, peers=7, patience_s=9.0)))
+    assert (run.averaging.codec, run.round.tokens, run.round.patience_s) == ("float16", 7, 9.0)
+    grid = parse_run_file(run_toml(Case("int8", 100, peers=16, group_size=4)))
+    assert (grid.averaging.group_size, grid.round.tokens) == (4, 16)
+
+
+def test_figures_of_laps() -> None:
+    from pacing import Lap, costs, notes, seconds, stages
+
+    quick = Lap(1.0, 0.5, 10, peak_bytes=100, plan_s=0.2, held_s=0.9, verdict_s=0.95)
+    slow = Lap(3.0, 0.25, 30, peak_bytes=400, plan_s=0.1, held_s=2.1, verdict_s=2.35, note="late")
+    rounds = [[quick, slow], [quick, quick], [slow, slow]]
+    assert seconds(rounds) == 3.0
+    assert stages(rounds) == {
+        "plan s": pytest.approx(0.1),
+        "exchange s": pytest.approx(2.0),
+        "verdict s": pytest.approx(0.25),
+        "mean s": pytest.approx(0.65),
+    }
+    assert set(stages([[quick, Lap(1.0, 0.0, 0)]]).values()) == {None}
+    figures = costs(rounds, elements=100)
+    assert figures == {
+        "CPU s": 0.75,
+        "peak MB": pytest.approx(4e-4),
+        "peak / contribution": 1.0,
+        "MB sent a peer": pytest.approx(20e-6),
+    }
+    assert costs([[Lap(1.0, 0.0, 0)]], 1)["peak MB"] is None
+    assert notes(rounds) == "late"
+
+
+def test_the_account_adds_up() -> None:
+    from account import steps, table
+
+    rows = table({"encode": 0.25, "seal": 0.5}, 2.0)
+    assert [(one["CPU s"], one["share"]) for one in rows] == [(0.25, 0.125), (0.5, 0.25), (1.25, 0.625), (2.0, 1.0)]
+    measured = steps("int8", 300_000, 3)
+    assert {"encode", "seal", "open", "accumulate", "encode result", "decode"} <= set(measured)
+    assert all(cpu_s >= 0 for cpu_s in measured.values())
