@@ -57,6 +57,8 @@ def test_whoever_is_ready_gets_samples_for_the_next_round() -> None:
     one.left = other.left = []
     offer(world, one)
     assert world.ask(one, 4)
+    assert world.ask(other, 4) == []
+    other.offered = True  # as it says
     assert world.ask(other, 4) == [], "its part of this round comes first"
 
 
