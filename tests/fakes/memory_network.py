@@ -93,6 +93,7 @@ class MemoryEndpoint:
     async def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
     ) -> AsyncGenerator[int, None]:
+        assert peer != self.peer, "nobody has a link with itself"
         following, progress, trouble = chunks.start, now_s(), LinkError(f"{peer} sent nothing")
         while following < chunks.stop:
             try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
 from shoal.swarm.averaging.allreduce import Exchange
+from shoal.swarm.averaging.groups import Header
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import Part, RoundPlan
 
@@ -159,6 +160,29 @@ def test_whose_partial_was_not_used_is_in_the_mean_as_everybody() -> None:
         assert sides[part.owner].outcome is not None
         assert sides[part.owner].outcome.failed == {relay}
         conserved(sides, means[0])
+
+    run_virtual(main())
+
+
+def test_a_relay_that_is_in_a_mean_by_itself_is_in_it_as_it_was_encoded() -> None:
+    """Whoever made the bytes may have asked it, too: only the flag tells."""
+
+    async def main() -> None:
+        plan = grid(UNEVEN)
+        part, relay = a_part(plan)
+        sides = make_sides(MemoryNetwork(), plan, "int8")
+        await run_all(sides)
+        side, chunk = sides[relay], part.start // plan.chunk_elements
+        group, result = side.store.group, side.store[chunk]
+        header = group.header(result)
+        assert plan.members[relay].row in header.relayed
+        unflagged = group.pack_header(Header(header.included)) + bytes(result[group.header_bytes :])
+        await side.store.put(chunk, memoryview(unflagged))
+        start, stop = side.store.bounds(chunk)
+        codec = side.store.coding.contribution(start, stop)
+        sent = codec.decode(await side.exchange._source.chunk(chunk), stop - start)
+        await side.commit()
+        assert torch.equal(side.feedback.residual[start:stop], side.brought[start:stop] - sent)
 
     run_virtual(main())
 
@@ -357,6 +381,7 @@ def test_partials_that_go_bad_on_the_way() -> None:
         network.faults.append(fault)  # type: ignore[arg-type]
         sides = make_sides(network, plan)
         await run_all(sides)
+        assert now_s() < PATIENCE_S, "nobody waits for more of them"
         means = [await side.commit() for side in sides]
         headers = [sides[0].store.header(chunk) for chunk in chunks]
         row = plan.members[relay].row
