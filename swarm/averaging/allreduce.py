@@ -131,12 +131,9 @@ class AllReduce:
             self._endpoint.publish(blob, source)
         async with asyncio.TaskGroup() as tasks:
             for part in self._rotated():
-                if part.owner == self._me:
-                    tasks.create_task(self._own(part))
-                    continue
-                if self._me in self._plan.relays(part):
+                tasks.create_task(self._bring(part))
+                if part.owner != self._me and self._me in self._plan.relays(part):
                     tasks.create_task(self._as_relay.run(self._store.chunks_of(part)))
-                tasks.create_task(self._gather(part))
         for reduction in (self._as_owner, *self._as_stand_in):
             self._exchange.dropped |= reduction.dropped
             self._exchange.failed |= reduction.failed - {self._me}
@@ -175,6 +172,11 @@ class AllReduce:
         parts = list(self._plan.parts)
         first = next((i for i, part in enumerate(parts) if part.owner >= self._me), 0)
         return parts[first:] + parts[:first]
+
+    async def _bring(self, part: Part) -> None:
+        await (self._own(part) if part.owner == self._me else self._gather(part))
+        if self._store.has(part):
+            await in_thread(self._store.digest, part)  # while the others are still on their way
 
     async def _own(self, part: Part) -> None:
         await self._as_owner.run(self._store.chunks_of(part), self._relays(part))

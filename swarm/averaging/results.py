@@ -32,6 +32,7 @@ class ResultStore(ChunkStore):
         self.group = Group.of(plan)
         self.elements = plan.parts[-1].stop
         self._void: set[int] = set()
+        self._digests: dict[int, bytes] = {}
         super().__init__(-(-self.elements // plan.chunk_elements), f"round {plan.round}")
 
     @property
@@ -75,16 +76,27 @@ class ResultStore(ChunkStore):
         """Drop a part whose bytes are not the committed ones."""
         for index in self.chunks_of(part):
             self._held[index] = None
+        self._digests.pop(part.start, None)
 
     def has(self, part: Part) -> bool:
         return all(self._held[index] is not None for index in self.chunks_of(part))
 
     def digest(self, part: Part) -> bytes:
-        """SHA-256 of the part's result bytes, in the order of its chunks."""
+        """SHA-256 of the part's result bytes, in the order of its chunks; made once. Needs all of them."""
+        if (known := self._digests.get(part.start)) is not None:
+            return known
         digest = hashlib.sha256()
         for index in self.chunks_of(part):
             digest.update(self[index])
-        return digest.digest()
+        self._digests[part.start] = digest.digest()
+        return self._digests[part.start]
+
+    async def put(self, chunk: int, data: memoryview) -> None:
+        """See ``ChunkStore.put``."""
+        for part in self.plan.parts:
+            if part.start in self._digests and chunk in self.chunks_of(part):
+                del self._digests[part.start]
+        await super().put(chunk, data)
 
     def sink(self, received: dict[int, memoryview]) -> Callable[[int, int], memoryview]:
         """Where fetched result chunks go; refuses any that has neither of the two possible lengths."""
