@@ -36,7 +36,7 @@ from shoal.swarm.transport import Node
 
 log = logging.getLogger(__name__)
 
-_COMPILED_ELEMENTS = 2**22
+_COMPILED_ELEMENTS = 2**19
 """From this size of a model on it pays to compile the codecs: below, a round's coding takes milliseconds anyway."""
 
 

@@ -12,6 +12,7 @@ import logging
 import secrets
 import socket as sockets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from shoal.swarm.errors import BlobUnavailable, LinkClosed, ShoalError, WireError
@@ -23,6 +24,8 @@ from shoal.swarm.sockets import connect, listen
 from shoal.swarm.tasks import task_scope
 
 log = logging.getLogger(__name__)
+
+_SOON_S = 0.5
 
 
 class ChunkSource(Protocol):
@@ -47,6 +50,7 @@ class DataPlane:
         self._tasks = tasks
         self._links: dict[bytes, Link] = {}
         self._sources: dict[Blob, ChunkSource] = {}
+        self._published = asyncio.Event()  # another one after each
         self._pump = Pump(self._links, self.meter, self.close_link)
 
     def start(self, host: str, port: int) -> int:
@@ -68,6 +72,8 @@ class DataPlane:
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         """Offer a blob to every member of the roster until it is retracted."""
         self._sources[blob] = source
+        self._published.set()
+        self._published = asyncio.Event()
 
     def retract(self, blob: Blob) -> None:
         """Stop offering a blob; streams of it that are under way still finish."""
@@ -145,11 +151,11 @@ class DataPlane:
 
     # Sending --------------------------------------------------------------------------------------------
 
-    def serve(self, link: Link, ask: PeerToPeerOpenStream) -> None:
-        """Start sending. Raises ``BlobUnavailable`` when we have no such blob or too many streams."""
-        source = self._sources.get(ask.blob)
-        if source is None:
-            raise BlobUnavailable(f"no {ask.blob.kind} of {ask.blob.number} here")
+    async def serve(self, link: Link, ask: PeerToPeerOpenStream) -> None:
+        """Start sending. Raises ``BlobUnavailable`` when we have no such blob, nor soon, or too many streams."""
+        source = self._sources.get(ask.blob) or await self._soon(ask.blob)
+        if self._links.get(ask.link) is not link:
+            raise LinkClosed("that link was closed meanwhile")
         if ask.stop > source.chunks or ask.first > ask.stop:
             raise BlobUnavailable(f"{ask.blob.kind} of {ask.blob.number} has only {source.chunks} chunks")
         if len(link.outgoing) >= MAX_STREAMS_PER_LINK:
@@ -158,6 +164,17 @@ class DataPlane:
             raise WireError("that stream number is taken")
         stream = link.outgoing[ask.stream] = Outgoing(min(ask.credit, 2 * CREDIT))
         stream.task = self._tasks.create_task(self._send_stream(link, stream, ask, source))
+
+    async def _soon(self, blob: Blob) -> ChunkSource:
+        """Who asks has heard of a round a moment before us, more often than not."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SOON_S):
+                while blob not in self._sources:
+                    await self._published.wait()
+        source = self._sources.get(blob)
+        if source is None:
+            raise BlobUnavailable(f"no {blob.kind} of {blob.number} here")
+        return source
 
     async def _send_stream(self, link: Link, stream: Outgoing, ask: PeerToPeerOpenStream, source: ChunkSource) -> None:
         try:

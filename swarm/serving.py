@@ -38,7 +38,7 @@ def answer_members(control: ControlPlane, data: DataPlane, is_member: Callable[[
     async def open_stream(channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerOpenStream)
         require_member(channel)
-        data.serve(data.find_link(channel.remote_key, message.link), message)
+        await data.serve(data.find_link(channel.remote_key, message.link), message)
         return PeerToPeerStreamOpened()
 
     async def close_stream(channel: Channel, message: Message) -> Message:

@@ -37,7 +37,7 @@ from shoal.swarm.serving import answer_members
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-_RETRY_S = 0.05
+_RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
 _NO_STREAM = 2**31 - 1
 _MAX_SOCKETS = 8192  # each member can take four, with monitors; libzmq's 1023 would not do

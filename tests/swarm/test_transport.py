@@ -688,21 +688,30 @@ async def test_an_absent_blob_may_still_come() -> None:
     async with swarm() as (a, b):
         start = time.monotonic()
         with pytest.raises(BlobUnavailable):
-            await fetch(a, b, Sink(), range(5), progress_s=0.5)
-        assert time.monotonic() - start >= 0.5
+            await fetch(a, b, Sink(), range(5), progress_s=2.0)
+        assert time.monotonic() - start >= 2.0
         source, sink = Source(5), Sink()
+        requests: list[Message] = []
+        handler = b.node.control._handlers[PeerToPeerOpenStream]
+
+        async def counting(channel: control.Channel, message: Message) -> Message | None:
+            requests.append(message)
+            return await handler(channel, message)
+
+        b.node.control.handle(PeerToPeerOpenStream, counting)
         async with asyncio.TaskGroup() as tasks:
             fetching = tasks.create_task(fetch(a, b, sink, range(5)))
             await asyncio.sleep(0.1)
             b.node.publish(STATE, source)
         assert fetching.result() == list(range(5))
+        assert len(requests) == 1, "the other side waits a moment for what will be there"
         b.node.retract(STATE)
         for blob, chunks in ((STATE, range(5)), (Blob(kind="state", number=2), range(1))):
             with pytest.raises(BlobUnavailable):
-                await fetch(a, b, Sink(), chunks, 0.1, blob)
+                await fetch(a, b, Sink(), chunks, 2.0, blob)
         b.node.publish(STATE, source)
         with pytest.raises(BlobUnavailable, match="only 5 chunks"):
-            await fetch(a, b, Sink(), range(6), 0.1)
+            await fetch(a, b, Sink(), range(6), 2.0)
 
 
 @run
