@@ -9,16 +9,20 @@ MAX_CHUNK_ELEMENTS = 2**19
 """2 MiB of float32."""
 
 MIN_CHUNK_ELEMENTS = 2**12
-_CHUNKS_PER_MEMBER = 8
+_SMALL_CHUNK_ELEMENTS = 2**16
+"""Below, a chunk costs more than its bytes do."""
+
+_MOST_A_MEMBER, _FEWEST_A_MEMBER = 8, 4
 
 
 def chunk_elements(elements: int, members: int) -> int:
-    """Elements a chunk: 2 MiB of float32, less for small models so that every member gets several.
+    """Elements a chunk: 2 MiB of float32, less for small models so that every member gets a few.
 
     Always a multiple of 4096, so that codec blocks never straddle two chunks.
     """
-    fair = math.ceil(elements / (members * _CHUNKS_PER_MEMBER))
-    rounded = math.ceil(fair / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS
+    fine, coarse = (math.ceil(elements / (members * chunks)) for chunks in (_MOST_A_MEMBER, _FEWEST_A_MEMBER))
+    wanted = max(fine, min(coarse, _SMALL_CHUNK_ELEMENTS))
+    rounded = math.ceil(wanted / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS
     return min(MAX_CHUNK_ELEMENTS, max(MIN_CHUNK_ELEMENTS, rounded))
 
 

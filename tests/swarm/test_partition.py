@@ -19,7 +19,9 @@ def test_chunks_are_blocks_of_codecs(elements: int, members: int) -> None:
 
 def test_chunk_sizes() -> None:
     assert chunk_elements(2**30, 4) == 2**19
-    assert chunk_elements(2**20, 4) == 2**15
+    assert chunk_elements(2**22, 4) == 2**17
+    assert chunk_elements(2**20, 4) == 2**16, "a chunk costs more than its bytes below that"
+    assert chunk_elements(2**18, 4) == 2**14, "but everybody gets a few"
     assert chunk_elements(100, 4) == 4096
 
 
