@@ -68,6 +68,7 @@ class Member:
         self._beat_now = asyncio.Event()
         self._next_save_s = 0.0
         self._saving = asyncio.Lock()
+        self._offered: list[int] = []
         self.rejoined = False
         self._probed_bps = 0.0
 
@@ -164,8 +165,11 @@ class Member:
     def hold(self, state: State) -> None:
         """This is our state now: offer it to joiners (and no longer the one before last) and tell the coordinator."""
         self.node.publish(state_blob(state.version), StateSource(state))
-        if state.version >= 2:
-            self.node.retract(state_blob(state.version - 2))
+        # By what was held, not by counting back: a resync leaves versions out.
+        offered = [*(version for version in self._offered if version != state.version), state.version]
+        for version in offered[:-2]:
+            self.node.retract(state_blob(version))
+        self._offered = offered[-2:]
         self.state = state
         self._beat_now.set()
 

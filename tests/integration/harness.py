@@ -12,18 +12,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.swarm.coordinator.facts import Fact, LeasesHeld, RoundPlanned, VerdictGiven
+from tests.integration.audit import Audit, Parity
+
+from shoal.swarm.coordinator.facts import Fact, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.leases import Ranges, from_wire
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.run_file import load_run_file
-from shoal.swarm.verdicts import genesis
 
 HERE = Path(__file__).parent
 SHOAL = (sys.executable, "-m", "shoal.peer")
@@ -124,7 +123,8 @@ class Process:
         self._events = events
         self._cwd = cwd
         self._popen: subprocess.Popen[bytes]
-        self._events_before = self._log_before = 0
+        self._events_before = self._log_before = self._events_read_bytes = 0
+        self._all_events: list[Event] = []
         self.start()
 
     def start(self) -> None:
@@ -181,10 +181,14 @@ class Process:
 
     def all_events(self) -> list[Event]:
         """Of all starts, oldest first. A line that is being written is left for later."""
-        if self._events is None or not self._events.exists():
-            return []
-        whole, _, _ = self._events.read_bytes().rpartition(b"\n")
-        return [json.loads(line) for line in whole.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+        if self._events is not None and self._events.exists():
+            with self._events.open("rb") as file:
+                file.seek(self._events_read_bytes)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._events_read_bytes += len(whole) + len(newline)
+            lines = [line for line in whole.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+            self._all_events += [json.loads(line) for line in lines]
+        return self._all_events
 
     def events(self, kind: str, **fields: Any) -> list[Event]:
         """Of this start, with these values."""
@@ -204,8 +208,15 @@ class Process:
         return eventually(f"{self.label}: {kind} {fields}", look, within_s, self.tail)
 
     def says(self, words: str, within_s: float = ROUNDS_S) -> None:
-        """Wait for words in the log of this start."""
-        eventually(f"{self.label} says {words!r}", lambda: words in self.text(), within_s, self.tail)
+        """Wait for words in the log of this start; fails at once when the process has ended without them."""
+
+        def look() -> bool:
+            ended = not self.running
+            said = words in self.text()
+            assert said or not ended, f"{self.label} ended without saying {words!r}\n{self.tail()}"
+            return said
+
+        eventually(f"{self.label} says {words!r}", look, within_s, self.tail)
 
 
 class Host(Process):
@@ -284,12 +295,12 @@ class Swarm:
         path.write_text(text)
         return path
 
-    def host(self, toml: str, label: str = "host", launcher: Sequence[str] = SHOAL) -> Host:
+    def host(self, toml: str, label: str = "host", launcher: Sequence[str] = SHOAL, bind: str = LOOPBACK) -> Host:
         """Returns when the invite is there."""
         folder = self._folder(label)
         path = folder / "run.toml"
         path.write_text(toml)
-        options = ["--bind", LOOPBACK, "--state", str(folder / "state"), "--identity", str(folder / "identity")]
+        options = ["--bind", bind, "--state", str(folder / "state"), "--identity", str(folder / "identity")]
         command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl")]
         return self._add(Host(label, command, folder, path))
 
@@ -350,65 +361,20 @@ ProcessT = TypeVar("ProcessT", bound=Process)
 def check_parity(host: Host, members: Iterable[Member]) -> dict[int, str]:
     """Everybody's digest of each anchor version is the same, and so is everybody's verdict on each round.
 
-    Returns the digests by version. Nothing may be running that still writes what it compares.
-    """
-    digests: dict[int, set[str]] = defaultdict(set)
-    verdicts: dict[int, set[str]] = defaultdict(set)
+    Returns the digests by version."""
+    parity = Parity()
     for member in members:
-        for event in member.all_events():
-            if event["event"] in ("synced", "committed"):
-                digests[event["anchor_version"]].add(event["digest"])
-            if event["event"] in ("committed", "aborted"):
-                verdicts[event["round"]].add(event["event"])
-    facts = host.facts()
-    for fact in facts:
-        if isinstance(fact, RoundPlanned):
-            digests[fact.plan.anchor_version].add(fact.plan.state_digest.hex())
-        if isinstance(fact, VerdictGiven):
-            verdicts[fact.verdict.round].add("committed" if fact.verdict.committed else "aborted")
-    assert {version: found for version, found in digests.items() if len(found) > 1} == {}, "parity"
-    assert {number: found for number, found in verdicts.items() if len(found) > 1} == {}, "one verdict for all"
-    return {version: found.pop() for version, found in digests.items()}
+        parity.take_events(member.all_events())
+    parity.take_facts(host.facts())
+    return parity.check()
 
 
 def check_journal(host: Host) -> list[VerdictGiven]:
-    """One verdict a round, an unbroken chain, and every sample committed once, or leased once, or free.
-
-    Returns the verdicts.
-    """
+    """As ``Audit``. Returns the verdicts."""
     _, run = load_run_file(host.run_file)
-    chain, committed = genesis(run.hash), []
-    plan: RoundPlanned | None = None
-    verdicts: list[VerdictGiven] = []
-    for fact in host.facts():
-        if isinstance(fact, RoundPlanned):
-            assert plan is None, "one plan a round"
-            plan = fact
-        if isinstance(fact, LeasesHeld):
-            _check_ledger(fact, committed)
-        if isinstance(fact, VerdictGiven):
-            verdict = fact.verdict
-            assert verdict.round == len(verdicts), "one verdict a round"
-            assert verdict.previous_chain == chain, "an unbroken chain"
-            chain = verdict.chain
-            verdicts.append(fact)
-            if verdict.committed:
-                assert plan is not None
-                assert plan.plan == verdict.plan
-                for member, ranges in zip(plan.plan.members, plan.ranges, strict=True):
-                    if member.peer not in fact.lost:
-                        committed += from_wire(ranges)
-            plan = None
-    return verdicts
-
-
-def _check_ledger(ledger: LeasesHeld, committed: Ranges) -> None:
-    held = [one for ranges in ledger.held.values() for one in from_wire(ranges)]
-    at = 0
-    for start, stop in sorted([*committed, *from_wire(ledger.pool), *held]):
-        assert start == at, f"samples from {min(start, at)} on are {'lost' if start > at else 'with two'}"
-        at = stop
-    assert at == ledger.fresh, "samples at the end are lost"
+    audit = Audit(run.hash)
+    audit.take(host.facts())
+    return audit.verdicts
 
 
 def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:
