@@ -177,7 +177,8 @@ class Process:
 
     def tail(self, lines: int = 25) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return f"--- {self.label} (pid {self.pid})\n" + "\n".join(text.splitlines()[-lines:])
+        state = "runs" if self.running else f"ended with {self._popen.returncode}"
+        return f"--- {self.label} (pid {self.pid}, {state})\n" + "\n".join(text.splitlines()[-lines:])
 
     def all_events(self) -> list[Event]:
         """Of all starts, oldest first. A line that is being written is left for later."""

@@ -1,27 +1,58 @@
-"""One swarm a test; its processes never outlive it, and a failure shows what they said last."""
+"""One swarm for all faults of a module; a new one after a case that failed."""
 
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
+from tests.chaos.real.stage import Stage
 from tests.integration.harness import Swarm
 
 
+class Theatre:
+    """``stage`` is the one to play on."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._open = ExitStack()
+        self._stage: Stage | None = None
+
+    def stage(self) -> Stage:
+        if self._stage is None:
+            self._stage = self._open.enter_context(self._run())
+        return self._stage
+
+    @contextmanager
+    def _run(self) -> Iterator[Stage]:
+        swarm = Swarm(self._factory.mktemp("swarm"))
+        try:
+            stage = Stage.open(swarm)
+            yield stage
+            if self._stage is not None:
+                stage.finish()
+        finally:
+            swarm.close()
+
+    def give_up(self) -> None:
+        self._stage = None
+        self.close()
+
+    def close(self) -> None:
+        self._open.close()
+
+
+@pytest.fixture(scope="module")
+def theatre(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theatre]:
+    theatre = Theatre(tmp_path_factory)
+    yield theatre
+    theatre.close()
+
+
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    processes = Swarm(tmp_path)
-    try:
-        yield processes
-    finally:
-        processes.close()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    processes = getattr(item, "funcargs", {}).get("swarm")
-    if report.when == "call" and report.failed and isinstance(processes, Swarm):
-        report.sections.append(("processes", processes.tails()))
-    return report
+def stage(theatre: Theatre) -> Iterator[Stage]:
+    """In order, with all of its members; what is broken is not played on again."""
+    stage = theatre.stage()
+    yield stage
+    if not stage.in_order:
+        theatre.give_up()

@@ -1,4 +1,4 @@
-"""``shoal`` with named steps at which it carries out the orders of a test: ``faulty.py ORDERS host|join …``."""
+"""``shoal`` with named steps at which it carries out a test's orders: ``faulty.py ORDERS [--after MARK] host|join …``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -257,9 +258,19 @@ def arm_host(process: Process) -> None:
     process.orders.mark(COORDINATOR, str(os.getpid()))
 
 
+def wait_at_the_door(orders: Orders, name: str) -> None:
+    """Everything is imported by now."""
+    print("at the door", flush=True)
+    while not orders.marked(name):
+        time.sleep(_LOOK_S)
+
+
 if __name__ == "__main__":
     _, folder, *arguments = sys.argv
     this = Process(Orders(Path(folder)))
+    if arguments[0] == "--after":
+        _, name, *arguments = arguments
+        wait_at_the_door(this.orders, name)
     this.silence.install()
     if arguments[0] == "host":
         arm_host(this)

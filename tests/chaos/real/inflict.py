@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,20 @@ def _keep_cutting(until_s: float, is_meant: Callable[[int, int], bool]) -> None:
 def _cut_once(is_meant: Callable[[int, int], bool]) -> None:
     for name in os.listdir("/dev/fd"):
         try:
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6):
-                    if is_meant(copy.getsockname()[1], copy.getpeername()[1]):
-                        copy.shutdown(socket.SHUT_RDWR)
-        except OSError:  # no socket, not connected, or closed meanwhile
+            copy = os.dup(int(name))
+        except OSError:  # closed meanwhile
             continue
+        try:
+            _cut_socket(socket.socket(fileno=copy), is_meant)
+        except OSError:  # no socket
+            os.close(copy)
+
+
+def _cut_socket(copy: socket.socket, is_meant: Callable[[int, int], bool]) -> None:
+    with copy, suppress(OSError):  # not connected
+        if copy.family in (socket.AF_INET, socket.AF_INET6):
+            if is_meant(copy.getsockname()[1], copy.getpeername()[1]):
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 class Silence:

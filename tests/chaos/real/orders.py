@@ -37,6 +37,7 @@ class Orders:
     """A folder that all processes of a swarm share."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._open, self._done, self._marks = folder / "open", folder / "done", folder / "marks"
         for one in (self._open, self._done, self._marks):
             one.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,107 +44,141 @@ SLACK = {"rss_bytes": 16 * 2**20, "threads": 4, "files": 24, "links": 6, "tasks"
 they are needed, and each pair of members has up to two links: of what a round leaves behind there is nothing."""
 
 _FAULTY = (sys.executable, str(Path(__file__).parent / "faulty.py"))
+Done = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Level:
+    """What one process held after a round."""
+
+    pid: int
+    held: dict[str, int]
 
 
 @dataclass
 class Stage:
-    """``orders`` go to all of its processes."""
+    """``orders`` go to all of its processes; ``in_order``: no play has failed."""
 
     swarm: Swarm
     orders: Orders
     host: Host
     members: list[Member]
+    in_order: bool = True
 
     @classmethod
-    @contextmanager
-    def open(cls, swarm: Swarm) -> Iterator[Stage]:
-        """Everybody has joined; at the end everybody leaves, and all is checked once more."""
-        folder = swarm.folder / "orders"
+    def open(cls, swarm: Swarm) -> Stage:
+        """Everybody has been started."""
+        folder, corpus = swarm.folder / "orders", swarm.folder / "corpus.txt"
+        corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
         launcher = (*_FAULTY, str(folder))
-        (swarm.folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-        toml = run_toml(max_s=0.5, patience_s=PATIENCE_S, source=f"text:{swarm.folder}/corpus.txt")
-        host = swarm.host(toml, launcher=launcher)
+        host = swarm.host(run_toml(max_s=0.5, patience_s=PATIENCE_S, source=f"text:{corpus}"), launcher=launcher)
         members = swarm.members(host.invite, *OWNERS, launcher=launcher)
         members.append(swarm.member(host.invite, CONTRIBUTOR, launcher, extra=["--role", "contribute-only"]))
-        stage = cls(swarm, Orders(folder), host, members)
-        yield stage
-        finish(host, members)
+        return cls(swarm, Orders(folder), host, members)
+
+    def finish(self) -> None:
+        """Everybody leaves, and all is checked once more."""
+        finish(self.host, self.members)
 
     # Who is who -----------------------------------------------------------------------------------------------
 
-    def labelled(self, peer: str) -> Member:
+    def member(self, peer: str) -> Member:
         return next(one for one in self.members if one.peer == peer)
 
-    def verdicts(self) -> list[VerdictGiven]:
-        return [one for one in self.host.facts() if isinstance(one, VerdictGiven)]
-
-    def last_plan(self) -> RoundPlan | None:
-        plans = [one.plan for one in self.host.facts() if isinstance(one, RoundPlanned)]
-        return plans[-1] if plans else None
-
-    def fill_roles(self) -> None:
-        """Until a round has all roles in it: an owner that has failed the others owns nothing until it joins anew."""
+    def fill_roles(self) -> RoundPlan:
+        """The first new plan that has all roles in it: an owner that has failed the others owns nothing any more, until
+        it joins anew."""
         for member in self.members:
             member.committed(within_s=START_S + ROUNDS_S)
+        started_in = max(member.last_round() for member in self.members) + 1
         restarted: set[str] = set()
 
-        def filled() -> bool:
-            plan = self.last_plan()
-            if plan is None or len(plan.members) < len(self.members):
-                return False
-            owners = {plan.members[part.owner].peer for part in plan.parts}
+        def filled() -> RoundPlan | None:
+            plans = [one.plan for one in self.host.facts() if isinstance(one, RoundPlanned)]
+            if not plans or plans[-1].round <= started_in or len(plans[-1].members) < len(self.members):
+                return None
+            owners = {plans[-1].members[part.owner].peer for part in plans[-1].parts}
             for member in self.members:
                 if member.label != CONTRIBUTOR and member.peer not in owners and member.label not in restarted:
                     restarted.add(member.label)
                     member.kill()
                     member.start()
-            return bool(cast(plan))
+            return plans[-1] if cast(plans[-1]) else None
 
-        eventually("a round has all the roles", filled, START_S + ROUNDS_S, self.swarm.tails)
+        return eventually("a round has all the roles", filled, START_S + ROUNDS_S, self.swarm.tails)
 
     # A play ---------------------------------------------------------------------------------------------------
 
-    def play(self, *orders: Order, back_at_once: bool = False) -> list[dict[str, Any]]:
+    def play(self, *orders: Order) -> list[Done]:
         """All of them in one round; then everything heals, and is checked. Returns what was done."""
+        self.in_order = False
         self.fill_roles()
         levels = {member.label: self._level(member) for member in self.members}
         resyncs = {member.label: len(member.events("resync")) for member in self.members}
-        self.orders.place(*orders)
-        done = [self._carried_out(order) for order in orders]
+        done = self.carry_out(*orders)
         for order, about in zip(orders, done, strict=True):
-            self._heal(order, about, back_at_once)
-        hit = {about["peer"] for about in done}
-        after = max(about["round"] for about in done)
-        self._trains_on(after)
-        assert len({about["round"] for about in done}) == 1, "all of them in one round"
-        for member in self.members:
-            if member.peer not in hit and COORDINATOR not in hit:
-                assert len(member.events("resync")) == resyncs[member.label], f"{member.label} has lost its work"
-        check_journal(self.host)
-        check_parity(self.host, self.members)
+            self._heal(order, about)
+        self.check(done)
+        # Rounds here are much shorter than the patience: who waits for somebody that long finds later rounds under way.
+        if all(order.fault != "SIGKILL" and order.seconds < PATIENCE_S for order in orders):
+            for member in self.members:
+                if member.peer not in {about["peer"] for about in done}:
+                    assert len(member.events("resync")) == resyncs[member.label], f"{member.label} has lost its work"
         for member in self.members:
             if member.pid == levels[member.label].pid:
                 self._check_level(member, levels[member.label])
+        self.in_order = True
         return done
 
-    def _carried_out(self, order: Order) -> dict[str, Any]:
-        return eventually(f"somebody does: {order}", lambda: self.orders.done(order), ROUNDS_S, self.swarm.tails)
+    def carry_out(self, *orders: Order) -> list[Done]:
+        """Returns when they have been."""
+        self.orders.place(*orders)
+        return [
+            eventually(f"somebody does: {order}", lambda order=order: self.orders.done(order), ROUNDS_S, self._about)
+            for order in orders
+        ]
 
-    def _heal(self, order: Order, about: dict[str, Any], back_at_once: bool) -> None:
-        victim: Process = self.host if order.role == COORDINATOR else self.labelled(about["peer"])
+    def check(self, done: Sequence[Done]) -> None:
+        """After those faults, of one round: all train on together, from the same anchors, and the books are right."""
+        assert len({about["round"] for about in done}) == 1, "all of them in one round"
+        self._trains_on(done[0]["round"])
+        check_journal(self.host)
+        check_parity(self.host, [one for one in self.swarm.processes if isinstance(one, Member)])
+
+    def spare_at_the_door(self, member: Member) -> Member:
+        """The same command again, in a process that has come up and waits for ``let_in``."""
+        label, extra = f"{member.label}-again", ["--state", str(member.folder / "state")]
+        launcher = (*_FAULTY, str(self.orders.folder), "--after", label)
+        spare = self.swarm.member(self.host.invite, label, launcher, member.folder / "identity", extra=extra)
+        spare.says("at the door", START_S)
+        return spare
+
+    def let_in(self, spare: Member, instead_of: Member) -> None:
+        self.orders.mark(spare.label)
+        self.members[self.members.index(instead_of)] = spare
+
+    def _about(self) -> str:
+        return f"open: {[str(order) for order in self.orders.open()]}\n{self.swarm.tails()}"
+
+    def _heal(self, order: Order, about: Done) -> None:
+        victim: Process = self.host if about["peer"] == COORDINATOR else self.member(about["peer"])
         if order.fault == "SIGSTOP":
             time.sleep(order.seconds)
             victim.send(signal.SIGCONT)
         if order.fault == "SIGKILL":
             assert victim.exit_code(ROUNDS_S) == KILLED
-            if victim is not self.host and not back_at_once:
-                eventually(
-                    f"the round of {order} ends",
-                    lambda: any(one.verdict.round == about["round"] for one in self.verdicts()),
-                    ROUNDS_S,
-                    self.swarm.tails,
-                )
+            if victim is not self.host:
+                self.verdict_of(about["round"])
             victim.start()
+
+    def verdict_of(self, number: int) -> VerdictGiven:
+        """Waits for it."""
+
+        def look() -> VerdictGiven | None:
+            given = [one for one in self.host.facts() if isinstance(one, VerdictGiven)]
+            return next((one for one in given if one.verdict.round == number), None)
+
+        return eventually(f"round {number} ends", look, ROUNDS_S, self.swarm.tails)
 
     def _trains_on(self, after: int) -> None:
         """Rounds that are committed with everybody's work, by everybody."""
@@ -174,6 +207,7 @@ class Stage:
 
     def _check_level(self, member: Member, before: Level) -> None:
         """Of one that has lived through it."""
+
         def is_down() -> bool:
             now = self._level(member).held
             return all(now[what] <= before.held[what] + more for what, more in SLACK.items())
@@ -184,11 +218,3 @@ class Stage:
             ROUNDS_S,
             lambda: f"{before.held}\n{self._level(member).held}",
         )
-
-
-@dataclass(frozen=True)
-class Level:
-    """Of one process."""
-
-    pid: int
-    held: dict[str, int]
