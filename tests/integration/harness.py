@@ -9,17 +9,18 @@ import ctypes
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.integration.audit import Audit, Parity
 
-from shoal.swarm.coordinator.facts import Fact, VerdictGiven
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.facts import Fact, VerdictGiven, unpack_fact
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.run_file import load_run_file
@@ -107,7 +108,7 @@ def eventually(what: str, look: Callable[[], T | None], within_s: float, about: 
         time.sleep(0.02)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Where there is such a thing: SIGKILL when pytest itself is killed. The fixture cleans up in all other cases."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -139,7 +140,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 cwd=self._cwd,
                 process_group=0,  # a Ctrl-C in the terminal is for pytest
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     @property
@@ -226,6 +227,8 @@ class Host(Process):
     def __init__(self, label: str, command: Sequence[str], folder: Path, run_file: Path) -> None:
         self.run_file = run_file
         self.state = folder / "state" / load_run_file(run_file)[1].run.name
+        self._facts: list[Fact] = []
+        self._last_fact = 0
         super().__init__(label, command, folder / "log.txt", folder / "events.jsonl", folder)
 
     def start(self) -> None:
@@ -234,13 +237,12 @@ class Host(Process):
         self.invite = (self.state / "invite.txt").read_text().strip()
 
     def facts(self) -> list[Fact]:
-        """The journal."""
-        text, run = load_run_file(self.run_file)
-        journal = Journal(self.state / "journal.sqlite", run.hash, text)
-        try:
-            return journal.read()
-        finally:
-            journal.close()
+        """The journal, and what has been tidied out of it since we first looked."""
+        with closing(sqlite3.connect(self.state / "journal.sqlite")) as journal:
+            rows = journal.execute("SELECT id, data FROM facts WHERE id > ? ORDER BY id", (self._last_fact,)).fetchall()
+        self._facts += [unpack_fact(data) for _, data in rows]
+        self._last_fact = rows[-1][0] if rows else self._last_fact
+        return self._facts
 
     def stop(self) -> None:
         """Ctrl-C; it must be clean."""

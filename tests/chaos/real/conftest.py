@@ -42,6 +42,16 @@ class Theatre:
         self._open.close()
 
 
+@pytest.fixture
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    """Whose processes never outlive a test."""
+    processes = Swarm(tmp_path_factory.mktemp("swarm"))
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
 @pytest.fixture(scope="module")
 def theatre(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theatre]:
     theatre = Theatre(tmp_path_factory)
