@@ -203,10 +203,9 @@ class Watched:
         return self._process.corruption.changed(self._blob.kind, self._blob.number, self._to, payload)
 
 
-def tasks_of_connections(node: Any) -> int:
-    """Of each link that was opened here, and of each channel: one that receives, one that watches."""
-    own_links = sum(link.routing is None for link in node._data._links.values())
-    return own_links + 2 * len(node.control._dialed)
+def tasks_of_channels(node: Any) -> int:
+    """Of each that was dialed: one that receives, one that watches."""
+    return 2 * len(node.control._dialed)
 
 
 def arm_member(process: Process, levels: Path) -> None:
@@ -227,7 +226,7 @@ def arm_member(process: Process, levels: Path) -> None:
             "pid": os.getpid(),
             "version": state.version,
             "rss_bytes": rss_bytes(os.getpid()),
-            "tasks": len(asyncio.all_tasks()) - tasks_of_connections(member.node),
+            "tasks": len(asyncio.all_tasks()) - tasks_of_channels(member.node),
             "threads": threading.active_count(),
             "files": len(os.listdir("/dev/fd")),
             "blobs": len(data._sources),

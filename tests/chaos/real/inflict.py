@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.swarm.bulk import DataPlane
 from shoal.swarm.channel import Channel
 from shoal.swarm.control import ControlPlane
+from shoal.swarm.pump import Pump
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 _AGAIN_S = 0.05
@@ -70,7 +70,7 @@ class Silence:
     def install(self) -> None:
         """Around the planes' ways in and out, above the connections themselves: TCP sees nothing."""
         send, dispatch = Channel.send, ControlPlane._dispatch
-        send_frame, accept_frame = DataPlane._send_frame, DataPlane._accept_frame
+        send_chunk, grant, take = Pump.send, Pump.grant, Pump._take
 
         async def quiet_send(channel: Any, envelope: Any) -> None:
             if not self._muted(channel.remote_key):
@@ -80,19 +80,23 @@ class Silence:
             if not self._muted(channel.remote_key):
                 await dispatch(plane, channel, data)
 
-        async def quiet_send_frame(plane: Any, link: Any, *rest: Any) -> None:
+        def quiet_send_chunk(pump: Any, link: Any, *rest: Any) -> None:
             if not self._muted(link.remote_key):
-                await send_frame(plane, link, *rest)
+                send_chunk(pump, link, *rest)
 
-        def quiet_accept_frame(plane: Any, sock: Any, routing: Any, header: bytes, body: Any) -> None:
-            link = plane._links.get(header[:8])
-            if link is None or not self._muted(link.remote_key):
-                accept_frame(plane, sock, routing, header, body)
+        def quiet_grant(pump: Any, link: Any, *rest: Any) -> None:
+            if not self._muted(link.remote_key):
+                grant(pump, link, *rest)
+
+        def quiet_take(pump: Any, link: Any, *rest: Any) -> None:
+            if not self._muted(link.remote_key):
+                take(pump, link, *rest)
 
         Channel.send = quiet_send  # type: ignore[method-assign]
         ControlPlane._dispatch = quiet_dispatch  # type: ignore[method-assign]
-        DataPlane._send_frame = quiet_send_frame  # type: ignore[method-assign]
-        DataPlane._accept_frame = quiet_accept_frame  # type: ignore[method-assign]
+        Pump.send = quiet_send_chunk  # type: ignore[method-assign]
+        Pump.grant = quiet_grant  # type: ignore[method-assign]
+        Pump._take = quiet_take  # type: ignore[method-assign]
 
 
 class Corruption:
