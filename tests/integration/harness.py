@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tests.integration.audit import Audit, Parity
 
@@ -114,6 +114,20 @@ def end_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+class Spawned(Protocol):
+    """What is needed of a ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> Any: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int | None: ...
+
+
 class Process:
     """One process with its log and, if it writes any, its events. ``again`` starts the same command anew."""
 
@@ -123,7 +137,7 @@ class Process:
         self.log = log
         self._events = events
         self._cwd = cwd
-        self._popen: subprocess.Popen[bytes]
+        self._popen: Spawned
         self._events_before = self._log_before = self._events_read_bytes = 0
         self._all_events: list[Event] = []
         self.start()
@@ -132,8 +146,11 @@ class Process:
         """What was written before is not looked at any more, except by ``all_events``."""
         self._events_before = len(self.all_events())
         self._log_before = self.log.stat().st_size if self.log.exists() else 0
+        self._popen = self._spawn()
+
+    def _spawn(self) -> Spawned:
         with self.log.open("ab") as log:
-            self._popen = subprocess.Popen(
+            return subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -315,13 +332,14 @@ class Swarm:
         identity: Path | None = None,
         cwd: Path | None = None,
         extra: Sequence[str] = (),
+        kind: type[Member] = Member,
     ) -> Member:
         """Returns at once. ``launcher`` takes ``shoal``'s arguments after its own; ``extra`` are more of those."""
         folder = self._folder(label)
         identity = identity or folder / "identity"
         options = ["--identity", str(identity), "--state", str(folder / "state"), "--name", label]
         more = ["--bind", LOOPBACK, "--threads", "1", "--device", "cpu", "--log-json", str(folder / "events.jsonl")]
-        return self._add(Member(label, [*launcher, "join", invite, *options, *more, *extra], folder, cwd or folder))
+        return self._add(kind(label, [*launcher, "join", invite, *options, *more, *extra], folder, cwd or folder))
 
     def members(self, invite: str, *labels: str, launcher: Sequence[str] = CALM) -> list[Member]:
         return [self.member(invite, label, launcher) for label in labels]

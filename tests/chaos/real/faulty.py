@@ -1,4 +1,4 @@
-"""``shoal`` with named steps at which it carries out a test's orders: ``faulty.py ORDERS [--after MARK] host|join …``."""
+"""``shoal`` with named steps at which it carries out orders of a test: ``faulty.py ORDERS [--after MARK] join …``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +145,20 @@ class Process:
         if to != self.first_receiver:
             assert self.plan is not None
             name = f"{self.plan.round}-{self.peer_of(self.first_receiver)}"
-            while not self.orders.marked(name):
-                await asyncio.sleep(_LOOK_S)
+            await until(lambda: bool(self.orders.marked(name)))
             self.comes_to("some have the result")
 
     async def has_exchanged(self) -> None:
         """About to report: the witness lets others do so first, or the verdict would be there at once."""
-        while self.plays("witness") and any(order.moment == "after the report" for order in self.orders.open()):
-            await asyncio.sleep(_LOOK_S)
+        await until(
+            lambda: not self.plays("witness") or all(one.moment != "after the report" for one in self.orders.open())
+        )
+
+
+async def until(others_are_there: Callable[[], bool]) -> None:
+    """Other processes say so with files."""
+    while not others_are_there():  # noqa: ASYNC110 - no event comes from them
+        await asyncio.sleep(_LOOK_S)
 
 
 def arm_exchange(process: Process) -> None:

@@ -1,4 +1,4 @@
-"""What the faults do to the process that carries them out: signals, connections that end or fall silent, wrong bytes."""
+"""What faults do to the process that carries them out: signals, connections that end or fall silent, wrong bytes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _cut_once(is_meant: Callable[[int, int], bool]) -> None:
 
 def _cut_socket(copy: socket.socket, is_meant: Callable[[int, int], bool]) -> None:
     with copy, suppress(OSError):  # not connected
-        if copy.family in (socket.AF_INET, socket.AF_INET6):
-            if is_meant(copy.getsockname()[1], copy.getpeername()[1]):
-                copy.shutdown(socket.SHUT_RDWR)
+        is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
+        if is_tcp and is_meant(copy.getsockname()[1], copy.getpeername()[1]):
+            copy.shutdown(socket.SHUT_RDWR)
 
 
 class Silence:

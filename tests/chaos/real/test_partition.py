@@ -29,10 +29,11 @@ def start(swarm: Swarm, wire: Wire) -> tuple[Host, list[Member]]:
     toml = run_toml(max_s=0.5, patience_s=2.0, source=f"text:{corpus}")
     launcher = (*wire.inside("coordinator"), *SHOAL)
     host = swarm.host(toml, launcher=launcher, bind=f"{wire.address('coordinator')}:0")
-    members = [
-        swarm.member(host.invite, name, (*wire.inside(name), *CALM), extra=["--bind", f"{wire.address(name)}:0"])
-        for name in "abcd"
-    ]
+    members = []
+    for name in "abcd":
+        bind = ["--bind", f"{wire.address(name)}:0"]
+        members.append(swarm.member(host.invite, name, (*wire.inside(name), *CALM), extra=bind))
+        members[0].event("synced", START_S)  # whoever has the state is the first to be asked for it
     for member in members:
         member.event("committed", START_S + ROUNDS_S, included=True, members=4)
     return host, members
