@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.integration.harness import Member, Spawned, Swarm, end_with_parent
+from tests.integration.harness import Member, Spawned, Swarm
 
 _CALM_S = 0.02
 _SERVER = multiprocessing.get_context("forkserver")
@@ -52,12 +54,20 @@ def forked_members(swarm: Swarm, invite: str, labels: Sequence[str]) -> list[Mem
     return [swarm.member(invite, label, launcher=(), kind=ForkedMember) for label in labels]
 
 
+def _end_with_starter() -> None:
+    """However that ends; the process that we were forked from goes on for as long as we do."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _live(arguments: list[str], log: Path, cwd: Path) -> None:
     from tests.integration.slow_member import slow_down
 
     from shoal.peer.cli import main
 
-    end_with_parent()
+    threading.Thread(target=_end_with_starter, daemon=True).start()
     os.setpgid(0, 0)  # a Ctrl-C in the terminal is for whoever started us
     os.chdir(cwd)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

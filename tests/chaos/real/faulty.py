@@ -27,6 +27,7 @@ from shoal.swarm.bulk import DataPlane
 from shoal.swarm.coordinator.facts import Fact, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator_client import CoordinatorClient
+from shoal.swarm.links import Meter
 from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 _LOOK_S = 0.01
@@ -191,6 +192,7 @@ def arm_exchange(process: Process) -> None:
     AllReduce.run = ran  # type: ignore[method-assign]
     Reduction._reduce = reducing  # type: ignore[method-assign]
     ResultStore.put = received  # type: ignore[method-assign]
+    Meter._count = lambda *_: None  # type: ignore[method-assign, assignment]  # all are as fast: every trainer owns a part
     DataPlane._send_stream = stream  # type: ignore[method-assign]
 
 
