@@ -50,8 +50,8 @@ class Process:
         self.coordinator_key = b""
         self.coordinator_port = 0
 
-    def enter(self, plan: RoundPlan, me: str, node: Any) -> None:
-        self.plan, self.me, self.node = plan, me, node
+    def enter(self, plan: RoundPlan, me: str) -> None:
+        self.plan, self.me = plan, me
         self.sent, self.first_receiver = {}, b""
         self.orders.mark(me, str(os.getpid()))
 
@@ -167,7 +167,7 @@ def arm_exchange(process: Process) -> None:
     send_stream = DataPlane._send_stream
 
     def entered(exchange: Any, endpoint: Any, store: Any, me: str, *rest: Any) -> None:
-        process.enter(store.plan, me, endpoint)
+        process.enter(store.plan, me)
         begin(exchange, endpoint, store, me, *rest)
 
     async def ran(exchange: Any) -> Any:
@@ -221,7 +221,11 @@ def arm_member(process: Process, levels: Path) -> None:
     ask, hold = CoordinatorClient.ask, Member.hold
 
     async def asked(client: Any, message: Any, reply: Any) -> Any:
-        process.coordinator_key, process.coordinator_port = client.invite.key, client.invite.port
+        process.node, process.coordinator_key, process.coordinator_port = (
+            client.node,
+            client.invite.key,
+            client.invite.port,
+        )
         answer = await ask(client, message, reply)
         if isinstance(message, PeerToCoordinatorRoundReport):
             process.comes_to("after the report")

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ class Stage:
         """All of them in one round; then everything heals, and is checked. Returns what was done."""
         self.in_order = False
         self.fill_roles()
-        levels = {member.label: self._level(member) for member in self.members}
+        levels = {member.label: self._level(member, max) for member in self.members}
         resyncs = {member.label: len(member.events("resync")) for member in self.members}
         done = self.carry_out(*orders)
         for order, about in zip(orders, done, strict=True):
@@ -207,16 +207,17 @@ class Stage:
 
     # Memory ---------------------------------------------------------------------------------------------------
 
-    def _level(self, member: Member) -> Level:
-        """What it has held after rounds lately: the least of two, as others may still be fetching after one of them."""
+    def _level(self, member: Member, of: Callable[..., int] = min) -> Level:
+        """What it has held after rounds lately: the least, as others may still be fetching after one of them; or the
+        most, as an aborted round leaves less."""
 
         def warm() -> list[dict[str, int]] | None:
             whole, _, _ = (member.folder / "levels.jsonl").read_text().rpartition("\n")
             found = [one for one in map(json.loads, whole.splitlines()) if one["pid"] == member.pid]
-            return found[-2:] if len(found) > WARM_ROUNDS else None
+            return found[-WARM_ROUNDS:] if len(found) > WARM_ROUNDS else None
 
         found = eventually(f"{member.label} has seen some rounds", warm, ROUNDS_S)
-        return Level(member.pid, {what: min(one[what] for one in found) for what in found[-1]})
+        return Level(member.pid, {what: of(one[what] for one in found) for what in found[-1]})
 
     def _check_level(self, member: Member, before: Level) -> None:
         """Of one that has lived through it."""
