@@ -27,7 +27,6 @@ from shoal.swarm.bulk import DataPlane
 from shoal.swarm.coordinator.facts import Fact, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.links import Meter
 from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 _LOOK_S = 0.01
@@ -192,7 +191,6 @@ def arm_exchange(process: Process) -> None:
     AllReduce.run = ran  # type: ignore[method-assign]
     Reduction._reduce = reducing  # type: ignore[method-assign]
     ResultStore.put = received  # type: ignore[method-assign]
-    Meter._count = lambda *_: None  # type: ignore[method-assign, assignment]  # all are as fast: every trainer owns a part
     DataPlane._send_stream = stream  # type: ignore[method-assign]
 
 
@@ -218,7 +216,7 @@ def tasks_of_channels(node: Any) -> int:
 
 def arm_member(process: Process, levels: Path) -> None:
     """What it asks of the coordinator, and how much it holds after each round."""
-    ask, hold = CoordinatorClient.ask, Member.hold
+    ask, beat, hold = CoordinatorClient.ask, CoordinatorClient.heartbeat, Member.hold
 
     async def asked(client: Any, message: Any, reply: Any) -> Any:
         process.node, process.coordinator_key, process.coordinator_port = (
@@ -248,7 +246,12 @@ def arm_member(process: Process, levels: Path) -> None:
         with levels.open("a") as file:
             file.write(json.dumps(level) + "\n")
 
+    async def beaten(client: Any, heartbeat: Any) -> None:
+        # All links are as fast, so that every trainer owns a part.
+        await beat(client, heartbeat.model_copy(update={"bandwidth_bps": 0.0}))
+
     CoordinatorClient.ask = asked  # type: ignore[method-assign]
+    CoordinatorClient.heartbeat = beaten  # type: ignore[method-assign]
     Member.hold = held  # type: ignore[method-assign]
 
 
