@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -35,14 +36,10 @@ def _keep_cutting(until_s: float, is_meant: Callable[[int, int], bool]) -> None:
 
 def _cut_once(is_meant: Callable[[int, int], bool]) -> None:
     for name in os.listdir("/dev/fd"):
-        try:
-            copy = os.dup(int(name))
-        except OSError:  # closed meanwhile
-            continue
-        try:
-            _cut_socket(socket.socket(fileno=copy), is_meant)
-        except OSError:  # no socket
-            os.close(copy)
+        with suppress(OSError):  # closed meanwhile
+            # Files are left alone: to close a copy of the journal's descriptor would end the locks on it.
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                _cut_socket(socket.socket(fileno=os.dup(int(name))), is_meant)
 
 
 def _cut_socket(copy: socket.socket, is_meant: Callable[[int, int], bool]) -> None:
