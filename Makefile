@@ -4,19 +4,21 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 BENCHMARKS ?= convergence transport allreduce codecs coordinator
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test soak check bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make install   make .venv and install Shoal into it, with the versions of constraints.txt'
 	@echo 'make demo      train a small run with several peers on this machine      DEMO_ARGS=…'
 	@echo 'make test      run the tests                                             PYTEST_ARGS=…'
+	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
 	@echo 'make check     lint, format check and types'
 	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'
 	@echo 'make clean     remove caches and build outputs; .venv stays'
@@ -30,6 +32,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

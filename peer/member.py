@@ -68,6 +68,8 @@ class Member:
         self._beat_now = asyncio.Event()
         self._next_save_s = 0.0
         self._saving = asyncio.Lock()
+        self._offered: list[int] = []
+        self._earlier: State | None = None
         self.rejoined = False
         self._probed_bps = 0.0
 
@@ -164,13 +166,18 @@ class Member:
     def hold(self, state: State) -> None:
         """This is our state now: offer it to joiners (and no longer the one before last) and tell the coordinator."""
         self.node.publish(state_blob(state.version), StateSource(state))
-        if state.version >= 2:
-            self.node.retract(state_blob(state.version - 2))
-        self.state = state
+        # By what was held, not by counting back: a resync leaves versions out.
+        offered = [*(version for version in self._offered if version != state.version), state.version]
+        for version in offered[:-2]:
+            self.node.retract(state_blob(version))
+        self._offered = offered[-2:]
+        self.state, self._earlier = state, None
         self._beat_now.set()
 
     async def agreed_state(self, candidate: State | None, slots: int, elements: int) -> State:
-        """The run's current state: the candidate where it is that, else fetched from others. Waits for a donor."""
+        """The run's current state: the candidate, or what we held before we started afresh, where it is that, else
+        fetched from others. Waits for a donor."""
+        candidate = candidate or self._earlier
         while True:
             view = self.client.view
             if candidate is not None and candidate.version == view.anchor_version:
@@ -204,8 +211,10 @@ class Member:
         )
 
     async def start_afresh(self) -> None:
-        """Give everything back and join again, as somebody new with an old name."""
-        self.state = None
+        """Give everything back and join again, as somebody new with an old name.
+
+        The state is kept until we know a newer one: it may be that nobody has it but those who start afresh."""
+        self._earlier, self.state = self.state or self._earlier, None
         await self.client.rejoin()
         self.rejoined = False
 

@@ -21,9 +21,11 @@ from torch import Tensor
 from shoal.swarm.averaging.outcomes import Carried
 from shoal.swarm.errors import LinkError, ShoalError, StateFileError, StorageError, WireError
 from shoal.swarm.messages import Blob
+from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Endpoint
 
 _CHUNK_BYTES = 2**20
+_ASKED_AT_ONCE = 16
 _FORMAT = "shoal-state-1"
 _saving = threading.Lock()
 
@@ -80,9 +82,9 @@ async def fetch_state(
     shape: tuple[int, int],
     progress_s: float,
 ) -> State:
-    """The state of that version and digest from the first donor that has it.
+    """The state of that version and digest from the donor that is the first to send some of it, else from another one.
 
-    ``shape``: (1 + slots, n). Raises the last ``LinkError`` when no donor does.
+    ``shape``: (1 + slots, n). Raises the last ``LinkError`` when no donor has it.
     """
     trouble = LinkError(f"nobody in the run offers the state of version {version} yet")
     values = torch.empty(shape)
@@ -95,6 +97,9 @@ async def fetch_state(
             raise WireError(f"a state chunk of {size} bytes does not fit")
         return place
 
+    if len(donors) > 1:
+        first = await _first_to_send(endpoint, donors, state_blob(version), min(_CHUNK_BYTES, data.nbytes), progress_s)
+        donors = sorted(donors, key=lambda one: one != first) if first else ()
     for donor in donors:
         try:
             async with aclosing(endpoint.fetch(donor, state_blob(version), range(chunks), sink, progress_s)) as stream:
@@ -108,6 +113,41 @@ async def fetch_state(
             return state
         trouble = LinkError(f"{donor} has another state of version {version} than the run agreed on")
     raise trouble
+
+
+async def _first_to_send(
+    endpoint: Endpoint, donors: Sequence[str], blob: Blob, first_bytes: int, progress_s: float
+) -> str | None:
+    """Whoever of them is the first to send the first chunk; None when nobody does.
+
+    All at once, but for the very many: to wait for one that is dead, or has nothing yet itself, after the other would
+    take longer than a round, and then the others have a newer state."""
+    answers: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def sink(chunk: int, size: int) -> memoryview:
+        if size != first_bytes:
+            raise WireError(f"a state chunk of {size} bytes does not fit")
+        return memoryview(bytearray(size))
+
+    async def ask(donor: str) -> None:
+        found = None
+        with suppress(ShoalError):
+            async with aclosing(endpoint.fetch(donor, blob, range(1), sink, progress_s)) as stream:
+                async for _ in stream:
+                    found = donor
+        answers.put_nowait(found)
+
+    for at in range(0, len(donors), _ASKED_AT_ONCE):
+        async with task_scope() as tasks:
+            asked = [tasks.create_task(ask(donor)) for donor in donors[at : at + _ASKED_AT_ONCE]]
+            first = None
+            for _ in asked:
+                first = first or await answers.get()
+            for task in asked:
+                task.cancel()
+        if first:
+            return first
+    return None
 
 
 def save_state(path: Path, state: State, about: dict[str, Any], carried: Carried | None = None) -> None:

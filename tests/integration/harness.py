@@ -9,21 +9,21 @@ import ctypes
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from shoal.swarm.coordinator.facts import Fact, LeasesHeld, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.leases import Ranges, from_wire
+from tests.integration.audit import Audit, Parity
+
+from shoal.swarm.coordinator.facts import Fact, VerdictGiven, unpack_fact
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.run_file import load_run_file
-from shoal.swarm.verdicts import genesis
 
 HERE = Path(__file__).parent
 SHOAL = (sys.executable, "-m", "shoal.peer")
@@ -108,10 +108,24 @@ def eventually(what: str, look: Callable[[], T | None], within_s: float, about: 
         time.sleep(0.02)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Where there is such a thing: SIGKILL when pytest itself is killed. The fixture cleans up in all other cases."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Spawned(Protocol):
+    """What is needed of a ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> Any: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int | None: ...
 
 
 class Process:
@@ -123,23 +137,27 @@ class Process:
         self.log = log
         self._events = events
         self._cwd = cwd
-        self._popen: subprocess.Popen[bytes]
-        self._events_before = self._log_before = 0
+        self._popen: Spawned
+        self._events_before = self._log_before = self._events_read_bytes = 0
+        self._all_events: list[Event] = []
         self.start()
 
     def start(self) -> None:
         """What was written before is not looked at any more, except by ``all_events``."""
         self._events_before = len(self.all_events())
         self._log_before = self.log.stat().st_size if self.log.exists() else 0
+        self._popen = self._spawn()
+
+    def _spawn(self) -> Spawned:
         with self.log.open("ab") as log:
-            self._popen = subprocess.Popen(
+            return subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self._cwd,
                 process_group=0,  # a Ctrl-C in the terminal is for pytest
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     @property
@@ -177,14 +195,19 @@ class Process:
 
     def tail(self, lines: int = 25) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return f"--- {self.label} (pid {self.pid})\n" + "\n".join(text.splitlines()[-lines:])
+        state = "runs" if self.running else f"ended with {self._popen.returncode}"
+        return f"--- {self.label} (pid {self.pid}, {state})\n" + "\n".join(text.splitlines()[-lines:])
 
     def all_events(self) -> list[Event]:
         """Of all starts, oldest first. A line that is being written is left for later."""
-        if self._events is None or not self._events.exists():
-            return []
-        whole, _, _ = self._events.read_bytes().rpartition(b"\n")
-        return [json.loads(line) for line in whole.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+        if self._events is not None and self._events.exists():
+            with self._events.open("rb") as file:
+                file.seek(self._events_read_bytes)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._events_read_bytes += len(whole) + len(newline)
+            lines = [line for line in whole.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+            self._all_events += [json.loads(line) for line in lines]
+        return self._all_events
 
     def events(self, kind: str, **fields: Any) -> list[Event]:
         """Of this start, with these values."""
@@ -204,8 +227,15 @@ class Process:
         return eventually(f"{self.label}: {kind} {fields}", look, within_s, self.tail)
 
     def says(self, words: str, within_s: float = ROUNDS_S) -> None:
-        """Wait for words in the log of this start."""
-        eventually(f"{self.label} says {words!r}", lambda: words in self.text(), within_s, self.tail)
+        """Wait for words in the log of this start; fails at once when the process has ended without them."""
+
+        def look() -> bool:
+            ended = not self.running
+            said = words in self.text()
+            assert said or not ended, f"{self.label} ended without saying {words!r}\n{self.tail()}"
+            return said
+
+        eventually(f"{self.label} says {words!r}", look, within_s, self.tail)
 
 
 class Host(Process):
@@ -214,6 +244,8 @@ class Host(Process):
     def __init__(self, label: str, command: Sequence[str], folder: Path, run_file: Path) -> None:
         self.run_file = run_file
         self.state = folder / "state" / load_run_file(run_file)[1].run.name
+        self._facts: list[Fact] = []
+        self._last_fact = 0
         super().__init__(label, command, folder / "log.txt", folder / "events.jsonl", folder)
 
     def start(self) -> None:
@@ -222,13 +254,12 @@ class Host(Process):
         self.invite = (self.state / "invite.txt").read_text().strip()
 
     def facts(self) -> list[Fact]:
-        """The journal."""
-        text, run = load_run_file(self.run_file)
-        journal = Journal(self.state / "journal.sqlite", run.hash, text)
-        try:
-            return journal.read()
-        finally:
-            journal.close()
+        """The journal, and what has been tidied out of it since we first looked."""
+        with closing(sqlite3.connect(self.state / "journal.sqlite")) as journal:
+            rows = journal.execute("SELECT id, data FROM facts WHERE id > ? ORDER BY id", (self._last_fact,)).fetchall()
+        self._facts += [unpack_fact(data) for _, data in rows]
+        self._last_fact = rows[-1][0] if rows else self._last_fact
+        return self._facts
 
     def stop(self) -> None:
         """Ctrl-C; it must be clean."""
@@ -284,12 +315,12 @@ class Swarm:
         path.write_text(text)
         return path
 
-    def host(self, toml: str, label: str = "host", launcher: Sequence[str] = SHOAL) -> Host:
+    def host(self, toml: str, label: str = "host", launcher: Sequence[str] = SHOAL, bind: str = LOOPBACK) -> Host:
         """Returns when the invite is there."""
         folder = self._folder(label)
         path = folder / "run.toml"
         path.write_text(toml)
-        options = ["--bind", LOOPBACK, "--state", str(folder / "state"), "--identity", str(folder / "identity")]
+        options = ["--bind", bind, "--state", str(folder / "state"), "--identity", str(folder / "identity")]
         command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl")]
         return self._add(Host(label, command, folder, path))
 
@@ -301,13 +332,14 @@ class Swarm:
         identity: Path | None = None,
         cwd: Path | None = None,
         extra: Sequence[str] = (),
+        kind: type[Member] = Member,
     ) -> Member:
         """Returns at once. ``launcher`` takes ``shoal``'s arguments after its own; ``extra`` are more of those."""
         folder = self._folder(label)
         identity = identity or folder / "identity"
         options = ["--identity", str(identity), "--state", str(folder / "state"), "--name", label]
         more = ["--bind", LOOPBACK, "--threads", "1", "--device", "cpu", "--log-json", str(folder / "events.jsonl")]
-        return self._add(Member(label, [*launcher, "join", invite, *options, *more, *extra], folder, cwd or folder))
+        return self._add(kind(label, [*launcher, "join", invite, *options, *more, *extra], folder, cwd or folder))
 
     def members(self, invite: str, *labels: str, launcher: Sequence[str] = CALM) -> list[Member]:
         return [self.member(invite, label, launcher) for label in labels]
@@ -350,65 +382,20 @@ ProcessT = TypeVar("ProcessT", bound=Process)
 def check_parity(host: Host, members: Iterable[Member]) -> dict[int, str]:
     """Everybody's digest of each anchor version is the same, and so is everybody's verdict on each round.
 
-    Returns the digests by version. Nothing may be running that still writes what it compares.
-    """
-    digests: dict[int, set[str]] = defaultdict(set)
-    verdicts: dict[int, set[str]] = defaultdict(set)
+    Returns the digests by version."""
+    parity = Parity()
     for member in members:
-        for event in member.all_events():
-            if event["event"] in ("synced", "committed"):
-                digests[event["anchor_version"]].add(event["digest"])
-            if event["event"] in ("committed", "aborted"):
-                verdicts[event["round"]].add(event["event"])
-    facts = host.facts()
-    for fact in facts:
-        if isinstance(fact, RoundPlanned):
-            digests[fact.plan.anchor_version].add(fact.plan.state_digest.hex())
-        if isinstance(fact, VerdictGiven):
-            verdicts[fact.verdict.round].add("committed" if fact.verdict.committed else "aborted")
-    assert {version: found for version, found in digests.items() if len(found) > 1} == {}, "parity"
-    assert {number: found for number, found in verdicts.items() if len(found) > 1} == {}, "one verdict for all"
-    return {version: found.pop() for version, found in digests.items()}
+        parity.take_events(member.all_events())
+    parity.take_facts(host.facts())
+    return parity.check()
 
 
 def check_journal(host: Host) -> list[VerdictGiven]:
-    """One verdict a round, an unbroken chain, and every sample committed once, or leased once, or free.
-
-    Returns the verdicts.
-    """
+    """As ``Audit``. Returns the verdicts."""
     _, run = load_run_file(host.run_file)
-    chain, committed = genesis(run.hash), []
-    plan: RoundPlanned | None = None
-    verdicts: list[VerdictGiven] = []
-    for fact in host.facts():
-        if isinstance(fact, RoundPlanned):
-            assert plan is None, "one plan a round"
-            plan = fact
-        if isinstance(fact, LeasesHeld):
-            _check_ledger(fact, committed)
-        if isinstance(fact, VerdictGiven):
-            verdict = fact.verdict
-            assert verdict.round == len(verdicts), "one verdict a round"
-            assert verdict.previous_chain == chain, "an unbroken chain"
-            chain = verdict.chain
-            verdicts.append(fact)
-            if verdict.committed:
-                assert plan is not None
-                assert plan.plan == verdict.plan
-                for member, ranges in zip(plan.plan.members, plan.ranges, strict=True):
-                    if member.peer not in fact.lost:
-                        committed += from_wire(ranges)
-            plan = None
-    return verdicts
-
-
-def _check_ledger(ledger: LeasesHeld, committed: Ranges) -> None:
-    held = [one for ranges in ledger.held.values() for one in from_wire(ranges)]
-    at = 0
-    for start, stop in sorted([*committed, *from_wire(ledger.pool), *held]):
-        assert start == at, f"samples from {min(start, at)} on are {'lost' if start > at else 'with two'}"
-        at = stop
-    assert at == ledger.fresh, "samples at the end are lost"
+    audit = Audit(run.hash)
+    audit.take(host.facts())
+    return audit.verdicts
 
 
 def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:

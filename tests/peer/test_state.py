@@ -277,6 +277,22 @@ def test_a_donor_that_dies_and_errors_of_any_kind_are_survived() -> None:
     assert fetched(network, {"a": state, "b": state, "c": state}, state).digest == state.digest
 
 
+def test_those_that_have_nothing_are_not_waited_for() -> None:
+    """They would cost seconds each, and by then the others hold a newer state."""
+
+    async def main() -> float:
+        network, state = MemoryNetwork(), make_state()
+        for donor in "abcdef":
+            network.endpoint(donor)
+        network.kill("a")
+        network.endpoint("f").publish(state_blob(state.version), StateSource(state))
+        start_s = asyncio.get_running_loop().time()
+        await fetch_state(network.endpoint("me"), list("abcdef"), state.version, state.digest, (2, SIZE), 3.0)
+        return asyncio.get_running_loop().time() - start_s
+
+    assert run_virtual(main()) < 1.0  # of the virtual clock
+
+
 def test_nobody_has_it() -> None:
     with pytest.raises(LinkError, match="nobody in the run"):
         fetched(MemoryNetwork(), {}, make_state())

@@ -1,0 +1,77 @@
+"""Members and the coordinator fail at named steps of a round: real processes, real sockets, one swarm after the other
+fault. The same is done without processes, for every combination, in ``tests/chaos``."""
+
+from __future__ import annotations
+
+import pytest
+from tests.chaos.real.orders import Order
+from tests.chaos.real.stage import LONG_S, SHORT_S, Stage
+from tests.integration.harness import KILLED, ROUNDS_S
+
+pytestmark = pytest.mark.integration
+
+STOPPED = [
+    Order("contributor", "SIGSTOP", "while contributing", SHORT_S),
+    Order("contributor", "SIGSTOP", "before contributing", LONG_S),
+    Order("owner", "SIGSTOP", "while reducing", SHORT_S),
+    Order("owner", "SIGSTOP", "some have the result", LONG_S),
+    Order("coordinator", "SIGSTOP", "while contributing", SHORT_S),
+    Order("coordinator", "SIGSTOP", "before the verdict is announced", LONG_S),
+]
+DISCONNECTED = [
+    Order("contributor", "cut", "while contributing"),
+    Order("owner", "cut", "some have the result"),
+    Order("owner", "cut", "while reducing", LONG_S),
+    Order("coordinator", "cut", "after the report"),
+    Order("coordinator", "cut", "before the verdict is announced"),
+    Order("contributor", "half-open", "while contributing", LONG_S),
+    Order("contributor", "half-open to all", "before contributing", LONG_S),
+    Order("owner", "half-open", "while reducing", LONG_S),
+    Order("coordinator", "half-open", "after the report", LONG_S),
+]
+LYING = [
+    Order("contributor", "corrupted bytes", "while contributing"),
+    Order("owner", "corrupted bytes to one", "some have the result"),
+    Order("owner", "corrupted bytes", "some have the result"),
+]
+KILLED_ONES = [
+    Order("contributor", "SIGKILL", "while contributing"),
+    Order("owner", "SIGKILL", "some have the result"),
+    Order("coordinator", "SIGKILL", "some have the result"),
+    Order("coordinator", "SIGKILL", "after the report"),
+]
+OWNER_KILLED = Order("owner", "SIGKILL", "while reducing")
+TWO = [
+    (OWNER_KILLED, Order("stand-in", "SIGKILL", "while reducing")),
+    (OWNER_KILLED, Order("stand-in", "SIGSTOP", "while reducing", LONG_S)),
+    (OWNER_KILLED, Order("stand-in", "cut", "while reducing")),
+    (Order("contributor", "SIGSTOP", "while contributing", SHORT_S), Order("coordinator", "SIGKILL", "while reducing")),
+]
+
+
+@pytest.mark.parametrize("order", [*STOPPED, *DISCONNECTED, *LYING, *KILLED_ONES], ids=str)
+def test_one_fault(stage: Stage, order: Order) -> None:
+    stage.play(order)
+
+
+@pytest.mark.parametrize("both", TWO, ids=lambda both: f"{both[0]} and {both[1]}")
+def test_two_faults_in_one_round(stage: Stage, both: tuple[Order, Order]) -> None:
+    stage.play(*both)
+
+
+def test_a_killed_owner_that_comes_back_within_the_round(stage: Stage) -> None:
+    stage.in_order = False
+    plan = stage.fill_roles()
+    owner = stage.member(plan.members[plan.parts[0].owner].peer)
+    spare = stage.spare_at_the_door(owner)
+    (done,) = stage.carry_out(OWNER_KILLED)
+    assert owner.exit_code(ROUNDS_S) == KILLED
+    assert done["peer"] == owner.events("joined")[0]["peer"]
+    stage.let_in(spare, instead_of=owner)
+    verdict = stage.verdict_of(done["round"])
+    stage.check([done])
+    kinds = [(one["event"], one.get("peer") or one.get("round")) for one in stage.host.all_events()]
+    planned, ended = kinds.index(("round_planned", done["round"])), kinds.index(("verdict", done["round"]))
+    assert ("member_joined", done["peer"]) in kinds[planned:ended], "within the round"
+    assert verdict.verdict.committed
+    stage.in_order = True

@@ -1,0 +1,100 @@
+"""The books of a run, checked as they are written: fact by fact from the journal, digest by digest from members."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shoal.swarm.coordinator.facts import Fact, LeasesHeld, ModelDescribed, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge
+from shoal.swarm.verdicts import genesis
+
+
+class Audit:
+    """One verdict a round, an unbroken chain, weights that are the tokens of their samples and sum up, every sample
+    committed once, or leased once, or free. ``take`` the facts in the journal's order, each once."""
+
+    def __init__(self, run_hash: bytes) -> None:
+        self.verdicts: list[VerdictGiven] = []
+        self.tokens = 0
+        self._chain = genesis(run_hash)
+        self._committed: Ranges = []
+        self._plan: RoundPlanned | None = None
+        self._tokens_per_sample = 1
+
+    def take(self, facts: Iterable[Fact]) -> None:
+        for fact in facts:
+            match fact:
+                case ModelDescribed():
+                    self._tokens_per_sample = fact.model.tokens_per_sample
+                case RoundPlanned():
+                    assert self._plan is None, "one plan a round"
+                    self._plan = fact
+                case VerdictGiven():
+                    self._take_verdict(fact)
+                case LeasesHeld():
+                    self._check_ledger(fact)
+
+    def _take_verdict(self, fact: VerdictGiven) -> None:
+        verdict = fact.verdict
+        assert verdict.round == len(self.verdicts), "one verdict a round"
+        assert verdict.previous_chain == self._chain, "an unbroken chain"
+        self._chain = verdict.chain
+        self.verdicts.append(fact)
+        if verdict.committed:
+            assert self._plan is not None
+            assert self._plan.plan == verdict.plan
+            tokens = 0
+            for member, wire in zip(self._plan.plan.members, self._plan.ranges, strict=True):
+                ranges = from_wire(wire)
+                assert member.weight_tokens == count(ranges) * self._tokens_per_sample, "weights are tokens"
+                if member.peer not in fact.lost:
+                    self._committed = merge([*self._committed, *ranges])
+                    tokens += member.weight_tokens
+            assert verdict.tokens == tokens, "the committed weights sum up"
+        else:
+            assert verdict.tokens == 0
+        self.tokens += verdict.tokens
+        assert verdict.tokens_total == self.tokens
+        assert count(self._committed) * self._tokens_per_sample == self.tokens
+        self._plan = None
+
+    def _check_ledger(self, ledger: LeasesHeld) -> None:
+        held = [one for ranges in ledger.held.values() for one in from_wire(ranges)]
+        at = 0
+        for start, stop in sorted([*self._committed, *from_wire(ledger.pool), *held]):
+            assert start == at, f"samples from {min(start, at)} on are {'lost' if start > at else 'with two'}"
+            at = stop
+        assert at == ledger.fresh, "samples at the end are lost"
+
+
+class Parity:
+    """Everybody's digest of each anchor version, and everybody's word on how each round ended."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, set[str]] = defaultdict(set)
+        self._ends: dict[int, set[str]] = defaultdict(set)
+
+    def take_events(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Of a member."""
+        for event in events:
+            kind = event["event"]
+            if kind in ("synced", "committed") or (kind == "left" and event["digest"] is not None):
+                self._digests[event["anchor_version"]].add(event["digest"])
+            if kind in ("committed", "aborted"):
+                self._ends[event["round"]].add(kind)
+
+    def take_facts(self, facts: Iterable[Fact]) -> None:
+        """Of the coordinator."""
+        for fact in facts:
+            if isinstance(fact, RoundPlanned):
+                self._digests[fact.plan.anchor_version].add(fact.plan.state_digest.hex())
+            if isinstance(fact, VerdictGiven):
+                self._ends[fact.verdict.round].add("committed" if fact.verdict.committed else "aborted")
+
+    def check(self) -> dict[int, str]:
+        """Returns the digests by version."""
+        assert {version: found for version, found in self._digests.items() if len(found) > 1} == {}, "parity"
+        assert {number: found for number, found in self._ends.items() if len(found) > 1} == {}, "one verdict for all"
+        return {version: next(iter(found)) for version, found in self._digests.items()}
