@@ -144,8 +144,8 @@ class ErrorFeedback:
         pending.copy_(residual)
         self._settled.add((start, stop))
 
-    def add_owner_error(self, start: int, error: Tensor) -> None:
-        """Add ``error``, ``(m,) float32``, to what is pending from ``start`` on.
+    def add_owner_error(self, start: int, error: Tensor, times: float = 1.0) -> None:
+        """Add ``error``, ``(m,) float32``, that many times over to what is pending from ``start`` on.
 
         Who makes a mean calls it with (mean - decoded mean), in the units of its own contribution: times the total
         weight of the mean over its own weight. Its next contribution then makes up for the loss.
@@ -153,10 +153,12 @@ class ErrorFeedback:
         overwrites it. Raises CodecError, and adds nothing, when the sum holds NaN or infinity.
         """
         _, _, pending = self._chunk(start, start + error.numel())
-        total = pending + checked_values(error) * self._decay
-        low, high = checked_range(total)
-        self._bound = max(self._bound, -low, high)
-        pending.copy_(total)
+        times *= self._decay
+        largest = _largest(checked_values(error)) * abs(times)
+        if not largest + self._bound < _FAR_FROM_INFINITY:
+            checked_range(pending + error * times)
+        self._bound += largest
+        pending.add_(error, alpha=times)
 
     def commit(self) -> None:
         """The round is committed: what is pending becomes the residual."""

@@ -245,4 +245,4 @@ class AllReduce:
         group = self._store.group
         share = group.weight(made.included) / group.weights[self._me]
         with suppress(CodecError):  # it would not be finite
-            self._feedback.add_owner_error(start, made.error.mul_(share))
+            self._feedback.add_owner_error(start, made.error, share)
