@@ -26,6 +26,7 @@ from shoal.swarm.tasks import task_scope
 log = logging.getLogger(__name__)
 
 _SOON_S = 0.5
+_URGENT = ("contribution", "partial")  # what it is reduced with waits for it
 
 
 class ChunkSource(Protocol):
@@ -181,7 +182,8 @@ class DataPlane:
             await link.attached.wait()
             for index in range(ask.first, ask.stop):
                 await stream.take()
-                self._pump.send(link, ask.stream, index, await source.chunk(index))
+                chunk = await source.chunk(index)
+                self._pump.send(link, ask.stream, index, chunk, urgent=ask.blob.kind in _URGENT)
         except ShoalError as error:
             log.debug("stream of %s ended early: %s", ask.blob, error)
         finally:

@@ -119,6 +119,32 @@ class Outgoing:
             self.task.cancel()
 
 
+Frame = tuple[int, int, memoryview]
+"""Stream, chunk, and the chunk's bytes."""
+
+
+class FrameQueue:
+    """What waits to be sent over a link: credit first, then what others wait for to go on, then everything else."""
+
+    CREDIT, URGENT, USUAL = range(3)
+
+    def __init__(self) -> None:
+        self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(3))
+
+    def put(self, frame: Frame, rank: int) -> None:
+        self._frames[rank].append(frame)
+
+    def take(self) -> Frame | None:
+        for frames in self._frames:
+            if frames:
+                return frames.popleft()
+        return None
+
+    def clear(self) -> None:
+        for frames in self._frames:
+            frames.clear()
+
+
 @dataclass(eq=False)
 class Link:
     """One end of a link: its keys, its connections, and the streams on it."""
@@ -134,7 +160,7 @@ class Link:
     next_stream: int = 0
     # The data plane's thread works on these.
     connections: list[Connection] = field(default_factory=list)
-    queue: deque[tuple[int, int, memoryview]] = field(default_factory=deque)
+    queue: FrameQueue = field(default_factory=FrameQueue)
     is_flushing: bool = False
 
     def open_incoming(self, chunks: range, sink: Sink) -> tuple[int, Incoming]:

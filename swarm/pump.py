@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES, Connection
-from shoal.swarm.links import Link, Meter
+from shoal.swarm.links import FrameQueue, Link, Meter
 from shoal.swarm.sealing import CREDIT_STREAM, HELLO_STREAM, TAG_BYTES, Header
 from shoal.swarm.sockets import tune_stream
 
@@ -75,15 +75,15 @@ class Pump:
         """A connection of a link that we opened; says which link it is."""
         self._order(lambda: self._attach(link, socket))
 
-    def send(self, link: Link, stream: int, chunk: int, payload: memoryview) -> None:
+    def send(self, link: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool = False) -> None:
         """Queue a frame; ``payload`` must not change until it is sent. Streams' credit is what bounds the queue."""
         assert payload.nbytes <= MAX_CHUNK_BYTES, "the other side would refuse it"
-        link.queue.append((stream, chunk, payload))
+        link.queue.put((stream, chunk, payload), FrameQueue.URGENT if urgent else FrameQueue.USUAL)
         self._flush_soon(link)
 
     def grant(self, link: Link, stream: int, credit: int) -> None:
-        """Let the other side send that many chunks more; goes ahead of queued chunks."""
-        link.queue.appendleft((CREDIT_STREAM | stream, credit, memoryview(b"")))
+        """Let the other side send that many chunks more."""
+        link.queue.put((CREDIT_STREAM | stream, credit, memoryview(b"")), FrameQueue.CREDIT)
         self._flush_soon(link)
 
     def close(self, link: Link) -> None:
@@ -261,7 +261,7 @@ class Pump:
     def _flush(self, link: Link) -> None:
         link.is_flushing = False
         for connection in list(link.connections):
-            if link.queue and not connection.is_blocked:
+            if not connection.is_blocked:
                 self._write(connection)
 
     def _unblock(self, connection: Connection) -> None:
@@ -276,9 +276,10 @@ class Pump:
         try:
             for _ in range(_TURN):
                 connection.send()
-                if not link.queue:
+                frame = link.queue.take()
+                if frame is None:
                     return
-                stream, chunk, payload = link.queue.popleft()
+                stream, chunk, payload = frame
                 size = connection.put(link, stream, chunk, payload)
                 if not stream & CREDIT_STREAM:
                     self._meter.sent(size, time.monotonic())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket as sockets
+import sys
 
 import zmq
 import zmq.asyncio
@@ -14,6 +15,11 @@ from shoal.swarm.errors import Unreachable
 log = logging.getLogger(__name__)
 
 CURVE_DOMAIN = b"control"
+
+_NOT_SENT_LOW_WATER = 0x201 if sys.platform == "darwin" else 25
+"""TCP_NOTSENT_LOWAT, which Python does not name before 3.12."""
+
+_UNSENT_BYTES = 2**17
 
 
 def endpoint(host: str, port: int | str) -> str:
@@ -68,10 +74,13 @@ def listen(host: str, port: int) -> sockets.socket:
 
 
 def tune_stream(socket: sockets.socket) -> None:
-    """For a data connection: it does not block, sends at once and notices in the end when the other side is gone."""
+    """For a data connection: it does not block, sends at once and notices in the end when the other side is gone.
+
+    Little waits in the kernel, where what is urgent could not overtake it."""
     socket.setblocking(False)
     socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+    socket.setsockopt(sockets.IPPROTO_TCP, _NOT_SENT_LOW_WATER, _UNSENT_BYTES)
 
 
 async def connect(host: str, port: int) -> sockets.socket:

@@ -13,17 +13,24 @@ _SMALL_CHUNK_ELEMENTS = 2**16
 """Below, a chunk costs more than its bytes do."""
 
 _MOST_A_MEMBER, _FEWEST_A_MEMBER = 8, 4
+_CHUNK_S, _MOST_CHUNKS = 0.02, 1024
 
 
-def chunk_elements(elements: int, members: int) -> int:
+def chunk_elements(elements: int, members: int, slowest_bps: float | None = None) -> int:
     """Elements a chunk: 2 MiB of float32, less for small models so that every member gets a few.
 
-    Always a multiple of 4096, so that codec blocks never straddle two chunks.
+    Less, too, for slow links: every owner's last chunk arrives when all other work is done. Always a multiple of 4096,
+    so that codec blocks never straddle two chunks.
     """
     fine, coarse = (math.ceil(elements / (members * chunks)) for chunks in (_MOST_A_MEMBER, _FEWEST_A_MEMBER))
     wanted = max(fine, min(coarse, _SMALL_CHUNK_ELEMENTS))
     rounded = math.ceil(wanted / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS
-    return min(MAX_CHUNK_ELEMENTS, max(MIN_CHUNK_ELEMENTS, rounded))
+    most = MAX_CHUNK_ELEMENTS
+    if slowest_bps:
+        # At a byte an element, as int8 has it; but not so many that the chunks cost more than the link.
+        at_a_time = max(int(slowest_bps * _CHUNK_S / 8), math.ceil(elements / _MOST_CHUNKS))
+        most = min(most, math.ceil(at_a_time / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS)
+    return min(most, max(MIN_CHUNK_ELEMENTS, rounded))
 
 
 def owner_shares(bandwidths_bps: Sequence[float | None], can_own: Sequence[bool]) -> list[float]:

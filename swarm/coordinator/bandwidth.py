@@ -9,6 +9,7 @@ from statistics import median_high, median_low
 from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 _ROUNDS = 3
+_SLOW_START = 3.0
 _ALIKE = 1.3
 """Links whose figures differ by no more are taken to be equal: what rounds show is no more exact than that, and the
 best shares of owners differ by several times as much as their links."""
@@ -44,6 +45,10 @@ class Bandwidths:
         A member may claim less than the others have seen of it, never more. Of whom nobody has seen anything yet is
         believed at most what is usual here."""
         seen = {peer: median_low(rounds) for peer, rounds in self._seen.items() if peer in claims_bps}
+        # A member's first round opens its links as well: a figure that this may explain is the usual one.
+        first = [peer for peer in seen if len(self._seen[peer]) == 1]
+        shown = median_low(seen.values()) if seen else 0.0
+        seen |= {peer: max(seen[peer], shown) for peer in first if seen[peer] > shown / _SLOW_START}
         figures = [figure for peer, claim in claims_bps.items() if (figure := seen.get(peer, claim)) > 0]
         usual = median_high(figures) if figures else 0.0
         return _levelled({peer: _capped(claim, seen.get(peer), usual) for peer, claim in claims_bps.items()})

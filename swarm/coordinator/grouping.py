@@ -61,7 +61,7 @@ def lay_out(
     elements: int, bandwidths_bps: Sequence[float | None], can_own: Sequence[bool], group_size: int, seed: int
 ) -> Layout:
     """One flat group of up to ``group_size`` members; of more a grid, which ``seed`` decides on."""
-    chunk = chunk_elements(elements, len(can_own))
+    chunk = chunk_elements(elements, len(can_own), min((bps for bps in bandwidths_bps if bps), default=None))
     rows = plan_rows(can_own, group_size, seed)
     if len(rows) == 1:
         shares = owner_shares(bandwidths_bps, can_own)

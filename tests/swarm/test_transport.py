@@ -32,7 +32,7 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES
 from shoal.swarm.identity import CurveKeys
-from shoal.swarm.links import CREDIT, Incoming, Link, Outgoing, in_thread
+from shoal.swarm.links import CREDIT, FrameQueue, Incoming, Link, Outgoing, in_thread
 from shoal.swarm.messages import (
     PROTOCOL_VERSION,
     Acknowledged,
@@ -554,7 +554,7 @@ async def test_resumes_when_a_chunk_never_comes(lost: int, monkeypatch: pytest.M
         b.node.publish(STATE, source)
         send, sent = b.node._data._pump.send, []
 
-        def lossy(link: Link, stream: int, chunk: int, payload: memoryview) -> None:
+        def lossy(link: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool) -> None:
             sent.append(chunk)
             if sent.count(lost) == 1 and chunk == lost:
                 return
@@ -775,7 +775,7 @@ async def test_a_silent_link_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
         (link,) = b.node._data._links.values()
         send = b.node._data._pump.send
 
-        def mute(which: Link, stream: int, chunk: int, payload: memoryview) -> None:
+        def mute(which: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool) -> None:
             if which is not link:  # nothing will ever come over it
                 send(which, stream, chunk, payload)
 
@@ -1026,8 +1026,10 @@ async def test_an_oversized_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         assert await fetch(a, b, sink, range(2), blob=largest) == [0, 1]
         honest = MAX_CHUNK_BYTES
 
-        def careless(self: pump.Pump, link: Link, stream: int, chunk: int, payload: memoryview) -> None:
-            link.queue.append((stream, chunk, payload))
+        def careless(
+            self: pump.Pump, link: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool
+        ) -> None:
+            link.queue.put((stream, chunk, payload), FrameQueue.USUAL)
             self._flush_soon(link)
 
         monkeypatch.setattr(pump.Pump, "send", careless)

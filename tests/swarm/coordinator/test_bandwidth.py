@@ -67,6 +67,14 @@ def test_a_newcomer_that_is_slow_is_found_out_in_its_first_round() -> None:
     assert bandwidths.believed(CLAIMS)[E] == pytest.approx(1e7), "of two rounds the worse"
 
 
+def test_a_first_round_that_opened_the_links_makes_nobody_slow() -> None:
+    bandwidths = Bandwidths()
+    bandwidths.learn(FIVE, everybody(FIVE, dict.fromkeys(range(4), 9e7) | {4: 5e7}))
+    assert bandwidths.believed(CLAIMS)[E] == pytest.approx(9e7)
+    bandwidths.learn(FIVE, everybody(FIVE, dict.fromkeys(range(4), 9e7) | {4: 5e7}))
+    assert bandwidths.believed(CLAIMS)[E] == pytest.approx(5e7), "but twice is no accident"
+
+
 def test_a_minority_of_witnesses_changes_nothing() -> None:
     honest = {0: {1: 9.0, 2: 9.0, 3: 9.0, 4: 2.0}, 1: {0: 9.0, 2: 9.0, 3: 9.0, 4: 2.0}}
     honest |= {2: {0: 9.0, 1: 9.0, 3: 9.0, 4: 2.0}}
