@@ -8,7 +8,6 @@ Fixes SignSGD and other Gradient Compression Schemes" (arXiv:1901.09847); the de
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -48,7 +47,6 @@ class ErrorFeedback:
             raise CodecError(f"the decay of a residual is from 0 to 1, not {decay}")
         self._residual = spacious(n).zero_()
         self._spare: Tensor | None = None
-        self._lent: list[weakref.ref[Tensor]] = []
         # No value of the residual is larger: what spares a look at all of them in every round.
         self._bound = 0.0
         self._decay = float(np.float32(decay))
@@ -58,10 +56,8 @@ class ErrorFeedback:
 
     @property
     def residual(self) -> Tensor:
-        """``(n,) float32``, as of the last commit. To be read only; never changed while you have it."""
-        lent = self._residual.view(-1)
-        self._lent.append(weakref.ref(lent))
-        return lent
+        """A copy, ``(n,) float32``, as of the last commit."""
+        return self._residual.clone()
 
     @property
     def in_round(self) -> bool:
@@ -77,7 +73,17 @@ class ErrorFeedback:
         low, high = checked_range(residual)
         self._bound = max(-low, high)
         self._residual = self._checked(residual).clone()
-        self._lent.clear()
+
+    def scale(self, factor: float) -> None:
+        """Multiply the residual, not within a round: what it makes up for counts with another weight now.
+
+        Raises CodecError when a value would not be finite any more; nothing has changed then."""
+        assert not self.in_round
+        if not self._bound * abs(factor) < _FAR_FROM_INFINITY:
+            self._bound = _largest(self._residual)
+            checked_range(torch.tensor([self._bound * abs(factor)], dtype=torch.float32))
+        self._bound *= abs(factor)
+        self._residual.mul_(factor)
 
     def begin(self, contribution: Tensor) -> None:
         """Begin a round with ``contribution``, ``(n,) float32``, which nobody may change before the round's end.
@@ -165,10 +171,7 @@ class ErrorFeedback:
         assert self._pending is not None, "no round has begun"
         for start, stop in list(self._unsettled(self._pending.numel())):
             self.keep_chunk(start, stop)
-        is_lent = any(lent() is not None for lent in self._lent)
-        self._spare = None if is_lent else self._residual
-        self._residual = self._pending
-        self._lent.clear()
+        self._spare, self._residual = self._residual, self._pending
         self._contribution = self._pending = None
 
     def discard(self) -> None:

@@ -96,6 +96,10 @@ class DataPlane:
         answer = await agree(ask)
         sealed = SealedLink(name, ask.secret + answer.secret, answer.cipher, opener=True)
         connections = await self._connect(address)
+        if name in self._links:  # the other side has heard the name before, and opened one of that name
+            for socket in connections:
+                socket.close()
+            raise LinkClosed("somebody else opened a link of that name")
         link = self._links[name] = Link(sealed, remote_key, is_ours=True)
         for socket in connections:
             self._pump.attach(link, socket)
@@ -142,6 +146,11 @@ class DataPlane:
         """Those in use with the holder of that key, our own ones first."""
         links = [link for link in self._links.values() if link.remote_key == remote_key]
         return sorted(links, key=lambda link: not link.is_ours)
+
+    def close_stream(self, link: Link, number: int) -> None:
+        """Stop sending that stream, if we do."""
+        link.close_stream(number)
+        self._pump.forget(link, number)
 
     def close_link(self, link: Link) -> None:
         """Forget its keys and stop its streams; those that receive resume on another link."""

@@ -33,6 +33,10 @@ class Connection:
         self._sealed = bytearray()
         self._unsent = memoryview(b"")
 
+    @property
+    def is_closed(self) -> bool:
+        return self.socket.fileno() < 0
+
     def receive(self) -> tuple[bytes, memoryview]:
         """The next frame's header and sealed body, good until the next call.
 

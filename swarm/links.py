@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -11,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.swarm.errors import LinkClosed, LinkError, WireError
+from shoal.swarm.errors import LinkClosed, LinkError
 from shoal.swarm.sealing import SealedLink
 
 if TYPE_CHECKING:
     from shoal.swarm.framing import Connection
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -23,7 +26,7 @@ Sink = Callable[[int, int], memoryview]
 """``sink(chunk, size_bytes)`` gives the writable memory for that chunk, on the data plane's thread; raises
 ``WireError`` to refuse it."""
 
-MAX_STREAMS_PER_LINK = 64
+MAX_STREAMS_PER_LINK = 128
 CREDIT = 8
 """Chunks that may be under way in one stream."""
 
@@ -41,6 +44,7 @@ class Incoming:
         self._granted = chunks.start + CREDIT
         self._arrived: set[int] = set()
         self._trouble: LinkError | None = None
+        self.is_announced = False
         self._changed = asyncio.Event()
         # Held while a chunk is written to its sink: whoever closes the stream may use that memory afterwards.
         self._lock = threading.Lock()
@@ -56,8 +60,12 @@ class Incoming:
                 return False
             try:
                 place = self._sink(chunk, size)
-            except WireError as error:
+            except LinkError as error:
                 self._trouble = error
+                return False
+            except Exception as error:  # it is this stream's fault, and not the thread's
+                log.exception("no place for chunk %d", chunk)
+                self._trouble = LinkError(f"no place for chunk {chunk}: {error!r}")
                 return False
             open_into(place)
             self._arrived.add(chunk)
@@ -65,6 +73,7 @@ class Incoming:
 
     def notify(self) -> None:
         """Something has changed: on the event loop."""
+        self.is_announced = False
         self._changed.set()
 
     def fail(self, trouble: LinkError) -> None:
@@ -101,6 +110,17 @@ class Outgoing:
     credit: int
     task: asyncio.Task[None] | None = None
     _more: asyncio.Event = field(default_factory=asyncio.Event)
+    _received: deque[int] = field(default_factory=lambda: deque(maxlen=2 * CREDIT))
+
+    def receive(self, credit: int) -> bool:
+        """On the data plane's thread: more credit has come; returns whether ``notify`` is still to be called."""
+        self._received.append(credit)
+        return len(self._received) == 1
+
+    def notify(self) -> None:
+        """On the event loop: credit was received."""
+        while self._received:
+            self.add(self._received.popleft())
 
     def add(self, credit: int) -> None:
         """No honest receiver has more than ``CREDIT`` chunks open; others do not get to fill our memory."""
@@ -130,19 +150,38 @@ class FrameQueue:
 
     def __init__(self) -> None:
         self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(3))
+        # Each of the two threads counts in one of them.
+        self._put_bytes = self._taken_bytes = 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._put_bytes - self._taken_bytes
 
     def put(self, frame: Frame, rank: int) -> None:
+        self._put_bytes += frame[2].nbytes
         self._frames[rank].append(frame)
 
     def take(self) -> Frame | None:
         for frames in self._frames:
             if frames:
-                return frames.popleft()
+                frame = frames.popleft()
+                self._taken_bytes += frame[2].nbytes
+                return frame
         return None
 
-    def clear(self) -> None:
+    def drop(self, stream: int) -> None:
+        """Forget that stream's frames; on the data plane's thread, as ``take``."""
         for frames in self._frames:
-            frames.clear()
+            for _ in range(len(frames)):
+                frame = frames.popleft()
+                if frame[0] == stream:
+                    self._taken_bytes += frame[2].nbytes
+                else:
+                    frames.append(frame)
+
+    def clear(self) -> None:
+        while self.take() is not None:
+            pass
 
 
 @dataclass(eq=False)
@@ -175,12 +214,6 @@ class Link:
         incoming = self.incoming.pop(number, None)
         if incoming is not None:
             incoming.close()
-
-    def add_credit(self, number: int, credit: int) -> None:
-        """That stream may go on, if we send it still."""
-        stream = self.outgoing.get(number)
-        if stream is not None:
-            stream.add(credit)
 
     def close_stream(self, number: int) -> None:
         """Stop sending that stream, if we do."""

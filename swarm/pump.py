@@ -7,6 +7,7 @@ few system calls and one pass of the cipher, straight from the sender's memory t
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import selectors
 import socket as sockets
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES, Connection
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS_PER_LINK = 16
 _GREETING_S = 10.0
+_MOST_WAITING_BYTES = 2**28
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MAX_STRANGERS = 256
 _TURN = 4
 """Frames of one connection before another one has its turn."""
@@ -76,10 +80,18 @@ class Pump:
         self._order(lambda: self._attach(link, socket))
 
     def send(self, link: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool = False) -> None:
-        """Queue a frame; ``payload`` must not change until it is sent. Streams' credit is what bounds the queue."""
+        """Queue a frame; ``payload`` must not change until it is sent.
+
+        Streams' credit bounds the queue of those that read what they give credit for; others are cut off."""
         assert payload.nbytes <= MAX_CHUNK_BYTES, "the other side would refuse it"
         link.queue.put((stream, chunk, payload), FrameQueue.URGENT if urgent else FrameQueue.USUAL)
+        if link.queue.waiting_bytes > _MOST_WAITING_BYTES:
+            self._order(lambda: self._break(link, WireError("it does not read what it asks for")))
         self._flush_soon(link)
+
+    def forget(self, link: Link, stream: int) -> None:
+        """Send no more of that stream's frames."""
+        self._order(lambda: link.queue.drop(stream))
 
     def grant(self, link: Link, stream: int, credit: int) -> None:
         """Let the other side send that many chunks more."""
@@ -126,8 +138,9 @@ class Pump:
             failure = error
             self._tell(lambda: None if self.ended.done() else self.ended.set_exception(failure))
         finally:
-            for order in self._orders:  # sockets may be on their way to us
-                order()
+            for order in list(self._orders):  # sockets may be on their way to us
+                with suppress(OSError, ValueError, KeyError):
+                    order()
             for key in list(self._selector.get_map().values()):
                 assert isinstance(key.fileobj, sockets.socket)
                 key.fileobj.close()
@@ -145,9 +158,10 @@ class Pump:
             elif not isinstance(key.data, Connection):
                 self._accept(key.data)
             else:
-                if events & selectors.EVENT_WRITE:
+                # What came before may have closed it, in this turn or just now.
+                if events & selectors.EVENT_WRITE and not key.data.is_closed:
                     self._unblock(key.data)
-                if events & selectors.EVENT_READ:
+                if events & selectors.EVENT_READ and not key.data.is_closed:
                     self._read(key.data)
         for _ in range(len(self._orders)):
             self._orders.popleft()()
@@ -167,15 +181,21 @@ class Pump:
     def _accept(self, listener: sockets.socket) -> None:
         try:
             socket, _ = listener.accept()
-            tune_stream(socket)
-            connection = Connection(socket, None, time.monotonic())
         except OSError as error:
-            log.warning("could not accept a data connection: %s", error)
-            self._dismiss_strangers(all_of_them=True)
-            time.sleep(0.01)  # out of descriptors: it would be offered again at once
+            if error.errno in _EXHAUSTED:
+                log.warning("could not accept a data connection: %s", error)
+                self._dismiss_strangers(all_of_them=True)
+                time.sleep(0.01)  # it would be offered again at once
             return
-        self._strangers[connection] = None
-        self._selector.register(socket, selectors.EVENT_READ, connection)
+        connection = Connection(socket, None, time.monotonic())
+        try:
+            tune_stream(socket)
+            self._selector.register(socket, selectors.EVENT_READ, connection)
+        except OSError as error:
+            log.debug("a caller was gone at once: %s", error)
+            socket.close()
+        else:
+            self._strangers[connection] = None
 
     def _dismiss_strangers(self, all_of_them: bool = False) -> None:
         """Close connections that have not said in time whose they are, or are too many; the oldest come first."""
@@ -247,14 +267,18 @@ class Pump:
         now_s = link.last_frame_s = time.monotonic()
         if header.stream & CREDIT_STREAM:
             link.sealed.open(header_bytes, body, memoryview(bytearray(0)))
-            self._tell(lambda: link.add_credit(header.stream & ~CREDIT_STREAM, header.chunk))
+            outgoing = link.outgoing.get(header.stream & ~CREDIT_STREAM)
+            if outgoing is not None and outgoing.receive(header.chunk):
+                self._tell(outgoing.notify)
             return
         incoming = link.incoming.get(header.stream)
         if incoming is None:
             return  # nobody waits for it any more
         if incoming.receive(header.chunk, size, lambda place: link.sealed.open(header_bytes, body, place)):
             self._meter.received(PREFIX_BYTES + body.nbytes, now_s)
-        self._tell(incoming.notify)
+        if not incoming.is_announced:
+            incoming.is_announced = True
+            self._tell(incoming.notify)
 
     # Writing
 
@@ -307,8 +331,6 @@ class Pump:
 
     def _drop(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
-        try:
+        if not connection.is_closed:
             self._selector.unregister(connection.socket)
-        except KeyError:
-            log.debug("a connection was dropped before it was registered")
-        connection.socket.close()
+            connection.socket.close()

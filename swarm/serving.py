@@ -43,7 +43,7 @@ def answer_members(control: ControlPlane, data: DataPlane, is_member: Callable[[
 
     async def close_stream(channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerCloseStream)
-        data.find_link(channel.remote_key, message.link).close_stream(message.stream)
+        data.close_stream(data.find_link(channel.remote_key, message.link), message.stream)
         return Acknowledged()
 
     control.handle(PeerToPeerPing, ping)

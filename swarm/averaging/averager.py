@@ -160,7 +160,7 @@ class Averager:
         contribution, weight = self._with_late(offer), offer.weight_tokens
         try:
             if self._residual_weight not in (0, weight):
-                self.feedback.load(self.feedback.residual * (self._residual_weight / weight))
+                self.feedback.scale(self._residual_weight / weight)
             self._residual_weight = weight
             self.feedback.begin(contribution)
         except CodecError:

@@ -235,3 +235,26 @@ def test_load_copies() -> None:
     feedback.load(saved)
     saved.zero_()
     assert feedback.residual.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_residual_that_was_asked_for_never_changes() -> None:
+    feedback = after_a_round(get_codec("int8"))
+    asked = feedback.residual
+    kept, view = asked.clone(), asked.numpy()
+    del asked
+    for _ in range(3):
+        feedback.begin(noise(3))
+        feedback.keep_chunk(0, N)
+        feedback.commit()
+    assert torch.equal(torch.from_numpy(view), kept)
+
+
+def test_a_residual_counts_with_another_weight() -> None:
+    feedback = ErrorFeedback(4)
+    feedback.load(torch.tensor([1.0, -2.0, 0.0, 3e38]))
+    with pytest.raises(CodecError):
+        feedback.scale(2.0)
+    feedback.scale(0.5)
+    assert feedback.residual.tolist() == pytest.approx([0.5, -1.0, 0.0, 1.5e38])
+    with pytest.raises(CodecError):
+        feedback.begin(torch.tensor([0.0, 0.0, 0.0, 3e38]))

@@ -1,7 +1,10 @@
 import asyncio
+import errno
 import gc
+import os
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -32,7 +35,7 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES
 from shoal.swarm.identity import CurveKeys
-from shoal.swarm.links import CREDIT, FrameQueue, Incoming, Link, Outgoing, in_thread
+from shoal.swarm.links import CREDIT, MAX_STREAMS_PER_LINK, FrameQueue, Incoming, Link, Outgoing, in_thread
 from shoal.swarm.messages import (
     PROTOCOL_VERSION,
     Acknowledged,
@@ -886,10 +889,10 @@ async def test_a_member_has_one_link_and_few_streams() -> None:
         await ask(0)
         with pytest.raises(WireError):
             await ask(0)
-        for number in range(1, 64):
+        for number in range(1, MAX_STREAMS_PER_LINK):
             await ask(number)
         with pytest.raises(BlobUnavailable, match="too many"):
-            await ask(64)
+            await ask(MAX_STREAMS_PER_LINK)
 
 
 async def speak(port: int, data: bytes) -> bytes:
@@ -1106,3 +1109,146 @@ def test_frames_are_put_together_from_whatever_pieces() -> None:
                         acceptor.sealed.open(header, body, memoryview(plain))
                         got.append(plain)
             assert got == [bytes([chunk]) * size for chunk, size in enumerate(sizes)]
+
+
+# What must not end the thread ---------------------------------------------------------------------------
+
+
+@run
+async def test_connections_that_break_together_while_they_are_blocked() -> None:
+    async with swarm() as (a, b):
+        a.node.connections_per_link = 4
+        b.node.publish(STATE, Source(1000, 2**21))
+        hold = threading.Event()
+
+        def sink(chunk: int, size: int) -> memoryview:
+            hold.wait(LONG_S)
+            raise WireError("not wanted")
+
+        streams = [asyncio.create_task(outcome(fetch(a, b, sink, range(1000), 100))) for _ in range(8)]  # type: ignore[arg-type]
+        await until(lambda: any(link.connections for link in b.node._data._links.values()))
+        (ours,), (theirs,) = a.node._data._links.values(), b.node._data._links.values()
+        await until(lambda: len(theirs.connections) == 4 and all(one.is_blocked for one in theirs.connections))
+        serving = b.node._data._pump
+        serving._order(lambda: time.sleep(0.2))  # so that it hears of all of them at once
+        for connection in ours.connections:
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(connection.socket.detach())
+        await until(lambda: not theirs.connections)
+        assert serving._thread.is_alive()
+        hold.set()
+        for stream in streams:
+            stream.cancel()
+        await asyncio.wait(streams)
+
+
+@run
+async def test_no_descriptor_left_for_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        first = await asyncio.open_connection(HOST, b.ports[1])
+        await until(lambda: len(b.node._data._pump._strangers) == 1)
+        accept, failed = socket.socket.accept, threading.Event()
+
+        def exhausted(self: socket.socket) -> Any:
+            if not failed.is_set():
+                failed.set()
+                raise OSError(errno.EMFILE, "too many open files")
+            return accept(self)
+
+        monkeypatch.setattr(socket.socket, "accept", exhausted)
+        b.node._data._pump._order(lambda: time.sleep(0.2))
+        first[1].write(b"\0")  # and it has something to say in the same turn
+        second = await asyncio.open_connection(HOST, b.ports[1])
+        async with asyncio.timeout(LONG_S):
+            await asyncio.to_thread(failed.wait, LONG_S)
+            assert await first[0].read() == b""
+        b.node.publish(STATE, Source(3))
+        assert await fetch(a, b, Sink(), range(3)) == [0, 1, 2]
+        for _, writer in (first, second):
+            writer.close()
+
+
+@run
+async def test_who_opens_a_link_of_the_name_that_we_are_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        b.node.publish(STATE, Source(3))
+        squatted: list[bytes] = []
+        opening = a.node._data.open_link
+
+        async def open_link_twice(remote_key: bytes, address: tuple[str, int], agree: Any) -> Link:
+            async def agree_and_squat(ask: PeerToPeerOpenLink) -> Any:
+                if not squatted:
+                    squatted.append(ask.link)
+                    a.node._data.accept_link(remote_key, ask)
+                return await agree(ask)
+
+            return await opening(remote_key, address, agree_and_squat)
+
+        monkeypatch.setattr(a.node._data, "open_link", open_link_twice)
+        assert await fetch(a, b, Sink(), range(3), progress_s=6) == [0, 1, 2]
+        assert squatted
+        links = list(a.node._data._links.values())
+        connected = [key.data for key in a.node._data._pump._selector.get_map().values() if key.data is not None]
+        assert sum(isinstance(one, pump.Connection) for one in connected) == sum(len(one.connections) for one in links)
+
+
+@run
+async def test_who_asks_for_ever_more_and_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "_MOST_WAITING_BYTES", 2**24)
+    async with swarm() as (a, b):
+        b.node.publish(STATE, Source(10_000, 2**20))
+        hold = threading.Event()
+
+        def sink(chunk: int, size: int) -> memoryview:
+            hold.wait(LONG_S)
+            raise WireError("not wanted")
+
+        stream = asyncio.create_task(outcome(fetch(a, b, sink, range(10_000), 100)))  # type: ignore[arg-type]
+        await until(lambda: any(link.connections for link in b.node._data._links.values()))
+        (theirs,) = b.node._data._links.values()
+        await until(lambda: bool(theirs.outgoing))
+        while theirs.connections:
+            for outgoing in list(theirs.outgoing.values()):
+                outgoing.add(CREDIT)
+            await asyncio.sleep(0.001)
+        assert theirs.queue.waiting_bytes <= 2**26
+        hold.set()
+        stream.cancel()
+        await asyncio.wait([stream])
+
+
+@run
+async def test_stopping_in_the_middle_leaves_no_socket() -> None:
+    for _ in range(5):
+        async with swarm() as (a, b):
+            b.node.publish(STATE, Source(1000, 2**18))
+            stream = asyncio.create_task(outcome(fetch(a, b, Sink(), range(1000))))
+            await until(lambda: any(link.connections for link in b.node._data._links.values()))
+            await b.stop()
+            await b.start()  # on the same ports
+            stream.cancel()
+            await asyncio.wait([stream])
+
+
+@run
+async def test_a_sink_that_fails_ends_its_stream_only() -> None:
+    async with swarm() as (a, b):
+        b.node.publish(STATE, Source(3))
+
+        def sink(chunk: int, size: int) -> memoryview:
+            raise ValueError("a fault of ours")
+
+        with pytest.raises(LinkError, match="a fault of ours"):
+            await fetch(a, b, sink, range(3), progress_s=0.3)  # type: ignore[arg-type]
+        assert await fetch(a, b, Sink(), range(3)) == [0, 1, 2]
+
+
+def test_dropped_frames_count_no_more() -> None:
+    queue = FrameQueue()
+    for chunk in range(4):
+        queue.put((chunk % 2, chunk, memoryview(bytes(10))), FrameQueue.USUAL)
+    queue.put((1, 9, memoryview(bytes(5))), FrameQueue.URGENT)
+    queue.drop(1)
+    assert queue.waiting_bytes == 20
+    assert [queue.take(), queue.take(), queue.take()][2] is None
+    assert queue.waiting_bytes == 0
