@@ -7,6 +7,7 @@ are decoded (``wire.py``), so handlers never see one. Tuples, not lists: they ar
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -119,7 +120,8 @@ class Part(Record):
 
 
 class RoundPlan(Record):
-    """Who reduces what in a round. Members are ordered by peer id, parts by start; parts tile all elements.
+    """Who reduces what in a round. Members are ordered by peer id, parts by start; parts tile all elements, on the grid
+    of chunks.
 
     ``columns``: none in a flat group; in a grid, of each column its relay in every row: the member of that row that
     sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a column."""
@@ -134,11 +136,17 @@ class RoundPlan(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundPlan:
+        if any(one.peer >= two.peer for one, two in pairwise(self.members)):
+            raise ValueError("members are ordered by peer id, each named once")
+        starts = [0, *(part.stop for part in self.parts[:-1])]
+        for part, start in zip(self.parts, starts, strict=True):
+            if part.start != start or part.start >= part.stop or part.start % self.chunk_elements:
+                raise ValueError("parts tile the elements from 0 on, each beginning with a chunk")
         row_of = [member.row for member in self.members]
         rows = list(range(1 + max(row_of)))
         if set(row_of) != set(rows) or bool(self.columns) != (len(rows) > 1):
             raise ValueError("a plan of several rows has members in each of them, and columns")
-        if any([row_of[one] for one in column if one < len(row_of)] != rows for column in self.columns):
+        if any([row_of[one] if one < len(row_of) else None for one in column] != rows for column in self.columns):
             raise ValueError("a column has one relay in every row, in their order")
         owners = [set(column) for column in self.columns] or [set(range(len(row_of)))]
         for part in self.parts:

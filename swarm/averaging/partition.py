@@ -69,11 +69,11 @@ class StandIns:
     """Who reduces a part when its owner fails, for all parts of a plan.
 
     Whoever owns most comes first, as it has the best link; owners of one part after the other begin with different
-    ones, so that the death of one does not fall on the same member as the next.
+    ones, so that the death of one does not fall on the same member as the next. When nobody can own, everybody does.
     """
 
     def __init__(self, shares: Sequence[float], can_own: Sequence[bool]) -> None:
-        able = (index for index, one in enumerate(can_own) if one)
+        able = [index for index, one in enumerate(can_own) if one] or range(len(can_own))
         self._able = sorted(able, key=lambda index: (-shares[index], index))
         self._places = {index: place for place, index in enumerate(self._able)}
 

@@ -19,13 +19,15 @@ class Bandwidths:
     """What rounds have shown of each member, by peer id; kept when it leaves, or it would come back unknown.
 
     One figure a round: what the middle one of those who collect got from it, times their number, as it had to serve
-    them at the same time. Of two in the middle the faster one, as the other may be slow itself; only most of the
-    members together can make one of them faster than it is. Taken is the median of its last three rounds, of two the
-    lower one: one odd round changes little, and a link that has become slow is known for it after two.
+    them at the same time. Of two in the middle the faster one, as the other may be slow itself; but of two in all the
+    slower one for a member that claims nothing, as nothing else bounds the other. Else only most of the members
+    together can make one of them faster than it is. Taken is the median of its last three rounds, of two the lower one:
+    one odd round changes little, and a link that has become slow is known for it after two.
     """
 
     def __init__(self) -> None:
-        self._seen: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
+        self._seen: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
+        """Of each round the figure without a claim and the one with it."""
 
     def learn(self, plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport]) -> None:
         """Take in the reports of a round, by peer id. One witness is not believed where there could have been two."""
@@ -37,14 +39,20 @@ class Bandwidths:
             served = {plan.members[one].peer for one in _served(plan, member)}
             values = [bps for witness, bps in by_witness.items() if witness in served]
             if len(values) >= min(2, len(served)) > 0:
-                self._seen[plan.members[member].peer].append(median_high(values) * len(served))
+                unclaimed = min(values) if len(values) == 2 else median_high(values)
+                figures = (unclaimed * len(served), median_high(values) * len(served))
+                self._seen[plan.members[member].peer].append(figures)
 
     def believed(self, claims_bps: Mapping[str, float]) -> dict[str, float]:
         """Bits a second of each of these members; 0 for unknown.
 
         A member may claim less than the others have seen of it, never more. Of whom nobody has seen anything yet is
         believed at most what is usual here."""
-        seen = {peer: median_low(rounds) for peer, rounds in self._seen.items() if peer in claims_bps}
+        seen = {
+            peer: median_low(figures[claims_bps[peer] > 0] for figures in rounds)
+            for peer, rounds in self._seen.items()
+            if peer in claims_bps
+        }
         # A member's first round opens its links as well: a figure that this may explain is the usual one.
         first = [peer for peer in seen if len(self._seen[peer]) == 1]
         shown = median_low(seen.values()) if seen else 0.0

@@ -94,11 +94,13 @@ class RoundPlanned(Fact):
 
 
 class VerdictGiven(Fact):
-    """How a round ended. ``lost``: members whose samples the committed mean does without; they are leased again."""
+    """How a round ended. ``lost``: members whose samples the committed mean does without; they are leased again.
+    ``failed``: those that others did not get from what they had to."""
 
     verdict: Verdict
     elapsed_s: Seconds
     lost: tuple[PeerId, ...]
+    failed: tuple[PeerId, ...] = ()
 
 
 FACTS: dict[str, type[Fact]] = {cls.__name__: cls for cls in Fact.__subclasses__()}

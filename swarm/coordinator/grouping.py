@@ -42,6 +42,8 @@ def plan_round(
     peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)
     bandwidths_bps = [members[peer].bandwidth_bps or None for peer in peers]
     can_own = [members[peer].can_own for peer in peers]
+    if not any(can_own):  # an owner that has failed before may do better; one that cannot be reached will not
+        can_own = [members[peer].can_be_reached for peer in peers]
     layout = lay_out(elements, bandwidths_bps, can_own, group_size, seed << 64 | number)
     return RoundPlan(
         round=number,

@@ -121,10 +121,10 @@ class RunMachine(Admission):
             for one in (*report.dropped, *report.failed, *(one.member for one in report.deliveries))
         ):
             raise WireError("the report does not fit the plan of its round")
-        if peer not in self.round.reports:
+        if peer not in self.round.reports:  # saying it again, or otherwise, holds off no verdict
             self._report_delays.saw(now_s - self.round.reported_s if self.round.reports else 0.0)
+            self.round.progress_s = self.round.reported_s = now_s
         self.round.reports[peer] = report
-        self.round.progress_s = self.round.reported_s = now_s
 
     def tick(self, now_s: float) -> None:
         """Whatever time decides: silence, closing, planning, verdict."""
@@ -233,9 +233,7 @@ class RunMachine(Admission):
             self._give_verdict(judgement, now_s)
 
     def _give_verdict(self, judgement: Judgement, now_s: float) -> None:
-        plan, lost = self.round.plan, self.lost_work(None in judgement.digests)
-        for peer in judgement.failed:
-            self.membership.members[peer].delivers = False
+        plan, lost = self.round.plan, self.lost_work(judgement.digests)
         if plan is not None:
             self._bandwidths.learn(plan, self.round.reports)
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
@@ -256,7 +254,8 @@ class RunMachine(Admission):
         )
         chain = chain_hash(unsigned)
         signed = unsigned.model_copy(update={"chain": chain, "signature": self._sign(signed_bytes(chain))})
-        self.record(f.VerdictGiven(verdict=signed, elapsed_s=self.elapsed_s(now_s), lost=lost))
+        elapsed_s = self.elapsed_s(now_s)
+        self.record(f.VerdictGiven(verdict=signed, elapsed_s=elapsed_s, lost=lost, failed=judgement.failed))
         held = {peer: to_wire(ranges) for peer, ranges in self.leases.held.items()}
         pool, answered = to_wire(self.leases.pool), tuple(self.answered.values())
         self.record(f.LeasesHeld(fresh=self.leases.fresh, pool=pool, held=held, answered=answered))

@@ -19,13 +19,17 @@ from shoal.swarm.messages import (
 
 T = TypeVar("T")
 
+_FIRST_BAR, _LONGEST_BAR = 4, 64
+"""Rounds."""
+
 
 @dataclass
 class Member:
-    """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``bandwidth_bps`` and
-    ``delivers`` comes from heartbeats. ``tokens_ahead``: done for the next round already, while this one is averaged
-    (``overlap``). ``bandwidth_bps``: what is believed of its link, 0 for unknown, whatever it claims. ``delivers``: no
-    part of its own has failed to reach the others since it joined; else it owns none."""
+    """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``bandwidth_bps``,
+    ``barred_rounds`` and ``failures`` comes from heartbeats. ``tokens_ahead``: done for the next round already, while
+    this one is averaged (``overlap``). ``bandwidth_bps``: what is believed of its link, 0 for unknown, whatever it
+    claims. ``failures``: how often since it joined it did not deliver what others had to get from it; for the next
+    ``barred_rounds`` committed rounds that it takes part in, it owns nothing."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -45,7 +49,8 @@ class Member:
     claimed_bps: float = 0.0
     bandwidth_bps: float = 0.0
     tokens_committed: int = 0
-    delivers: bool = True
+    barred_rounds: int = 0
+    failures: int = 0
 
     @property
     def is_trainer(self) -> bool:
@@ -54,7 +59,17 @@ class Member:
     @property
     def can_own(self) -> bool:
         """Whether it may reduce a part."""
-        return self.entry.role == "trainer" and self.entry.reachable and self.delivers
+        return self.can_be_reached and not self.barred_rounds
+
+    @property
+    def can_be_reached(self) -> bool:
+        """Whether it might reduce a part if nobody who has been delivering can."""
+        return self.entry.role == "trainer" and self.entry.reachable
+
+    def fail(self) -> None:
+        """Twice as long out of office each time: a bad hour is forgotten, a bad link is seldom tried."""
+        self.barred_rounds = min(_FIRST_BAR << min(self.failures, 8), _LONGEST_BAR)
+        self.failures += 1
 
     def forget_progress(self) -> None:
         """Its uncommitted work is lost."""
@@ -64,6 +79,7 @@ class Member:
         """The next round begins: with what was done ahead, and with this one's work unless that is committed."""
         self.tokens_done = self.tokens_ahead + (0 if is_committed else self.tokens_done)
         self.tokens_ahead = 0
+        self.barred_rounds = max(0, self.barred_rounds - is_committed)
 
 
 @dataclass

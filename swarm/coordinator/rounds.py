@@ -168,11 +168,12 @@ def judge(
         if can_wait and kept is None:
             return None
         digests.append(kept)
-        if kept is None or len(held) > 1:
+        # One that holds other bytes than the rest may have made them up; of two the owner is the likelier source.
+        if kept is None or held.total() - holders >= 2:
             failed.append(plan.members[part.owner].peer)
     # One that fails one member may have a bad link with it; one that fails two is slow or cut off itself.
-    accused = Counter(owner for report in heard.values() for owner in report.failed)
-    failed += [plan.members[owner].peer for owner in sorted(accused) if accused[owner] >= min(2, len(heard) - 1)]
+    accused = Counter(owner for report in heard.values() for owner in set(report.failed))
+    failed += [plan.members[owner].peer for owner in sorted(accused) if accused[owner] >= min(2, len(present) - 1)]
     void = digests.count(None)
     if void < len(digests) and not (void and whole):
         return Judgement(digests=tuple(digests), failed=tuple(dict.fromkeys(failed)))

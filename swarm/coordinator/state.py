@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import singledispatchmethod
 
@@ -151,6 +152,8 @@ class RunState:
         committed = {one.peer for one in verdict.plan.members} if verdict.committed and verdict.plan else set()
         for peer, member in self.membership.trainers().items():
             member.enter_round(peer in committed)
+        for peer in fact.failed:
+            self.membership.members[peer].fail()
         if verdict.committed:
             self._commit(verdict, fact.lost)
         else:
@@ -275,16 +278,21 @@ class RunState:
         """The plan's members that are still here, and never left."""
         return {peer for peer in self.round.ranges if peer not in self.round.orphans}
 
-    def lost_work(self, void: bool) -> tuple[str, ...]:
+    def lost_work(self, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
         """Dead members whose contribution did not get into every chunk: others train on their samples again.
 
-        ``void``: some part is; what the living offered there is offered again, what the dead did is gone."""
+        Of a part that is void, what the living offered is offered again; what the dead did is gone. Who is missing in
+        the committed bytes is known to those that hold them all, of whom two have to say so; where there is nobody,
+        all are believed, for samples are better trained on twice than never."""
         if self.round.plan is None:
             return ()
-        if void:
+        if None in digests:
             return tuple(sorted(self.round.orphans))
-        dropped = {index for report in self.round.reports.values() for index in report.dropped}
-        peers = [self.round.plan.members[index].peer for index in sorted(dropped)]
+        reports = self.round.reports.values()
+        holders = [report for report in reports if report.digests == digests]
+        said = Counter(index for report in holders or reports for index in set(report.dropped))
+        needed = min(2, max(1, len(holders)))
+        peers = [self.round.plan.members[index].peer for index in sorted(said) if said[index] >= needed]
         return tuple(peer for peer in peers if peer in self.round.orphans)
 
     def is_complete(self) -> bool:

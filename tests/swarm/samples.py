@@ -67,8 +67,11 @@ def records(cls: type[BaseModel]) -> st.SearchStrategy[Any]:
 
 
 def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
-    """A plan whose indices are those of its members: of a flat group, or of a grid with one member a row."""
-    members, is_grid = plan["members"], len(plan["members"]) > 1 and bool(plan["columns"])
+    """A plan whose parts tile the elements and whose indices are those of its members: of a flat group, or of a grid
+    with one member a row."""
+    by_peer = {one.peer: one for one in plan["members"]}
+    members, chunk = [by_peer[peer] for peer in sorted(by_peer)], plan["chunk_elements"]
+    is_grid = len(members) > 1 and bool(plan["columns"])
     return plan | {
         "members": tuple(one.model_copy(update={"row": i if is_grid else 0}) for i, one in enumerate(members)),
         "columns": (tuple(range(len(members))),) if is_grid else (),
@@ -78,9 +81,11 @@ def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
                     "owner": part.owner % len(members),
                     "stand_ins": tuple(one % len(members) for one in part.stand_ins),
                     "column": 0,
+                    "start": index * chunk,
+                    "stop": (index + 1) * chunk,
                 }
             )
-            for part in plan["parts"]
+            for index, part in enumerate(plan["parts"])
         ),
     }
 

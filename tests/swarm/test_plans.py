@@ -10,6 +10,7 @@ from shoal.swarm.messages import RoundPlan
 
 GRID = plan_of([1] * 6, [[0, 2, 4], [1, 3, 5]]).model_dump()
 FLAT = plan_of([1] * 3, [[0, 1, 2]]).model_dump()
+CHUNK, FIRST_STOP = FLAT["chunk_elements"], FLAT["parts"][0]["stop"]
 
 
 def refused(plan: dict[str, Any], **changes: Any) -> str:
@@ -38,6 +39,41 @@ def test_rows_and_columns_go_together() -> None:
     assert "several rows" in refused(FLAT, columns=((0,),))
     gap = tuple(member | {"row": 2 * member["row"]} for member in GRID["members"])
     assert "members in each of them" in refused(GRID, members=gap)
+
+
+def test_a_relay_that_is_nobody_beside_good_ones() -> None:
+    assert "one relay in every row" in refused(GRID, columns=((99, 0, 1), *GRID["columns"][1:]))
+
+
+def test_members_are_ordered_and_named_once() -> None:
+    for plan in (FLAT, GRID):
+        assert "ordered by peer id" in refused(plan, members=plan["members"][::-1])
+    first = FLAT["members"][0]["peer"]
+    assert "named once" in refused(FLAT, members=tuple(one | {"peer": first} for one in FLAT["members"]))
+
+
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [
+        (0, {"start": CHUNK}),
+        (0, {"stop": FIRST_STOP - CHUNK}),
+        (1, {"start": FIRST_STOP - CHUNK}),
+        (1, {"start": FIRST_STOP + CHUNK}),
+        (-1, {"stop": 0}),
+        (-1, {"stop": FLAT["parts"][-1]["start"]}),
+    ],
+    ids=["not from 0 on", "a gap", "overlap", "a gap before", "backwards", "empty"],
+)
+def test_parts_tile_the_elements(index: int, change: dict[str, Any]) -> None:
+    parts = list(FLAT["parts"])
+    parts[index] = parts[index] | change
+    assert "tile the elements" in refused(FLAT, parts=tuple(parts))
+
+
+def test_parts_begin_with_a_chunk() -> None:
+    at = FIRST_STOP + 8
+    parts = (FLAT["parts"][0] | {"stop": at}, FLAT["parts"][1] | {"start": at}, *FLAT["parts"][2:])
+    assert "beginning with a chunk" in refused(FLAT, parts=parts)
 
 
 @pytest.mark.parametrize(

@@ -187,13 +187,15 @@ def test_a_garbage_contributor_is_left_out() -> None:
 
 def test_of_the_two_faces_of_an_owner_the_one_that_most_saw_counts() -> None:
     async def main() -> None:
-        async with swarm(3, run_toml(30), ELEMENTS) as run:
-            fault = changed("result", run[1].peer, lambda data: data[:-4] + bytes(4), to=run[2].peer)
-            run.network.faults.append(fault)
+        async with swarm(5, run_toml(50), ELEMENTS) as run:
+            for fooled in (run[2], run[3]):
+                fault = changed("result", run[1].peer, lambda data: data[:-4] + bytes(4), to=fooled.peer)
+                run.network.faults.append(fault)
             outcomes = await together(*play_all(run, 0))
             assert all(isinstance(one, Committed) for one in outcomes)
-            assert not run.coordinator.machine.membership.members[run[1].peer].delivers
-            close(-run[0].anchor, weighted([contribution(index) for index in range(3)], [1, 1, 1]))
+            members = run.coordinator.machine.membership.members
+            assert [member.peer for member in run.members if not members[member.peer].can_own] == [run[1].peer]
+            close(-run[0].anchor, weighted([contribution(index) for index in range(5)], [1] * 5))
             assert in_step(*run.members)
 
     run_virtual(main())

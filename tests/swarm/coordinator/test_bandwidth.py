@@ -47,6 +47,14 @@ def test_a_member_may_claim_less() -> None:
     assert bandwidths.believed({A: 1.0, B: 1e9, C: 0.0}) == pytest.approx({A: 1.0, B: 1e8, C: 1e8})
 
 
+def test_one_of_two_witnesses_is_not_believed_alone_where_nothing_is_claimed() -> None:
+    bandwidths = Bandwidths()
+    for _ in range(3):
+        bandwidths.learn(PLAN, said(PLAN, {0: {1: 50.0, 2: 1e9}, 1: {0: 50.0, 2: 50.0}, 2: {0: 50.0, 1: 50.0}}))
+    assert bandwidths.believed({A: 100.0, B: 100.0, C: 0.0}) == dict.fromkeys([A, B, C], 100.0)
+    assert bandwidths.believed({A: 100.0, B: 100.0, C: 150.0})[C] == 150.0, "the slower witness may be slow itself"
+
+
 def test_a_link_that_has_become_slow_is_found_out_within_two_rounds_and_one_odd_round_changes_nothing() -> None:
     bandwidths = Bandwidths()
     usual, slow = dict.fromkeys(range(5), 1e8), dict.fromkeys(range(4), 1e8) | {4: 1e7}

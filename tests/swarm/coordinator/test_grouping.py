@@ -14,7 +14,7 @@ def plan(
     ready = PeerToCoordinatorRoundReady(
         round=number, anchor_version=2, state_digest=INITIAL, weight_tokens=10, ranges=(), loss=None
     )
-    known = {peer_name(one): Member(entry(one), CPU, 0.0, delivers=one not in slow) for one in range(members)}
+    known = {peer_name(one): Member(entry(one), CPU, 0.0, barred_rounds=int(one in slow)) for one in range(members)}
     made = plan_round(number, 2, 2_000_000, dict.fromkeys(known, ready), known, group_size, seed)
     assert made is not None
     return made

@@ -116,7 +116,8 @@ def test_a_verdict_that_a_member_knows_is_not_told_again() -> None:
 
 
 def test_what_a_known_verdict_of_a_thousand_members_saves() -> None:
-    members = tuple(PlanMember(peer=f"{index:016x}".translate(_LETTERS), weight_tokens=10**6) for index in range(1000))
+    peers = sorted(f"{index:016x}".translate(_LETTERS) for index in range(1000))
+    members = tuple(PlanMember(peer=peer, weight_tokens=10**6) for peer in peers)
     parts = tuple(Part(owner=at, stand_ins=(1, 2, 3), start=at * 4096, stop=at * 4096 + 4096) for at in range(1000))
     world = World(run_file(), members=1)
     view = world.machine.view(world.workers[0].peer, world.now_s, world.machine.membership.roster_version)

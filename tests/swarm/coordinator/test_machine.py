@@ -542,8 +542,78 @@ def test_an_owner_that_does_not_deliver_owns_nothing_next_time() -> None:
     assert [digest is None for digest in verdict.digests] == [part.owner == 2 for part in plan.parts]
     again = averaging(world, 3)
     assert {part.owner for part in again.parts} == {0, 1}
-    world.join(world.workers[2])
-    assert world.machine.membership.members[peer_name(2)].delivers
+    world.restart()
+    until(world, "training", 3)
+    for _ in range(3):
+        assert not world.machine.membership.members[peer_name(2)].can_own
+        averaging(world, 3)
+        until(world, "training", 3)
+    assert {part.owner for part in averaging(world, 3).parts} == {0, 1, 2}, "after four committed rounds"
+
+
+def test_a_failed_owner_that_joins_again_owns_again() -> None:
+    world = World(run_file(), 2)
+    world.machine.membership.members[peer_name(1)].fail()
+    world.join(world.workers[1])
+    assert world.machine.membership.members[peer_name(1)].can_own
+
+
+def test_one_member_that_reports_other_bytes_takes_nobodys_parts_away() -> None:
+    world = World(run_file(), 5)
+    plan = averaging(world, 5)
+    for worker in world.workers[:4]:
+        world.report(worker)
+    world.report(world.workers[4], wrong=tuple(range(len(plan.parts))))
+    assert world.verdicts[0].verdict.committed
+    assert all(one.can_own for one in world.machine.membership.members.values())
+
+
+def test_a_report_that_is_repeated_holds_off_no_verdict() -> None:
+    world = World(run_file(), 4)
+    plan, began_s = averaging(world, 4), world.now_s
+    for worker in world.workers[:2]:
+        world.report(worker)
+    while not world.verdicts:
+        assert world.now_s < began_s + 20 * world.run.round.patience_s
+        for worker in world.workers[:4]:
+            world.beat(worker)
+        world.machine.report(world.workers[2].peer, report(plan), world.now_s)
+        world.tick(0.25)
+
+
+def test_a_later_report_takes_the_place_of_the_first() -> None:
+    world = World(run_file(), 2)
+    averaging(world)
+    world.report(world.workers[0], missing=(0,))
+    world.report(world.workers[0])
+    world.report(world.workers[1])
+    assert None not in world.verdicts[0].verdict.digests
+
+
+@pytest.mark.parametrize("odd", [{"wrong": (0,)}, {"missing": (0,)}, {}], ids=["other", "fewer", "the same"])
+def test_what_one_says_against_those_who_hold_the_committed_bytes_loses_no_work(odd: dict[str, Any]) -> None:
+    world = World(run_file(), 4)
+    averaging(world, 4)
+    for worker in world.workers[:2]:
+        world.report(worker)
+    plan = world.machine.round.plan
+    assert plan is not None
+    world.machine.report(world.workers[2].peer, report(plan, dropped=(3,), **odd), world.now_s)
+    world.leave(world.workers[3])
+    assert world.verdicts[0].verdict.committed
+    assert world.verdicts[0].lost == ()
+
+
+def test_where_nobody_holds_all_committed_bytes_everybody_is_believed() -> None:
+    world = World(run_file(), 4)
+    plan = averaging(world, 4)
+    assert len(plan.parts) >= 3
+    for number in range(3):
+        dropped = (3,) if number == 0 else ()
+        world.machine.report(world.workers[number].peer, report(plan, missing=(number,), dropped=dropped), world.now_s)
+    world.leave(world.workers[3])
+    assert None not in world.verdicts[0].verdict.digests
+    assert world.verdicts[0].lost == (peer_name(3),)
 
 
 @pytest.mark.parametrize(

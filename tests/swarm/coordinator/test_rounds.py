@@ -158,11 +158,32 @@ def test_who_cannot_deliver_owns_nothing(fault: str) -> None:
     if fault == "unreachable":
         members[1].entry = entry(1, reachable=False)
     else:
-        members[1].delivers = False
+        members[1].fail()
     made = plan({0: 1, 1: 1, 2: 1}, members=members)
     assert made is not None
     assert {one.owner for one in made.parts} == {0, 2}
     assert len(made.members) == 3
+
+
+def test_where_all_owners_have_failed_those_own_that_can_be_reached() -> None:
+    members = {number: Member(entry(number), CPU, 0.0, barred_rounds=1) for number in range(3)}
+    members |= {3: Member(entry(3, reachable=False), CPU, 0.0), 4: Member(entry(4, role="contributor"), CPU, 0.0)}
+    made = plan(dict.fromkeys(members, 1), members=members)
+    assert made is not None
+    assert {one.owner for one in made.parts} == {0, 1, 2}
+    assert all({one.owner, *one.stand_ins} == {0, 1, 2} for one in made.parts)
+
+
+def test_whoever_fails_again_owns_nothing_for_longer() -> None:
+    member, pauses = Member(entry(0), CPU, 0.0), []
+    for _ in range(12):
+        member.fail()
+        pauses.append(member.barred_rounds)
+        member.enter_round(False)
+        assert member.barred_rounds == pauses[-1], "only rounds that it was part of count"
+        while not member.can_own:
+            member.enter_round(True)
+    assert pauses == [4, 8, 16, 32] + [64] * 8
 
 
 def test_losses_are_weighted_and_stay_between_them() -> None:
@@ -260,11 +281,18 @@ def test_overdue() -> None:
 
 
 def test_of_different_bytes_those_are_committed_that_most_hold() -> None:
-    reports = {A: report(PLAN), B: report(PLAN, wrong=(1,)), C: report(PLAN)}
-    judgement = judge(PLAN, reports, {A, B, C}, overdue=False, enough=False)
-    assert judgement is not None
-    assert judgement.digests == tuple(part_digest(PLAN, index) for index in range(3))
-    assert judgement.failed == (B,), "the owner of that part, until it is known who made the others"
+    five = [peer_name(number) for number in range(5)]
+    whole = some_plan(dict.fromkeys(range(5), 10))
+
+    def judged(*odd: str) -> tuple[str, ...]:
+        reports = {peer: report(whole, wrong=(1,) if peer in odd else ()) for peer in five}
+        judgement = judge(whole, reports, five, overdue=False, enough=False)
+        assert judgement is not None
+        assert judgement.digests == tuple(part_digest(whole, index) for index in range(5))
+        return judgement.failed
+
+    assert judged(five[3]) == (), "one may have made them up"
+    assert judged(*five[3:]) == (B,), "the owner of that part, until it is known who made the others"
 
 
 def test_an_owner_that_two_could_not_get_its_part_from_has_failed() -> None:
@@ -280,6 +308,10 @@ def test_an_owner_that_two_could_not_get_its_part_from_has_failed() -> None:
     assert judged() == ()
     assert judged(B) == ()
     assert judged(B, C) == (A,)
+    reports = {A: report(PLAN).model_copy(update={"failed": (1,)}), B: report(PLAN)}
+    judgement = judge(PLAN, reports, {A, B, C}, overdue=True, enough=True)
+    assert judgement is not None
+    assert judgement.failed == (), "not either when a third one is silent"
 
 
 def test_different_bytes_that_one_holds_each_are_void() -> None:

@@ -169,7 +169,7 @@ def journaled(machine: RunMachine) -> dict[str, Any]:
         "verdict": (machine.chain, machine.verdict, machine.loss),
         "counts": (machine.rounds_committed, machine.rounds_aborted, machine.tokens_committed),
         "members": {
-            peer: (one.entry, one.device, one.alive, one.tokens_committed)
+            peer: (one.entry, one.device, one.alive, one.tokens_committed, one.barred_rounds, one.failures)
             for peer, one in machine.membership.members.items()
             if one.entry.role == "trainer"
         },
