@@ -21,7 +21,7 @@ from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Header, holders, may_hold
 from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
-from shoal.swarm.averaging.results import ResultStore, adopt_part, fetch_part
+from shoal.swarm.averaging.results import ResultStore, adopt_agreed, fetch_part
 from shoal.swarm.averaging.seat import Seat
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
@@ -160,7 +160,7 @@ class AllReduce:
             if self._me not in header.included:
                 leave_out(*bounds)
                 continue
-            partial, result = self._used_partial(index, header), self._committed(index)
+            partial, result = self._used_partial(index, header), self._committed(index, header)
             if partial is not None or (result is not None and result is self._as_owner.made.get(index)):
                 self._feedback.include_exactly(*bounds)
             for made in (partial, result):
@@ -213,13 +213,10 @@ class AllReduce:
         return deadlines.grid_result_s if holder == part.owner else deadlines.relayed_s
 
     async def _stand_in(self, part: Part) -> None:
-        """Adopt what others have of a failed owner's results, and make the rest anew."""
+        """Adopt what others agree on of a failed owner's results, and make the rest anew."""
         log.warning("round %d: standing in for %s", self._plan.round, self._members[part.owner])
-        for member in may_hold(self._plan, part):
-            if member not in (self._me, part.owner) and not self._store.has(part):
-                peer, wait_s = self._members[member], self._seat.deadlines.adopt_s
-                with suppress(ShoalError):
-                    await adopt_part(self._endpoint, self._store, part, peer, wait_s)
+        others = [self._members[one] for one in may_hold(self._plan, part) if one not in (self._me, part.owner)]
+        await adopt_agreed(self._endpoint, self._store, part, others, self._seat.deadlines.adopt_s)
         for run in self._store.missing(part):
             without = frozenset((part.owner,))
             reduction = Reduction(self._seat, self._store.group, self._store.put, without=without)
@@ -231,13 +228,22 @@ class AllReduce:
         made = self._as_relay.made.get(index)
         return made if made is not None and made.error is not None and self._row in header.relayed else None
 
-    def _committed(self, index: int) -> Reduced | None:
-        """The mean of a chunk, if the bytes that count are ours."""
+    def _committed(self, index: int, header: Header) -> Reduced | None:
+        """The mean of a chunk, if the bytes that count are ours, and their error is ours to carry.
+
+        Of several stand-ins that made the same bytes only the first is to carry it. One before us that is in them gave
+        us its contribution after it had not given us its results, so it has been making them itself: it does."""
         for reduction in (self._as_owner, *self._as_stand_in):
             made = reduction.made.get(index)
             if made is not None and made.error is not None and made.result == self._store[index]:
-                return made
+                first = reduction is self._as_owner or set(self._before_us(index)).isdisjoint(header.included)
+                return made if first else None
         return None
+
+    def _before_us(self, index: int) -> tuple[int, ...]:
+        """The stand-ins before us of the part with this chunk."""
+        part = next(part for part in self._plan.parts if index in self._store.chunks_of(part))
+        return part.stand_ins[: part.stand_ins.index(self._me)]
 
     def _carry(self, start: int, made: Reduced) -> None:
         """Take on the error of a mean: only our share of what we add reaches it, so that many times over."""

@@ -272,7 +272,7 @@ class Averager:
                 continue
             near = dict.fromkeys([*may_hold(plan, part), *members])
             others = [plan.members[one].peer for one in near if plan.members[one].peer != self._client.peer]
-            await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines.patience_s)
+            await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines)
         return await in_thread(store.mean)
 
 

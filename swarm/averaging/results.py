@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from shoal.compression.coding import Coding
 from shoal.swarm.averaging.buffers import Buffers
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
+from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, LinkError, ShoalError, WireError
 from shoal.swarm.links import Sink, in_thread
 from shoal.swarm.messages import Blob, Part, RoundPlan
@@ -67,6 +69,10 @@ class ResultStore(ChunkStore):
                 else:
                     runs.append(range(index, index + 1))
         return runs
+
+    def lacks(self, part: Part) -> int:
+        """How many of the part's chunks are not here."""
+        return sum(map(len, self.missing(part)))
 
     def drop(self, part: Part) -> None:
         """This part is void: zero for everybody, with nobody in it."""
@@ -166,8 +172,18 @@ async def fetch_part(endpoint: Endpoint, store: ResultStore, part: Part, holder:
                 await store.put(chunk, received.pop(chunk))
 
 
-async def adopt_part(endpoint: Endpoint, store: ResultStore, part: Part, holder: str, progress_s: float) -> None:
-    """Take over what ``holder`` has already of what the store lacks of one part. Raises ``ShoalError``."""
+async def adopt_part(
+    endpoint: Endpoint,
+    store: ResultStore,
+    part: Part,
+    holder: str,
+    progress_s: float,
+    hand_in: Callable[[int, memoryview], Awaitable[None]] | None = None,
+) -> None:
+    """Take over what ``holder`` has already of what the store lacks of one part. Raises ``ShoalError``.
+
+    ``hand_in``: where it goes instead of the store."""
+    put = hand_in or store.put
     for run in store.missing(part):
         received: dict[int, memoryview] = {}
         fitting = store.sink(received)
@@ -179,34 +195,70 @@ async def adopt_part(endpoint: Endpoint, store: ResultStore, part: Part, holder:
         async with aclosing(stream):
             async for chunk in stream:
                 if chunk in received:
-                    await store.put(chunk, received.pop(chunk))
+                    await put(chunk, received.pop(chunk))
+
+
+async def adopt_agreed(
+    endpoint: Endpoint, store: ResultStore, part: Part, holders: Sequence[str], progress_s: float
+) -> None:
+    """Take over what two of ``holders`` have already, and the same, of what the store lacks of a part.
+
+    Nothing shows yet which bytes are the owner's, so nobody's word alone counts; unless there are no two others."""
+    enough = min(2, len(store.plan.members) - 2)
+    said: dict[int, list[memoryview]] = {}
+
+    async def hear(chunk: int, data: memoryview) -> None:
+        said.setdefault(chunk, []).append(data)
+        if said[chunk].count(data) >= enough:
+            await store.put(chunk, data)
+            del said[chunk]
+
+    for holder in holders:
+        if store.has(part):
+            return
+        with suppress(ShoalError):
+            await adopt_part(endpoint, store, part, holder, progress_s, hear)
 
 
 async def ensure_part(
-    endpoint: Endpoint, store: ResultStore, part: Part, digest: bytes, others: Sequence[str], progress_s: float
+    endpoint: Endpoint, store: ResultStore, part: Part, digest: bytes, others: Sequence[str], deadlines: Deadlines
 ) -> None:
     """Make sure that the store holds the committed bytes of a part, from its owner or any other member of the plan.
 
-    First from whoever has them now and answers soon: an owner that has failed in the round would cost all of
-    ``progress_s``. Raises ``LinkError`` when none of them has them."""
-    if store.has(part) and await in_thread(store.digest, part) == digest:
-        return
+    Everybody is asked in turn for what is there already, again and again until nothing new has come for long: some may
+    still be making them, but most who have not got them lack them as we do, and are not waited for one by one. Raises
+    ``LinkError`` when nobody has them."""
+    loop = asyncio.get_running_loop()
+    if store.has(part):
+        if await in_thread(store.digest, part) == digest:
+            return
+        store.forget(part)
     owner, trouble = store.plan.members[part.owner].peer, "nobody has them"
     holders = sorted(others, key=lambda peer: peer != owner)
-    for bring, wait_s in ((adopt_part, progress_s / 4), (fetch_part, progress_s)):
+    fewest, moved_s, one_by_one = len(store.chunks_of(part)), loop.time(), False
+    while holders and loop.time() - moved_s < deadlines.result_s:
         for holder in list(holders):
-            store.forget(part)
+            if one_by_one:
+                store.forget(part)
+            lacked = store.lacks(part)
             try:
-                await bring(endpoint, store, part, holder, wait_s)
+                await adopt_part(endpoint, store, part, holder, deadlines.adopt_s)
             except ShoalError as error:  # the other side's errors come out of here, too
                 trouble = str(error)
-                continue
+            if store.lacks(part) < fewest:
+                fewest, moved_s = store.lacks(part), loop.time()
             if not store.has(part):
                 continue
             if await in_thread(store.digest, part) == digest:
                 return
-            holders.remove(holder)
             trouble = f"{holder} has other bytes than the committed ones"
-            log.warning("round %d: %s", store.plan.round, trouble)
+            fewest = len(store.chunks_of(part))
+            if lacked == fewest:
+                holders.remove(holder)
+                log.warning("round %d: %s", store.plan.round, trouble)
+            else:  # of several sources, any may be the wrong one: from now on everybody's bytes are taken by themselves
+                one_by_one = True
+            store.forget(part)
+        await asyncio.sleep(deadlines.heartbeat_s if holders else 0.0)
     store.forget(part)
     raise LinkError(trouble)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 
 from shoal.swarm.averaging.grid import plan_parts, plan_rows
 from shoal.swarm.averaging.partition import StandIns, chunk_elements, owner_shares, split
 from shoal.swarm.coordinator.membership import Member, majority
 from shoal.swarm.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
+
+_ODDLY_SLOW = 20
+"""By so many times slower than the usual link: chunks are not made for it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def lay_out(
     elements: int, bandwidths_bps: Sequence[float | None], can_own: Sequence[bool], group_size: int, seed: int
 ) -> Layout:
     """One flat group of up to ``group_size`` members; of more a grid, which ``seed`` decides on."""
-    chunk = chunk_elements(elements, len(can_own), min((bps for bps in bandwidths_bps if bps), default=None))
+    chunk = chunk_elements(elements, len(can_own), _slowest(bandwidths_bps))
     rows = plan_rows(can_own, group_size, seed)
     if len(rows) == 1:
         shares = owner_shares(bandwidths_bps, can_own)
@@ -86,3 +90,10 @@ def lay_out(
         for one in grid.parts
     )
     return Layout(chunk, tuple(row_of[member] for member in range(len(can_own))), grid.columns, parts)
+
+
+def _slowest(bandwidths_bps: Sequence[float | None]) -> float | None:
+    """Of the links that are no oddities: what one member says of itself, or one that is next to nothing, is not to cut
+    everybody's chunks to pieces."""
+    known = [bps for bps in bandwidths_bps if bps]
+    return min((bps for bps in known if bps * _ODDLY_SLOW >= median_high(known)), default=None)

@@ -6,18 +6,21 @@ import torch
 from tests.fakes.exchanges import PATIENCE_S, Side, digests, make_sides, run_all, weighted_mean
 from tests.fakes.means import MEAN_ATOL, weighted
 from tests.fakes.memory_network import Fault, MemoryNetwork, Step, at, changed, stalled
-from tests.fakes.virtual_clock import now_s, run_virtual
+from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
 from shoal.swarm.averaging.allreduce import Exchange
 from shoal.swarm.averaging.collecting import _WINDOW
+from shoal.swarm.averaging.groups import Header
 from shoal.swarm.averaging.partition import chunk_elements, split
 from shoal.swarm.averaging.results import ResultStore, ensure_part, fetch_part
+from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, LinkError, StorageError
 from shoal.swarm.messages import Blob, Part, PlanMember, RoundPlan
 
+DEADLINES = Deadlines(PATIENCE_S)
 ELEMENTS = 5 * 4096 + 123
 """Six chunks, the last one short."""
 
@@ -38,6 +41,12 @@ def make_plan(
         members=tuple(PlanMember(peer=PEERS[index], weight_tokens=weight) for index, weight in enumerate(weights)),
         parts=tuple(Part(owner=owner, start=start, stop=stop) for owner, start, stop in parts),
     )
+
+
+def with_stand_ins(plan: RoundPlan, stand_ins: tuple[int, ...]) -> RoundPlan:
+    """The same with these for its first part."""
+    first, *others = plan.parts
+    return plan.model_copy(update={"parts": (first.model_copy(update={"stand_ins": stand_ins}), *others)})
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
@@ -230,6 +239,81 @@ def test_an_owner_that_dies_in_its_reduce_leaves_only_its_part_open() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("liars", [{3}, {2}], ids=["owns nothing", "owns a part"])
+def test_nobodys_word_alone_makes_a_dead_owners_results(liars: set[int]) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        plan = with_stand_ins(make_plan([1, 1, 1, 1], shares=[1 / 3, 1 / 3, 1 / 3, 0.0]), (1,))
+        sides = make_sides(network, plan)
+        for liar in liars:
+            network.endpoints[PEERS[liar]].publish(sides[liar].store.held, _Forged(sides[liar].store))
+        network.kill(PEERS[0])
+        await run_all(sides[1:])
+        mean = sides[1].store.mean()
+        assert all(digests(side) == digests(sides[1]) for side in sides[2:])
+        torch.testing.assert_close(
+            mean[: plan.parts[0].stop], weighted_mean(sides, [1, 2, 3])[: plan.parts[0].stop].float()
+        )
+
+    run_virtual(main())
+
+
+def test_what_two_have_of_a_dead_owners_results_is_adopted() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        plan = with_stand_ins(make_plan([1, 1, 1, 1], shares=[1.0, 0.0, 0.0, 0.0]), (1,))
+        sides = make_sides(network, plan, "int8")
+        network.faults.append(stalled("result", PEERS[0], 0, to=PEERS[1]))
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(side.run()) for side in sides]
+            await until(lambda: all(None not in digests(side) for side in (sides[2], sides[3])))
+            network.kill(PEERS[0])
+            running[0].cancel()
+        assert digests(sides[1]) == digests(sides[0])
+        assert not sides[1].exchange._as_stand_in
+
+    run_virtual(main())
+
+
+def test_of_two_stand_ins_with_the_same_bytes_one_carries_the_error() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        plan = with_stand_ins(make_plan([1, 1, 1, 1]), (1, 2))
+        sides, part = make_sides(network, plan, "int8"), plan.parts[0]
+
+        async def fault(step: Step, payload: bytes) -> bytes:
+            mine = step.chunk in sides[0].store.chunks_of(part)
+            if mine and step.blob.kind in ("result", "held") and {step.holder, step.to} == {PEERS[1], PEERS[2]}:
+                raise LinkError("the connection was lost")
+            return payload
+
+        network.faults.append(fault)
+        network.kill(PEERS[0])
+        await run_all(sides[1:])
+        assert sides[1].store.digest(part) == sides[2].store.digest(part)
+        assert all(side.exchange._as_stand_in for side in sides[1:3])
+        mean, *_ = [await side.commit() for side in sides[1:]]
+        kept = weighted([side.feedback.residual for side in sides[1:]], [1, 1, 1])
+        made = slice(part.start, part.stop)
+        expected = weighted_mean(sides, [1, 2, 3])
+        torch.testing.assert_close((mean.double() + kept)[made], expected[made], atol=1e-5, rtol=0)
+
+    run_virtual(main())
+
+
+class _Forged:
+    """As held results: a mean of everybody's that is not."""
+
+    def __init__(self, store: ResultStore) -> None:
+        self.chunks = store.chunks
+        self._store = store
+
+    async def chunk(self, index: int) -> memoryview:
+        start, stop = self._store.bounds(index)
+        header = self._store.group.pack_header(Header([0, 1, 2, 3]))
+        return memoryview(header + torch.full((stop - start,), 666.0).numpy().tobytes())
+
+
 def test_results_can_be_had_from_whoever_has_them() -> None:
     async def main() -> None:
         network = MemoryNetwork()
@@ -242,7 +326,7 @@ def test_results_can_be_had_from_whoever_has_them() -> None:
         assert [side.store.has(part) for side in sides] == [True, True, False]
         wanted = sides[0].store.digest(part)
         endpoint = network.endpoints[PEERS[2]]
-        await ensure_part(endpoint, sides[2].store, part, wanted, PEERS[:2], PATIENCE_S)
+        await ensure_part(endpoint, sides[2].store, part, wanted, PEERS[:2], DEADLINES)
         assert sides[2].store.digest(part) == wanted
 
     run_virtual(main())
@@ -257,7 +341,7 @@ def test_an_owner_that_is_silent_is_not_waited_for_when_others_have_its_results(
         late.store.forget(part)
         network.silent.add((PEERS[1], PEERS[2]))
         start_s = now_s()
-        await ensure_part(network.endpoints[PEERS[2]], late.store, part, wanted, PEERS[:2], PATIENCE_S)
+        await ensure_part(network.endpoints[PEERS[2]], late.store, part, wanted, PEERS[:2], DEADLINES)
         assert late.store.digest(part) == wanted
         assert now_s() - start_s < PATIENCE_S / 2
 
@@ -275,7 +359,7 @@ def test_whoever_is_still_making_results_is_waited_for() -> None:
         maker.forget(part)
         network.kill(PEERS[1])
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(ensure_part(network.endpoints[PEERS[2]], late, part, wanted, PEERS[:2], PATIENCE_S))
+            tasks.create_task(ensure_part(network.endpoints[PEERS[2]], late, part, wanted, PEERS[:2], DEADLINES))
             await asyncio.sleep(1.5 * PATIENCE_S)
             for index, result in made.items():
                 await maker.put(index, result)
@@ -294,8 +378,65 @@ def test_an_owner_of_two_faces_is_seen_by_the_digests() -> None:
         assert digests(sides[2])[1] not in (None, digests(sides[0])[1])
         # Who has other bytes than the committed ones gets the right ones from the third, not from the owner.
         part, wanted = sides[0].store.plan.parts[1], sides[0].store.digest(sides[0].store.plan.parts[1])
-        await ensure_part(network.endpoints[PEERS[2]], sides[2].store, part, wanted, PEERS[:2], PATIENCE_S)
+        await ensure_part(network.endpoints[PEERS[2]], sides[2].store, part, wanted, PEERS[:2], DEADLINES)
         assert digests(sides[2]) == digests(sides[0])
+
+    run_virtual(main())
+
+
+def test_looking_for_a_part_takes_no_longer_with_many_that_lack_it() -> None:
+    async def took_s(members: int) -> float:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1] * members, shares=[0.5, 0.5, *[0.0] * (members - 2)]))
+        part = sides[0].store.plan.parts[0]
+        for gone in PEERS[:2]:
+            network.kill(gone)
+
+        async def look(index: int) -> None:
+            others = [peer for peer in PEERS[:members] if peer != PEERS[index]]
+            with pytest.raises(LinkError):
+                await ensure_part(
+                    network.endpoints[PEERS[index]], sides[index].store, part, bytes(32), others, DEADLINES
+                )
+
+        await asyncio.gather(*map(look, range(2, members)))
+        return now_s()
+
+    assert run_virtual(took_s(8)) < run_virtual(took_s(3)) + PATIENCE_S
+
+
+def test_chunks_of_those_that_have_not_got_all_are_kept() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1, 1, 1], shares=[1.0, 0.0, 0.0, 0.0]))
+        await run_all(sides)
+        late, part = sides[3].store, sides[0].store.plan.parts[0]
+        wanted, made = late.digest(part), [late[index] for index in late.chunks_of(part)]
+        for side in sides[1:]:
+            side.store.forget(part)
+        network.kill(PEERS[0])
+        await sides[1].store.put(0, made[0])
+        for index in range(1, len(made)):
+            await sides[2].store.put(index, made[index])
+        await ensure_part(network.endpoints[PEERS[3]], late, part, wanted, PEERS[:3], DEADLINES)
+        assert late.digest(part) == wanted
+
+    run_virtual(main())
+
+
+def test_one_wrong_chunk_among_others_spoils_nobody_elses() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        sides = make_sides(network, make_plan([1, 1, 1, 1], shares=[1.0, 0.0, 0.0, 0.0]))
+        await run_all(sides)
+        late, part = sides[3].store, sides[0].store.plan.parts[0]
+        wanted = late.digest(part)
+        for side in (sides[1], sides[3]):
+            side.store.forget(part)
+        await sides[1].store.put(0, memoryview(bytes(len(sides[0].store[0]))))
+        network.kill(PEERS[0])
+        await ensure_part(network.endpoints[PEERS[3]], late, part, wanted, PEERS[:3], DEADLINES)
+        assert late.digest(part) == wanted
 
     run_virtual(main())
 
@@ -307,7 +448,7 @@ def test_what_nobody_has_is_not_made_up() -> None:
         await run_all(sides)
         part = sides[0].store.plan.parts[1]
         with pytest.raises(LinkError, match="other bytes"):
-            await ensure_part(network.endpoints[PEERS[0]], sides[0].store, part, bytes(32), PEERS[1:2], PATIENCE_S)
+            await ensure_part(network.endpoints[PEERS[0]], sides[0].store, part, bytes(32), PEERS[1:2], DEADLINES)
         assert not sides[0].store.has(part)
 
     run_virtual(main())

@@ -32,6 +32,16 @@ def test_up_to_the_group_size_one_flat_group() -> None:
     assert all(len(part.stand_ins) == MAX_STAND_INS for part in made.parts)
 
 
+def test_one_that_claims_next_to_nothing_does_not_shrink_everybodys_chunks() -> None:
+    def chunk(*mbps: float) -> int:
+        return lay_out(2**26, [1e6 * one for one in mbps], [True] * len(mbps), 16, 0).chunk_elements
+
+    fast = chunk(1000, 1000, 1000, 1000)
+    assert chunk(1000, 1000, 1000, 1e-6) == chunk(1000, 1e-6) == fast
+    assert chunk(1000, 1000, 1000, 60) < fast
+    assert chunk(10, 10, 10, 10) < chunk(1000, 1000, 1000, 60)
+
+
 def test_more_make_a_grid_whose_stand_ins_are_the_other_relays() -> None:
     made = plan(17, 16)
     assert sorted(rows(made).count(row) for row in range(4)) == [4, 4, 4, 5]
