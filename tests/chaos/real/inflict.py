@@ -77,9 +77,9 @@ class Silence:
             if not self._muted(channel.remote_key):
                 await dispatch(plane, channel, data)
 
-        def quiet_send_chunk(pump: Any, link: Any, *rest: Any) -> None:
+        def quiet_send_chunk(pump: Any, link: Any, *rest: Any, **more: Any) -> None:
             if not self._muted(link.remote_key):
-                send_chunk(pump, link, *rest)
+                send_chunk(pump, link, *rest, **more)
 
         def quiet_grant(pump: Any, link: Any, *rest: Any) -> None:
             if not self._muted(link.remote_key):
