@@ -54,12 +54,15 @@ class DataPlane:
         self._published = asyncio.Event()  # another one after each
         self._pump = Pump(self._links, self.meter, self.close_link)
 
-    def start(self, host: str, port: int) -> int:
-        """Bind; returns the port. Raises ``Unreachable`` when the address is taken or not ours."""
-        listener = listen(host, port)
+    def start(self) -> None:
+        """From now on links can be opened from here."""
         self._pump.start()
-        self._pump.listen(listener)
         self._tasks.create_task(self._watch())
+
+    def bind(self, host: str, port: int) -> int:
+        """Accept links, too; returns the port. Raises ``Unreachable`` when the address is taken or not ours."""
+        listener = listen(host, port)
+        self._pump.listen(listener)
         return int(listener.getsockname()[1])
 
     async def _watch(self) -> None:

@@ -86,7 +86,8 @@ class Node:
                     answer_members(node.control, data, node.knows_key)
                     gate.start()
                     node.control_port = node.control.start(host, ports[0])
-                    node.data_port = 0 if ports[1] is None else data.start(host, ports[1])
+                    data.start()
+                    node.data_port = 0 if ports[1] is None else data.bind(host, ports[1])
                     yield node
                 finally:
                     node.control.stop()

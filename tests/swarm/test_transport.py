@@ -1252,3 +1252,15 @@ def test_dropped_frames_count_no_more() -> None:
     assert queue.waiting_bytes == 20
     assert [queue.take(), queue.take(), queue.take()][2] is None
     assert queue.waiting_bytes == 0
+
+
+@run
+async def test_who_accepts_no_links_can_fetch_all_the_same() -> None:
+    async with swarm() as (a, b):
+        b.node.publish(STATE, Source(3))
+        await a.stop()
+        async with Node.open(a.keys, HOST, (0, None), a.admit) as guest:
+            guest.update_roster((b.entry(),))
+            sink = Sink()
+            assert [index async for index in guest.fetch(b.peer, STATE, range(3), sink, LONG_S)] == [0, 1, 2]
+        await a.start()
