@@ -11,12 +11,12 @@ import asyncio
 import logging
 import secrets
 import socket as sockets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
 from shoal.swarm.errors import BlobUnavailable, LinkClosed, ShoalError, WireError
-from shoal.swarm.links import CREDIT, MAX_STREAMS_PER_LINK, Incoming, Link, Meter, Outgoing
+from shoal.swarm.links import MAX_STREAMS_PER_LINK, MOST_CREDIT, Incoming, Link, Meter, Outgoing
 from shoal.swarm.messages import Blob, PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerOpenStream
 from shoal.swarm.pump import MAX_CONNECTIONS_PER_LINK, Pump
 from shoal.swarm.sealing import SealedLink, preferred_cipher
@@ -175,7 +175,7 @@ class DataPlane:
             raise BlobUnavailable("too many streams on this link")
         if ask.stream in link.outgoing:
             raise WireError("that stream number is taken")
-        stream = link.outgoing[ask.stream] = Outgoing(min(ask.credit, 2 * CREDIT))
+        stream = link.outgoing[ask.stream] = Outgoing(min(ask.credit, MOST_CREDIT))
         stream.task = self._tasks.create_task(self._send_stream(link, stream, ask, source))
 
     async def _soon(self, blob: Blob) -> ChunkSource:
@@ -202,9 +202,13 @@ class DataPlane:
             if link.outgoing.get(ask.stream) is stream:
                 del link.outgoing[ask.stream]
 
+    def share_uplink(self, shares: Mapping[bytes, float]) -> None:
+        """Of what we send, the holder of each key is to get that share from now on; none: as TCP sees fit."""
+        self._pump.share_uplink(shares)
+
     # Receiving ------------------------------------------------------------------------------------------
 
     def grant(self, link: Link, number: int, incoming: Incoming) -> None:
-        """Let half a credit more of a stream come."""
-        incoming.grant(CREDIT // 2)
-        self._pump.grant(link, number, CREDIT // 2)
+        """Let more of a stream come, if it is time to."""
+        if credit := incoming.grant():
+            self._pump.grant(link, number, credit)

@@ -15,6 +15,10 @@ _SIZE_BYTES = 4
 PREFIX_BYTES = _SIZE_BYTES + HEADER_BYTES
 """In front of every sealed body: its length, then its header."""
 
+_READ_BYTES = 2**14
+"""Of a body as much has to have arrived before we look again: a packet at a time costs more than opening it does. With
+more, Linux makes room for it at once and lets the window grow no further."""
+
 
 class Connection:
     """One data socket, which must not block: the frame that is being received, and the one that is being sent."""
@@ -30,6 +34,7 @@ class Connection:
         self._header = b""
         self._body = memoryview(bytearray(TAG_BYTES))
         self._body_bytes = self._body_left = 0
+        self._awaited_bytes = 1
         self._sealed = bytearray()
         self._unsent = memoryview(b"")
 
@@ -54,11 +59,22 @@ class Connection:
             self._body_bytes = self._body_left = size
         while self._body_left:
             rest = self._body[self._body_bytes - self._body_left : self._body_bytes]
-            got = self._read([rest, self._prefix])
+            try:
+                got = self._read([rest, self._prefix])
+            except BlockingIOError:
+                self._await(min(self._body_left, _READ_BYTES))
+                raise
             self._prefix_filled = max(0, got - self._body_left)
             self._body_left -= min(got, self._body_left)
+        self._await(1)
         header, self._header = self._header, b""
         return header, self._body[: self._body_bytes]
+
+    def _await(self, size: int) -> None:
+        """The socket is readable from so many bytes on."""
+        if size != self._awaited_bytes:
+            self._awaited_bytes = size
+            self.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, size)
 
     def _read(self, places: list[memoryview]) -> int:
         got = self.socket.recvmsg_into(places)[0]

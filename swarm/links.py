@@ -27,8 +27,10 @@ Sink = Callable[[int, int], memoryview]
 ``WireError`` to refuse it."""
 
 MAX_STREAMS_PER_LINK = 128
-CREDIT = 8
-"""Chunks that may be under way in one stream."""
+CREDIT, MOST_CREDIT = 8, 64
+"""Chunks that may be under way in one stream: more than the first eight if they are small, for long ways."""
+
+_WINDOW_BYTES = 2**22
 
 
 class Incoming:
@@ -43,6 +45,7 @@ class Incoming:
         self._next = chunks.start
         self._granted = chunks.start + CREDIT
         self._arrived: set[int] = set()
+        self._chunk_bytes = 1
         self._trouble: LinkError | None = None
         self.is_announced = False
         self._changed = asyncio.Event()
@@ -68,6 +71,7 @@ class Incoming:
                 self._trouble = LinkError(f"no place for chunk {chunk}: {error!r}")
                 return False
             open_into(place)
+            self._chunk_bytes = max(size, self._chunk_bytes)
             self._arrived.add(chunk)
             return True
 
@@ -93,9 +97,14 @@ class Incoming:
         self._next += 1
         return self._next - 1
 
-    def grant(self, credit: int) -> None:
-        """The other side will be told that it may send so many chunks more."""
+    def grant(self) -> int:
+        """How many chunks more the other side is to be told that it may send; 0 while that is not worth a frame."""
+        window = max(CREDIT, min(MOST_CREDIT, _WINDOW_BYTES // self._chunk_bytes))
+        credit = self._next + window - self._granted
+        if credit < window // 2:
+            return 0
         self._granted += credit
+        return credit
 
     def close(self) -> None:
         """Nothing is written to the sinks any more."""
@@ -123,8 +132,8 @@ class Outgoing:
             self.add(self._received.popleft())
 
     def add(self, credit: int) -> None:
-        """No honest receiver has more than ``CREDIT`` chunks open; others do not get to fill our memory."""
-        self.credit = min(self.credit + credit, 2 * CREDIT)
+        """No honest receiver has more than ``MOST_CREDIT`` chunks open; others do not get to fill our memory."""
+        self.credit = min(self.credit + credit, MOST_CREDIT)
         self._more.set()
 
     async def take(self) -> None:

@@ -22,6 +22,7 @@ from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES, Connection
 from shoal.swarm.links import FrameQueue, Link, Meter
 from shoal.swarm.sealing import CREDIT_STREAM, HELLO_STREAM, TAG_BYTES, Header
 from shoal.swarm.sockets import tune_stream
+from shoal.swarm.uplink import TICK_S, Pacing
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Pump:
         self._news: deque[Callable[[], None]] = deque()
         self._news_announced = self._is_asleep = self._is_stopping = False
         self._strangers: dict[Connection, None] = {}
+        self._pacing = Pacing()
         self._thread = threading.Thread(target=self._run, name="shoal-bulk", daemon=True)
 
     def start(self) -> None:
@@ -97,6 +99,10 @@ class Pump:
         """Let the other side send that many chunks more."""
         link.queue.put((CREDIT_STREAM | stream, credit, memoryview(b"")), FrameQueue.CREDIT)
         self._flush_soon(link)
+
+    def share_uplink(self, shares: Mapping[bytes, float]) -> None:
+        """Of what we send, each key's holder is to get that share from now on; none: as TCP sees fit."""
+        self._order(lambda: self._pacing.share(shares))
 
     def close(self, link: Link) -> None:
         """Close a link's connections."""
@@ -150,7 +156,8 @@ class Pump:
     def _turn(self) -> None:
         self._is_asleep = True
         # Only after the flag is up: an order that came before it has woken nobody.
-        ready = self._selector.select(0 if self._orders else 1.0 if self._strangers else None)
+        patience_s = TICK_S if self._pacing.is_on else 1.0 if self._strangers else None
+        ready = self._selector.select(0 if self._orders else patience_s)
         self._is_asleep = False
         for key, events in ready:
             if key.data is None:
@@ -167,6 +174,8 @@ class Pump:
             self._orders.popleft()()
         if self._strangers:
             self._dismiss_strangers()
+        if self._pacing.is_on:
+            self._pacing.look(time.monotonic(), self._links)
 
     def _drain_wake_ups(self) -> None:
         try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket as sockets
+import struct
 import sys
+from contextlib import suppress
 
 import zmq
 import zmq.asyncio
@@ -20,6 +22,17 @@ _NOT_SENT_LOW_WATER = 0x201 if sys.platform == "darwin" else 25
 """TCP_NOTSENT_LOWAT, which Python does not name before 3.12."""
 
 _UNSENT_BYTES = 2**17
+
+_IS_LINUX = sys.platform == "linux"
+_MAX_PACING_RATE = 47
+"""SO_MAX_PACING_RATE, which Python does not name."""
+
+_UNPACED, _SLOWEST_BYTES_S = 2**32 - 1, 2**12
+_WITH_HEADERS = 1500 / 1448
+"""The kernel paces packets, with the headers of IP and TCP."""
+
+_ACKED = struct.Struct("120xQ")
+"""``tcpi_bytes_acked`` of the kernel's ``struct tcp_info``."""
 
 
 def endpoint(host: str, port: int | str) -> str:
@@ -81,6 +94,25 @@ def tune_stream(socket: sockets.socket) -> None:
     socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
     socket.setsockopt(sockets.IPPROTO_TCP, _NOT_SENT_LOW_WATER, _UNSENT_BYTES)
+
+
+def acked_bytes(socket: sockets.socket) -> int:
+    """How many bytes sent on a TCP connection the other side has got; 0 where nobody can tell."""
+    if not _IS_LINUX:
+        return 0
+    try:
+        found: tuple[int] = _ACKED.unpack(socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _ACKED.size))
+    except (OSError, struct.error):  # closed meanwhile; an old kernel
+        return 0
+    return found[0]
+
+
+def pace(socket: sockets.socket, bps: float | None) -> None:
+    """Let the kernel send no faster than that on a TCP connection, where it can; None: as fast as it sees fit."""
+    bytes_s = _UNPACED if bps is None else min(max(int(_WITH_HEADERS * bps / 8), _SLOWEST_BYTES_S), _UNPACED - 1)
+    if _IS_LINUX:
+        with suppress(OSError):  # closed meanwhile
+            socket.setsockopt(sockets.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("I", bytes_s))
 
 
 async def connect(host: str, port: int) -> sockets.socket:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
@@ -49,6 +49,8 @@ class Endpoint(Protocol):
     def publish(self, blob: Blob, source: ChunkSource) -> None: ...
 
     def retract(self, blob: Blob) -> None: ...
+
+    def share_uplink(self, shares: Mapping[str, float]) -> None: ...
 
     def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
@@ -156,6 +158,13 @@ class Node:
     def retract(self, blob: Blob) -> None:
         self._data.retract(blob)
 
+    def share_uplink(self, shares: Mapping[str, float]) -> None:
+        """Of what we send, each of these members is to get that share from now on; none: as TCP sees fit."""
+        roster = self._roster
+        self._data.share_uplink(
+            {roster[peer].certificate.curve_key: share for peer, share in shares.items() if peer in roster}
+        )
+
     async def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
     ) -> AsyncGenerator[int, None]:
@@ -197,12 +206,11 @@ class Node:
         finished = False
         try:
             await channel.request(ask, PeerToPeerStreamOpened, wait_s)
-            for consumed, expected in enumerate(chunks, start=1):
+            for expected in chunks:
                 chunk = await incoming.next(wait_s)
                 assert chunk == expected
                 yield chunk
-                if consumed % (CREDIT // 2) == 0:
-                    self._data.grant(link, number, incoming)
+                self._data.grant(link, number, incoming)
             finished = True
         except TimeoutError as error:
             self._suspect(peer, link, wait_s)

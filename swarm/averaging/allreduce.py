@@ -23,6 +23,7 @@ from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.averaging.results import ResultStore, adopt_agreed, fetch_part
 from shoal.swarm.averaging.seat import Seat
+from shoal.swarm.averaging.traffic import shares
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, ShoalError
@@ -129,6 +130,7 @@ class AllReduce:
         """Returns when every part has arrived or is given up; results are in the store."""
         for blob, source in self._seat.sources.items():
             self._endpoint.publish(blob, source)
+        self._endpoint.share_uplink({self._members[one]: share for one, share in shares(self._plan, self._me).items()})
         async with asyncio.TaskGroup() as tasks:
             for part in self._rotated():
                 tasks.create_task(self._bring(part))
@@ -141,6 +143,7 @@ class AllReduce:
 
     async def close(self) -> None:
         """After ``run`` and before the feedback is settled, committed or discarded: hand out no contribution more."""
+        self._endpoint.share_uplink({})
         for blob in self._seat.sources:
             self._endpoint.retract(blob)
         await self._partials.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -67,6 +67,9 @@ class PacedEndpoint:
 
     def retract(self, blob: Blob) -> None:
         self._endpoint.retract(blob)
+
+    def share_uplink(self, shares: Mapping[str, float]) -> None:
+        self._endpoint.share_uplink(shares)
 
     async def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float

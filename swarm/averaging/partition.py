@@ -13,24 +13,23 @@ _SMALL_CHUNK_ELEMENTS = 2**16
 """Below, a chunk costs more than its bytes do."""
 
 _MOST_A_MEMBER, _FEWEST_A_MEMBER = 8, 4
-_CHUNK_S, _MOST_CHUNKS = 0.02, 1024
+_CHUNK_S, _MOST_CHUNKS = 0.01, 1024
 
 
 def chunk_elements(elements: int, members: int, slowest_bps: float | None = None) -> int:
     """Elements a chunk: 2 MiB of float32, less for small models so that every member gets a few.
 
-    Less, too, for slow links: every owner's last chunk arrives when all other work is done. Always a multiple of 4096,
-    so that codec blocks never straddle two chunks.
+    Less, too, for slow links: every owner's last chunk arrives when all other work is done. As many for one member as
+    for another, or equal shares would not be equal. Always a multiple of 4096, so that codec blocks never straddle two
+    chunks.
     """
     fine, coarse = (math.ceil(elements / (members * chunks)) for chunks in (_MOST_A_MEMBER, _FEWEST_A_MEMBER))
-    wanted = max(fine, min(coarse, _SMALL_CHUNK_ELEMENTS))
-    rounded = math.ceil(wanted / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS
-    most = MAX_CHUNK_ELEMENTS
+    wanted = min(MAX_CHUNK_ELEMENTS, max(fine, min(coarse, _SMALL_CHUNK_ELEMENTS)))
     if slowest_bps:
         # At a byte an element, as int8 has it; but not so many that the chunks cost more than the link.
-        at_a_time = max(int(slowest_bps * _CHUNK_S / 8), math.ceil(elements / _MOST_CHUNKS))
-        most = min(most, math.ceil(at_a_time / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS)
-    return min(most, max(MIN_CHUNK_ELEMENTS, rounded))
+        wanted = min(wanted, max(int(slowest_bps * _CHUNK_S / 8), math.ceil(elements / _MOST_CHUNKS)))
+    a_member = math.ceil(elements / (members * wanted))
+    return math.ceil(elements / (members * a_member) / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS
 
 
 def owner_shares(bandwidths_bps: Sequence[float | None], can_own: Sequence[bool]) -> list[float]:

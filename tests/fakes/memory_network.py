@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -82,10 +82,15 @@ class MemoryEndpoint:
         self.alive = True
         self.blobs: dict[Blob, ChunkSource] = {}
         self.roster: set[str] | None = None
+        self.uplink_shares: dict[str, float] = {}
         self._network = network
 
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self.blobs[blob] = source
+
+    def share_uplink(self, shares: Mapping[str, float]) -> None:
+        """Links are even here: only remembered."""
+        self.uplink_shares = dict(shares)
 
     def retract(self, blob: Blob) -> None:
         self.blobs.pop(blob, None)

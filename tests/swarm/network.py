@@ -1,7 +1,7 @@
 """Real nodes on loopback, in one process, for tests of the transport."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from shoal.swarm.errors import WireError
@@ -10,6 +10,14 @@ from shoal.swarm.messages import Blob, RosterEntry
 from shoal.swarm.transport import Node
 
 HOST = "127.0.0.1"
+LONG_S = 30.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what no event of ours announces."""
+    async with asyncio.timeout(LONG_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 class Source:

@@ -25,6 +25,20 @@ def test_chunk_sizes() -> None:
     assert chunk_elements(100, 4) == 4096
 
 
+@given(st.integers(10**6, 2**34), st.integers(2, 64), st.none() | st.floats(1e6, 1e10))
+def test_equal_members_get_as_much(elements: int, members: int, slowest_bps: float | None) -> None:
+    chunk = chunk_elements(elements, members, slowest_bps)
+    assert chunk % 4096 == 0
+    parts = split(elements, [1 / members] * members, chunk)
+    rounding = 4096 * -(-elements // (members * chunk))  # of each chunk, up to a whole block
+    assert max(stop - start for _, start, stop in parts) <= elements / members + rounding
+
+
+def test_chunks_for_slow_links_take_a_hundredth_second() -> None:
+    assert chunk_elements(10**7, 4, 1e8) in range(110_000, 130_000)
+    assert 900 < 10**8 / chunk_elements(10**8, 4, 1e5) < 1100, "but no more chunks than a link is worth"
+
+
 @given(MEMBERS)
 def test_shares(members: list[tuple[float | None, bool]]) -> None:
     shares = owner_shares([bps for bps, _ in members], [able for _, able in members])

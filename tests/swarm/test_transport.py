@@ -16,7 +16,7 @@ import msgpack
 import pytest
 import zmq
 import zmq.asyncio
-from tests.swarm.network import HOST, STATE, Member, Sink, Source, fetch, introduce, swarm
+from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, introduce, swarm, until
 from zmq.utils import z85
 
 from shoal.swarm import control, pump
@@ -35,7 +35,7 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES
 from shoal.swarm.identity import CurveKeys
-from shoal.swarm.links import CREDIT, MAX_STREAMS_PER_LINK, FrameQueue, Incoming, Link, Outgoing, in_thread
+from shoal.swarm.links import CREDIT, MAX_STREAMS_PER_LINK, MOST_CREDIT, FrameQueue, Incoming, Link, Outgoing, in_thread
 from shoal.swarm.messages import (
     PROTOCOL_VERSION,
     Acknowledged,
@@ -51,8 +51,6 @@ from shoal.swarm.messages import (
 from shoal.swarm.sealing import HELLO_STREAM, TAG_BYTES, SealedLink
 from shoal.swarm.transport import Node
 
-LONG_S = 30.0
-
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 
@@ -67,13 +65,6 @@ def run(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
 
 def dial(caller: Member, called: Member) -> control.Channel:
     return caller.node.control.dial(HOST, called.ports[0], called.keys.public)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For what no event of ours announces."""
-    async with asyncio.timeout(LONG_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def ping(caller: Member, called: Member) -> None:
@@ -519,8 +510,9 @@ async def test_several_streams_share_a_link() -> None:
         assert len(a.node._data._links) == len(b.node._data._links) == 1
 
 
+@pytest.mark.parametrize(("size_bytes", "most"), [(2**19, CREDIT), (2**17, 4 * CREDIT), (100, MOST_CREDIT)])
 @run
-async def test_sender_is_never_further_ahead_than_its_credit() -> None:
+async def test_sender_is_never_further_ahead_than_its_credit(size_bytes: int, most: int) -> None:
     async with swarm() as (a, b):
         consumed, ahead = 0, []
 
@@ -529,24 +521,24 @@ async def test_sender_is_never_further_ahead_than_its_credit() -> None:
                 ahead.append(index + 1 - consumed)
                 return await super().chunk(index)
 
-        source, sink = Counting(40), Sink()
+        source, sink, chunks = Counting(3 * most, size_bytes), Sink(), range(3 * most)
         b.node.publish(STATE, source)
-        async with aclosing(a.node.fetch(b.peer, STATE, range(40), sink, LONG_S)) as stream:
+        async with aclosing(a.node.fetch(b.peer, STATE, chunks, sink, LONG_S)) as stream:
             async for index in stream:
                 consumed = index + 1
                 # Let the sender run as far as it may: until it has nothing to do, requests go back and forth.
                 for _ in range(10):
                     await ping(a, b)
-        assert consumed == 40
-        assert max(ahead) <= CREDIT
-        assert max(ahead) > CREDIT // 2
+        assert consumed == chunks.stop
+        assert max(ahead) <= most
+        assert max(ahead) > most // 2
 
 
 def test_credit_does_not_pile_up() -> None:
     stream = Outgoing(CREDIT)
     for _ in range(100):
         stream.add(1024)
-    assert stream.credit == 2 * CREDIT
+    assert stream.credit == MOST_CREDIT
 
 
 @pytest.mark.parametrize("lost", [0, 5, 19])
@@ -618,7 +610,7 @@ async def test_chunks_without_credit_end_the_stream(monkeypatch: pytest.MonkeyPa
             return
 
         monkeypatch.setattr(Outgoing, "take", at_once)
-        b.node.publish(STATE, Source(40))
+        b.node.publish(STATE, Source(40, 2**19))
         sink = Sink()
         with pytest.raises(LinkError, match="out of turn"):  # noqa: PT012
             async with aclosing(a.node._attempt(b.peer, STATE, range(40), sink, LONG_S)) as attempt:

@@ -46,6 +46,25 @@ def conserved(sides: Sequence[Side], mean: Tensor) -> None:
     torch.testing.assert_close(applied + kept, offered, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("rows", [SQUARE, UNEVEN, [[0], [1]], [[0, 1, 2, 3, 4]]], ids=["4x4", "3+2+2", "1+1", "flat"])
+def test_uplinks_are_shared_as_the_bytes_go(rows: Sequence[Sequence[int]]) -> None:
+    async def main() -> None:
+        network, plan = MemoryNetwork(), grid(rows, 400 * 4096)
+        sides = make_sides(network, plan)
+        running = asyncio.create_task(run_all(sides))
+        await until(lambda: all(network.endpoints[member.peer].uplink_shares for member in plan.members))
+        shares = {member.peer: network.endpoints[member.peer].uplink_shares for member in plan.members}
+        await running
+        for sender, towards in shares.items():
+            moved = {to: size for (one, to), size in network.moved_bytes.items() if one == sender}
+            assert towards == pytest.approx({to: size / sum(moved.values()) for to, size in moved.items()}, rel=0.01)
+        for side in sides:
+            await side.commit()
+        assert not any(network.endpoints[member.peer].uplink_shares for member in plan.members)
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rows", [SQUARE, UNEVEN, [[0], [1]], [[0, 2], [1]]], ids=["4x4", "3+2+2", "1+1", "2+1"])
 def test_everybody_gets_the_same_weighted_mean(rows: list[list[int]], codec: str) -> None:

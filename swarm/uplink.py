@@ -1,0 +1,132 @@
+"""How fast we send while many wait for us: to each of them its share of what our uplink has been carrying.
+
+Flows that share a link take TCP seconds to become even, and a round ends with its last one. So the kernel paces them:
+all are done at one moment, and no queue grows on the way (minimum allocation for the desired duration: Chowdhury et al.
+2014, "Efficient Coflow Scheduling with Varys"). Where a kernel cannot pace (other than Linux), TCP goes as it sees fit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shoal.swarm.sockets import acked_bytes, pace
+
+if TYPE_CHECKING:
+    from shoal.swarm.framing import Connection
+    from shoal.swarm.links import Link
+
+TICK_S = 0.1
+_WINDOW_S = 0.5
+_PACED_ROUNDS = 10
+_HEADROOM, _MOST_HEADROOM = 0.02, 0.5
+_STEP_DOWN = 0.93
+_WAS_REACHED, _USUAL_REACHES, _STEEPNESS = 0.985, 2, 3
+"""A pace that is right is reached once or twice: each time a little is added, until it is more than the link has."""
+
+_FASTEST_BPS = 1e9
+"""Above, it is processors and not links that limit us, and pacing costs them more than it brings."""
+
+
+class Uplink:
+    """What we send to all together: how much of it arrived while more was waiting, and the pace that follows. Pure.
+
+    A round's figure is what its better half seconds had. The pace is that and a little more; a lot more before anything
+    is settled, and whenever it was reached several times in a row: a link that is faster than it seemed soon shows. When
+    it was not, it comes down step by step: too fast a pace makes flows uneven again, and uneven ones do not show all
+    that a link has. Every so many rounds go without a pace, so that nothing wears it down for good.
+    """
+
+    def __init__(self) -> None:
+        self._base_bps = 0.0
+        self._headroom = _MOST_HEADROOM
+        self._reached = self._paced_rounds = 0
+        self._samples: deque[tuple[float, int]] = deque()
+        self._rates_bps: list[float] = []
+
+    @property
+    def pace_bps(self) -> float | None:
+        """Bits a second; None before anything is known, in a round without, and where there is nothing to pace."""
+        paced = self._base_bps * (1 + self._headroom)
+        return paced if 0 < paced <= _FASTEST_BPS and self._paced_rounds < _PACED_ROUNDS else None
+
+    def saw(self, now_s: float, arrived_bytes: int, *, is_waiting: bool) -> None:
+        """A sample: the bytes that have arrived at the other ends so far; whether more wait to be sent."""
+        if not is_waiting:
+            self._samples.clear()
+            return
+        self._samples.append((now_s, arrived_bytes))
+        while len(self._samples) > 1 and now_s - self._samples[1][0] >= _WINDOW_S:
+            self._samples.popleft()
+        since_s, before_bytes = self._samples[0]
+        if now_s - since_s >= _WINDOW_S and arrived_bytes > before_bytes:
+            self._rates_bps.append(8 * (arrived_bytes - before_bytes) / (now_s - since_s))
+
+    def end(self) -> None:
+        """The round is over."""
+        if self._rates_bps:
+            self._learn(sorted(self._rates_bps)[3 * len(self._rates_bps) // 4])
+        self._rates_bps.clear()
+        self._samples.clear()
+
+    def _learn(self, figure_bps: float) -> None:
+        pace_bps = self.pace_bps
+        if self._paced_rounds == _PACED_ROUNDS:
+            self._paced_rounds = 0
+            figure_bps = max(figure_bps, self._base_bps)  # so uneven is TCP alone
+        elif pace_bps is not None:
+            self._paced_rounds += 1
+            self._reached = self._reached + 1 if figure_bps >= _WAS_REACHED * pace_bps else 0
+            if self._headroom < _MOST_HEADROOM:
+                figure_bps = max(figure_bps, _STEP_DOWN * pace_bps)
+            steps = max(0, self._reached - _USUAL_REACHES)
+            self._headroom = min(_HEADROOM * _STEEPNESS**steps, _MOST_HEADROOM)
+        self._base_bps = figure_bps
+
+
+class Pacing:
+    """Keeps the connections of a round's links at their pace. On the data plane's thread."""
+
+    def __init__(self) -> None:
+        self._uplink = Uplink()
+        self._shares: Mapping[bytes, float] = {}
+        self._acked: dict[Connection, int] = {}
+        self._paced: set[Connection] = set()
+        self._arrived_bytes = 0
+        self._next_look_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._shares)
+
+    def share(self, shares: Mapping[bytes, float]) -> None:
+        """Begin a round: of what we send, each key's holder gets that share. None: the round is over."""
+        if self._shares:
+            self._uplink.end()
+            for connection in self._paced:
+                if not connection.is_closed:
+                    pace(connection.socket, None)
+            self._paced.clear()
+            self._acked.clear()
+        self._shares, self._next_look_s = shares, 0.0
+
+    def look(self, now_s: float, links: Mapping[bytes, Link]) -> None:
+        """See what has arrived, and pace what has connected since, if it is time to; to be called that often."""
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + TICK_S
+        pace_bps, is_waiting = self._uplink.pace_bps, False
+        for link in list(links.values()):  # the event loop adds some
+            share = self._shares.get(link.remote_key)
+            if share is None:
+                continue
+            for connection in link.connections:
+                is_waiting = is_waiting or connection.is_blocked
+                acked = acked_bytes(connection.socket)
+                self._arrived_bytes += acked - self._acked.setdefault(connection, acked)
+                self._acked[connection] = acked
+                if pace_bps is not None and connection not in self._paced:
+                    pace(connection.socket, pace_bps * share / len(link.connections))
+                    self._paced.add(connection)
+        self._uplink.saw(now_s, self._arrived_bytes, is_waiting=is_waiting)

@@ -1,0 +1,187 @@
+import asyncio
+import random
+import socket as sockets
+import struct
+import sys
+import time
+
+import pytest
+from tests.swarm.network import HOST, STATE, Sink, Source, fetch, swarm, until
+
+from shoal.swarm.links import Link
+from shoal.swarm.sockets import acked_bytes, pace
+from shoal.swarm.uplink import TICK_S, Pacing, Uplink
+
+MBIT = 1e6
+
+
+def a_round(uplink: Uplink, link_bps: float, seconds: float = 3.0, noise: float = 0.0, seed: int = 0) -> None:
+    """The link carries what it can, or its pace if that is less."""
+    draw, arrived, now_s = random.Random(seed), 0.0, 100.0
+    while now_s < 100.0 + seconds:
+        uplink.saw(now_s, int(arrived), is_waiting=True)
+        rate = min(link_bps, uplink.pace_bps or link_bps) * (1 - noise * draw.random())
+        arrived += rate / 8 * TICK_S
+        now_s += TICK_S
+    uplink.end()
+
+
+def settled(link_bps: float, noise: float = 0.0) -> Uplink:
+    uplink = Uplink()
+    for number in range(6):
+        a_round(uplink, link_bps, noise=noise, seed=number)
+    return uplink
+
+
+def pace_of(uplink: Uplink) -> float:
+    assert uplink.pace_bps is not None
+    return uplink.pace_bps
+
+
+def test_nothing_is_paced_before_a_round_has_shown_what_the_link_carries() -> None:
+    uplink = Uplink()
+    assert uplink.pace_bps is None
+    a_round(uplink, 20 * MBIT)
+    assert uplink.pace_bps is not None
+
+
+@pytest.mark.parametrize("link_bps", [0.3 * MBIT, 20 * MBIT, 500 * MBIT])
+def test_pace_settles_just_above_what_the_link_carries(link_bps: float) -> None:
+    uplink, paces = settled(link_bps), []
+    for _ in range(33):
+        a_round(uplink, link_bps)
+        paces.append(uplink.pace_bps)
+    assert all(0.99 * link_bps <= pace <= 1.05 * link_bps for pace in paces if pace is not None)
+    assert paces.count(None) == 3, "now and then TCP is left alone"
+
+
+def test_what_gets_lost_does_not_wear_the_pace_down() -> None:
+    uplink, paces = settled(20 * MBIT, noise=0.06), []
+    for number in range(200):
+        a_round(uplink, 20 * MBIT, noise=0.06, seed=number)
+        paces.append(uplink.pace_bps or 20 * MBIT)
+    assert min(paces) >= 0.85 * 20 * MBIT
+    assert max(paces) <= 1.05 * 20 * MBIT
+
+
+def test_one_bad_round_changes_little() -> None:
+    uplink = settled(20 * MBIT)
+    a_round(uplink, 5 * MBIT)
+    assert pace_of(uplink) >= 0.9 * 20 * MBIT
+
+
+def test_a_link_that_got_slower_is_known_for_it_after_a_while() -> None:
+    uplink, rounds = settled(20 * MBIT), 0
+    while (uplink.pace_bps or 20 * MBIT) > 1.05 * 10 * MBIT:
+        a_round(uplink, 10 * MBIT)
+        rounds += 1
+    assert rounds <= 20
+
+
+def test_a_link_that_got_faster_is_soon_used() -> None:
+    uplink = settled(5 * MBIT)
+    rounds = 0
+    while (uplink.pace_bps or 0.0) < 20 * MBIT:
+        a_round(uplink, 20 * MBIT)
+        rounds += 1
+    assert rounds <= 8
+    for _ in range(3):
+        a_round(uplink, 20 * MBIT)
+    assert pace_of(uplink) <= 1.05 * 20 * MBIT
+
+
+def test_a_link_that_is_not_too_fast_any_more_is_paced() -> None:
+    uplink = settled(3e9)
+    for _ in range(3):
+        a_round(uplink, 20 * MBIT)
+    assert pace_of(uplink) <= 1.5 * 20 * MBIT
+
+
+def test_only_moments_in_which_more_was_waiting_tell_of_the_link() -> None:
+    uplink, arrived = Uplink(), 0
+    for step in range(100):  # two tenths of a second of work, and then a pause
+        uplink.saw(step * TICK_S, arrived, is_waiting=step % 4 < 2)
+        arrived += 1000
+    uplink.end()
+    assert uplink.pace_bps is None
+
+
+def test_links_that_are_faster_than_processors_are_not_paced() -> None:
+    assert settled(3e9).pace_bps is None
+
+
+# On real sockets ------------------------------------------------------------------------------------------
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces connections one by one")
+
+
+def limit_bytes_s(socket: sockets.socket) -> int:
+    return int(struct.unpack("I", socket.getsockopt(sockets.SOL_SOCKET, 47, 4))[0])
+
+
+@on_linux
+def test_a_paced_connection_is_slower() -> None:
+    with sockets.create_server((HOST, 0)) as server, sockets.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other:
+            pace(one, 8 * MBIT)
+            assert 1e6 <= limit_bytes_s(one) <= 1.1e6
+            one.sendall(bytes(100_000))
+            received = 0
+            while received < 100_000:
+                received += len(other.recv(2**16))
+            while acked_bytes(one) < 100_000:
+                time.sleep(0.001)
+            pace(one, None)
+            assert limit_bytes_s(one) == 2**32 - 1
+
+
+def test_closed_sockets_and_others_are_left_alone() -> None:
+    closed = sockets.socket()
+    closed.close()
+    pace(closed, 1e6)
+    assert acked_bytes(closed) == 0
+    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as datagrams:
+        assert acked_bytes(datagrams) == 0
+
+
+@on_linux
+def test_every_connection_of_a_round_gets_its_share() -> None:
+    async def scenario() -> None:
+        async with swarm() as (a, b):
+            a.node.connections_per_link = 2
+            source = Source(4)
+            b.node.publish(STATE, source)
+            await fetch(a, b, Sink(), range(4))
+            (link,) = a.node._data._links.values()
+            pacing = Pacing()
+            for number in range(2):  # one round to learn, one to pace
+                pacing.share({link.remote_key: 0.25})
+                for step in range(20):
+                    pacing._uplink.saw(step * TICK_S, step * 125_000, is_waiting=True)  # 10 Mbit/s
+                pacing.look(1000.0 * number, {link.sealed.link: link})
+            limits = {limit_bytes_s(connection.socket) for connection in link.connections}
+            assert len(link.connections) == 2
+            (limit,) = limits
+            assert 10 * MBIT / 8 * 0.25 / 2 <= limit <= 2 * 10 * MBIT / 8 * 0.25 / 2
+            pacing.share({})
+            assert {limit_bytes_s(connection.socket) for connection in link.connections} == {2**32 - 1}
+
+    asyncio.run(scenario())
+
+
+@on_linux
+def test_sharing_reaches_the_thread_that_moves_the_bytes() -> None:
+    async def scenario() -> None:
+        async with swarm() as (a, b):
+            b.node.publish(STATE, Source(4))
+            await fetch(a, b, Sink(), range(4))
+            pacing = b.node._data._pump._pacing
+            link: Link = next(iter(b.node._data._links.values()))
+            b.node.share_uplink({a.peer: 1.0, "nobody": 1.0})
+            await until(lambda: bool(pacing._acked))
+            assert set(pacing._acked) == set(link.connections)
+            b.node.share_uplink({})
+            await until(lambda: not pacing.is_on)
+
+    asyncio.run(scenario())
