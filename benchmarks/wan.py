@@ -1,9 +1,11 @@
 """Rounds between peers that live in network namespaces of their own behind shaped links, the coordinator in one more.
 
-As ``allreduce.py``: from "ready" to the decoded mean; the round before, which opens the links, does not count. Ideal:
+As ``allreduce.py``: from "ready" to the decoded mean; the first rounds, which open the links and find their pace, do
+not count. Ideal:
 what the sealed bytes of the busiest peer alone take at its link's rate. The link share of the round is ideal / round,
 that of the exchange ideal / exchange (plan in hand to all results held); headers of IP and TCP cost some 3.5 % that
-nobody can have, and plan and verdict take two round trips. Predicted: what the closed form says for these rates
+nobody can have, and plan and verdict take two round trips. Plain TCP: what bare sockets need for the same bytes between
+the same peers, unsealed, all at once (``plain_tcp.py``). Predicted: what the closed form says for these rates
 (``partition.owner_shares``); where ideal is more, parts were not shared like that. With a slow member the coordinator
 is told the rates, and the exchange is held against the prediction.
 """
@@ -13,11 +15,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from common import comma, elements_of, end_on_sigterm, parser, publish, size_of
 from pacing import Lap, RoundFailed, costs, seconds, stages
+from plain_tcp import plain_tcp_s
 from round_case import Case
 from shaped_links import NoShapedLinks, check_machine, shaped_links
 from shoal_round import Measured, measure
@@ -27,6 +30,8 @@ from shoal.swarm.averaging.partition import owner_shares
 _PATIENCE_S = 60.0
 _GOAL_ROUND_TRIP_MS = 50.0
 _GOAL_RATE_MBIT = 100.0
+_SETTLING_ROUNDS = 4
+"""After the one that opens the links: until members pace what they send as their uplinks carry it."""
 
 Row = dict[str, Any]
 
@@ -63,8 +68,8 @@ def predicted_s(rates_mbit: Sequence[float], vector_bytes: float) -> float:
     )
 
 
-def as_row(case: Case, link: Link, measured: Measured) -> Row:
-    laps = measured.laps
+def as_row(case: Case, link: Link, measured: Measured, plain_s: float | None) -> Row:
+    laps = measured.laps[_SETTLING_ROUNDS:]
     round_s, exchange_seconds = seconds(laps), stages(laps)["exchange s"]
     assert exchange_seconds is not None
     ideal_seconds = median(ideal_s(one, link.rates_mbit) for one in laps)
@@ -79,6 +84,7 @@ def as_row(case: Case, link: Link, measured: Measured) -> Row:
         "ideal s": ideal_seconds,
         "link share": ideal_seconds / round_s,
         "exchange's share": ideal_seconds / exchange_seconds,
+        "plain TCP s": plain_s,
         "predicted s": predicted_s(link.rates_mbit, vector_bytes),
         "first round s": max(lap.end_s for lap in measured.first),
         "CPU s": costs(laps, case.elements)["CPU s"],
@@ -89,7 +95,11 @@ def measure_row(case: Case, link: Link, limit_s: float) -> Row:
     """Raises ``RoundFailed``, ``NoShapedLinks``."""
     # The coordinator's messages are small: its link is as fast as the fastest.
     with shaped_links([*link.rates_mbit, max(link.rates_mbit)], link.round_trip_ms / 2) as sites:
-        return as_row(case, link, measure(case, limit_s, sites))
+        measured, plain_s = measure(case, limit_s, sites), None
+        if link.is_even:  # else pairs differ in what they have to send
+            pair_bytes = round(mean(lap.sent_bytes for one in measured.laps for lap in one) / (case.peers - 1))
+            plain_s = plain_tcp_s(sites[:-1], pair_bytes, case.rounds - _SETTLING_ROUNDS, limit_s)
+        return as_row(case, link, measured, plain_s)
 
 
 def cases(options: Any) -> list[tuple[Case, Link]]:
@@ -97,13 +107,14 @@ def cases(options: Any) -> list[tuple[Case, Link]]:
     made = []
     for elements in options.sizes:
         for codec in options.codecs:
-            case = Case(codec, elements, options.peers, options.rounds, _PATIENCE_S)
+            rounds = _SETTLING_ROUNDS + options.rounds
+            case = Case(codec, elements, options.peers, rounds, _PATIENCE_S)
             for rate in options.rates:
                 for delay in options.delays:
                     made.append((case, Link((rate,) * options.peers, delay)))
             if options.slow_of:
                 rates = (options.slow_of,) * (options.peers - 1) + (options.slow_of / 10,)
-                told = Case(codec, elements, options.peers, options.rounds, _PATIENCE_S, 0, bits_of(rates))
+                told = Case(codec, elements, options.peers, rounds, _PATIENCE_S, 0, bits_of(rates))
                 made.append((told, Link(rates, _GOAL_ROUND_TRIP_MS)))
     return made
 
@@ -126,6 +137,7 @@ def ratios_of(rows: Sequence[Row]) -> dict[str, float | None]:
         elif float(row["Mbit/s"]) == _GOAL_RATE_MBIT:
             ratios[f"wan_100mbit_25ms_{row['elements']}_link_share"] = row["link share"]
             ratios[f"wan_100mbit_25ms_{row['elements']}_exchange_share"] = row["exchange's share"]
+            ratios[f"wan_100mbit_25ms_{row['elements']}_vs_plain_tcp"] = row["s a round"] / row["plain TCP s"]
     return ratios
 
 
@@ -137,7 +149,7 @@ def main() -> None:
     arguments.add_argument("--delays", type=comma(float), default=[10.0, 50.0, 150.0], help="round trips in ms")
     arguments.add_argument("--slow-of", type=float, default=100.0, help="rate beside a member at a tenth; 0: none")
     arguments.add_argument("--peers", type=int, default=4)
-    arguments.add_argument("--rounds", type=int, default=3, help="that count; one more before them does not")
+    arguments.add_argument("--rounds", type=int, default=3, help="that count; some before them do not")
     arguments.add_argument("--limit-s", type=float, default=1800.0, help="for one row; then its peers are killed")
     options = arguments.parse_args()
     end_on_sigterm()

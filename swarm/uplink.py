@@ -33,9 +33,9 @@ class Uplink:
     """What we send to all together: how much of it arrived while more was waiting, and the pace that follows. Pure.
 
     A round's figure is what its better half seconds had. The pace is that and a little more; a lot more before anything
-    is settled, and whenever it was reached several times in a row: a link that is faster than it seemed soon shows. When
-    it was not, it comes down step by step: too fast a pace makes flows uneven again, and uneven ones do not show all
-    that a link has. Every so many rounds go without a pace, so that nothing wears it down for good.
+    is settled, and whenever it was reached several times in a row: a link that is faster than it seemed soon shows.
+    When it was not, it comes down step by step: too fast a pace makes flows uneven again, and uneven ones do not show
+    all that a link has. Every so many rounds go without a pace, so that nothing wears it down for good.
     """
 
     def __init__(self) -> None:
