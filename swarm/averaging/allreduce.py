@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.swarm.averaging.buffers import same_bytes
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Header, holders, may_hold
 from shoal.swarm.averaging.reducer import Reduced
@@ -238,7 +239,7 @@ class AllReduce:
         us its contribution after it had not given us its results, so it has been making them itself: it does."""
         for reduction in (self._as_owner, *self._as_stand_in):
             made = reduction.made.get(index)
-            if made is not None and made.error is not None and made.result == self._store[index]:
+            if made is not None and made.error is not None and same_bytes(made.result, self._store[index]):
                 first = reduction is self._as_owner or set(self._before_us(index)).isdisjoint(header.included)
                 return made if first else None
         return None
