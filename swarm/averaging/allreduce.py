@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
+
 from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffers import same_bytes
@@ -69,9 +71,9 @@ class _ContributionSource:
         encoded = {}
         for index in run:
             bounds = self._store.bounds(index)
-            packed = self._feedback.encode_chunk(self._store.coding.contribution(*bounds), *bounds)
-            encoded[index] = self._store.buffers.take(packed.numel())
-            encoded[index][:] = packed.numpy().data
+            codec = self._store.coding.contribution(*bounds)
+            encoded[index] = self._store.buffers.take(codec.packed_bytes(bounds[1] - bounds[0]))
+            self._feedback.encode_chunk(codec, *bounds, torch.frombuffer(encoded[index], dtype=torch.uint8))
         return encoded
 
     async def close(self) -> None:
