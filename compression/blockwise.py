@@ -23,6 +23,7 @@ from shoal.compression.codec import (
     checked_values,
     first_bad,
     packed_tensor,
+    room_for,
     rounded_weight,
 )
 from shoal.compression.scratch import scratch
@@ -90,7 +91,7 @@ class Blockwise:
     def encode(self, values: Tensor) -> Tensor:
         """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError for NaN or infinity."""
         values = checked_values(values)
-        packed = self._new(values)
+        packed = self._room(values)
         kernels = self._kernels(values)
         if kernels is None:
             self._encode_tiles(values, *self._split(packed, values.numel()))
@@ -98,19 +99,25 @@ class Blockwise:
             raise first_bad(values)
         return packed
 
-    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
-        """See ``Codec.encode_residual``. Fused: values and residual are read and the residual is written in one go."""
+    def encode_residual(
+        self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
+    ) -> Tensor:
+        """See ``Codec.encode_residual``. Fused: values and residual are read and what is left is written in one go."""
         values, residual = checked_values(values), checked_out(residual, values.numel(), values.device)
-        packed = self._new(values)
+        left = residual if left is None else checked_out(left, values.numel(), values.device)
+        packed = self._room(values, packed)
         kernels = self._kernels(values)
         if kernels is not None:
-            arrays = values.numpy(), residual.numpy(), *self._arrays(packed, values.numel())
-            if kernels.encode_residual(*arrays, *self._how()) >= 0:
+            arrays = values.numpy(), residual.numpy()
+            # What is overwritten is to be as before when a sum anywhere is not finite.
+            is_bad = left is residual and kernels.first_bad_sum(*arrays, self.block) >= 0
+            room = self._arrays(packed, values.numel())
+            if is_bad or kernels.encode_residual(*arrays, left.numpy(), *room, *self._how()) >= 0:
                 raise first_bad(values + residual)
             return packed
         corrected = torch.add(values, residual, out=scratch("corrected", values.numel(), values.device))
         self._encode_tiles(corrected, *self._split(packed, values.numel()))
-        torch.sub(corrected, self.decode(packed, values.numel(), residual), out=residual)
+        torch.sub(corrected, self.decode(packed, values.numel(), left), out=left)
         return packed
 
     def _encode_tiles(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
@@ -232,8 +239,8 @@ class Blockwise:
         """Block, bits and the seed, -1 for none, as kernels take them."""
         return self.block, self.bits, -1 if self.seed is None else self.seed
 
-    def _new(self, values: Tensor) -> Tensor:
-        return torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    def _room(self, values: Tensor, packed: Tensor | None = None) -> Tensor:
+        return room_for(self.packed_bytes(values.numel()), values.device, packed)
 
     def _blocks(self, n: int) -> int:
         return -(-n // self.block)

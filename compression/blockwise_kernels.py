@@ -142,48 +142,54 @@ def encode(values, scales, codes, block, bits, seed):  # type: ignore[no-untyped
 
 
 @njit(nogil=True, cache=True)
-def encode_residual(values, residual, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
-    """Returns -1, or the first block with a sum that is not finite; ``residual`` is as before then.
-
-    So all sums are looked at before any is replaced: a chunk is small enough to stay in the cache in between.
-    """
-    largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
-    work = np.empty(min(block, values.size), np.float32)
-    rounded_all = np.empty(min(block, values.size), np.float32)
-    tops = np.empty(scales.size, np.int32)
-    for b in range(scales.size):
-        start, stop = b * block, min((b + 1) * block, values.size)
-        corrected = work[: stop - start]
-        add(values[start:stop], residual[start:stop], corrected)
-        tops[b] = absmax_bits(corrected.view(np.int32))
-        if tops[b] > LARGEST_FINITE:
-            return b
-    for b in range(scales.size):
-        start, stop = b * block, min((b + 1) * block, values.size)
-        scale, inverse = scale_of(tops[b], largest)
-        scales[b] = scale
-        if bits == 8 and seed < 0:
-            residual_of_bytes(values[start:stop], residual[start:stop], codes[start:stop].view(np.int8), scale, inverse)
-            continue
-        corrected, rounded = work[: stop - start], rounded_all[: stop - start]
-        add(values[start:stop], residual[start:stop], corrected)
-        quantize(corrected, inverse, largest, key_of(seed, tops[b], b), rounded)
-        write_codes(rounded, codes, start, bits)
-        left = residual[start:stop]
-        for i in range(left.size):
-            # Plus zero, as a code has no sign of zero.
-            left[i] = corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)
+def first_bad_sum(values, residual, block):  # type: ignore[no-untyped-def]
+    """-1, or the first block with a sum that is not finite."""
+    corrected = np.empty(min(block, values.size), np.float32)
+    for start in range(0, values.size, block):
+        stop = min(start + block, values.size)
+        add(values[start:stop], residual[start:stop], corrected[: stop - start])
+        if absmax_bits(corrected[: stop - start].view(np.int32)) > LARGEST_FINITE:
+            return start // block
     return -1
 
 
 @njit(nogil=True, cache=True)
-def residual_of_bytes(values, residual, codes, scale, inverse):  # type: ignore[no-untyped-def]
-    """One block in one go: read both, write the codes, ``(m,) int8``, and what they lost."""
-    for i in range(values.size):
-        corrected = np.float32(values[i] + residual[i])
-        rounded = np.rint(np.float32(corrected * inverse))
+def encode_residual(values, residual, left, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
+    """Returns -1, or the first block with a sum that is not finite: only what comes before it is written then.
+
+    ``left`` may be ``residual``: each block is read before it is written.
+    """
+    largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
+    work = np.empty(min(block, values.size), np.float32)
+    rounded_all = np.empty(min(block, values.size), np.float32)
+    for b in range(scales.size):
+        start, stop = b * block, min((b + 1) * block, values.size)
+        corrected, rounded = work[: stop - start], rounded_all[: stop - start]
+        add(values[start:stop], residual[start:stop], corrected)
+        top = absmax_bits(corrected.view(np.int32))
+        if top > LARGEST_FINITE:
+            return b
+        scale, inverse = scale_of(top, largest)
+        scales[b] = scale
+        if bits == 8 and seed < 0:
+            split_bytes(corrected, left[start:stop], codes[start:stop].view(np.int8), scale, inverse)
+            continue
+        quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
+        write_codes(rounded, codes, start, bits)
+        lost = left[start:stop]
+        for i in range(lost.size):
+            # Plus zero, as a code has no sign of zero.
+            lost[i] = corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def split_bytes(corrected, left, codes, scale, inverse):  # type: ignore[no-untyped-def]
+    """One block in one go: its codes, ``(m,) int8``, and what they lost."""
+    for i in range(corrected.size):
+        rounded = np.rint(np.float32(corrected[i] * inverse))
         codes[i] = np.int8(np.int32(rounded))
-        residual[i] = corrected - np.float32(np.float32(rounded + ZERO) * scale)
+        left[i] = corrected[i] - np.float32(np.float32(rounded + ZERO) * scale)
 
 
 @njit(nogil=True, cache=True)
@@ -240,7 +246,8 @@ def warm_up() -> None:
     values, scales, codes = np.ones(4, np.float32), np.empty(1, np.float32), np.empty(4, np.uint8)
     for bits, seed in ((8, -1), (4, 7)):
         encode(values, scales, codes, 4, bits, seed)
-        encode_residual(values, np.zeros(4, np.float32), scales, codes, 4, bits, seed)
+        first_bad_sum(values, values, 4)
+        encode_residual(values, np.zeros(4, np.float32), np.empty(4, np.float32), scales, codes, 4, bits, seed)
         are_plain(scales, int(LARGEST_FINITE))
         decode(scales, codes, values, 4, bits)
         accumulate(scales, codes, values, 1.0, 4, bits)

@@ -52,12 +52,16 @@ class Codec(Protocol):
         """
         ...
 
-    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
-        """Pack ``values + residual`` and leave in ``residual``, ``(n,) float32``, what the packing lost.
+    def encode_residual(
+        self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
+    ) -> Tensor:
+        """Pack ``values + residual`` and leave in ``left``, ``(n,) float32``, what the packing lost.
 
-        ``corrected = values + residual``; the result is ``encode(corrected)``, and ``residual`` becomes
-        ``corrected - decode(result)``, each operation rounded once. ``values`` stays as it is. Raises CodecError
-        when ``corrected`` is not finite; ``residual`` is as before then.
+        ``corrected = values + residual``; the result is ``encode(corrected)``, and ``left`` becomes
+        ``corrected - decode(result)``, each operation rounded once. ``values`` stays as it is, and so does
+        ``residual``, unless no ``left`` is given: then it is overwritten. ``packed``, ``(packed_bytes(n),) uint8``, is
+        where the result goes, if not into a new tensor. Raises CodecError when ``corrected`` is not finite;
+        ``residual`` is as before then, and what ``left`` and ``packed`` hold undefined.
         """
         ...
 
@@ -87,14 +91,17 @@ class WholeTensorCodec(ABC):
     @abstractmethod
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor: ...
 
-    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
+    def encode_residual(
+        self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
+    ) -> Tensor:
         """See ``Codec.encode_residual``."""
         values = checked_values(values)
         residual = checked_out(residual, values.numel(), values.device)
+        left = residual if left is None else checked_out(left, values.numel(), values.device)
         corrected = torch.add(values, residual, out=scratch("corrected", values.numel(), values.device))
-        packed = self.encode(corrected)
-        torch.sub(corrected, self.decode(packed, corrected.numel(), residual), out=residual)
-        return packed
+        made = self.encode(corrected)
+        torch.sub(corrected, self.decode(made, corrected.numel(), left), out=left)
+        return made if packed is None else room_for(made.numel(), values.device, packed).copy_(made)
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``."""
@@ -132,6 +139,23 @@ def checked_out(out: Tensor, n: int, device: torch.device) -> Tensor:
     if out.numel() != n or out.device != device:
         raise CodecError(f"expected {n} values on {device}, not {out.numel()} on {out.device}")
     return out
+
+
+def room_for(packed_bytes: int, device: torch.device, packed: Tensor | None = None) -> Tensor:
+    """Where packed bytes go: ``packed``, or a new ``(packed_bytes,) uint8`` on ``device``. CodecError when it is not
+    like that, contiguous, and aligned for float32."""
+    if packed is None:
+        return torch.empty(packed_bytes, dtype=torch.uint8, device=device)
+    if packed.dtype != torch.uint8 or packed.shape != (packed_bytes,) or packed.device != device:
+        raise CodecError(f"expected {packed_bytes} bytes on {device}, not {tuple(packed.shape)} {packed.dtype}")
+    if not packed.is_contiguous() or packed.data_ptr() % 4 or packed.storage_offset() % 4:
+        raise CodecError("a codec packs into contiguous bytes, aligned for float32")
+    return packed
+
+
+def in_place(residual: Tensor, left: Tensor | None) -> Tensor:
+    """What a codec overwrites that works in place: ``residual``, or ``left`` as a copy of it; both are ``(n,)``."""
+    return residual if left is None else checked_out(left, residual.numel(), residual.device).copy_(residual)
 
 
 def first_bad(values: Tensor) -> CodecError:

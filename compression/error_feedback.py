@@ -119,14 +119,14 @@ class ErrorFeedback:
         contribution, residual, _ = self._chunk(start, stop)
         return torch.add(contribution, residual, out=out)
 
-    def encode_chunk(self, codec: Codec, start: int, stop: int) -> Tensor:
-        """Encode corrected[start:stop] into ``(packed_bytes(stop - start),) uint8``; the loss is pending.
+    def encode_chunk(self, codec: Codec, start: int, stop: int, packed: Tensor | None = None) -> Tensor:
+        """Encode corrected[start:stop] into ``packed``, ``(packed_bytes(stop - start),) uint8``, or a new tensor; the
+        loss is pending.
 
         Encoding the same range again gives the same bytes.
         """
         contribution, residual, pending = self._chunk(start, stop)
-        pending.copy_(residual)
-        packed = codec.encode_residual(contribution, pending)
+        packed = codec.encode_residual(contribution, residual, pending, packed)
         if self._decay != 1.0:
             pending.mul_(self._decay)
         self._settled.add((start, stop))

@@ -45,6 +45,7 @@ from shoal.compression.codec import (
     checked_out,
     checked_values,
     first_bad,
+    in_place,
     packed_tensor,
     rounded_weight,
 )
@@ -90,18 +91,20 @@ class _LowBit(TiledCodec):
         kernels = _kernels(values)
         if kernels is None:
             return super().encode(values)
-        packed = self._empty(values)
+        packed = self._room(values)
         if not kernels.encode(values.numpy(), *self._arrays(packed, values.numel()), *self._how):
             raise first_bad(values)
         return packed
 
-    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
+    def encode_residual(
+        self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
+    ) -> Tensor:
         """See ``Codec.encode_residual``. Fused: values and residual are read and the residual is written in one go."""
         values, residual = checked_values(values), checked_out(residual, values.numel(), values.device)
         kernels = _kernels(values)
         if kernels is None:
-            return super().encode_residual(values, residual)
-        packed = self._empty(values)
+            return super().encode_residual(values, residual, left, packed)
+        residual, packed = in_place(residual, left), self._room(values, packed)
         arrays = values.numpy(), residual.numpy(), *self._arrays(packed, values.numel())
         if not kernels.encode_residual(*arrays, *self._how):
             raise first_bad(values + residual)

@@ -21,7 +21,9 @@ from shoal.compression.codec import (
     checked_out,
     checked_values,
     first_bad,
+    in_place,
     packed_tensor,
+    room_for,
     rounded_weight,
 )
 from shoal.compression.sparse_format import REASONS, ChunkFormat
@@ -88,7 +90,9 @@ class TopK:
         """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError, with the index, for NaN or infinity."""
         return self._encode(checked_values(values), None, _kernels(values.device))
 
-    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
+    def encode_residual(
+        self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
+    ) -> Tensor:
         """See ``Codec.encode_residual``. What was not chosen stays in ``residual`` whole."""
         values = checked_values(values)
         residual = checked_out(residual, values.numel(), values.device)
@@ -100,7 +104,7 @@ class TopK:
             finite = kernels.finite_sums(values.numpy(), residual.numpy())
         if not finite:
             raise first_bad(values + residual)
-        return self._encode(values, residual, kernels)
+        return self._encode(values, in_place(residual, left), kernels, packed)
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
         """Packed bytes to ``(n,) float32``. CodecError for a wrong length and for whatever no encoder writes."""
@@ -144,9 +148,11 @@ class TopK:
         for part, tiles, form in unpacked:
             sparse_torch.add(tiles, total[part], weight, form)
 
-    def _encode(self, values: Tensor, residual: Tensor | None, kernels: ModuleType | None) -> Tensor:
+    def _encode(
+        self, values: Tensor, residual: Tensor | None, kernels: ModuleType | None, packed: Tensor | None = None
+    ) -> Tensor:
         """Pack ``values``, or ``values + residual``, which are finite then, and leave in ``residual`` what is lost."""
-        packed = torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        packed = room_for(self.packed_bytes(values.numel()), values.device, packed)
         none = np.empty(0, np.float32)
         for part, chunks, form in self._split(packed, values.numel()):
             span, rest = values[part], None if residual is None else residual[part]

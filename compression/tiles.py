@@ -10,7 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Packed, checked_out, checked_values, first_bad, packed_tensor, rounded_weight
+from shoal.compression.codec import (
+    Packed,
+    checked_out,
+    checked_values,
+    first_bad,
+    in_place,
+    packed_tensor,
+    room_for,
+    rounded_weight,
+)
 from shoal.compression.scratch import scratch
 
 _TILE_VALUES = 1 << 18
@@ -87,7 +96,7 @@ class TiledCodec(ABC):
     def encode(self, values: Tensor) -> Tensor:
         """See ``Codec.encode``."""
         values = checked_values(values)
-        packed = self._empty(values)
+        packed = self._room(values)
         for tile in self._tiles(packed, values.numel()):
             rows = self._rows(values, None, tile)
             if not self._measure_tile(rows, tile):
@@ -95,11 +104,13 @@ class TiledCodec(ABC):
             self._pack_tile(rows, tile)
         return packed
 
-    def encode_residual(self, values: Tensor, residual: Tensor) -> Tensor:
+    def encode_residual(
+        self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
+    ) -> Tensor:
         """See ``Codec.encode_residual``."""
         values = checked_values(values)
-        residual = checked_out(residual, values.numel(), values.device)
-        packed = self._empty(values)
+        residual = in_place(checked_out(residual, values.numel(), values.device), left)
+        packed = self._room(values, packed)
         # Two turns over the values, as nothing of the residual may change until all is checked: the sum is made twice,
         # but for a single tile.
         tiles = list(self._tiles(packed, values.numel()))
@@ -138,8 +149,8 @@ class TiledCodec(ABC):
             self._unpack_tile(tile, decoded)
             total[tile.start : tile.stop].add_(decoded.mul_(weight))
 
-    def _empty(self, values: Tensor) -> Tensor:
-        return torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    def _room(self, values: Tensor, packed: Tensor | None = None) -> Tensor:
+        return room_for(self.packed_bytes(values.numel()), values.device, packed)
 
     def _tiles(self, packed: Tensor, n: int) -> Iterator[_Tile]:
         layout = self._layout

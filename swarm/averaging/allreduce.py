@@ -15,8 +15,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
+
 from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.swarm.averaging.buffers import same_bytes
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Header, holders, may_hold
 from shoal.swarm.averaging.reducer import Reduced
@@ -68,9 +71,9 @@ class _ContributionSource:
         encoded = {}
         for index in run:
             bounds = self._store.bounds(index)
-            packed = self._feedback.encode_chunk(self._store.coding.contribution(*bounds), *bounds)
-            encoded[index] = self._store.buffers.take(packed.numel())
-            encoded[index][:] = packed.numpy().data
+            codec = self._store.coding.contribution(*bounds)
+            encoded[index] = self._store.buffers.take(codec.packed_bytes(bounds[1] - bounds[0]))
+            self._feedback.encode_chunk(codec, *bounds, torch.frombuffer(encoded[index], dtype=torch.uint8))
         return encoded
 
     async def close(self) -> None:
@@ -238,7 +241,7 @@ class AllReduce:
         us its contribution after it had not given us its results, so it has been making them itself: it does."""
         for reduction in (self._as_owner, *self._as_stand_in):
             made = reduction.made.get(index)
-            if made is not None and made.error is not None and made.result == self._store[index]:
+            if made is not None and made.error is not None and same_bytes(made.result, self._store[index]):
                 first = reduction is self._as_owner or set(self._before_us(index)).isdisjoint(header.included)
                 return made if first else None
         return None

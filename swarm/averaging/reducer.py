@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,8 @@ class PartReducer:
         self._next_partial = [min(chunks)] * len(group.rows)
         awaited = [len(members) - (own in members) for members in group.rows]
         self._chunks = {index: _Chunk(list(awaited)) for index in chunks}
+        # NumPy's are one page of the kernel's as long as nobody writes to them.
+        self._zeros = torch.from_numpy(np.zeros(max(stop - start for start, stop in chunks.values()), np.float32))
 
     def offer(self, chunk: int, member: int, packed: Packed) -> None:
         """A member's delivery."""
@@ -130,14 +133,15 @@ class PartReducer:
         group, void = self.group, Reduced(memoryview(self.group.pack_header(Header())), [], None)
         if not header.included:
             return void
-        mean, error = total.div_(float(group.weight(header.included))), self._buffers.floats(total.numel()).zero_()
+        mean, error = total.div_(float(group.weight(header.included))), self._buffers.floats(total.numel())
+        codec = self._coding.result(*bounds, len(group.members))
+        result = self._buffers.take(group.result_bytes(codec, total.numel()), group.header_bytes)
+        result[: group.header_bytes] = group.pack_header(header)
         try:
-            packed = self._coding.result(*bounds, len(group.members)).encode_residual(mean, error)
+            packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)
+            codec.encode_residual(mean, self._zeros[: mean.numel()], error, packed)
         except CodecError:  # the sum overflowed: void for everybody
             return void
-        result = self._buffers.take(group.header_bytes + packed.numel(), group.header_bytes)
-        result[: group.header_bytes] = group.pack_header(header)
-        result[group.header_bytes :] = packed.numpy().data
         return Reduced(result, sorted(header.included), error)
 
     def _add_members(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.buffers import Buffers
+from shoal.swarm.averaging.buffers import Buffers, same_bytes
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
 from shoal.swarm.deadlines import Deadlines
@@ -209,7 +209,7 @@ async def adopt_agreed(
 
     async def hear(chunk: int, data: memoryview) -> None:
         said.setdefault(chunk, []).append(data)
-        if said[chunk].count(data) >= enough:
+        if sum(same_bytes(data, one) for one in said[chunk]) >= enough:
             await store.put(chunk, data)
             del said[chunk]
 

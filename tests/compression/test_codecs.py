@@ -91,6 +91,43 @@ def test_the_residual_is_what_was_lost(codec: Codec) -> None:
         assert same_bits(values, kept)
 
 
+def test_bytes_and_what_was_lost_go_where_one_likes(codec: Codec) -> None:
+    for n in (*SIZES, MANY):
+        values, residual = gaussian(n), gaussian(n, 1) * 0.3
+        kept, lost = (values.clone(), residual.clone()), residual.clone()
+        expected = codec.encode_residual(values, lost)
+        around, left = torch.full((expected.numel() + 8,), 99, dtype=torch.uint8), torch.full((n + 2,), math.nan)
+        room = around[4:-4]
+        packed = codec.encode_residual(values, residual, left[1:-1], room)
+        assert packed.data_ptr() == room.data_ptr()
+        assert torch.equal(packed, expected)
+        assert same_bits(left[1:-1], lost)
+        assert bool((around[:4] == 99).all() and (around[-4:] == 99).all() and left[[0, -1]].isnan().all())
+        assert same_bits(values, kept[0])
+        assert same_bits(residual, kept[1])
+
+
+def test_the_residual_is_as_before_when_what_is_lost_goes_elsewhere(codec: Codec) -> None:
+    values, residual = gaussian(MANY), gaussian(MANY, 1)
+    values[-1] = math.inf
+    before = residual.clone()
+    with pytest.raises(CodecError, match=f"inf at {MANY - 1} of {MANY}"):
+        codec.encode_residual(values, residual, torch.empty(MANY))
+    assert same_bits(residual, before)
+
+
+def test_room_of_another_kind_is_refused(codec: Codec) -> None:
+    values, size = gaussian(300), codec.packed_bytes(300)
+    for left in (torch.ones(299), torch.ones(300).double(), torch.ones(600)[::2]):
+        with pytest.raises(CodecError):
+            codec.encode_residual(values, torch.zeros(300), left)
+    room = torch.zeros(2 * size + 8, dtype=torch.uint8)
+    for packed in (room[: size - 1], room[: size + 1], room[1 : size + 1], room[: 2 * size : 2], room[:size].int()):
+        with pytest.raises(CodecError):
+            codec.encode_residual(values, torch.zeros(300), None, packed)
+    assert not bool(room.any())
+
+
 @given(data=st.data(), values=st.lists(floats, max_size=40))
 def test_any_values_are_encoded_alike_on_both_paths(codec: Codec, data: st.DataObject, values: list[float]) -> None:
     n = len(values)
@@ -98,9 +135,12 @@ def test_any_values_are_encoded_alike_on_both_paths(codec: Codec, data: st.DataO
     second = torch.tensor(data.draw(st.lists(floats, min_size=n, max_size=n)), dtype=torch.float32)
 
     def encoded() -> tuple[Tensor, Tensor | None, Tensor]:
-        residual = second.clone()
+        residual, left = second.clone(), torch.empty(n)
         try:
-            return codec.encode(first), codec.encode_residual(first, residual), residual
+            packed = codec.encode_residual(first, residual)
+            assert torch.equal(codec.encode_residual(first, second, left), packed)
+            assert same_bits(left, residual)
+            return codec.encode(first), packed, residual
         except CodecError:
             assert same_bits(residual, second)
             assert not bool(torch.isfinite(first + second).all())

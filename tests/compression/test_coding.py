@@ -163,6 +163,11 @@ def test_segments_with_residual_and_sum() -> None:
     assert torch.equal(codec.encode_residual(values, kept), packed)
     decoded = codec.decode(packed, 9405)
     assert torch.equal(kept, (values + residual) - decoded)
+    left, room, before = noise(9405), torch.zeros_like(packed), residual.clone()
+    assert codec.encode_residual(values, residual, left, room).data_ptr() == room.data_ptr()
+    assert torch.equal(room, packed)
+    assert torch.equal(left, kept)
+    assert torch.equal(residual, before)
     total = noise(9405, 2)
     expected = total + decoded * 3.0
     codec.accumulate(packed, total, 3.0)

@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from shoal.swarm.averaging.buffers import Buffers
+from shoal.swarm.averaging.buffers import Buffers, same_bytes
 
 
 def address(view: memoryview) -> int:
@@ -66,3 +66,11 @@ def test_threads_never_share_a_buffer() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
     assert buffers.free_bytes <= 16 * 2**16
+
+
+def test_the_same_bytes_wherever_they_are() -> None:
+    one = memoryview(bytearray(b"some bytes"))
+    assert same_bytes(one, one)
+    assert same_bytes(one, memoryview(b"some bytes"))
+    assert not same_bytes(one, memoryview(b"same bytes"))
+    assert not same_bytes(one, one[:-1])
