@@ -32,6 +32,7 @@ from shoal.swarm.messages import (
     RunView,
     Verdict,
 )
+from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Endpoint
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Averager:
         self._late: _Late | None = None
         self._stores: dict[int, ResultStore] = {}
         self._exchange: AllReduce | None = None
+        self._decoding: asyncio.Task[Tensor] | None = None
         self._joins = 0
         self._moved_before = 0
 
@@ -87,11 +89,13 @@ class Averager:
         """Take part in the round's end, or at least in its outcome; returns when the verdict is known."""
         self._joins = self._client.joins
         try:
-            outcome = await self._until_verdict(offer)
+            async with task_scope() as tasks:
+                outcome = await self._until_verdict(offer, tasks)
         except (StaleWork, NotAdmitted, CodecError) as error:
             outcome = OutOfDate(str(error))
         finally:
             await self._end_exchange()
+            self._decoding = None
             offered = self.feedback.in_round
             self.feedback.discard()
             self._buffers.trim()
@@ -105,7 +109,7 @@ class Averager:
     def _forget_residual(self) -> None:
         self.feedback, self._residual_weight = ErrorFeedback(self._elements, self._decay), 0
 
-    async def _until_verdict(self, offer: Offer) -> Outcome:
+    async def _until_verdict(self, offer: Offer, tasks: asyncio.TaskGroup) -> Outcome:
         client, number = self._client, offer.round
         ready = PeerToCoordinatorRoundReady(
             round=number,
@@ -127,6 +131,8 @@ class Averager:
                     await self._wait(number)
             elif report is None:
                 report = await self._take_part(view.plan, offer)
+                if report is not None and None not in report.digests:
+                    self._decoding = tasks.create_task(in_thread(self._stores[number].mean))
             elif reported != (view.epoch, client.joins):
                 # Once to each coordinator and membership: a report counts as progress and delays the verdict.
                 reported = (view.epoch, client.joins)
@@ -226,6 +232,7 @@ class Averager:
     async def _conclude(self, view: RunView, offer: Offer) -> Outcome:
         verdict, exchange = view.verdict, self._exchange
         await self._end_exchange()
+        decoded = None if self._decoding is None else await self._decoding  # it reads the store until then
         await self._drop_stores(*[number for number in self._stores if number <= offer.round - _KEPT_ROUNDS])
         if verdict is None or verdict.round != offer.round:
             return OutOfDate(f"the verdict of round {offer.round} was missed")
@@ -237,7 +244,7 @@ class Averager:
             return OutOfDate("the others averaged on another state than ours")
         self.activity = "applying"
         try:
-            mean = await self._committed_mean(verdict)
+            mean = await self._committed_mean(verdict, decoded)
         except LinkError as error:
             return OutOfDate(f"committed results of round {offer.round} cannot be had: {error}")
         planned = self._is_planned(verdict.plan, offer)
@@ -258,13 +265,17 @@ class Averager:
         elif offer.weight_tokens and ours:
             self._late = _Late(self._with_late(offer), offer.weight_tokens, self._joins)
 
-    async def _committed_mean(self, verdict: Verdict) -> Tensor:
-        """The decoded mean of the committed bytes, fetched from whoever has what we lack. Raises ``LinkError``."""
+    async def _committed_mean(self, verdict: Verdict, decoded: Tensor | None) -> Tensor:
+        """The decoded mean of the committed bytes, fetched from whoever has what we lack. Raises ``LinkError``.
+
+        ``decoded``: that of the bytes here, made while we waited."""
         plan = verdict.plan
         assert plan is not None
         if plan.parts[-1].stop != self._elements:
             raise LinkError("the plan is for a model of another size")
         store = self._stores.get(plan.round) or self._open_store(plan)
+        if decoded is not None and all(map(store.holds, plan.parts, verdict.digests)):
+            return decoded
         members = range(len(plan.members))
         for part, digest in zip(plan.parts, verdict.digests, strict=True):
             if digest is None:

@@ -97,6 +97,10 @@ class ResultStore(ChunkStore):
         self._digests[part.start] = digest.digest()
         return self._digests[part.start]
 
+    def holds(self, part: Part, digest: bytes | None) -> bool:
+        """Whether these are the bytes of a part that is here."""
+        return digest is not None and self.has(part) and self.digest(part) == digest
+
     async def put(self, chunk: int, data: memoryview) -> None:
         """See ``ChunkStore.put``."""
         for part in self.plan.parts:
