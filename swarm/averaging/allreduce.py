@@ -25,8 +25,9 @@ from shoal.swarm.averaging.groups import Header, holders, may_hold
 from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.averaging.results import ResultStore, adopt_agreed, fetch_part
-from shoal.swarm.averaging.seat import Seat
+from shoal.swarm.averaging.seat import HandIn, Seat
 from shoal.swarm.averaging.traffic import shares
+from shoal.swarm.averaging.watch import Watch
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, ShoalError
@@ -128,17 +129,21 @@ class AllReduce:
         self._as_owner = Reduction(self._seat, store.group, store.put, feedback.corrected)
         self._as_relay = Reduction(self._seat, store.group.row(self._row), self._partials.put, feedback.corrected)
         self._as_stand_in: list[Reduction] = []
+        self._watch = Watch(self._seat, lambda: [part.start for part in plan.parts if not store.has(part)])
 
     async def run(self) -> Exchange:
         """Returns when every part has arrived or is given up; results are in the store."""
         for blob, source in self._seat.sources.items():
             self._endpoint.publish(blob, source)
         self._endpoint.share_uplink({self._members[one]: share for one, share in shares(self._plan, self._me).items()})
-        async with asyncio.TaskGroup() as tasks:
-            for part in self._rotated():
-                tasks.create_task(self._bring(part))
-                if part.owner != self._me and self._me in self._plan.relays(part):
-                    tasks.create_task(self._as_relay.run(self._store.chunks_of(part)))
+        async with asyncio.TaskGroup() as background:
+            watch = background.create_task(self._watch.run())
+            async with asyncio.TaskGroup() as tasks:
+                for part in self._rotated():
+                    tasks.create_task(self._bring(part))
+                    if part.owner != self._me and self._me in self._plan.relays(part):
+                        tasks.create_task(self._as_relay.run(self._store.chunks_of(part)))
+            watch.cancel()
         for reduction in (self._as_owner, *self._as_stand_in):
             self._exchange.dropped |= reduction.dropped
             self._exchange.failed |= reduction.failed - {self._me}
@@ -202,8 +207,9 @@ class AllReduce:
                     await self._stand_in(part)
                 else:
                     wait_s = self._wait_s(part, holder)
-                    fetch = functools.partial(fetch_part, self._endpoint, self._store, part, peer, wait_s)
-                    await self._seat.patiently(fetch)
+                    await self._watch.over(
+                        part.start, wait_s, self._store.put, functools.partial(self._fetch, part, peer, wait_s)
+                    )
                 return
             except ShoalError as error:
                 log.warning("round %d: no result from %s: %s", self._plan.round, peer, error)
@@ -211,6 +217,10 @@ class AllReduce:
                     self._exchange.failed.add(holder)
                 trouble = f"{peer} did not deliver the part of {self._members[part.owner]}: {error}"
         self._exchange.trouble = trouble
+
+    async def _fetch(self, part: Part, peer: str, wait_s: float, put: HandIn) -> None:
+        fetch = functools.partial(fetch_part, self._endpoint, self._store, part, peer, wait_s, put)
+        await self._seat.patiently(fetch)
 
     def _wait_s(self, part: Part, holder: int) -> float:
         deadlines = self._seat.deadlines

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Set
 
 from shoal.swarm.averaging.reducer import PartReducer
-from shoal.swarm.averaging.seat import Seat
+from shoal.swarm.averaging.seat import HandIn, Seat, Wanted
+from shoal.swarm.averaging.watch import Watch
 from shoal.swarm.errors import ShoalError
 
 log = logging.getLogger(__name__)
@@ -18,16 +20,18 @@ _WINDOW = 16
 
 class Collection:
     """The streams of some chunks, and the meeting point of those and the reducer. ``failed``: relays whose partials
-    did not come, or were none."""
+    did not come, or were none. ``watch``: to be run beside them."""
 
     def __init__(self, seat: Seat, reducer: PartReducer, chunks: range, tasks: asyncio.TaskGroup) -> None:
         self.reducer = reducer
         self.failed: set[int] = set()
+        self.watch = Watch(seat, self._behind)
         self._seat = seat
         self._chunks = chunks
         self._tasks = tasks
         self._relays: dict[int, tuple[int, asyncio.Task[None]]] = {}
         self._next = chunks.start
+        self._following: dict[int, int] = {}
         self._changed = asyncio.Condition()
 
     def ask_relay(self, row: int, relay: int) -> None:
@@ -64,24 +68,34 @@ class Collection:
 
     async def _follow(self, row: int, relay: int) -> None:
         async def hand_in(chunk: int, packed: memoryview) -> None:
+            self._following[relay] = chunk + 1
             await self._take(self.reducer.offer_partial, chunk, row, packed)
 
-        wanted = self._seat.partials(self.reducer.group.row(row))
         try:
-            await self._seat.receive(relay, wanted, self._chunks, hand_in)
+            await self._receive(relay, self._seat.partials(self.reducer.group.row(row)), self._chunks, hand_in)
         except ShoalError as error:
             self._log(relay, error)
             self._go_without_relay(row)
 
     async def _collect(self, member: int, chunks: range) -> None:
         async def hand_in(chunk: int, packed: memoryview) -> None:
+            self._following[member] = chunk + 1
             await self._take(self.reducer.offer, chunk, member, packed)
 
         try:
-            await self._seat.receive(member, self._seat.contributions(), chunks, hand_in)
+            await self._receive(member, self._seat.contributions(), chunks, hand_in)
         except ShoalError as error:  # the other side's errors come out of here, too
             self._log(member, error)
             await self._give_up(member)
+
+    async def _receive(self, source: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
+        self._following[source] = chunks.start
+        stream = functools.partial(self._seat.receive, source, wanted, chunks)
+        await self.watch.over(source, wanted.wait_s, hand_in, stream)
+
+    def _behind(self) -> set[int]:
+        """Who has not delivered the next chunk to be made."""
+        return {source for source, following in self._following.items() if following <= self._next}
 
     def _log(self, member: int, error: ShoalError) -> None:
         number, peer = self._seat.store.plan.round, self._seat.members[member]

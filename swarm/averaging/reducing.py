@@ -54,6 +54,7 @@ class Reduction:
         reducer = PartReducer(seat.store.coding, self.group, bounds, own, relayed, seat.store.buffers)
         async with asyncio.TaskGroup() as tasks:
             work = Collection(seat, reducer, chunks, tasks)
+            watch = tasks.create_task(work.watch.run())
             for row in range(len(relays)):
                 if row in relayed:
                     work.ask_relay(row, relayed[row])
@@ -63,6 +64,7 @@ class Reduction:
                 self.made[index] = await self._make(work, index)
                 await self.put(index, self.made[index].result)
                 await work.advance()
+            watch.cancel()
         self.failed |= work.failed
 
     async def _make(self, work: Collection, index: int) -> Reduced:

@@ -166,14 +166,24 @@ class HeldResults:
             return memoryview(b"")
 
 
-async def fetch_part(endpoint: Endpoint, store: ResultStore, part: Part, holder: str, progress_s: float) -> None:
-    """Bring what the store lacks of one part from ``holder``. Raises ``ShoalError``, the holder's too."""
+async def fetch_part(
+    endpoint: Endpoint,
+    store: ResultStore,
+    part: Part,
+    holder: str,
+    progress_s: float,
+    hand_in: Callable[[int, memoryview], Awaitable[None]] | None = None,
+) -> None:
+    """Bring what the store lacks of one part from ``holder``. Raises ``ShoalError``, the holder's too.
+
+    ``hand_in``: puts it into the store."""
+    put = hand_in or store.put
     for run in store.missing(part):
         received: dict[int, memoryview] = {}
         stream = endpoint.fetch(holder, store.blob, run, store.sink(received), progress_s)
         async with aclosing(stream):
             async for chunk in stream:
-                await store.put(chunk, received.pop(chunk))
+                await put(chunk, received.pop(chunk))
 
 
 async def adopt_part(

@@ -16,6 +16,9 @@ from shoal.swarm.links import Sink
 from shoal.swarm.messages import Blob
 from shoal.swarm.transport import Endpoint
 
+HandIn = Callable[[int, memoryview], Awaitable[None]]
+"""Takes a chunk by its index; the next one comes when it returns."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -66,9 +69,7 @@ class Seat:
         blob = Blob(kind="partial", number=store.plan.round)
         return Wanted(blob, sizes_bytes, group.header_bytes, self.deadlines.partial_s)
 
-    async def receive(
-        self, member: int, wanted: Wanted, chunks: range, hand_in: Callable[[int, memoryview], Awaitable[None]]
-    ) -> None:
+    async def receive(self, member: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
         """Hand in the chunks one after the other. Raises ``ShoalError``, the other side's too."""
         received: dict[int, memoryview] = {}
         following = chunks.start

@@ -1,7 +1,7 @@
 """Members of one exchange on the in-memory network, without a coordinator."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,11 @@ class Side:
 
 
 def make_sides(
-    network: MemoryNetwork, plan: RoundPlan, codec: str = "float32", feedbacks: Sequence[ErrorFeedback] | None = None
+    network: MemoryNetwork,
+    plan: RoundPlan,
+    codec: str = "float32",
+    feedbacks: Sequence[ErrorFeedback] | None = None,
+    was_away: Callable[[float], bool] = lambda since_s: False,
 ) -> list[Side]:
     sides = []
     for index, member in enumerate(plan.members):
@@ -53,7 +57,7 @@ def make_sides(
         endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
         endpoint.publish(store.blob, store)
         endpoint.publish(store.held, HeldResults(store))
-        exchange = AllReduce(endpoint, store, member.peer, feedback, Deadlines(PATIENCE_S))
+        exchange = AllReduce(endpoint, store, member.peer, feedback, Deadlines(PATIENCE_S), was_away)
         sides.append(Side(store, feedback, exchange, brought))
     return sides
 

@@ -16,11 +16,12 @@ def plan_of(
     rows: Sequence[Sequence[int]],
     elements: int = 40 * 4096 + 123,
     can_own: Sequence[bool] | None = None,
+    chunk: int | None = None,
 ) -> RoundPlan:
     """Of members ``PEERS``, as many as there are weights; all links are equally fast. One row: a flat group, without
     stand-ins."""
     members = len(weights)
-    chunk = chunk_elements(elements, members)
+    chunk = chunk or chunk_elements(elements, members)
     grid = plan_parts(rows, [None] * members, can_own or [True] * members, elements, chunk)
     row_of = {member: row for row, those in enumerate(rows) for member in those}
     parts = [

@@ -74,6 +74,18 @@ class MemoryNetwork:
         return draw.uniform(*self._latency_s), draw.uniform(*self._bandwidth_bps)
 
 
+class UplinkNetwork(MemoryNetwork):
+    """``uplinks_bps`` by peer, of each line that it has to another; ``usual_bps`` for all others."""
+
+    def __init__(self, usual_bps: float) -> None:
+        super().__init__()
+        self.usual_bps = usual_bps
+        self.uplinks_bps: dict[str, float] = {}
+
+    def link(self, one: str, other: str) -> tuple[float, float]:
+        return 0.01, self.uplinks_bps.get(one, self.usual_bps)
+
+
 class MemoryEndpoint:
     """Resumes and gives up like ``Node``. ``roster``: who may be asked; None for everybody."""
 
@@ -189,6 +201,18 @@ def stalled(kind: str, holder: str, chunk: int, to: str | None = None) -> Fault:
     async def fault(step: Step, payload: bytes) -> bytes:
         if (step.blob.kind, step.holder) == (kind, holder) and step.chunk >= chunk and to in (None, step.to):
             await asyncio.Event().wait()
+        return payload
+
+    return fault
+
+
+def dripping(kind: str, holder: str, every_s: float, to: str | None = None) -> Fault:
+    """``holder`` sends each chunk that long after it was first asked for it."""
+    due_s: dict[tuple[str, int], float] = {}
+
+    async def fault(step: Step, payload: bytes) -> bytes:
+        if (step.blob.kind, step.holder) == (kind, holder) and to in (None, step.to):
+            await asyncio.sleep(max(0.0, due_s.setdefault((step.to, step.chunk), now_s() + every_s) - now_s()))
         return payload
 
     return fault

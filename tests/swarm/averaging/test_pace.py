@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 import torch
-from tests.fakes.memory_network import MemoryNetwork
+from tests.fakes.memory_network import MemoryNetwork, UplinkNetwork
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual
 
@@ -115,17 +115,6 @@ def test_of_many_members_others_are_named_in_every_round() -> None:
 ELEMENTS = 2**19
 
 
-class _SlowNetwork(MemoryNetwork):
-    """``uplinks_bps`` by peer; each pair has a line of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.uplinks_bps: dict[str, float] = {}
-
-    def link(self, one: str, other: str) -> tuple[float, float]:
-        return 0.01, self.uplinks_bps.get(one, 1e8)
-
-
 async def play(run: Swarm, rounds: int) -> None:
     for _ in range(rounds):
         outcomes = await together(*(member.play(torch.ones(ELEMENTS), 4) for member in run.members))
@@ -142,7 +131,7 @@ def owned(run: Swarm, member: SimMember) -> int:
 
 def test_a_slow_link_is_found_out_within_two_rounds_whatever_it_claims() -> None:
     async def main() -> None:
-        network = _SlowNetwork()
+        network = UplinkNetwork(1e8)
         async with swarm(4, run_toml(16), ELEMENTS, network) as run:
             liar, others = run[2], [run[0], run[1], run[3]]
             liar.bandwidth_bps = 1e13
@@ -161,7 +150,7 @@ def test_a_slow_link_is_found_out_within_two_rounds_whatever_it_claims() -> None
 
 def test_reports_say_what_links_deliver() -> None:
     async def main() -> None:
-        network = _SlowNetwork()
+        network = UplinkNetwork(1e8)
         async with swarm(3, run_toml(12), ELEMENTS, network) as run:
             network.uplinks_bps |= {run[0].peer: 5e7, run[1].peer: 2e7}
             machine, seen = run.coordinator.machine, []

@@ -1,0 +1,236 @@
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.fakes.exchanges import PATIENCE_S, Side, digests, make_sides, run_all
+from tests.fakes.grids import PEERS, plan_of
+from tests.fakes.memory_network import UplinkNetwork, dripping
+from tests.fakes.swarm import Swarm, run_toml, swarm, together
+from tests.fakes.virtual_clock import now_s, run_virtual
+
+from shoal.swarm.averaging.allreduce import Exchange
+from shoal.swarm.averaging.outcomes import Committed
+from shoal.swarm.averaging.stragglers import Stragglers
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
+
+DEADLINES = Deadlines(PATIENCE_S)
+FAST_BPS = 1e6
+"""A chunk of 16 KiB in 0.13 s; at a tenth of that a part of 25 takes 5 times the patience. In rounds, chunks are 16 times
+as large, so links are, too."""
+
+MEMBERS = 4
+
+
+def flat(members: int = MEMBERS) -> RoundPlan:
+    """25 chunks a part."""
+    return plan_of([1] * members, [range(members)], members * 25 * 4096, chunk=4096)
+
+
+@dataclass
+class _Reduction:
+    """Sources that are fetched from chunk by chunk; who is ahead of the slowest by 4 chunks is not asked.
+
+    ``chunk_s``: how long each one's chunk takes."""
+
+    chunk_s: Sequence[float]
+    limit_s: float = 6.0
+
+    def found(self, chunks: int, step_s: float = 0.125) -> tuple[set[int], float]:
+        """Whom the others go on without, and when all is done."""
+        stragglers, here = Stragglers(), [0] * len(self.chunk_s)
+        due_s: list[float | None] = list(self.chunk_s)
+        given_up: set[int] = set()
+        for source in range(len(here)):
+            stragglers.begin(source, self.limit_s)
+        at_s = 0.0
+        while True:
+            at_s += step_s
+            following = min(count for source, count in enumerate(here) if source not in given_up)
+            if following == chunks:
+                return given_up, at_s
+            for source, due in enumerate(due_s):
+                if due is not None and due <= at_s:
+                    here[source] += 1
+                    stragglers.arrived(source, 1000, at_s)
+                    due_s[source] = None
+                if due_s[source] is None and here[source] < min(chunks, following + 4):
+                    stragglers.asked(source, at_s)
+                    due_s[source] = at_s + self.chunk_s[source]
+            behind = {source for source, count in enumerate(here) if count <= following}
+            for source in stragglers.look(at_s, at_s - step_s, behind):
+                stragglers.forget(source)
+                given_up.add(source)
+                due_s[source] = None
+                here[source] = chunks
+
+
+def test_who_drips_is_given_up_after_its_first_chunk_and_the_limit() -> None:
+    found, took_s = _Reduction([0.125, 0.125, 5.0]).found(100)
+    assert found == {2}
+    assert 5.0 + 6.0 < took_s < 5.0 + 6.0 + 100 * 0.25 + 1.0
+
+
+def test_several_that_drip_are_found_among_more_that_do_not() -> None:
+    assert _Reduction([0.125, 0.125, 5.0, 0.125, 4.0]).found(100)[0] == {2, 4}
+
+
+@pytest.mark.parametrize("chunk_s", [[0.125, 0.125, 1.25], [0.125, 1.25], [1.25, 0.125, 0.25, 0.125, 0.5]])
+def test_a_tenth_of_the_others_rate_is_waited_for_however_long(chunk_s: list[float]) -> None:
+    found, took_s = _Reduction(chunk_s).found(1000)
+    assert not found
+    assert took_s > 100 * 6.0
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 8])
+def test_nobody_is_slow_among_equals(members: int) -> None:
+    assert _Reduction([5.0] * members).found(100)[0] == set()
+
+
+def test_nobody_is_slow_alone() -> None:
+    assert _Reduction([5.0]).found(100)[0] == set()
+
+
+def test_short_delays_cost_nobody_its_place() -> None:
+    assert _Reduction([0.125, 0.125, 5.0], limit_s=math.inf).found(100)[0] == set()
+    assert _Reduction([0.125, 0.125, 5.0], limit_s=15.0).found(4)[0] == set()
+
+
+# Exchanges ----------------------------------------------------------------------------------------------------
+
+
+def drips(sides: Sequence[Side], *who: int) -> None:
+    """They were in the first chunks of the parts, which all have; and nobody else was left out."""
+    store = next(side.store for index, side in enumerate(sides) if index not in who)
+    for part in store.plan.parts:
+        for chunk in store.chunks_of(part)[-1:]:
+            assert set(store.header(chunk).included) == set(range(len(sides))) - (set(who) - {part.owner})
+    assert all(digests(side) == digests(sides[0]) for side in sides)
+    assert None not in digests(sides[0])
+    assert set().union(*(side.outcome.dropped for side in sides if side.outcome)) == set(who)
+    assert all(side.outcome is not None and not side.outcome.failed for side in sides)
+
+
+@pytest.mark.parametrize("slow", [None, 2], ids=["others alike", "beside one at a tenth"])
+def test_a_contributor_that_drips_is_left_out(slow: int | None) -> None:
+    async def main() -> None:
+        network = UplinkNetwork(FAST_BPS)
+        if slow is not None:
+            network.uplinks_bps[PEERS[slow]] = FAST_BPS / 10
+        sides = make_sides(network, flat())
+        network.faults.append(dripping("contribution", PEERS[3], 0.9 * DEADLINES.contribution_s))
+        await run_all(sides)
+        drips(sides, 3)
+        assert sides[0].store.header(0).included == [0, 1, 2, 3], "its first chunk came in time"
+        assert now_s() < (3 if slow is None else 8) * PATIENCE_S
+
+    run_virtual(main())
+
+
+def test_an_owner_that_waits_for_those_that_drip_is_not_given_up() -> None:
+    async def main() -> None:
+        network = UplinkNetwork(FAST_BPS)
+        sides = make_sides(network, flat(6))
+        for member in (4, 5):
+            wait_s = 0.9 * DEADLINES.contribution_s
+            network.faults.append(dripping("contribution", PEERS[member], wait_s, to=PEERS[0]))
+        await run_all(sides)
+        assert [side.outcome for side in sides] == [Exchange({4, 5}), *[Exchange()] * 5]
+        assert all(digests(side) == digests(sides[0]) for side in sides)
+        assert now_s() < 3 * PATIENCE_S
+
+    run_virtual(main())
+
+
+def test_while_the_coordinator_is_away_waiting_costs_nothing() -> None:
+    async def main() -> None:
+        network = UplinkNetwork(FAST_BPS)
+        sides = make_sides(network, flat(), was_away=lambda since_s: since_s < 10 * PATIENCE_S)
+        network.faults.append(dripping("contribution", PEERS[3], 0.9 * DEADLINES.contribution_s))
+        await run_all(sides)
+        drips(sides, 3)
+        assert now_s() > 11 * PATIENCE_S
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("slow", [(), (2,), (0, 1, 2, 3)], ids=["none", "one", "all"])
+def test_slow_links_are_waited_for(slow: tuple[int, ...]) -> None:
+    async def main() -> None:
+        network = UplinkNetwork(FAST_BPS)
+        network.uplinks_bps = {PEERS[member]: FAST_BPS / 10 for member in slow}
+        sides = make_sides(network, flat())
+        await run_all(sides)
+        assert all(side.outcome == Exchange() for side in sides)
+        assert now_s() > 5 * PATIENCE_S or not slow
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("kinds", [("partial",), ("result",), ("partial", "result")])
+def test_a_relay_that_drips_costs_its_row_nothing(kinds: tuple[str, ...]) -> None:
+    async def main() -> None:
+        plan = plan_of([1] * 9, [(0, 1, 2), (3, 4, 5), (6, 7, 8)], 9 * 20 * 4096, chunk=4096)
+        part = plan.parts[0]
+        relay = next(one for one in plan.relays(part) if one != part.owner)
+        network = UplinkNetwork(10 * FAST_BPS)
+        every_s = {"partial": 0.9 * DEADLINES.partial_s, "result": 0.9 * DEADLINES.grid_result_s}
+        for kind in kinds:
+            network.faults.append(dripping(kind, PEERS[relay], every_s[kind]))
+        sides = make_sides(network, plan)
+        await run_all(sides)
+        others = [side for index, side in enumerate(sides) if index != relay]
+        owned = [one.owner == relay for one in plan.parts]
+        for held in zip(*map(digests, others), owned, strict=True):
+            assert None not in held
+            assert held[-1] or len(set(held[:-1])) == 1, "only what it reduced itself may have been made twice"
+        assert {relay} == set().union(*(side.outcome.failed for side in others if side.outcome))
+        assert now_s() < 12 * PATIENCE_S
+
+    run_virtual(main())
+
+
+# Rounds -------------------------------------------------------------------------------------------------------
+
+ELEMENTS = MEMBERS * 12 * 65536
+
+
+async def play(run: Swarm) -> list[PeerToCoordinatorRoundReport]:
+    """A round that all commit and hold alike. Returns the reports."""
+    machine, reports = run.coordinator.machine, []
+    report = machine.report
+    machine.report = lambda peer, one, at_s: (reports.append(one), report(peer, one, at_s))[1]  # type: ignore[method-assign]
+    outcomes = await together(*(member.play(torch.ones(ELEMENTS), 4) for member in run.members))
+    machine.report = report  # type: ignore[method-assign]
+    assert all(isinstance(outcome, Committed) for outcome in outcomes)
+    assert all(torch.equal(member.anchor, run[0].anchor) for member in run.members)
+    return reports
+
+
+def test_an_owner_that_drips_has_its_part_made_by_a_stand_in() -> None:
+    async def main() -> None:
+        network = UplinkNetwork(16 * FAST_BPS)
+        async with swarm(MEMBERS, run_toml(4 * MEMBERS), ELEMENTS, network) as run:
+            network.faults.append(dripping("result", run[2].peer, 0.9 * DEADLINES.result_s))
+            began_s = now_s()
+            reports = await play(run)
+            assert now_s() - began_s < 9 * PATIENCE_S
+            assert [report.failed for report in reports].count((2,)) == MEMBERS - 1
+
+    run_virtual(main())
+
+
+def test_a_member_at_a_tenth_of_the_rate_is_in_every_round() -> None:
+    async def main() -> None:
+        network = UplinkNetwork(16 * FAST_BPS)
+        async with swarm(MEMBERS, run_toml(4 * MEMBERS), ELEMENTS, network) as run:
+            network.uplinks_bps[run[2].peer] = 16 * FAST_BPS / 10
+            for _ in range(3):
+                began_s = now_s()
+                reports = await play(run)
+                assert now_s() - began_s > 2 * PATIENCE_S
+                assert all((report.dropped, report.failed, report.trouble) == ((), (), "") for report in reports)
+
+    run_virtual(main())
