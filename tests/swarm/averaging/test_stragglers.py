@@ -18,8 +18,8 @@ from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 DEADLINES = Deadlines(PATIENCE_S)
 FAST_BPS = 1e6
-"""A chunk of 16 KiB in 0.13 s; at a tenth of that a part of 25 takes 5 times the patience. In rounds, chunks are 16 times
-as large, so links are, too."""
+"""A chunk of 16 KiB in 0.13 s; at a tenth of that a part of 25 takes 5 times the patience. In rounds, chunks
+are 16 times as large, so links are, too."""
 
 MEMBERS = 4
 
@@ -96,6 +96,36 @@ def test_nobody_is_slow_alone() -> None:
 def test_short_delays_cost_nobody_its_place() -> None:
     assert _Reduction([0.125, 0.125, 5.0], limit_s=math.inf).found(100)[0] == set()
     assert _Reduction([0.125, 0.125, 5.0], limit_s=15.0).found(4)[0] == set()
+
+
+def arrive(stragglers: Stragglers, source: int, at_s: float) -> None:
+    stragglers.arrived(source, 1000, at_s)
+    stragglers.asked(source, at_s)
+
+
+def test_what_had_been_lying_here_makes_nobody_fast() -> None:
+    stragglers = Stragglers()
+    for source in range(2):
+        stragglers.begin(source, 6.0)
+        arrive(stragglers, source, 0.0)
+    arrive(stragglers, 0, 0.5)
+    for chunk in range(1, 50):
+        at_s = 5.0 * chunk
+        arrive(stragglers, 1, at_s)
+        stragglers.arrived(0, 1000, at_s)  # and held until the other's next one is here
+        stragglers.asked(0, at_s + 5.0)
+        assert stragglers.look(at_s, at_s - 5.0, {1}) == []
+
+
+def test_who_is_not_waited_for_alone_costs_nothing() -> None:
+    stragglers = Stragglers()
+    for source in range(3):
+        stragglers.begin(source, 6.0)
+        for at_s in (0.0, 0.125):
+            arrive(stragglers, source, at_s)
+    assert stragglers.look(100.0, 0.0, {0, 1, 2}) == []
+    assert stragglers.look(105.0, 100.0, {2}) == []
+    assert stragglers.look(110.0, 105.0, {2}) == [2]
 
 
 # Exchanges ----------------------------------------------------------------------------------------------------
