@@ -10,8 +10,8 @@ CONNECT_S = 8.0
 
 @dataclass(frozen=True)
 class Deadlines:
-    """All in seconds. Progress deadlines: they start again whenever something arrives. For contributions, partials and
-    results from whoever is far slower than the others they hold in all, too (``averaging/stragglers.py``)."""
+    """All in seconds. Progress deadlines: they start again whenever something arrives. How long the
+    others wait in all for one that is far slower follows from them, too (``averaging/stragglers.py``)."""
 
     patience_s: float
 

@@ -207,9 +207,8 @@ class AllReduce:
                     await self._stand_in(part)
                 else:
                     wait_s = self._wait_s(part, holder)
-                    await self._watch.over(
-                        part.start, wait_s, self._store.put, functools.partial(self._fetch, part, peer, wait_s)
-                    )
+                    stream = functools.partial(self._fetch, part, peer, wait_s)
+                    await self._watch.over(part.start, wait_s, self._store.lacks(part), self._store.put, stream)
                 return
             except ShoalError as error:
                 log.warning("round %d: no result from %s: %s", self._plan.round, peer, error)

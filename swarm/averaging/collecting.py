@@ -91,7 +91,7 @@ class Collection:
     async def _receive(self, source: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
         self._following[source] = chunks.start
         stream = functools.partial(self._seat.receive, source, wanted, chunks)
-        await self.watch.over(source, wanted.wait_s, hand_in, stream)
+        await self.watch.over(source, wanted.wait_s, len(chunks), hand_in, stream)
 
     def _behind(self) -> set[int]:
         """Who has not delivered the next chunk to be made."""

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shoal.swarm.averaging.pace import Pace
 
-_SLOWEST = 1 / 20
-"""Of the middle rate of the others: a link at a tenth of theirs is slow and honest, and has to count in full."""
+_SLOWEST = 20
+"""Times as long as the middle one of the others would need: a link at a tenth of their rate is slow and honest, and has
+to count in full, also where it serves another owner first."""
 
 
 @dataclass
 class _Source:
-    """``waited_s``: for how long the others have been waiting for it, since its first chunk."""
+    """``chunks``: that it is to deliver. ``waited_s``: for how long the others have been waiting for it, from its first
+    chunk on."""
 
     limit_s: float
+    chunks: int
     pace: Pace = field(default_factory=Pace)
     chunk_bytes: int = 0
     arrived_s: float = 0.0
     asked_s: float | None = None
     waited_s: float = 0.0
 
-    def fastest_bps(self, now_s: float) -> float | None:
-        """Bits a second if what we wait for came now; None while nothing shows it."""
-        size_bytes, seconds = self.pace.size_bytes, self.pace.seconds
-        if self.asked_s is not None and now_s - self.asked_s >= self.asked_s - self.arrived_s:
-            size_bytes, seconds = size_bytes + self.chunk_bytes, seconds + now_s - self.arrived_s
-        return 8 * size_bytes / seconds if seconds else None
-
     @property
-    def bps(self) -> float | None:
-        """Bits a second of what came while we waited for it; None while nothing did."""
-        return 8 * self.pace.size_bytes / self.pace.seconds if self.pace.seconds else None
+    def chunk_s(self) -> float | None:
+        """Seconds for a chunk that we waited for; None while there was none."""
+        return self.pace.seconds * self.chunk_bytes / self.pace.size_bytes if self.pace.size_bytes else None
 
 
 class Stragglers:
@@ -44,9 +41,9 @@ class Stragglers:
     def __init__(self) -> None:
         self._sources: dict[int, _Source] = {}
 
-    def begin(self, source: int, limit_s: float) -> None:
-        """A stream; the others wait for it for ``limit_s`` in all, or as long as it takes when it is not that slow."""
-        self._sources[source] = _Source(limit_s)
+    def begin(self, source: int, limit_s: float, chunks: int) -> None:
+        """A stream; the others wait for it in all for ``limit_s``, and what a slow link may need beside."""
+        self._sources[source] = _Source(limit_s, chunks)
 
     def forget(self, source: int) -> None:
         """It has failed. One that is done stays: its rate is what others are compared with."""
@@ -75,11 +72,13 @@ class Stragglers:
             if name not in behind or not source.chunk_bytes or 2 * len(others.intersection(behind)) > len(others):
                 continue
             source.waited_s += now_s - since_s
-            if source.waited_s > source.limit_s and self._is_slow(source, others, now_s):
+            if source.waited_s > source.limit_s + self._slow_link_s(source, others):
                 found.append(name)
         return found
 
-    def _is_slow(self, source: _Source, others: Collection[int], now_s: float) -> bool:
-        rates, fastest_bps = [self._sources[other].bps for other in others], source.fastest_bps(now_s)
-        known = [bps for bps in rates if bps is not None]
-        return bool(known) and fastest_bps is not None and fastest_bps < _SLOWEST * statistics.median(known)
+    def _slow_link_s(self, source: _Source, others: Collection[int]) -> float:
+        """What a link at the lowest rate that we bear with needs for all of the stream; without others, any time.
+
+        The rate that it has shown is not asked for: a slow link may give others more than us, and us more later."""
+        times_s = [chunk_s for other in others if (chunk_s := self._sources[other].chunk_s) is not None]
+        return _SLOWEST * source.chunks * statistics.median_low(times_s) if times_s else math.inf

@@ -30,10 +30,15 @@ class Watch:
                     scope.reschedule(_now_s())
 
     async def over(
-        self, source: int, limit_s: float, hand_in: HandIn, stream: Callable[[HandIn], Awaitable[None]]
+        self,
+        source: int,
+        limit_s: float,
+        chunks: int,
+        hand_in: HandIn,
+        stream: Callable[[HandIn], Awaitable[None]],
     ) -> None:
-        """Run a stream to its end. Raises ``LinkError`` when it is cut off, and what the stream raises."""
-        self._stragglers.begin(source, limit_s)
+        """Run a stream of so many chunks to its end. Raises ``LinkError`` when it is cut off, else as the stream."""
+        self._stragglers.begin(source, limit_s, chunks)
         scope, done = asyncio.timeout(None), False
 
         async def measured(chunk: int, data: memoryview) -> None:
@@ -49,7 +54,7 @@ class Watch:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise LinkError(f"the others waited for its chunks for more than {limit_s:.1f} s") from error
+            raise LinkError(f"the others waited for its chunks for much more than {limit_s:.1f} s") from error
         finally:
             self._scopes.pop(source, None)
             if not done:
