@@ -10,10 +10,10 @@ def row(elements: str, mbit: str, trip_ms: float, **figures: Any) -> dict[str, A
 def test_ratios_are_of_the_goals_links() -> None:
     from wan import ratios_of
 
-    share = {"link share": 0.5, "exchange's share": 0.75}
+    share = {"link share": 0.5, "exchange's share": 0.75, "s a round": 8.0, "plain TCP s": 10.0}
     rows = [
         row("50M", "100", 50.0, **share),
-        row("10M", "100", 50.0, **{"link share": 0.25, "exchange's share": 0.5}),
+        row("10M", "100", 50.0, **{**share, "link share": 0.25, "exchange's share": 0.5, "plain TCP s": 4.0}),
         row("10M", "20", 50.0, **share),
         row("50M", "100", 10.0, **share),
         row("50M", "100/100/100/10", 50.0, **{"exchange s": 3.0, "predicted s": 2.0}),
@@ -25,6 +25,8 @@ def test_ratios_are_of_the_goals_links() -> None:
         "wan_100mbit_25ms_10M_link_share": 0.25,
         "wan_100mbit_25ms_50M_exchange_share": 0.75,
         "wan_100mbit_25ms_10M_exchange_share": 0.5,
+        "wan_100mbit_25ms_50M_vs_plain_tcp": 0.8,
+        "wan_100mbit_25ms_10M_vs_plain_tcp": 2.0,
         "slow_member_vs_predicted": 1.5,
     }
     assert set(ratios_of([]).values()) == {None}
