@@ -173,40 +173,21 @@ async def fetch_part(
     holder: str,
     progress_s: float,
     hand_in: Callable[[int, memoryview], Awaitable[None]] | None = None,
+    *,
+    only_held: bool = False,
 ) -> None:
     """Bring what the store lacks of one part from ``holder``. Raises ``ShoalError``, the holder's too.
 
-    ``hand_in``: puts it into the store."""
-    put = hand_in or store.put
-    for run in store.missing(part):
-        received: dict[int, memoryview] = {}
-        stream = endpoint.fetch(holder, store.blob, run, store.sink(received), progress_s)
-        async with aclosing(stream):
-            async for chunk in stream:
-                await put(chunk, received.pop(chunk))
-
-
-async def adopt_part(
-    endpoint: Endpoint,
-    store: ResultStore,
-    part: Part,
-    holder: str,
-    progress_s: float,
-    hand_in: Callable[[int, memoryview], Awaitable[None]] | None = None,
-) -> None:
-    """Take over what ``holder`` has already of what the store lacks of one part. Raises ``ShoalError``.
-
-    ``hand_in``: where it goes instead of the store."""
-    put = hand_in or store.put
+    ``hand_in``: where it goes instead of the store; ``only_held``: take what it has already, and wait for no more."""
+    put, blob = hand_in or store.put, store.held if only_held else store.blob
     for run in store.missing(part):
         received: dict[int, memoryview] = {}
         fitting = store.sink(received)
 
         def sink(chunk: int, size: int, fitting: Sink = fitting) -> memoryview:
-            return fitting(chunk, size) if size else memoryview(bytearray())
+            return memoryview(bytearray()) if only_held and not size else fitting(chunk, size)
 
-        stream = endpoint.fetch(holder, store.held, run, sink, progress_s)
-        async with aclosing(stream):
+        async with aclosing(endpoint.fetch(holder, blob, run, sink, progress_s)) as stream:
             async for chunk in stream:
                 if chunk in received:
                     await put(chunk, received.pop(chunk))
@@ -231,7 +212,7 @@ async def adopt_agreed(
         if store.has(part):
             return
         with suppress(ShoalError):
-            await adopt_part(endpoint, store, part, holder, progress_s, hear)
+            await fetch_part(endpoint, store, part, holder, progress_s, hear, only_held=True)
 
 
 async def ensure_part(
@@ -256,7 +237,7 @@ async def ensure_part(
                 store.forget(part)
             lacked = store.lacks(part)
             try:
-                await adopt_part(endpoint, store, part, holder, deadlines.adopt_s)
+                await fetch_part(endpoint, store, part, holder, deadlines.adopt_s, only_held=True)
             except ShoalError as error:  # the other side's errors come out of here, too
                 trouble = str(error)
             if store.lacks(part) < fewest:
