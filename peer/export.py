@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from shoal.peer.parameters import ParameterVector, split_by_layout
 from shoal.peer.recipes import load_model, load_recipe
 from shoal.peer.replica import outer_of
-from shoal.peer.state import State, fetch_state, load_state
+from shoal.peer.state import State, load_state
+from shoal.peer.state_sharing import fetch_state
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import TensorSpec

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.compression import fast
-from shoal.peer.state import State, StateSource, fetch_state, save_state, state_blob
+from shoal.peer.state import State, save_state
+from shoal.peer.state_sharing import fetch_state, offer_state, withdraw_state
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcomes import Carried, Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
@@ -165,11 +166,11 @@ class Member:
 
     def hold(self, state: State) -> None:
         """This is our state now: offer it to joiners (and no longer the one before last) and tell the coordinator."""
-        self.node.publish(state_blob(state.version), StateSource(state))
+        offer_state(self.node, state)
         # By what was held, not by counting back: a resync leaves versions out.
         offered = [*(version for version in self._offered if version != state.version), state.version]
         for version in offered[:-2]:
-            self.node.retract(state_blob(version))
+            withdraw_state(self.node, version)
         self._offered = offered[-2:]
         self.state, self._earlier = state, None
         self._beat_now.set()

@@ -1,14 +1,13 @@
-"""What all peers of a run hold alike: anchor and outer optimizer state of one version; shared, fetched, saved."""
+"""What all peers of a run hold alike: anchor and outer optimizer state of one version, and its file."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.swarm.averaging.outcomes import Carried
-from shoal.swarm.errors import LinkError, ShoalError, StateFileError, StorageError, WireError
-from shoal.swarm.messages import Blob
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport import Endpoint
+from shoal.swarm.errors import StateFileError, StorageError
 
-_CHUNK_BYTES = 2**20
-_ASKED_AT_ONCE = 16
-_FORMAT = "shoal-state-1"
+CHUNK_BYTES = 2**20
+"""States are hashed and sent in pieces of so many bytes, the last one shorter."""
+
+DIGEST_BYTES = 32
+_CHUNKS_A_THREAD = 8  # a thread for less than 8 MiB would cost more than it saves
+_FORMAT = "shoal-state-2"
 _saving = threading.Lock()
 
 
@@ -38,6 +37,8 @@ class State:
     values: Tensor
     version: int
     digest: bytes
+    chunk_digests: bytes
+    """SHA-256 of each chunk, one after the other: 32 bytes each."""
 
     @classmethod
     def make(cls, anchor: Tensor, outer: Tensor, version: int) -> State:
@@ -46,9 +47,8 @@ class State:
 
     @classmethod
     def of(cls, values: Tensor, version: int) -> State:
-        digest = hashlib.sha256(f"shoal state {version} {tuple(values.shape)}\0".encode())
-        digest.update(_bytes_of(values))
-        return cls(values, version, digest.digest())
+        chunk_digests = _chunk_digests(bytes_of(values))
+        return cls(values, version, state_digest(version, tuple(values.shape), chunk_digests), chunk_digests)
 
     @property
     def anchor(self) -> Tensor:
@@ -59,95 +59,27 @@ class State:
         return self.values[1:]
 
 
-class StateSource:
-    """A state as chunks of 1 MiB, offered to joiners (a ``ChunkSource``)."""
-
-    def __init__(self, state: State) -> None:
-        self._data = _bytes_of(state.values)
-        self.chunks = -(-self._data.nbytes // _CHUNK_BYTES)
-
-    async def chunk(self, index: int) -> memoryview:
-        return self._data[index * _CHUNK_BYTES : (index + 1) * _CHUNK_BYTES]
+def state_digest(version: int, shape: tuple[int, ...], chunk_digests: bytes) -> bytes:
+    """The digest of a state whose chunks have these digests: whoever has the run's can check the list by it, and then
+    every chunk by itself."""
+    return hashlib.sha256(f"shoal state 2 {version} {shape}\0".encode() + chunk_digests).digest()
 
 
-def state_blob(version: int) -> Blob:
-    return Blob(kind="state", number=version)
+def _chunk_digests(data: memoryview) -> bytes:
+    chunks = chunks_in(data.nbytes)
+
+    def digest(chunk: int) -> bytes:
+        return hashlib.sha256(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]).digest()
+
+    threads = min(torch.get_num_threads(), chunks // _CHUNKS_A_THREAD)
+    if threads < 2:
+        return b"".join(map(digest, range(chunks)))
+    with ThreadPoolExecutor(threads) as pool:
+        return b"".join(pool.map(digest, range(chunks)))
 
 
-async def fetch_state(
-    endpoint: Endpoint,
-    donors: Sequence[str],
-    version: int,
-    digest: bytes,
-    shape: tuple[int, int],
-    progress_s: float,
-) -> State:
-    """The state of that version and digest from the donor that is the first to send some of it, else from another one.
-
-    ``shape``: (1 + slots, n). Raises the last ``LinkError`` when no donor has it.
-    """
-    trouble = LinkError(f"nobody in the run offers the state of version {version} yet")
-    values = torch.empty(shape)
-    data = _bytes_of(values)
-    chunks = -(-data.nbytes // _CHUNK_BYTES)
-
-    def sink(chunk: int, size: int) -> memoryview:
-        place = data[chunk * _CHUNK_BYTES : (chunk + 1) * _CHUNK_BYTES]
-        if place.nbytes != size:
-            raise WireError(f"a state chunk of {size} bytes does not fit")
-        return place
-
-    if len(donors) > 1:
-        first = await _first_to_send(endpoint, donors, state_blob(version), min(_CHUNK_BYTES, data.nbytes), progress_s)
-        donors = sorted(donors, key=lambda one: one != first) if first else ()
-    for donor in donors:
-        try:
-            async with aclosing(endpoint.fetch(donor, state_blob(version), range(chunks), sink, progress_s)) as stream:
-                async for _ in stream:
-                    pass
-        except ShoalError as error:  # the donor's errors come out of here, too
-            trouble = LinkError(f"{donor}: {error}")
-            continue
-        state = await asyncio.to_thread(State.of, values, version)
-        if state.digest == digest:
-            return state
-        trouble = LinkError(f"{donor} has another state of version {version} than the run agreed on")
-    raise trouble
-
-
-async def _first_to_send(
-    endpoint: Endpoint, donors: Sequence[str], blob: Blob, first_bytes: int, progress_s: float
-) -> str | None:
-    """Whoever of them is the first to send the first chunk; None when nobody does.
-
-    All at once, but for the very many: to wait for one that is dead, or has nothing yet itself, after the other would
-    take longer than a round, and then the others have a newer state."""
-    answers: asyncio.Queue[str | None] = asyncio.Queue()
-
-    def sink(chunk: int, size: int) -> memoryview:
-        if size != first_bytes:
-            raise WireError(f"a state chunk of {size} bytes does not fit")
-        return memoryview(bytearray(size))
-
-    async def ask(donor: str) -> None:
-        found = None
-        with suppress(ShoalError):
-            async with aclosing(endpoint.fetch(donor, blob, range(1), sink, progress_s)) as stream:
-                async for _ in stream:
-                    found = donor
-        answers.put_nowait(found)
-
-    for at in range(0, len(donors), _ASKED_AT_ONCE):
-        async with task_scope() as tasks:
-            asked = [tasks.create_task(ask(donor)) for donor in donors[at : at + _ASKED_AT_ONCE]]
-            first = None
-            for _ in asked:
-                first = first or await answers.get()
-            for task in asked:
-                task.cancel()
-        if first:
-            return first
-    return None
+def chunks_in(size_bytes: int) -> int:
+    return -(-size_bytes // CHUNK_BYTES)
 
 
 def save_state(path: Path, state: State, about: dict[str, Any], carried: Carried | None = None) -> None:
@@ -219,7 +151,7 @@ def load_carried(path: Path) -> Carried | None:
 
 def _carried_digest(carried: Carried) -> str:
     digest = hashlib.sha256(f"shoal residual {carried.weight_tokens}\0".encode())
-    digest.update(_bytes_of(carried.residual))
+    digest.update(bytes_of(carried.residual))
     return digest.hexdigest()
 
 
@@ -227,5 +159,6 @@ def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _bytes_of(values: Tensor) -> memoryview:
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
     return values.numpy().data.cast("B")

@@ -1,5 +1,5 @@
-import asyncio
 import errno
+import hashlib
 import json
 import os
 import struct
@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.fakes.memory_network import MemoryNetwork, Step, at, changed, stalled
-from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer import state as state_module
-from shoal.peer.state import State, StateSource, fetch_state, load_carried, load_state, save_state, state_blob
+from shoal.peer.state import State, load_carried, load_state, save_state, state_digest
 from shoal.swarm.averaging.outcomes import Carried
-from shoal.swarm.errors import LinkError, StateFileError, StorageError
+from shoal.swarm.errors import StateFileError, StorageError
 
 SIZE = 300_000
 """Elements: the state below takes three chunks, the last one short."""
@@ -44,6 +42,26 @@ def test_the_digest_covers_everything() -> None:
     states = [base, make_state(4), State.of(other, 3), State.of(base.values.view(4, -1), 3)]
     states += [State.of(negative, 3), State.of(positive, 3)]
     assert len({state.digest for state in states}) == len(states)
+
+
+def test_the_digest_is_a_hash_of_chunk_hashes() -> None:
+    state = make_state(5, size=5 * 2**18 + 7)  # eleven chunks, the last one short
+    data = state.values.numpy().tobytes()
+    digests = b"".join(hashlib.sha256(data[at : at + 2**20]).digest() for at in range(0, len(data), 2**20))
+    assert state.chunk_digests == digests
+    assert state.digest == hashlib.sha256(b"shoal state 2 5 (2, 1310727)\0" + digests).digest()
+    assert state.digest == state_digest(5, (2, 1310727), digests)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads_gives_the_same_digest(threads: int) -> None:
+    values, before = torch.randn(2, 10 * 2**18 + 1), torch.get_num_threads()
+    expected = State.of(values, 1).digest
+    torch.set_num_threads(threads)
+    try:
+        assert State.of(values, 1).digest == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 # Files --------------------------------------------------------------------------------------------------------
@@ -129,7 +147,7 @@ def test_appended_bytes_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["missing", "folder", "empty", "text", "foreign", "format", "dtype", "shape", "about"])
 def test_files_of_another_kind_are_refused(tmp_path: Path, case: str) -> None:
     path, state = tmp_path / "state", make_state(size=100)
-    header = {"format": "shoal-state-1", "version": "3", "digest": state.digest.hex(), "about": json.dumps(ABOUT)}
+    header = {"format": "shoal-state-2", "version": "3", "digest": state.digest.hex(), "about": json.dumps(ABOUT)}
     values = state.values
     match case:
         case "missing":
@@ -156,7 +174,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, case: str) -> None:
 
 def test_the_refusal_names_format_and_file(tmp_path: Path) -> None:
     save_file({"values": torch.zeros(1, 1)}, tmp_path / "x", {"format": "other"})
-    with pytest.raises(StateFileError, match=r"x: not a Shoal state file \(format: expected shoal-state-1\)"):
+    with pytest.raises(StateFileError, match=r"x: not a Shoal state file \(format: expected shoal-state-2\)"):
         load_state(tmp_path / "x")
 
 
@@ -225,87 +243,3 @@ def test_two_saves_at_once_do_not_mix(tmp_path: Path, monkeypatch: pytest.Monkey
     state, _ = load_state(path)
     assert most == 1
     assert state.digest == make_state(state.version, state.version).digest
-
-
-# From others --------------------------------------------------------------------------------------------------
-
-
-def fetched(network: MemoryNetwork, donors: dict[str, State | None], wanted: State) -> State:
-    async def main() -> State:
-        for donor, state in donors.items():
-            endpoint = network.endpoint(donor)
-            if state is not None:
-                endpoint.publish(state_blob(state.version), StateSource(state))
-        me = network.endpoint("me")
-        return await fetch_state(me, list(donors), wanted.version, wanted.digest, (2, SIZE), 3.0)
-
-    return run_virtual(main())
-
-
-def test_a_state_is_fetched_chunk_by_chunk() -> None:
-    network, state = MemoryNetwork(), make_state()
-    found = fetched(network, {"a": state}, state)
-    assert torch.equal(found.values, state.values)
-    assert (found.version, found.digest) == (state.version, state.digest)
-    assert [step.chunk for step in network.log] == [0, 1, 2]
-
-
-def test_the_next_donor_helps_out() -> None:
-    state = make_state()
-    for broken in (
-        stalled("state", "a", 1),
-        changed("state", "a", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
-        changed("state", "a", lambda data: data + b"x"),
-    ):
-        network = MemoryNetwork()
-        network.faults.append(broken)
-        assert fetched(network, {"a": state, "b": state}, state).digest == state.digest
-    assert fetched(MemoryNetwork(), {"a": None, "b": state}, state).digest == state.digest
-    assert fetched(MemoryNetwork(), {"a": make_state(seed=9), "b": state}, state).digest == state.digest
-
-
-def test_a_donor_that_dies_and_errors_of_any_kind_are_survived() -> None:
-    network, state = MemoryNetwork(), make_state()
-    network.faults.append(at("state", "a", 1, lambda: network.kill("a")))
-
-    async def refuse(step: Step, payload: bytes) -> bytes:
-        if step.holder == "b":
-            raise StorageError("chosen by the donor")
-        return payload
-
-    network.faults.append(refuse)
-    assert fetched(network, {"a": state, "b": state, "c": state}, state).digest == state.digest
-
-
-def test_those_that_have_nothing_are_not_waited_for() -> None:
-    """They would cost seconds each, and by then the others hold a newer state."""
-
-    async def main() -> float:
-        network, state = MemoryNetwork(), make_state()
-        for donor in "abcdef":
-            network.endpoint(donor)
-        network.kill("a")
-        network.endpoint("f").publish(state_blob(state.version), StateSource(state))
-        start_s = asyncio.get_running_loop().time()
-        await fetch_state(network.endpoint("me"), list("abcdef"), state.version, state.digest, (2, SIZE), 3.0)
-        return asyncio.get_running_loop().time() - start_s
-
-    assert run_virtual(main()) < 1.0  # of the virtual clock
-
-
-def test_nobody_has_it() -> None:
-    with pytest.raises(LinkError, match="nobody in the run"):
-        fetched(MemoryNetwork(), {}, make_state())
-    with pytest.raises(LinkError, match="another state"):
-        fetched(MemoryNetwork(), {"a": make_state(seed=9)}, make_state())
-    with pytest.raises(LinkError, match="a: no state of 3"):
-        fetched(MemoryNetwork(), {"a": None}, make_state())
-
-
-def test_what_is_offered_does_not_change_with_the_next_state() -> None:
-    state = make_state()
-    source = StateSource(state)
-    assert source.chunks == 3
-    parts = [bytes(asyncio.run(source.chunk(index))) for index in range(3)]
-    assert b"".join(parts) == state.values.numpy().tobytes()
-    assert [len(part) for part in parts] == [2**20, 2**20, 8 * SIZE - 2**21]
