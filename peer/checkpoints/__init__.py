@@ -1,0 +1,1 @@
+"""Checkpoints: what a peer keeps on disk of a run, as folders that are whole or not there."""

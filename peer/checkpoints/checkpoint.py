@@ -1,0 +1,111 @@
+"""One checkpoint: what is written into its folder, and what comes out of it after every check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from shoal.peer.checkpoints.manifest import (
+    MANIFEST,
+    OWN_FILE,
+    VERDICTS_FILE,
+    About,
+    Manifest,
+    read_file,
+    read_manifest,
+    shard_name,
+)
+from shoal.peer.checkpoints.own_state import OwnState, parse_own_state
+from shoal.peer.checkpoints.source import Source, refuse
+from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards, vectors
+from shoal.peer.state import State
+from shoal.swarm.messages import Verdict
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is made of. ``own``: None for a copy that is for others; ``verdicts``: ``pack_verdicts``."""
+
+    about: About
+    state: State
+    own: OwnState | None
+    verdicts: bytes
+
+    def files(self) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
+        """Name and content in pieces of each file but the manifest."""
+        for kind, named in zip(("anchor", "outer"), vectors(self.state.values, self.about.layout), strict=True):
+            cut = shards(named.items())
+            for index, tensors in enumerate(cut):
+                yield shard_name(kind, index, len(cut)), file_pieces(tensors)
+        if self.own is not None:
+            self.own.wait()
+            yield OWN_FILE, file_pieces(self.own.file())
+        yield VERDICTS_FILE, iter([self.verdicts])
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """As it was read. ``own``: the peer's own tree (``own_state.own_tree``), None where it is not there."""
+
+    manifest: Manifest
+    state: State
+    own: dict[str, Any] | None
+    verdicts: bytes
+
+
+def read_checkpoint(source: Source, run_hash: bytes | None = None) -> Checkpoint:
+    """Read and check everything: format, signature, run, sizes, digests, layout, state digest; but not the chain of
+    verdicts (``read_verdicts``). A copy may lack the file of the peer's own.
+
+    Raises ``StateFileError`` naming file, field and what was expected.
+    """
+    manifest = read_manifest(source, run_hash)
+    values = torch.empty(1 + manifest.outer_vectors, manifest.elements)
+    anchor, outer = vectors(values, manifest.layout)
+    fill(anchor, _tensors(source, manifest, "anchor"))
+    fill(outer, _tensors(source, manifest, "outer"))
+    state = State.of(values, manifest.anchor_version)
+    if state.digest.hex() != manifest.state_digest:
+        raise refuse(source.place(MANIFEST), "state_digest", state.digest.hex(), manifest.state_digest)
+    own = None
+    if OWN_FILE in manifest.files and source.has(OWN_FILE):
+        own = parse_own_state(read_file(source, OWN_FILE, manifest.files[OWN_FILE]), source.place(OWN_FILE))
+    return Checkpoint(manifest, state, own, _verdict_bytes(source, manifest))
+
+
+def read_verdicts(source: Source, manifest: Manifest) -> tuple[Verdict, ...]:
+    """The verdicts in the checkpoint, oldest first; not checked yet. Raises ``StateFileError``."""
+    return unpack_verdicts(_verdict_bytes(source, manifest), source.place(VERDICTS_FILE))
+
+
+def pack_verdicts(verdicts: tuple[Verdict, ...]) -> bytes:
+    """msgpack of all of them."""
+    packed: bytes = msgpack.packb([verdict.model_dump() for verdict in verdicts])
+    return packed
+
+
+def unpack_verdicts(data: bytes, place: str) -> tuple[Verdict, ...]:
+    """What ``pack_verdicts`` made. Raises ``StateFileError``."""
+    try:
+        found = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_ext_len=0, max_map_len=64)
+        return tuple(Verdict.model_validate(one) for one in found)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise refuse(place, "its content", "verdicts", type(error).__name__) from error
+
+
+def _verdict_bytes(source: Source, manifest: Manifest) -> bytes:
+    if VERDICTS_FILE not in manifest.files:
+        raise refuse(source.place(MANIFEST), "files", f"also {VERDICTS_FILE}", "none")
+    return read_file(source, VERDICTS_FILE, manifest.files[VERDICTS_FILE])
+
+
+def _tensors(source: Source, manifest: Manifest, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """One file after the other, so that only one is in memory."""
+    for name in manifest.names(kind):
+        place = source.place(name)
+        yield place, parse_file(read_file(source, name, manifest.files[name]), place)

@@ -1,0 +1,221 @@
+"""The folder of a peer's checkpoints: written so that each is whole or not there, kept by a rule, found again.
+
+A checkpoint is written into a hidden folder, file by file, each flushed to the disk, the manifest last; then the
+folder gets its name in one step. Whatever is hidden when a process starts was left by one that was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
+from shoal.peer.checkpoints.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.source import FolderSource
+from shoal.swarm.errors import StateFileError, StorageError
+from shoal.swarm.identity import Identity
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"^round-([0-9]{8,19})$")
+_WRITING, _GOING = ".new-", ".old-"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A whole checkpoint as far as its manifest tells; ``digest``: of its state."""
+
+    round: int
+    anchor_version: int
+    digest: bytes
+    chain: bytes
+    folder: Path
+
+
+class CheckpointStore:
+    """Of one run and one peer; opening it removes what killed writers left. Its methods block: call them in worker
+    threads. Any of them may be called while another one runs; ``write`` is for one thread."""
+
+    def __init__(self, folder: Path, run_hash: bytes, identity: Identity, retention: Retention) -> None:
+        """``folder`` is made with the first checkpoint."""
+        self.folder = folder
+        self._run_hash = run_hash
+        self._identity = identity
+        self._retention = retention
+        self._lock = threading.Lock()
+        self._held: Counter[Path] = Counter()
+        self._kept: dict[int, Kept] = {}
+        self._tidy()
+        for place in checkpoint_folders(folder):
+            try:
+                self._note(read_manifest(FolderSource(place), run_hash), place)
+            except StateFileError as error:
+                log.warning("a checkpoint that cannot be used stays as it is: %s", error)
+
+    # Finding ------------------------------------------------------------------------------------------------
+
+    def kept(self) -> tuple[Kept, ...]:
+        """The checkpoints here, newest round first; from memory."""
+        with self._lock:
+            return tuple(sorted(self._kept.values(), key=lambda one: -one.round))
+
+    def load(self, kept: Kept) -> Checkpoint:
+        """Read and check one. Raises ``StateFileError`` for a damaged one, which does not count from now on and is left
+        as it is."""
+        try:
+            with self.holding(kept):
+                return read_checkpoint(FolderSource(kept.folder), self._run_hash)
+        except StateFileError:
+            with self._lock:
+                self._kept.pop(kept.round, None)
+            raise
+
+    def load_newest(self, version: int | None = None, digest: bytes | None = None) -> Checkpoint | None:
+        """The newest whole one, of that anchor version and state digest if they are given; None where there is none.
+        Damaged ones on the way are named in the log."""
+        for kept in self.kept():
+            if version in (None, kept.anchor_version) and digest in (None, kept.digest):
+                try:
+                    return self.load(kept)
+                except StateFileError as error:
+                    log.warning("a checkpoint is damaged, an older one may do: %s", error)
+        return None
+
+    @contextmanager
+    def holding(self, kept: Kept) -> Iterator[Path]:
+        """Its folder, which is not removed meanwhile. Raises ``StateFileError`` when it is gone already."""
+        with self._lock:
+            if kept.round not in self._kept:
+                raise StateFileError(f"{kept.folder}: is not kept any more")
+            self._held[kept.folder] += 1
+        try:
+            yield kept.folder
+        finally:
+            with self._lock:
+                self._held[kept.folder] -= 1
+
+    # Writing ------------------------------------------------------------------------------------------------
+
+    def write(self, contents: Contents) -> Kept:
+        """Write a checkpoint, then remove those that need not be kept.
+
+        Raises ``StorageError`` when the disk refuses: of the new one nothing is left then, older ones are as they were.
+        """
+        about = contents.about
+        place = self.folder / f"round-{about.round:08}"
+        same = self._kept.get(about.round)
+        if same is not None and (same.chain.hex(), same.digest.hex()) == (about.chain, about.state_digest):
+            return same
+        hidden = self.folder / f"{_WRITING}{about.round:08}-{secrets.token_hex(4)}"
+        try:
+            self._set_other_history_aside(about.round)
+            hidden.mkdir(parents=True)
+            files = {name: self._write_file(hidden / name, pieces) for name, pieces in contents.files()}
+            manifest = Manifest.sign(about, files, self._identity)
+            self._write_manifest(hidden, manifest)
+            self._publish(hidden, place)
+        except OSError as error:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise StorageError(
+                f"{place}: the checkpoint cannot be written: {error}; older ones are as they were. Free some space, "
+                "keep fewer with --keep-checkpoints, or give another folder with --state"
+            ) from error
+        kept = self._note(manifest, place)
+        self._retire()
+        return kept
+
+    def _write_file(self, path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+        digest, size_bytes = hashlib.sha256(), 0
+        with path.open("xb") as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                size_bytes += len(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        return size_bytes, digest.hexdigest()
+
+    def _write_manifest(self, hidden: Path, manifest: Manifest) -> None:
+        self._write_file(hidden / MANIFEST, [manifest.file_bytes])
+        _sync_folder(hidden)
+
+    def _publish(self, hidden: Path, place: Path) -> None:
+        hidden.rename(place)
+        _sync_folder(self.folder)
+
+    def _note(self, manifest: Manifest, place: Path) -> Kept:
+        digests = bytes.fromhex(manifest.state_digest), bytes.fromhex(manifest.chain)
+        kept = Kept(manifest.round, manifest.anchor_version, *digests, place)
+        with self._lock:
+            self._kept[kept.round] = kept
+        return kept
+
+    # Removing -----------------------------------------------------------------------------------------------
+
+    def _retire(self) -> None:
+        """What stays although it could go, because somebody reads it, goes the next time."""
+        with self._lock:
+            may_go = [self._kept[number] for number in self._retention.superfluous(self._kept)]
+            going = [kept for kept in may_go if not self._held[kept.folder]]
+            for kept in going:
+                del self._kept[kept.round]
+        for kept in going:
+            try:
+                self._remove(kept.folder)
+            except OSError as error:
+                log.warning("%s: an old checkpoint cannot be removed: %s", kept.folder, error)
+
+    def _remove(self, folder: Path) -> None:
+        """Hidden first: half of a checkpoint must not have its name."""
+        hidden = self.folder / f"{_GOING}{folder.name}-{secrets.token_hex(4)}"
+        folder.rename(hidden)
+        shutil.rmtree(hidden)
+
+    def _set_other_history_aside(self, number: int) -> None:
+        """A round ends once: checkpoints of this round or later ones are of a run whose history was begun anew."""
+        for place in checkpoint_folders(self.folder):
+            if round_of(place) >= number:
+                aside = self.folder / f"other-{place.name}-{secrets.token_hex(4)}"
+                place.rename(aside)
+                with self._lock:
+                    self._kept.pop(round_of(place), None)
+                log.warning("%s: is of another history of this run, as it seems; it is kept as %s", place, aside.name)
+
+    def _tidy(self) -> None:
+        for start in (_WRITING, _GOING):
+            for left in self.folder.glob(f"{start}*"):
+                log.info("%s: left by a process that was killed; removed", left)
+                with suppress(OSError):
+                    shutil.rmtree(left)
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """The folders in ``folder`` that are named as checkpoints, oldest round first."""
+    return sorted((one for one in folder.glob("round-*") if _NAME.match(one.name)), key=round_of)
+
+
+def round_of(place: Path) -> int:
+    """The round in a checkpoint's name."""
+    match = _NAME.match(place.name)
+    assert match is not None, "named by checkpoint_folders"
+    return int(match.group(1))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

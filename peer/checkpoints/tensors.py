@@ -1,0 +1,111 @@
+"""Named tensors as safetensors files: cut into shards, written in pieces without a copy, parsed from checked bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from shoal.peer.checkpoints.source import refuse
+from shoal.peer.parameters import split_by_layout
+from shoal.swarm.messages import TensorSpec
+
+SHARD_BYTES = 64 * 2**20
+_PIECE_BYTES = 2**22
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def can_be_saved(tensor: Tensor) -> bool:
+    """Whether it is a plain, dense tensor of a type that files have a name for."""
+    return tensor.dtype in _DTYPES and tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def shards(named: Iterable[tuple[str, Tensor]], limit_bytes: int = SHARD_BYTES) -> list[dict[str, Tensor]]:
+    """The tensors in their order, cut into files: of at most ``limit_bytes``, or of one tensor."""
+    files: list[dict[str, Tensor]] = []
+    room = 0
+    for name, tensor in named:
+        size = tensor.numel() * tensor.element_size()
+        if not files or size > room:
+            files.append({})
+            room = limit_bytes
+        files[-1][name] = tensor
+        room -= size
+    return files
+
+
+def vectors(values: Tensor, layout: tuple[TensorSpec, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A state's values, (1 + slots, n) float32, as the anchor's tensors by name and the outer optimizer's, whose
+    names begin with the vector's number: ``0.NAME``. Views, so one may write into them."""
+    anchor = split_by_layout(values[0], layout)
+    rows = enumerate(split_by_layout(row, layout) for row in values[1:])
+    outer = {f"{at}.{name}": tensor for at, row in rows for name, tensor in row.items()}
+    return anchor, outer
+
+
+def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file of contiguous tensors on the CPU, in pieces of a few MiB that are the tensors' own memory.
+
+    (The library's own writer copies every tensor first, and would have the file read again to be hashed.)"""
+    # Wide elements first, so that each tensor begins at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, object] = {}
+    at = 0
+    for name, tensor in ordered:
+        stop = at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        data = bytes_of(tensor)
+        for start in range(0, data.nbytes, _PIECE_BYTES):
+            yield data[start : start + _PIECE_BYTES]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    assert tensor.is_contiguous()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def parse_file(data: bytes, place: str) -> dict[str, Tensor]:
+    """The tensors of a file's checked content. Raises ``StateFileError`` for what is no safetensors file."""
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise refuse(place, "its content", "safetensors", str(error)[:200]) from error
+
+
+def fill(targets: Mapping[str, Tensor], files: Iterable[tuple[str, dict[str, Tensor]]]) -> None:
+    """Copy the files' tensors into the float32 targets of the same names. Raises ``StateFileError`` unless each target
+    is there once, with its shape and float32, and nothing else."""
+    missing = dict(targets)
+    place = ""
+    for place, tensors in files:
+        for name, tensor in tensors.items():
+            target = missing.pop(name, None)
+            if target is None:
+                raise refuse(place, f"tensor {name[:100]!r}", "a name of the layout, once", "another")
+            if tensor.shape != target.shape or tensor.dtype != target.dtype:
+                expected = f"{target.dtype} of shape {tuple(target.shape)}"
+                raise refuse(place, f"tensor {name[:100]!r}", expected, f"{tensor.dtype} of {tuple(tensor.shape)}")
+            target.copy_(tensor)
+    if missing:
+        raise refuse(place, "its tensors", f"also {next(iter(missing))[:100]!r}, as the layout says", "none")

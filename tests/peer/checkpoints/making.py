@@ -1,0 +1,117 @@
+"""Checkpoints of tiny models, and their files in memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.swarm.coordinator.world import SIGNER
+
+from shoal.peer.checkpoints.checkpoint import Contents, pack_verdicts
+from shoal.peer.checkpoints.manifest import About
+from shoal.peer.checkpoints.own_state import Snapshots
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.state import State
+from shoal.swarm.errors import StateFileError
+from shoal.swarm.identity import Identity
+from shoal.swarm.messages import TensorSpec, Verdict
+from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.verdicts import chain_hash, genesis, signed_bytes
+
+RUN_TOML = "[run]\nname = 'reef'\n[recipe]\nname = 'own'\n[round]\ntokens = 100\n"
+RUN = parse_run_file(RUN_TOML)
+LAYOUT = (
+    TensorSpec(name="one.weight", shape=(2, 3), dtype="float32"),
+    TensorSpec(name="one.bias", shape=(), dtype="bfloat16"),
+    TensorSpec(name="none", shape=(0, 4), dtype="float32"),
+)
+ELEMENTS = 7
+IDENTITY = Identity.generate()
+
+
+def state_of(version: int, outer: int = 1, layout: tuple[TensorSpec, ...] = LAYOUT) -> State:
+    generator = torch.Generator().manual_seed(version)
+    elements = sum(spec.elements for spec in layout)
+    return State.of(torch.randn(1 + outer, elements, generator=generator), version)
+
+
+def verdict_chain(rounds: int, run_hash: bytes = RUN.hash, signer: Identity = SIGNER) -> tuple[Verdict, ...]:
+    """Of committed rounds 0, 1, …: round r makes anchor version r + 1. Without plans."""
+    verdicts: list[Verdict] = []
+    for number in range(rounds):
+        blank = Verdict(
+            round=number,
+            committed=True,
+            reason="",
+            anchor_version=number + 1,
+            plan=None,
+            digests=(),
+            tokens=10,
+            tokens_total=10 * (number + 1),
+            loss=None,
+            previous_chain=verdicts[-1].chain if verdicts else genesis(run_hash),
+            chain=bytes(32),
+            signature=b"",
+        )
+        verdicts.append(signed(blank, signer))
+    return tuple(verdicts)
+
+
+def signed(verdict: Verdict, signer: Identity = SIGNER) -> Verdict:
+    chain = chain_hash(verdict)
+    return verdict.model_copy(update={"chain": chain, "signature": signer.sign(signed_bytes(chain))})
+
+
+def contents(
+    number: int = 0, own: Mapping[str, Any] | None = None, layout: tuple[TensorSpec, ...] = LAYOUT, **changes: Any
+) -> Contents:
+    """Of the state that round ``number`` made."""
+    verdicts = verdict_chain(number + 1)
+    state = state_of(number + 1, layout=layout)
+    about: dict[str, Any] = {
+        "run": "reef",
+        "run_hash": RUN.hash.hex(),
+        "run_toml": RUN_TOML,
+        "recipe": {"depth": 2, "rate": 0.1},
+        "layout": layout,
+        "outer_vectors": 1,
+        "round": number,
+        "anchor_version": number + 1,
+        "state_digest": state.digest.hex(),
+        "chain": verdicts[-1].chain.hex(),
+        "tokens": verdicts[-1].tokens_total,
+        "coordinator_key": SIGNER.public_key.hex(),
+    }
+    snapshot = None if own is None else Snapshots().take(own)
+    return Contents(About(**{**about, **changes}), state, snapshot, pack_verdicts(verdicts))
+
+
+def open_store(folder: Path, retention: Retention | None = None) -> CheckpointStore:
+    return CheckpointStore(folder / "checkpoints", RUN.hash, IDENTITY, retention or Retention())
+
+
+@dataclass
+class MemorySource:
+    """The files of a checkpoint in memory; ``files`` may be changed."""
+
+    files: dict[str, bytes]
+
+    @classmethod
+    def of(cls, folder: Path) -> "MemorySource":
+        return cls({path.name: path.read_bytes() for path in folder.iterdir()})
+
+    def place(self, name: str) -> str:
+        return name
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        if name not in self.files:
+            raise StateFileError(f"{name}: is missing")
+        return self.files[name][: limit_bytes + 1]
+
+    def has(self, name: str) -> bool:
+        return name in self.files
+
+    def changed(self, name: str, data: bytes) -> "MemorySource":
+        return MemorySource({**self.files, name: data})
