@@ -21,6 +21,7 @@ MAX_STAND_INS = 3
 MAX_RANGES = 4096
 MAX_TENSORS = 65_536
 MAX_DELIVERIES = 16
+MAX_VERDICTS = 256
 
 PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
@@ -32,6 +33,8 @@ Host = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+UnixTime = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+"""Seconds since 1970, UTC."""
 Rate = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Role = Literal["trainer", "contributor", "validator", "observer"]
@@ -165,7 +168,8 @@ class Verdict(Record):
     ``chain`` is SHA-256 over the previous chain and this verdict's content (``verdicts.chain_hash``);
     ``digests`` are those of the parts' result bytes, in the plan's order, None for a void part: nobody's mean is
     applied there, and what was offered is offered again. Empty when aborted;
-    ``tokens`` are this round's, ``tokens_total`` all committed ones up to and with it.
+    ``tokens`` are this round's, ``tokens_total`` all committed ones up to and with it; ``ended_s`` is the coordinator's
+    word for when that was; ``sent_bytes`` are what members said that they sent since the verdict before.
     """
 
     round: Count
@@ -177,6 +181,8 @@ class Verdict(Record):
     tokens: Count
     tokens_total: Count
     loss: Loss | None
+    ended_s: UnixTime
+    sent_bytes: Count
     previous_chain: Digest
     chain: Digest
     signature: Annotated[bytes, Field(max_length=64)]
@@ -306,6 +312,12 @@ class PeerToCoordinatorGetStatus(Message):
     """Ask for the run's status."""
 
 
+class PeerToCoordinatorGetVerdicts(Message):
+    """Ask for the verdicts from round ``first`` on."""
+
+    first: Count
+
+
 # Coordinator to peer ------------------------------------------------------------------------------------
 
 
@@ -339,6 +351,13 @@ class CoordinatorToPeerLease(Message):
 
 class CoordinatorToPeerSuperseded(Message):
     """The same identity joined from another process: this one must stop."""
+
+
+class CoordinatorToPeerVerdicts(Message):
+    """A page of the run's history, oldest first, without gaps; ``more`` of it follows. Empty at its end."""
+
+    verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_VERDICTS)]
+    more: bool
 
 
 class MemberStatus(Record):

@@ -30,6 +30,12 @@ def signed_bytes(chain: bytes) -> bytes:
     return _CONTEXT + chain
 
 
+def pack_verdict(verdict: Verdict) -> bytes:
+    """As it is kept and sent: msgpack of all its fields."""
+    data: bytes = msgpack.packb(verdict.model_dump())
+    return data
+
+
 def check_verdict(verdict: Verdict, coordinator_key: bytes) -> None:
     """Raises ``WireError`` when the hash or the coordinator's signature is wrong."""
     if chain_hash(verdict) != verdict.chain:

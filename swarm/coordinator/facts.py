@@ -73,6 +73,12 @@ class LeasesHeld(Fact):
     answered: tuple[LeaseGranted, ...]
 
 
+class CoordinatorStarted(Fact):
+    """A process took over the journal. Every later one's ``epoch`` is larger, also where its clock is behind."""
+
+    epoch: Count
+
+
 class RoundClosing(Fact):
     """The closing moment of this round has been announced."""
 

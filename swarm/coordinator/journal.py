@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from shoal.swarm.coordinator.facts import Fact, LeaseGranted, LeasesHeld, VerdictGiven, pack_fact, unpack_fact
 from shoal.swarm.errors import RunFileError, StorageError
 
 _FORMAT = "1"
+_ALL = 2**62
 _TAKEN = "another coordinator writes to this journal: end one of the two"
 _LEASES = (LeaseGranted.__name__, LeasesHeld.__name__)
 
@@ -93,9 +95,19 @@ class Journal:
         (newest,) = self._database.execute("SELECT coalesce(max(id), 0) FROM facts").fetchone()
         return int(newest)
 
-    def verdicts(self) -> list[VerdictGiven]:
-        """Every verdict of the run, oldest first."""
-        return [fact for fact in self.read() if isinstance(fact, VerdictGiven)]
+    def verdicts(self, first: int = 0, limit: int = _ALL) -> list[VerdictGiven]:
+        """At most ``limit`` verdicts from round ``first`` on, oldest first; from any thread, beside writes."""
+        try:
+            # A connection of its own: on the writer's, what is not on the disk yet would be seen.
+            with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+                rows = database.execute(
+                    "SELECT data FROM facts WHERE kind = ? ORDER BY id LIMIT ? OFFSET ?",
+                    (VerdictGiven.__name__, limit, first),
+                ).fetchall()
+            facts = [unpack_fact(data) for (data,) in rows]
+        except (sqlite3.Error, StorageError) as error:
+            raise StorageError(f"{self.path}: the journal cannot be read: {error}") from error
+        return [fact for fact in facts if isinstance(fact, VerdictGiven)]
 
     def close(self) -> None:
         self._database.close()

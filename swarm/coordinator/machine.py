@@ -45,6 +45,8 @@ class RunMachine(Admission):
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
         self.now_s = now_s
         moved = self.membership.hear(peer, heartbeat, self.round.number, now_s)
+        process = self.membership.members[peer].entry.certificate.curve_key
+        self.sent_bytes.hear(peer, process, heartbeat.bytes_sent)
         if moved and self.round.moves_left and peer in self.round.ranges and peer not in self.round.reports:
             self.round.moves_left -= 1
             self.round.progress_s = now_s
@@ -248,6 +250,8 @@ class RunMachine(Admission):
             tokens=tokens if judgement.committed else 0,
             tokens_total=self.tokens_committed + (tokens if judgement.committed else 0),
             loss=self.round.loss if judgement.committed else None,
+            ended_s=round(max(0.0, now_s + self.unix_offset_s), 3),
+            sent_bytes=self.sent_bytes.take(),
             previous_chain=self.chain,
             chain=bytes(32),
             signature=b"",

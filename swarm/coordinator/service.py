@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from shoal.swarm.control import Channel
 from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.history import read_page
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
@@ -28,6 +29,7 @@ from shoal.swarm.messages import (
     Message,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorGetStatus,
+    PeerToCoordinatorGetVerdicts,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
@@ -62,6 +64,7 @@ class CoordinatorService:
         self._certificate = identity.certify(node.control.keys)
         self._epoch = time.time_ns()
         self._lock = asyncio.Lock()
+        self._reading = asyncio.Lock()
         self._changed = asyncio.Event()
         self._announced = -1
         self._rosters: dict[str, int] = {}
@@ -72,6 +75,8 @@ class CoordinatorService:
         self._observers: list[Callable[[Fact], None]] = []
         self.machine = RunMachine(run, identity.sign, time.monotonic(), self._epoch)
         self.machine.replay(journal.read(), time.monotonic())
+        self.machine.begin()
+        self._set_clock()
         self._register()
 
     @classmethod
@@ -129,10 +134,15 @@ class CoordinatorService:
     async def _tick(self) -> None:
         while not self._broken.done():
             async with self._lock:
+                self._set_clock()
                 self.machine.tick(time.monotonic())
                 with suppress(StorageError):
                     await self._flush()
             await asyncio.sleep(_TICK_S)
+
+    def _set_clock(self) -> None:
+        """Again and again: the one clock stands while the machine sleeps, the other one is set by people."""
+        self.machine.unix_offset_s = time.time() - time.monotonic()
 
     async def _push(self) -> None:
         """Tell everybody, at once when the round goes on.
@@ -183,6 +193,7 @@ class CoordinatorService:
         handle(PeerToCoordinatorRoundReport, self._report)
         handle(PeerToCoordinatorLeave, self._leave)
         handle(PeerToCoordinatorGetStatus, self._status)
+        handle(PeerToCoordinatorGetVerdicts, self._history)
 
     async def _join(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorJoinRun)
@@ -306,3 +317,10 @@ class CoordinatorService:
             self.machine.require_member(channel.remote_key)
             status: CoordinatorToPeerStatus = self.machine.status(time.monotonic())
         return status
+
+    async def _history(self, channel: Channel, message: Message) -> Message:
+        """From the journal, beside everything else: what is in it never changes."""
+        assert isinstance(message, PeerToCoordinatorGetVerdicts)
+        self.machine.require_member(channel.remote_key)
+        async with self._reading:  # one page at a time: rounds go before history
+            return await in_thread(read_page, self._journal, message.first)

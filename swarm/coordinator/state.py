@@ -10,6 +10,7 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, subtract
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.rounds import Goal, Round, Work
+from shoal.swarm.coordinator.sent_bytes import SentBytes
 from shoal.swarm.coordinator.status import status_of
 from shoal.swarm.coordinator.tally import Tally
 from shoal.swarm.deadlines import Deadlines
@@ -23,6 +24,9 @@ from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
 _MAX_COUNT = 2**62
+_EPOCH_STEP = 2**30
+"""At least so much the epoch grows: the versions of as many rosters fit in between."""
+
 _LEASED_ROUNDS = 64
 """What one member can hold at most, in rounds' worth of samples (or batches, where those are larger)."""
 
@@ -49,6 +53,9 @@ class RunState:
         self.loss: float | None = None
         self.announcements = 0
         self.now_s = now_s
+        self.unix_offset_s = 0.0
+        """Unix time less the clock of all moments here; whoever has the clocks keeps it right."""
+        self.sent_bytes = SentBytes()
         self._started_s = now_s
         self._elapsed_before_s = 0.0
         self._facts: list[f.Fact] = []
@@ -66,6 +73,10 @@ class RunState:
         self.now_s = now_s
         for fact in journal:
             self._apply(fact)
+
+    def begin(self) -> None:
+        """Once the journal is taken over: whoever takes it over next shall know of us."""
+        self.record(f.CoordinatorStarted(epoch=self.epoch))
 
     def record(self, fact: f.Fact) -> None:
         """Observers are no part of the run's history."""
@@ -120,6 +131,11 @@ class RunState:
         held = {peer: from_wire(ranges) for peer, ranges in fact.held.items()}
         self.leases = LeaseLedger(fact.fresh, from_wire(fact.pool), held)
         self.answered = {one.peer: one for one in fact.answered}
+
+    @_apply.register
+    def _(self, fact: f.CoordinatorStarted) -> None:
+        self.epoch = max(self.epoch, fact.epoch + _EPOCH_STEP)
+        self.membership.roster_version = max(self.membership.roster_version, self.epoch)
 
     @_apply.register
     def _(self, fact: f.RoundClosing) -> None:

@@ -63,6 +63,8 @@ VERDICT = Verdict(
     tokens=201,
     tokens_total=1_234_567,
     loss=2.3456,
+    ended_s=1.7e9,
+    sent_bytes=0,
     previous_chain=bytes(32),
     chain=bytes(range(32)),
     signature=b"",
@@ -96,6 +98,7 @@ FACTS: dict[str, f.Fact] = {
     "MemberJoined": f.MemberJoined(entry=entry(), device=DEVICE),
     "MemberLost": f.MemberLost(peer=PEERS[0], reason="silent"),
     "LeaseGranted": f.LeaseGranted(peer=PEERS[0], round=3, tokens_done=0, ranges=(SampleRange(start=0, stop=8),)),
+    "CoordinatorStarted": f.CoordinatorStarted(epoch=5),
     "LeasesHeld": f.LeasesHeld(fresh=8, pool=(), held={}, answered=()),
     "RoundClosing": f.RoundClosing(round=3),
     "RoundReopened": f.RoundReopened(round=3),
@@ -207,7 +210,7 @@ def test_every_kind_of_fact_is_tried() -> None:
 def test_facts_become_json_and_one_line(name: str) -> None:
     event = describe_fact(FACTS[name])
     if event is None:
-        assert name in ("ModelDescribed", "StateAgreed", "LeaseGranted", "LeasesHeld")
+        assert name in ("ModelDescribed", "StateAgreed", "LeaseGranted", "LeasesHeld", "CoordinatorStarted")
         return
     assert json.loads(json.dumps(event)) == event
     line = plain_line(event)

@@ -142,6 +142,8 @@ def verdict(number: int, committed: bool) -> Verdict:
         tokens=0,
         tokens_total=0,
         loss=None,
+        ended_s=1.7e9,
+        sent_bytes=0,
         previous_chain=bytes(32),
         chain=bytes(32),
         signature=SIGNER.sign(b""),

@@ -98,6 +98,9 @@ def test_a_run_comes_back_from_its_file(path: Path, algorithm: str) -> None:
         assert journaled(machine) == journaled(world.machine)
     assert [one for one in journal.read() if one in world.verdicts] == world.verdicts
     assert journal.verdicts() == world.verdicts
+    assert journal.verdicts(1, 1) == world.verdicts[1:2]
+    assert journal.verdicts(2, 99) == world.verdicts[2:]
+    assert journal.verdicts(3) == journal.verdicts(2**62, 2**62) == []
     journal.close()
 
 
@@ -204,3 +207,19 @@ def test_two_coordinators_on_one_journal(path: Path, journal: Journal) -> None:
 def test_nothing_to_write(journal: Journal) -> None:
     journal.write([])
     assert journal.read() == []
+
+
+def test_verdicts_are_read_from_the_disk_beside_a_write(path: Path, journal: Journal) -> None:
+    world = World(run_file("virtual_batch"), 2)
+    while len(world.verdicts) < 2:
+        for worker in world.workers[:2]:
+            world.behave(worker)
+        world.tick(0.25)
+    journal.write(world.verdicts[:1])
+    # As another thread sees it that asks in the middle of the next write.
+    journal._database.execute("BEGIN IMMEDIATE")
+    journal._database.execute(
+        "INSERT INTO facts (kind, data) VALUES ('VerdictGiven', ?)", (pack_fact(world.verdicts[1]),)
+    )
+    assert journal.verdicts() == world.verdicts[:1]
+    journal._database.execute("ROLLBACK")

@@ -134,6 +134,8 @@ def test_what_a_known_verdict_of_a_thousand_members_saves() -> None:
         tokens=10**9,
         tokens_total=10**9,
         loss=1.0,
+        ended_s=1.7e9,
+        sent_bytes=0,
         previous_chain=bytes(32),
         chain=bytes(32),
         signature=bytes(64),

@@ -825,7 +825,7 @@ def test_a_reopened_round_keeps_its_limit() -> None:
 def test_what_a_view_says() -> None:
     world = World(run_file(), 2)
     view = world.view(world.workers[0])
-    assert (view.epoch, view.round, view.anchor_version, view.phase) == (world.epoch, 0, 0, "training")
+    assert (view.epoch, view.round, view.anchor_version, view.phase) == (world.machine.epoch, 0, 0, "training")
     assert (view.members, view.plan, view.verdict, view.closes_in_s) == (2, None, None, None)
     assert view.state_digest == INITIAL
     assert [one.peer for one in view.roster or ()] == [peer_name(0), peer_name(1)]

@@ -200,6 +200,7 @@ class World:
         self.journal: list[bytes] = []
         self.facts: list[f.Fact] = []
         self.machine = RunMachine(run, SIGNER.sign, self.now_s, self.epoch)
+        self.machine.begin()
         self.workers = [Worker(number) for number in range(8)]
         self.committed: Ranges = []
         self.verdicts: list[f.VerdictGiven] = []
@@ -340,6 +341,7 @@ class World:
         journal = compacted(self.journal) if compact else self.journal
         self.machine.replay([f.unpack_fact(one) for one in journal], self.now_s)
         assert self.machine.take_facts() == []
+        self.machine.begin()
         self.settle()
 
     def view(self, worker: Worker) -> RunView:
