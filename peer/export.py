@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.peer.parameters import ParameterVector, split_by_layout
+from shoal.peer.partial_state import PartialState, Wanted
 from shoal.peer.recipes import load_model, load_recipe
 from shoal.peer.replica import outer_of
-from shoal.peer.state import State, load_state
-from shoal.peer.state_sharing import fetch_state
+from shoal.peer.state import load_state
+from shoal.peer.state_fetch import StateFetch
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import TensorSpec
@@ -52,7 +53,9 @@ def export_model(source: Path, out: Path) -> int:
         raise StateFileError(f"{path}: field layout: {error}") from error
     if sum(spec.elements for spec in layout) != state.anchor.numel():
         raise StateFileError(f"{path}: field layout: does not fit the anchor's {state.anchor.numel()} elements")
-    write_model(out, split_by_layout(state.anchor, layout), about.get("recipe"), _provenance(state, about))
+    write_model(
+        out, split_by_layout(state.anchor, layout), about.get("recipe"), _provenance(state.version, state.digest, about)
+    )
     return state.version
 
 
@@ -72,12 +75,13 @@ async def export_from_run(invite: Invite, out: Path) -> int:
         if view.state_digest is None:
             raise StateFileError("no member of the run holds its state at the moment; try again later")
         shape = (1 + slots, vector.elements)
-        state = await fetch_state(
-            client.node, client.node.trainers(), view.anchor_version, view.state_digest, shape, _FETCH_S
-        )
+        wanted = Wanted(view.anchor_version, view.state_digest, shape)
+        partial = PartialState(wanted, only_anchor=True)
+        await StateFetch(client.node, partial, client.node.trainers, _FETCH_S).run()
         about = {"run": run.run.name, "run_hash": run.hash.hex()}
-        write_model(out, vector.named(state.anchor), recipe.config(), _provenance(state, about))
-        return state.version
+        provenance = _provenance(wanted.version, wanted.digest, about)
+        write_model(out, vector.named(partial.values[0]), recipe.config(), provenance)
+        return wanted.version
 
 
 def write_model(
@@ -117,10 +121,10 @@ def _tupled(spec: dict[str, Any]) -> dict[str, Any]:
     return {**spec, "shape": tuple(spec["shape"])}
 
 
-def _provenance(state: State, about: dict[str, Any]) -> dict[str, str]:
+def _provenance(version: int, digest: bytes, about: dict[str, Any]) -> dict[str, str]:
     return {
         "run": str(about.get("run", "")),
         "run_hash": str(about.get("run_hash", "")),
-        "anchor_version": str(state.version),
-        "state_digest": state.digest.hex(),
+        "anchor_version": str(version),
+        "state_digest": digest.hex(),
     }

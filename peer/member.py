@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.compression import fast
+from shoal.peer.joining import CatchUp, Downloads, agree_on_state
 from shoal.peer.state import State, save_state
-from shoal.peer.state_sharing import fetch_state, offer_state, withdraw_state
+from shoal.peer.state_fetch import Report
+from shoal.peer.state_sharing import DonorState
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcomes import Carried, Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
@@ -27,7 +29,6 @@ from shoal.swarm.messages import (
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
-    RunView,
     SampleRange,
     TensorSpec,
 )
@@ -69,7 +70,8 @@ class Member:
         self._beat_now = asyncio.Event()
         self._next_save_s = 0.0
         self._saving = asyncio.Lock()
-        self._offered: list[int] = []
+        self._donor = DonorState(node, client.deadlines.patience_s)
+        self._downloads: Downloads | None = None
         self._earlier: State | None = None
         self.rejoined = False
         self._probed_bps = 0.0
@@ -131,6 +133,9 @@ class Member:
     @property
     def activity(self) -> str:
         """What this peer is doing, in a word or two."""
+        done = self._downloads.done if self._downloads else None
+        if done is not None:
+            return f"{self.progress.activity} {done:.0%}"
         return (self._averager.activity if self._averager else "") or self.progress.activity
 
     async def beat(self) -> None:
@@ -165,51 +170,34 @@ class Member:
         await self.client.ask(model, CoordinatorToPeerModelAccepted)
 
     def hold(self, state: State) -> None:
-        """This is our state now: offer it to joiners (and no longer the one before last) and tell the coordinator."""
-        offer_state(self.node, state)
-        # By what was held, not by counting back: a resync leaves versions out.
-        offered = [*(version for version in self._offered if version != state.version), state.version]
-        for version in offered[:-2]:
-            withdraw_state(self.node, version)
-        self._offered = offered[-2:]
+        """This is our state now: offer it to joiners and tell the coordinator."""
+        self._donor.hold(state)
         self.state, self._earlier = state, None
         self._beat_now.set()
 
-    async def agreed_state(self, candidate: State | None, slots: int, elements: int) -> State:
+    async def agreed_state(
+        self,
+        candidate: State | None,
+        shape: tuple[int, int],
+        folder: Path | None,
+        report: Report,
+        catch_up: CatchUp | None = None,
+    ) -> State:
         """The run's current state: the candidate, or what we held before we started afresh, where it is that, else
-        fetched from others. Waits for a donor."""
-        candidate = candidate or self._earlier
-        while True:
-            view = self.client.view
-            if candidate is not None and candidate.version == view.anchor_version:
-                self.hold(candidate)
-                await self.beat()
-                view = self.client.view
-                if view.state_digest == candidate.digest and view.anchor_version == candidate.version:
-                    return candidate
-            if view.state_digest is None:
-                log.info("nobody holds version %d yet; waiting for a peer that does", view.anchor_version)
-                await self.client.wait_for(lambda new: new.state_digest is not None, 2.0)
-                continue
-            with suppress(LinkError):
-                state = await self._fetch(view, slots, elements)
-                self.hold(state)
-                await self.beat()
-                if self.client.view.anchor_version == state.version:
-                    return state
-            await asyncio.sleep(0.2)
+        fetched from others. Waits for a donor.
 
-    async def _fetch(self, view: RunView, slots: int, elements: int) -> State:
-        assert view.state_digest is not None
-        donors = [peer for peer in self.node.trainers() if peer != self.client.peer]
-        return await fetch_state(
-            self.node,
-            donors,
-            view.anchor_version,
-            view.state_digest,
-            (1 + slots, elements),
-            self.client.deadlines.patience_s / 2,
-        )
+        ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor."""
+        client = self.client
+
+        def donors() -> list[str]:
+            return witnesses(self.node.trainers(), client.peer)
+
+        self._downloads = Downloads(self.node, donors, client.deadlines.patience_s / 2, folder, report)
+        try:
+            return await agree_on_state(self, candidate or self._earlier, shape, self._downloads, catch_up)
+        finally:
+            self._downloads.close()
+            self._downloads = None
 
     async def start_afresh(self) -> None:
         """Give everything back and join again, as somebody new with an old name.
@@ -264,6 +252,7 @@ class Member:
         if elements >= _COMPILED_ELEMENTS:
             fast.compile_ahead(coding.kernels)
         self._averager = Averager(self.client, self.node, coding, elements)
+        self._averager.on_exchange = self._donor.pause
 
     @property
     def averager(self) -> Averager:

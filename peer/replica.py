@@ -113,8 +113,9 @@ class Replica:
         self._member.progress.activity = "syncing"
         candidate = None if afresh else self._candidate()
         saved = candidate is not None and candidate.version > 0
+        shape, folder = (1 + self._outer.slots, self.vector.elements), self.state_file.parent / "incoming"
         self._state = self._network.call(
-            self._member.agreed_state(candidate, self._outer.slots, self.vector.elements), interruptible=True
+            self._member.agreed_state(candidate, shape, folder, self._emit), interruptible=True
         )
         restored = saved and self._state is candidate and self._restore_residual()
         self.work.restart(self._state.anchor)

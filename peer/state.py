@@ -69,13 +69,17 @@ def _chunk_digests(data: memoryview) -> bytes:
     chunks = chunks_in(data.nbytes)
 
     def digest(chunk: int) -> bytes:
-        return hashlib.sha256(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]).digest()
+        return chunk_digest(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
 
     threads = min(torch.get_num_threads(), chunks // _CHUNKS_A_THREAD)
     if threads < 2:
         return b"".join(map(digest, range(chunks)))
     with ThreadPoolExecutor(threads) as pool:
         return b"".join(pool.map(digest, range(chunks)))
+
+
+def chunk_digest(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def chunks_in(size_bytes: int) -> int:

@@ -1,30 +1,118 @@
-"""The state of a run from peer to peer: offered in chunks with their digests, and fetched from whoever has it."""
+"""What a donor does: its newest states, offered to joiners in chunks with their digests, after the rounds' bytes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import aclosing, suppress
-
-import torch
+from collections import Counter
 
 from shoal.peer.state import CHUNK_BYTES, State, bytes_of, chunks_in
-from shoal.swarm.errors import LinkError, ShoalError, WireError
+from shoal.swarm.errors import Busy
 from shoal.swarm.messages import Blob
-from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Endpoint
 
-_ASKED_AT_ONCE = 16
+MAX_READERS = 8
+"""Joiners that one donor serves at once: more of them would all be slow. Others ask it again soon."""
+
+MAX_STREAMS_PER_READER = 4
+"""Two that it takes from, and two that it has just given up."""
+
+
+def state_blob(version: int) -> Blob:
+    return Blob(kind="state", number=version)
+
+
+def digests_blob(version: int) -> Blob:
+    return Blob(kind="state_digests", number=version)
+
+
+class DonorState:
+    """The states that this peer serves: the one held, the one before, and one older one while somebody downloads it.
+
+    While an exchange runs here (``pause``) no chunk is sent, and who asks is told so: it knows then that we live."""
+
+    def __init__(self, endpoint: Endpoint, keep_s: float) -> None:
+        """``keep_s``: how long a joiner may not have asked for anything until it counts as gone."""
+        self._endpoint = endpoint
+        self._keep_s = keep_s
+        self._sources: dict[int, StateSource] = {}  # the newest last
+        self._readers: Counter[bytes] = Counter()
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The newest last."""
+        return tuple(self._sources)
+
+    def hold(self, state: State) -> None:
+        """This is the newest; offer it, and no longer what nobody needs."""
+        self._sources.pop(state.version, None)
+        source = self._sources[state.version] = StateSource(state, self)
+        self._endpoint.publish(digests_blob(state.version), DigestSource(state))
+        self._endpoint.publish(state_blob(state.version), source)
+        # By what was held, not by counting back: a resync leaves versions out.
+        older = list(self._sources)[:-2]
+        read = [version for version in older if self._is_read(self._sources[version])]
+        for version in older:
+            if version not in read[:1]:  # of several the oldest: its joiners have waited for longest
+                del self._sources[version]
+                self._endpoint.retract(state_blob(version))
+                self._endpoint.retract(digests_blob(version))
+
+    def pause(self, exchanging: bool) -> None:
+        """The round goes first: chunks wait while an exchange runs here."""
+        if exchanging:
+            self._free.clear()
+        else:
+            self._free.set()
+
+    def begin(self, reader: bytes) -> None:
+        """A stream begins. Raises ``Busy``."""
+        if not self._free.is_set():
+            raise Busy("a round is being averaged here; ask again")
+        others = len(self._readers) - (reader in self._readers)
+        if others >= MAX_READERS:
+            raise Busy(f"{MAX_READERS} others are being served here; ask again")
+        if self._readers[reader] >= MAX_STREAMS_PER_READER:
+            raise Busy(f"{MAX_STREAMS_PER_READER} streams of the state go to you already; ask again")
+        self._readers[reader] += 1
+
+    def end(self, reader: bytes) -> None:
+        self._readers[reader] -= 1
+        if not self._readers[reader]:
+            del self._readers[reader]
+
+    async def free(self) -> None:
+        """Wait while an exchange runs here."""
+        await self._free.wait()
+
+    def _is_read(self, source: StateSource) -> bool:
+        return source.streams > 0 or asyncio.get_running_loop().time() < source.read_s + self._keep_s
 
 
 class StateSource:
-    """A state as chunks of 1 MiB, offered to joiners (a ``ChunkSource``)."""
+    """A state as chunks of 1 MiB, never copied (a ``CountedSource``). ``read_s``: when it was last asked for."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, donor: DonorState) -> None:
+        self.version = state.version
         self._data = bytes_of(state.values)
         self.chunks = chunks_in(self._data.nbytes)
+        self.streams = 0
+        self.read_s = float("-inf")
+        self._donor = donor
+
+    def begin(self, reader: bytes) -> None:
+        self.read_s = asyncio.get_running_loop().time()  # also of who has to ask again
+        self._donor.begin(reader)
+        self.streams += 1
+
+    def end(self, reader: bytes) -> None:
+        self._donor.end(reader)
+        self.streams -= 1
+        self.read_s = asyncio.get_running_loop().time()
 
     async def chunk(self, index: int) -> memoryview:
+        await self._donor.free()
         return self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
 
@@ -37,98 +125,3 @@ class DigestSource:
 
     async def chunk(self, index: int) -> memoryview:
         return self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
-
-
-def state_blob(version: int) -> Blob:
-    return Blob(kind="state", number=version)
-
-
-def digests_blob(version: int) -> Blob:
-    return Blob(kind="state_digests", number=version)
-
-
-def offer_state(endpoint: Endpoint, state: State) -> None:
-    """From now on joiners can fetch it."""
-    endpoint.publish(digests_blob(state.version), DigestSource(state))
-    endpoint.publish(state_blob(state.version), StateSource(state))
-
-
-def withdraw_state(endpoint: Endpoint, version: int) -> None:
-    endpoint.retract(state_blob(version))
-    endpoint.retract(digests_blob(version))
-
-
-async def fetch_state(
-    endpoint: Endpoint,
-    donors: Sequence[str],
-    version: int,
-    digest: bytes,
-    shape: tuple[int, int],
-    progress_s: float,
-) -> State:
-    """The state of that version and digest from the donor that is the first to send some of it, else from another one.
-
-    ``shape``: (1 + slots, n). Raises the last ``LinkError`` when no donor has it.
-    """
-    trouble = LinkError(f"nobody in the run offers the state of version {version} yet")
-    values = torch.empty(shape)
-    data = bytes_of(values)
-    chunks = chunks_in(data.nbytes)
-
-    def sink(chunk: int, size: int) -> memoryview:
-        place = data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-        if place.nbytes != size:
-            raise WireError(f"a state chunk of {size} bytes does not fit")
-        return place
-
-    if len(donors) > 1:
-        first = await _first_to_send(endpoint, donors, state_blob(version), min(CHUNK_BYTES, data.nbytes), progress_s)
-        donors = sorted(donors, key=lambda one: one != first) if first else ()
-    for donor in donors:
-        try:
-            async with aclosing(endpoint.fetch(donor, state_blob(version), range(chunks), sink, progress_s)) as stream:
-                async for _ in stream:
-                    pass
-        except ShoalError as error:  # the donor's errors come out of here, too
-            trouble = LinkError(f"{donor}: {error}")
-            continue
-        state = await asyncio.to_thread(State.of, values, version)
-        if state.digest == digest:
-            return state
-        trouble = LinkError(f"{donor} has another state of version {version} than the run agreed on")
-    raise trouble
-
-
-async def _first_to_send(
-    endpoint: Endpoint, donors: Sequence[str], blob: Blob, first_bytes: int, progress_s: float
-) -> str | None:
-    """Whoever of them is the first to send the first chunk; None when nobody does.
-
-    All at once, but for the very many: to wait for one that is dead, or has nothing yet itself, after the other would
-    take longer than a round, and then the others have a newer state."""
-    answers: asyncio.Queue[str | None] = asyncio.Queue()
-
-    def sink(chunk: int, size: int) -> memoryview:
-        if size != first_bytes:
-            raise WireError(f"a state chunk of {size} bytes does not fit")
-        return memoryview(bytearray(size))
-
-    async def ask(donor: str) -> None:
-        found = None
-        with suppress(ShoalError):
-            async with aclosing(endpoint.fetch(donor, blob, range(1), sink, progress_s)) as stream:
-                async for _ in stream:
-                    found = donor
-        answers.put_nowait(found)
-
-    for at in range(0, len(donors), _ASKED_AT_ONCE):
-        async with task_scope() as tasks:
-            asked = [tasks.create_task(ask(donor)) for donor in donors[at : at + _ASKED_AT_ONCE]]
-            first = None
-            for _ in asked:
-                first = first or await answers.get()
-            for task in asked:
-                task.cancel()
-        if first:
-            return first
-    return None

@@ -13,7 +13,8 @@ import secrets
 import socket as sockets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 from shoal.swarm.errors import BlobUnavailable, LinkClosed, ShoalError, WireError
 from shoal.swarm.links import MAX_STREAMS_PER_LINK, MOST_CREDIT, Incoming, Link, Meter, Outgoing
@@ -39,6 +40,16 @@ class ChunkSource(Protocol):
     def chunks(self) -> int: ...
 
     async def chunk(self, index: int) -> memoryview: ...
+
+
+@runtime_checkable
+class CountedSource(ChunkSource, Protocol):
+    """A source that knows who is reading it. ``begin`` raises ``Busy`` for a stream that it does not want to serve
+    now; each other one is ended. ``reader``: the other side's key."""
+
+    def begin(self, reader: bytes) -> None: ...
+
+    def end(self, reader: bytes) -> None: ...
 
 
 class DataPlane:
@@ -165,7 +176,8 @@ class DataPlane:
     # Sending --------------------------------------------------------------------------------------------
 
     async def serve(self, link: Link, ask: PeerToPeerOpenStream) -> None:
-        """Start sending. Raises ``BlobUnavailable`` when we have no such blob, nor soon, or too many streams."""
+        """Start sending. Raises ``BlobUnavailable`` when we have no such blob, nor soon, or too many streams, and
+        ``Busy``."""
         source = self._sources.get(ask.blob) or await self._soon(ask.blob)
         if self._links.get(ask.link) is not link:
             raise LinkClosed("that link was closed meanwhile")
@@ -175,8 +187,13 @@ class DataPlane:
             raise BlobUnavailable("too many streams on this link")
         if ask.stream in link.outgoing:
             raise WireError("that stream number is taken")
+        if isinstance(source, CountedSource):
+            source.begin(link.remote_key)
         stream = link.outgoing[ask.stream] = Outgoing(min(ask.credit, MOST_CREDIT))
         stream.task = self._tasks.create_task(self._send_stream(link, stream, ask, source))
+        if isinstance(source, CountedSource):
+            # Not in the task: one that is cancelled before its first step runs none of its code.
+            stream.task.add_done_callback(partial(_end_stream, source, link.remote_key))
 
     async def _soon(self, blob: Blob) -> ChunkSource:
         """Who asks has heard of a round a moment before us, more often than not."""
@@ -212,3 +229,7 @@ class DataPlane:
         """Let more of a stream come, if it is time to."""
         if credit := incoming.grant():
             self._pump.grant(link, number, credit)
+
+
+def _end_stream(source: CountedSource, reader: bytes, _: asyncio.Task[None]) -> None:
+    source.end(reader)

@@ -23,6 +23,7 @@
     │   ├── RunEnded            26    the run is over
     │   ├── DeadlineExceeded    27    an answer did not come in time
     │   ├── BlobUnavailable     28    the other side does not have (or no longer has) those bytes
+    │   ├── Busy                32    the other side has them, and something more urgent to do; ask again
     │   ├── StaleWork           29    the work offered was given to somebody else meanwhile
     │   ├── LinkClosed          31    the bulk link was given up; a new one can be opened
     │   └── WireError           30    bytes that are no valid message; the sender is dropped
@@ -159,6 +160,12 @@ class BlobUnavailable(LinkError):
     exit_code = 28
 
 
+class Busy(LinkError):
+    """The other side has those bytes and lives, but something else goes first: ask again soon."""
+
+    exit_code = 32
+
+
 class LinkClosed(LinkError):
     """The other side does not know this bulk link (any more)."""
 
@@ -193,6 +200,7 @@ REMOTE_ERRORS: dict[str, type[ShoalError]] = {
         RunEnded,
         DeadlineExceeded,
         BlobUnavailable,
+        Busy,
         LinkClosed,
         StaleWork,
         WireError,

@@ -18,7 +18,7 @@ import zmq.asyncio
 from shoal.swarm.bulk import ChunkSource, DataPlane
 from shoal.swarm.channel import Channel
 from shoal.swarm.control import ControlPlane
-from shoal.swarm.errors import LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
+from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
 from shoal.swarm.gate import Admit, Gate
 from shoal.swarm.identity import CurveKeys, verify_certificate
 from shoal.swarm.links import CREDIT, Link, Meter, Sink
@@ -171,7 +171,8 @@ class Node:
         """Yield the index of each chunk once it lies in its sink, in order, resuming over broken links.
 
         Raises the last ``LinkError`` (``Unreachable``, ``BlobUnavailable``, …) some time after ``progress_s``
-        without a new chunk, and ``MemberGone`` at once. When closed early, the sinks are not written to any more.
+        without a new chunk, and ``MemberGone`` and ``Busy`` at once. When closed early, the sinks are not written to
+        any more.
         """
         following, progress = chunks.start, time.monotonic()
         retry_s, trouble = _RETRY_S, LinkError(f"{peer} sent nothing")
@@ -183,7 +184,7 @@ class Node:
                         yield chunk
                         # Only now: the time that our caller took is not the other side's silence.
                         following, progress, retry_s = chunk + 1, time.monotonic(), _RETRY_S
-            except MemberGone:
+            except (MemberGone, Busy):
                 raise
             except LinkError as error:
                 trouble = error

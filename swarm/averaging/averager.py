@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -56,6 +57,8 @@ class Averager:
         self._decay = client.run_file.averaging.residual_decay
         self.feedback = ErrorFeedback(elements, self._decay)
         self.activity = ""
+        self.on_exchange: Callable[[bool], object] = bool
+        """Told when an exchange begins here and when it has ended: what else uses the link can wait."""
         self._client = client
         self._endpoint = PacedEndpoint(endpoint)
         self._coding = coding
@@ -193,6 +196,7 @@ class Averager:
         await in_thread(self._begin, offer)
         store = self._open_store(plan)
         self._endpoint.forget()
+        self.on_exchange(True)
         exchange = self._exchange = AllReduce(
             self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away
         )
@@ -210,6 +214,7 @@ class Averager:
         if self._exchange is not None:
             await self._exchange.close()
             self._exchange = None
+            self.on_exchange(False)
 
     def _open_store(self, plan: RoundPlan) -> ResultStore:
         store = ResultStore(plan, self._coding, self._buffers)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tests.fakes.virtual_clock import now_s, until
 
-from shoal.swarm.bulk import ChunkSource
-from shoal.swarm.errors import BlobUnavailable, LinkError, MemberGone, Unreachable
+from shoal.swarm.bulk import ChunkSource, CountedSource
+from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Unreachable
 from shoal.swarm.messages import Blob
 from shoal.swarm.transport import Sink
 
@@ -119,7 +119,7 @@ class MemoryEndpoint:
                     async for chunk in attempt:
                         yield chunk
                         following, progress = chunk + 1, now_s()
-            except MemberGone:
+            except (MemberGone, Busy):
                 raise
             except LinkError as error:
                 trouble = error
@@ -133,7 +133,7 @@ class MemoryEndpoint:
     ) -> AsyncGenerator[int, None]:
         if self.roster is not None and peer not in self.roster:
             raise MemberGone(f"{peer} is not a member of the run (any more)")
-        latency_s, bandwidth_bps = self._network.link(peer, self.peer)
+        latency_s, _ = self._network.link(peer, self.peer)
         await asyncio.sleep(2 * latency_s)
         try:
             async with asyncio.timeout(wait_s):
@@ -146,6 +146,20 @@ class MemoryEndpoint:
             raise BlobUnavailable(f"no {blob.kind} of {blob.number} here")
         if chunks.stop > source.chunks:
             raise BlobUnavailable("not so many chunks")
+        if isinstance(source, CountedSource):
+            source.begin(self.peer.encode())
+        try:
+            async with aclosing(self._receive(peer, blob, chunks, source, sink, wait_s)) as stream:
+                async for chunk in stream:
+                    yield chunk
+        finally:
+            if isinstance(source, CountedSource):
+                source.end(self.peer.encode())
+
+    async def _receive(
+        self, peer: str, blob: Blob, chunks: range, source: ChunkSource, sink: Sink, wait_s: float
+    ) -> AsyncGenerator[int, None]:
+        latency_s, bandwidth_bps = self._network.link(peer, self.peer)
         for chunk in chunks:
             try:
                 async with asyncio.timeout(wait_s):

@@ -13,7 +13,9 @@ from typing import Any
 from slow_member import slow_down
 
 from shoal.peer.cli import main
+from shoal.peer.partial_state import IncomingFile, PartialState
 from shoal.peer.replica import Replica
+from shoal.peer.state_sharing import StateSource
 from shoal.swarm.averaging.allreduce import AllReduce, _ContributionSource
 from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
@@ -107,7 +109,30 @@ def applying(doom: Doom) -> None:
     Replica._apply = apply  # type: ignore[method-assign]
 
 
-STEPS = {step.__name__: step for step in (ready, serving, reducing, exchanged, reported, applying)}
+def sharing(doom: Doom) -> None:
+    """As a donor, when a chunk of a version of the state is asked for."""
+    real = StateSource.chunk
+
+    async def chunk(self: Any, index: int) -> memoryview:
+        doom.comes_to(self.version)
+        return await real(self, index)
+
+    StateSource.chunk = chunk  # type: ignore[method-assign]
+
+
+def fetching(doom: Doom) -> None:
+    """As a joiner, when a chunk of a version of the state is about to be written to its file."""
+    real = IncomingFile.write
+
+    def write(self: Any, partial: PartialState, index: int) -> None:
+        doom.comes_to(partial.wanted.version)
+        real(self, partial, index)
+
+    IncomingFile.write = write  # type: ignore[method-assign]
+
+
+_ALL = (ready, serving, reducing, exchanged, reported, applying, sharing, fetching)
+STEPS = {step.__name__: step for step in _ALL}
 
 if __name__ == "__main__":
     _, step, times, armed, *arguments = sys.argv

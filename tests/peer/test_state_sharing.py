@@ -2,15 +2,24 @@ import asyncio
 
 import pytest
 import torch
-from tests.fakes.memory_network import MemoryNetwork, Step, at, changed, stalled
-from tests.fakes.virtual_clock import run_virtual
+from tests.fakes.memory_network import MemoryNetwork
 
 from shoal.peer.state import State, state_digest
-from shoal.peer.state_sharing import DigestSource, StateSource, fetch_state, state_blob
-from shoal.swarm.errors import LinkError, StorageError
+from shoal.peer.state_sharing import (
+    MAX_READERS,
+    MAX_STREAMS_PER_READER,
+    DigestSource,
+    DonorState,
+    StateSource,
+    digests_blob,
+    state_blob,
+)
+from shoal.swarm.errors import Busy
 
 SIZE = 300_000
 """Elements: the state below takes three chunks, the last one short."""
+
+KEEP_S = 5.0
 
 
 def make_state(version: int = 3, seed: int = 0, size: int = SIZE) -> State:
@@ -18,85 +27,39 @@ def make_state(version: int = 3, seed: int = 0, size: int = SIZE) -> State:
     return State.make(torch.randn(size, generator=generator), torch.randn(1, size, generator=generator), version)
 
 
-def fetched(network: MemoryNetwork, donors: dict[str, State | None], wanted: State) -> State:
-    async def main() -> State:
-        for donor, state in donors.items():
-            endpoint = network.endpoint(donor)
-            if state is not None:
-                endpoint.publish(state_blob(state.version), StateSource(state))
-        me = network.endpoint("me")
-        return await fetch_state(me, list(donors), wanted.version, wanted.digest, (2, SIZE), 3.0)
+class Shelf:
+    """A donor, its endpoint, and a way to read from it. Within a running loop."""
 
-    return run_virtual(main())
+    def __init__(self) -> None:
+        self.endpoint = MemoryNetwork().endpoint("donor")
+        self.donor = DonorState(self.endpoint, KEEP_S)
 
+    def source(self, version: int) -> StateSource:
+        source = self.endpoint.blobs[state_blob(version)]
+        assert isinstance(source, StateSource)
+        return source
 
-def test_a_state_is_fetched_chunk_by_chunk() -> None:
-    network, state = MemoryNetwork(), make_state()
-    found = fetched(network, {"a": state}, state)
-    assert torch.equal(found.values, state.values)
-    assert (found.version, found.digest) == (state.version, state.digest)
-    assert [step.chunk for step in network.log] == [0, 1, 2]
-
-
-def test_the_next_donor_helps_out() -> None:
-    state = make_state()
-    for broken in (
-        stalled("state", "a", 1),
-        changed("state", "a", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
-        changed("state", "a", lambda data: data + b"x"),
-    ):
-        network = MemoryNetwork()
-        network.faults.append(broken)
-        assert fetched(network, {"a": state, "b": state}, state).digest == state.digest
-    assert fetched(MemoryNetwork(), {"a": None, "b": state}, state).digest == state.digest
-    assert fetched(MemoryNetwork(), {"a": make_state(seed=9), "b": state}, state).digest == state.digest
-
-
-def test_a_donor_that_dies_and_errors_of_any_kind_are_survived() -> None:
-    network, state = MemoryNetwork(), make_state()
-    network.faults.append(at("state", "a", 1, lambda: network.kill("a")))
-
-    async def refuse(step: Step, payload: bytes) -> bytes:
-        if step.holder == "b":
-            raise StorageError("chosen by the donor")
-        return payload
-
-    network.faults.append(refuse)
-    assert fetched(network, {"a": state, "b": state, "c": state}, state).digest == state.digest
-
-
-def test_those_that_have_nothing_are_not_waited_for() -> None:
-    """They would cost seconds each, and by then the others hold a newer state."""
-
-    async def main() -> float:
-        network, state = MemoryNetwork(), make_state()
-        for donor in "abcdef":
-            network.endpoint(donor)
-        network.kill("a")
-        network.endpoint("f").publish(state_blob(state.version), StateSource(state))
-        start_s = asyncio.get_running_loop().time()
-        await fetch_state(network.endpoint("me"), list("abcdef"), state.version, state.digest, (2, SIZE), 3.0)
-        return asyncio.get_running_loop().time() - start_s
-
-    assert run_virtual(main()) < 1.0  # of the virtual clock
-
-
-def test_nobody_has_it() -> None:
-    with pytest.raises(LinkError, match="nobody in the run"):
-        fetched(MemoryNetwork(), {}, make_state())
-    with pytest.raises(LinkError, match="another state"):
-        fetched(MemoryNetwork(), {"a": make_state(seed=9)}, make_state())
-    with pytest.raises(LinkError, match="a: no state of 3"):
-        fetched(MemoryNetwork(), {"a": None}, make_state())
+    @property
+    def offered(self) -> set[int]:
+        states = {blob.number for blob in self.endpoint.blobs if blob.kind == "state"}
+        assert states == {blob.number for blob in self.endpoint.blobs if blob.kind == "state_digests"}
+        assert states == set(self.donor.versions)
+        return states
 
 
 def test_what_is_offered_does_not_change_with_the_next_state() -> None:
-    state = make_state()
-    source = StateSource(state)
-    assert source.chunks == 3
-    parts = [bytes(asyncio.run(source.chunk(index))) for index in range(3)]
-    assert b"".join(parts) == state.values.numpy().tobytes()
-    assert [len(part) for part in parts] == [2**20, 2**20, 8 * SIZE - 2**21]
+    async def main() -> None:
+        shelf, state = Shelf(), make_state()
+        shelf.donor.hold(state)
+        source = shelf.source(3)
+        assert source.chunks == 3
+        parts = [await source.chunk(index) for index in range(3)]
+        assert b"".join(parts) == state.values.numpy().tobytes()
+        assert [len(part) for part in parts] == [2**20, 2**20, 8 * SIZE - 2**21]
+        state.values[0, 0] = 7.0
+        assert parts[0][:4] == state.values[:1, :1].numpy().tobytes(), "it is no copy"
+
+    asyncio.run(main())
 
 
 def test_the_list_of_digests_is_checked_by_the_state_s() -> None:
@@ -104,3 +67,90 @@ def test_the_list_of_digests_is_checked_by_the_state_s() -> None:
     source = DigestSource(state)
     assert source.chunks == 1
     assert state_digest(3, (2, SIZE), bytes(asyncio.run(source.chunk(0)))) == state.digest
+
+
+def test_the_newest_and_the_one_before_are_offered() -> None:
+    async def main() -> None:
+        shelf = Shelf()
+        for version in (3, 4, 7, 8):
+            shelf.donor.hold(make_state(version, size=10))
+        assert shelf.offered == {7, 8}
+        shelf.donor.hold(make_state(7, 1, size=10))
+        assert shelf.donor.versions == (8, 7), "back to an earlier version: that is the newest now"
+        assert digests_blob(7) in shelf.endpoint.blobs
+
+    asyncio.run(main())
+
+
+def test_one_older_state_stays_while_somebody_downloads_it() -> None:
+    async def main() -> None:
+        shelf = Shelf()
+        for version in range(3):
+            shelf.donor.hold(make_state(version, size=10))
+        shelf.source(1).begin(b"joiner")
+        shelf.donor.hold(make_state(3, size=10))
+        assert shelf.offered == {1, 2, 3}
+        shelf.source(2).begin(b"another")
+        shelf.donor.hold(make_state(4, size=10))
+        assert shelf.offered == {1, 3, 4}, "one, not two"
+        shelf.source(1).end(b"joiner")
+        shelf.donor.hold(make_state(5, size=10))
+        assert shelf.offered == {1, 4, 5}, "its joiner may just be about to ask for more"
+        shelf.source(1).read_s -= KEEP_S
+        shelf.donor.hold(make_state(6, size=10))
+        assert shelf.offered == {5, 6}
+
+    asyncio.run(main())
+
+
+def test_who_is_told_to_ask_again_still_finds_that_state() -> None:
+    async def main() -> None:
+        shelf = Shelf()
+        shelf.donor.hold(make_state(0, size=10))
+        shelf.donor.pause(True)
+        with pytest.raises(Busy, match="round"):
+            shelf.source(0).begin(b"joiner")
+        for version in range(1, 4):
+            shelf.donor.hold(make_state(version, size=10))
+        assert shelf.offered == {0, 2, 3}
+
+    asyncio.run(main())
+
+
+def test_chunks_wait_while_a_round_is_averaged() -> None:
+    async def main() -> None:
+        shelf = Shelf()
+        shelf.donor.hold(make_state())
+        shelf.source(3).begin(b"joiner")
+        shelf.donor.pause(True)
+        reading = asyncio.ensure_future(shelf.source(3).chunk(0))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not reading.done()
+        shelf.donor.pause(False)
+        assert len(await reading) == 2**20
+        shelf.source(3).begin(b"joiner")
+
+    asyncio.run(main())
+
+
+def test_so_many_joiners_are_served_at_once() -> None:
+    async def main() -> None:
+        shelf = Shelf()
+        shelf.donor.hold(make_state(3, size=10))
+        shelf.donor.hold(make_state(4, size=10))
+        readers = [bytes([number]) for number in range(MAX_READERS)]
+        for number, reader in enumerate(readers):
+            shelf.source(3 + number % 2).begin(reader)
+        with pytest.raises(Busy, match="others"):
+            shelf.source(4).begin(b"one more")
+        for _ in range(MAX_STREAMS_PER_READER - 1):
+            shelf.source(3).begin(readers[0])
+        with pytest.raises(Busy, match="go to you"):
+            shelf.source(3).begin(readers[0])
+        shelf.source(4).end(readers[1])
+        shelf.source(4).begin(b"one more")
+        with pytest.raises(Busy):
+            shelf.source(4).begin(readers[1])
+
+    asyncio.run(main())

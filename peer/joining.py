@@ -1,0 +1,143 @@
+"""How a member comes to hold the run's state: its own, if it is that, else from others, and the rounds since then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from shoal.peer.partial_state import PartialState, Wanted, begun_state, remove_incoming
+from shoal.peer.state import State
+from shoal.peer.state_fetch import Report, StateFetch
+from shoal.swarm.coordinator_client import CoordinatorClient
+from shoal.swarm.errors import LinkError
+from shoal.swarm.links import in_thread
+from shoal.swarm.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+CatchUp = Callable[[State], Awaitable[State]]
+"""Brings an outdated state up to the run's newest one, from the rounds committed since. Raises ``LinkError`` when those
+cannot be had (any more)."""
+
+_LOOK_AGAIN_S = 0.2
+
+
+class Holder(Protocol):
+    """What joining needs of a member."""
+
+    client: CoordinatorClient
+
+    def hold(self, state: State) -> None: ...
+
+    async def beat(self) -> None: ...
+
+
+class Downloads:
+    """The one state that is being fetched; begun by this process or by one before, whose file is in ``folder``."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        donors: Callable[[], Sequence[str]],
+        progress_s: float,
+        folder: Path | None,
+        report: Report,
+    ) -> None:
+        self._endpoint = endpoint
+        self._donors = donors
+        self._progress_s = progress_s
+        self._folder = folder
+        self._report = report
+        self._partial: PartialState | None = None
+
+    @property
+    def done(self) -> float | None:
+        """Which share of the state is here, 0 to 1; None while nothing is being fetched."""
+        partial = self._partial
+        return None if partial is None else 1 - len(partial.missing) / max(1, partial.wanted.chunks)
+
+    async def begun(self) -> Wanted | None:
+        """The state that was being fetched when an earlier try, or process, ended."""
+        if self._partial is not None:
+            return self._partial.wanted
+        return None if self._folder is None else await in_thread(begun_state, self._folder)
+
+    async def fetch(self, wanted: Wanted) -> State:
+        """That state, from all donors that have it; goes on from what there is of it. Raises ``LinkError``."""
+        if self._partial is None or self._partial.wanted != wanted:
+            self.close()
+            self._partial = await in_thread(PartialState.resume, wanted, self._folder)
+        partial, began_s = self._partial, asyncio.get_running_loop().time()
+        if partial.resumed:
+            log.info("%d of %d chunks of the state are here from before", partial.resumed, wanted.chunks)
+        fetch = StateFetch(self._endpoint, partial, self._donors, self._progress_s, self._report)
+        await fetch.run()
+        self._report(
+            "state_fetched",
+            anchor_version=wanted.version,
+            chunks=wanted.chunks,
+            resumed=partial.resumed,
+            donors=fetch.delivered,
+            seconds=asyncio.get_running_loop().time() - began_s,
+        )
+        return partial.whole()
+
+    async def drop(self) -> None:
+        """Nothing of it is needed any more."""
+        self.close()
+        self._partial = None
+        if self._folder is not None:
+            with suppress(OSError):
+                await in_thread(remove_incoming, self._folder)
+
+    def close(self) -> None:
+        """What is on disk stays there."""
+        if self._partial is not None:
+            self._partial.close()
+
+
+async def agree_on_state(
+    holder: Holder, candidate: State | None, shape: tuple[int, int], downloads: Downloads, catch_up: CatchUp | None
+) -> State:
+    """The run's current state, held and announced: the candidate where it is that, else fetched. Waits for a donor.
+
+    What was begun to be fetched is fetched to its end while somebody serves it, if ``catch_up`` can bring it up to the
+    newest; without that only the newest will do."""
+    while True:
+        view = holder.client.view
+        if candidate is not None and candidate.version == view.anchor_version and await _is_agreed(holder, candidate):
+            await downloads.drop()
+            return candidate
+        view = holder.client.view
+        if view.state_digest is None:
+            log.info("nobody holds version %d yet; waiting for a peer that does", view.anchor_version)
+            await holder.client.wait_for(lambda new: new.state_digest is not None, 2.0)
+            continue
+        newest = Wanted(view.anchor_version, view.state_digest, shape)
+        begun = await downloads.begun() if catch_up else None
+        wanted = begun if begun and begun.shape == shape and begun.version <= newest.version else newest
+        try:
+            state = await downloads.fetch(wanted)
+            if catch_up is not None and state.version != holder.client.view.anchor_version:
+                state = await catch_up(state)
+            if await _is_agreed(holder, state):
+                await downloads.drop()
+                return state
+            await downloads.drop()
+        except LinkError as error:
+            log.info("version %d of the state cannot be had now: %s", wanted.version, error)
+            if wanted != newest:
+                await downloads.drop()
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def _is_agreed(holder: Holder, state: State) -> bool:
+    """Hold it, and see whether it is the run's."""
+    holder.hold(state)
+    await holder.beat()
+    view = holder.client.view
+    return (view.anchor_version, view.state_digest) == (state.version, state.digest)
