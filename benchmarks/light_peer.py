@@ -112,7 +112,7 @@ class LightPeer:
         listening.curve_server = True
         port = bind(listening, "127.0.0.1", 0)
         self._socket.curve_serverkey = z85.encode(self._invite.key)
-        self._socket.connect(endpoint(self._invite.host, self._invite.port))
+        self._socket.connect(endpoint(*self._invite.addresses[0]))
         identity = Identity.generate()
         ask = PeerToCoordinatorJoinRun(
             run=self._invite.run,

@@ -22,7 +22,7 @@ from shoal.peer.recipes.gpt import Gpt, generate
 from shoal.peer.session import SHOAL_HOME, SessionOptions
 from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.errors import RecipeError, ShoalError
-from shoal.swarm.invite import Invite, parse_address
+from shoal.swarm.invite import Invite, parse_address, parse_addresses
 from shoal.swarm.messages import Role
 from shoal.swarm.observer import get_status
 
@@ -62,7 +62,9 @@ def host_command(
     bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0: any free one.")] = (
         f"0.0.0.0:{DEFAULT_PORT}"
     ),
-    advertise: Annotated[str, typer.Option(help="HOST[:PORT] that the invite shall name.")] = "",
+    advertise: Annotated[
+        str, typer.Option(help="HOST[:PORT] that the invite shall name; several with commas: A:1,B:2.")
+    ] = "",
     state: Annotated[Path, typer.Option(help="Where the journal is kept.")] = SHOAL_HOME / "host",
     identity: IdentityOption = SHOAL_HOME / "identity",
     log_json: LogJson = None,
@@ -71,9 +73,7 @@ def host_command(
     """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
     setup_logging(console, verbose)
     warn_host(allow_descriptors())
-    options = HostOptions(
-        identity, state, parse_address(bind, DEFAULT_PORT), parse_address(advertise) if advertise else ("", 0)
-    )
+    options = HostOptions(identity, state, parse_address(bind, DEFAULT_PORT), parse_addresses(advertise))
 
     def on_start(hosting: Hosting) -> None:
         console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")

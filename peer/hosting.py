@@ -14,7 +14,7 @@ from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import StorageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.invite import Invite
+from shoal.swarm.invite import Address, Invite
 from shoal.swarm.run_file import load_run_file
 
 DEFAULT_PORT = 7707
@@ -24,12 +24,12 @@ _PORT_FILE = "port.txt"
 @dataclass(frozen=True)
 class HostOptions:
     """``bind``: where to listen; port 0 takes any free one, and the same one again after a restart.
-    ``advertise``: what the invite says, by default this machine's address and the bound port."""
+    ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one."""
 
     identity: Path
     state: Path
     bind: tuple[str, int] = ("0.0.0.0", DEFAULT_PORT)
-    advertise: tuple[str, int] = ("", 0)
+    advertise: tuple[Address, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,9 @@ async def host(
         address = (options.bind[0], options.bind[1] or _earlier_port(state))
         async with CoordinatorService.serve(text, run, identity, address, journal) as service:
             port = service.node.control_port
-            invite = Invite(
-                options.advertise[0] or _own_address(options.bind[0]),
-                options.advertise[1] or port,
-                run.run.name,
-                service.node.control.keys.public,
-            )
+            advertised = options.advertise or ((_own_address(options.bind[0]), port),)
+            addresses = tuple((one, its_port or port) for one, its_port in advertised)
+            invite = Invite(addresses, run.run.name, service.node.control.keys.public)
             _write(state / _PORT_FILE, f"{port}\n")
             _write(state / "invite.txt", f"{invite}\n")
             service.observe(on_fact)

@@ -106,6 +106,11 @@ class Channel:
         return self._socket
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the other side has proved its key and has not gone since."""
+        return self._is_connected
+
+    @property
     def is_idle(self) -> bool:
         """Nobody here waits for an answer over it."""
         return not self._waiting

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shoal.swarm.control import Channel
+from shoal.swarm.coordinator_line import Line
 from shoal.swarm.deadlines import CONNECT_S, Deadlines
 from shoal.swarm.errors import DeadlineExceeded, LinkError, Superseded, Unreachable, WireError
 from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 _RETRY_S = 0.5
+_LEAVE_S = 2.0
 JOIN_S = 20.0
 """For the answer to a join: the coordinator may be trying for some seconds whether we can be reached."""
 
@@ -66,7 +68,7 @@ class CoordinatorClient:
         self.joins = 0
         """How many times we were admitted; what an earlier membership held is with others."""
         self._certificate = identity.certify(keys)
-        self._channel: Channel = node.control.dial(invite.host, invite.port, invite.key)
+        self._line = Line(node.control, invite)
         self._coordinator_key = b""
         self._view: RunView | None = None
         self._closes_at_s: float | None = None
@@ -80,8 +82,6 @@ class CoordinatorClient:
 
     async def join(self) -> None:
         """Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``ProtocolMismatch``, ``RunEnded``, …"""
-        self._channel = self.node.control.dial(self.invite.host, self.invite.port, self.invite.key)
-        await self._channel.connected(CONNECT_S)
         control, data = self.me.ports or (self.node.control_port, self.node.data_port)
         ask = PeerToCoordinatorJoinRun(
             run=self.invite.run,
@@ -93,7 +93,7 @@ class CoordinatorClient:
             control_port=control,
             data_port=data,
         )
-        answer = await self._channel.request(ask, CoordinatorToPeerJoinAccepted, JOIN_S)
+        answer = await self._line.request_anywhere(ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S)
         verify_certificate(answer.coordinator)
         if answer.coordinator.curve_key != self.invite.key:
             raise WireError("the coordinator's certificate is for another key than the invite's")
@@ -112,10 +112,7 @@ class CoordinatorClient:
 
     async def rejoin(self) -> None:
         """Hand back everything and start as a new member; outlives the coordinator's absence. Raises like ``join``."""
-        try:
-            await self._channel.request(PeerToCoordinatorLeave(reason="starts afresh"), Acknowledged, 2.0)
-        except LinkError as error:
-            log.debug("could not leave before joining again: %s", error)
+        await self.leave("starts afresh")
         while True:
             try:
                 await self.join()
@@ -128,7 +125,7 @@ class CoordinatorClient:
     async def leave(self, reason: str) -> None:
         """Tell the coordinator; never fails: it would find out by itself."""
         try:
-            await self._channel.request(PeerToCoordinatorLeave(reason=reason), Acknowledged, 2.0)
+            await self._line.request(PeerToCoordinatorLeave(reason=reason), Acknowledged, _LEAVE_S)
         except LinkError as error:
             log.debug("left without a goodbye: %s", error)
 
@@ -186,11 +183,11 @@ class CoordinatorClient:
 
     async def _on_view(self, channel: Channel, message: Message) -> None:
         assert isinstance(message, CoordinatorToPeerView)
-        if channel is self._channel and self._view is not None:
+        if channel is self._line.channel and self._view is not None:
             self._take(message.view)
 
     async def _on_superseded(self, channel: Channel, message: Message) -> None:
-        if channel is self._channel:
+        if channel is self._line.channel:
             self._superseded = True
             self._changed.set()
 
@@ -203,11 +200,9 @@ class CoordinatorClient:
         """
         while True:
             try:
-                answer = await self._channel.request(message, reply, self.deadlines.request_s)
+                answer = await self._line.request(message, reply, self.deadlines.request_s)
             except (DeadlineExceeded, Unreachable) as error:
                 await self._bear_absence(error)
-                if self._channel.is_broken:
-                    self._channel = self.node.control.dial(self.invite.host, self.invite.port, self.invite.key)
                 continue
             self.coordinator_is_away = False
             self._require_place()

@@ -11,42 +11,44 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from shoal.swarm.errors import InviteError
 
-_EXAMPLE = "shoal://HOST:PORT/RUN?key=…"
+_EXAMPLE = "shoal://HOST:PORT/RUN?key=… (or HOST:PORT,HOST:PORT/RUN)"
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]{0,253}[a-z0-9])?\.?")
 _RUN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_MAX_ADDRESSES = 8
+
+Address = tuple[str, int]
+"""Host and port."""
 
 
 @dataclass(frozen=True)
 class Invite:
-    """``key`` is the coordinator's raw 32-byte CURVE public key."""
+    """``addresses``: where the coordinator is, or may be one day, the likeliest first; ``key``: its raw 32-byte CURVE
+    public key, which is the same at all of them."""
 
-    host: str
-    port: int
+    addresses: tuple[Address, ...]
     run: str
     key: bytes
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        where = ",".join(address_text(*address) for address in self.addresses)
         key = base64.urlsafe_b64encode(self.key).decode().rstrip("=")
-        return f"shoal://{host}:{self.port}/{quote(self.run)}?key={key}"
+        return f"shoal://{where}/{quote(self.run)}?key={key}"
 
     @classmethod
     def parse(cls, url: str) -> Invite:
         """Raises ``InviteError`` that names what is wrong with the URL."""
+        scheme, mark, rest = url.strip().partition("://")
+        if not mark or scheme.lower() != "shoal":
+            raise InviteError(f"an invite begins with shoal://, this one with {scheme[:20]!r}; expected {_EXAMPLE}")
+        authority, _, tail = rest.partition("/")
+        addresses = tuple(dict.fromkeys(_address(one) for one in authority.split(",")))
+        if len(addresses) > _MAX_ADDRESSES:
+            raise InviteError(f"the invite names {len(addresses)} addresses, at most {_MAX_ADDRESSES} are tried")
         try:
-            split = urlsplit(url.strip())
-            host, port = split.hostname, split.port
+            split = urlsplit(f"/{tail}")
             query = parse_qs(split.query, strict_parsing=bool(split.query))
-            if ":" in (host or ""):
-                ipaddress.IPv6Address(host or "")
         except ValueError as error:
             raise InviteError(f"not an invite ({error}); expected {_EXAMPLE}") from error
-        if split.scheme != "shoal":
-            raise InviteError(f"an invite begins with shoal://, this one with {split.scheme or '?'}://")
-        if not host or not port:
-            raise InviteError(f"the invite names no host and port; expected {_EXAMPLE}")
-        if "@" in split.netloc or not (":" in host or _HOST.fullmatch(host)):
-            raise InviteError(f"the invite's host is no name or address: {host[:80]!r}")
         run = split.path.removeprefix("/")
         if not _RUN.fullmatch(run):
             raise InviteError(f"the invite names no run after the port; expected {_EXAMPLE}")
@@ -57,7 +59,40 @@ class Invite:
             raise InviteError("the invite's key is damaged; ask the host to send it again") from error
         if len(key) != 32:
             raise InviteError("the invite has no whole key= at its end; was it cut off? (quote it in the shell)")
-        return cls(host, port, run, key)
+        return cls(addresses, run, key)
+
+
+def address_text(host: str, port: int) -> str:
+    """``HOST:PORT``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _address(text: str) -> Address:
+    """One of an invite's addresses. Raises ``InviteError``."""
+    try:
+        split = urlsplit(f"//{text}")
+        host, port = split.hostname, split.port
+        if ":" in (host or ""):
+            ipaddress.IPv6Address(host or "")
+    except ValueError as error:
+        raise InviteError(f"not an invite ({error}); expected {_EXAMPLE}") from error
+    if not host or not port:
+        raise InviteError(f"the invite names no host and port; expected {_EXAMPLE}")
+    if split.netloc != text or "@" in text:
+        raise InviteError(f"the invite names no host and port; expected {_EXAMPLE}")
+    return _check_host(host), port
+
+
+def _check_host(host: str) -> str:
+    if not (":" in host or _HOST.fullmatch(host)):
+        raise InviteError(f"the invite's host is no name or address: {host[:80]!r}")
+    return host
+
+
+def parse_addresses(text: str, default_port: int = 0) -> tuple[Address, ...]:
+    """``HOST[:PORT]`` for an invite, or several with commas between; none of an empty text. Raises ``InviteError``."""
+    found = [parse_address(one.strip(), default_port) for one in text.split(",")] if text else []
+    return tuple((_check_host(host), port) for host, port in found)
 
 
 def parse_address(text: str, default_port: int = 0) -> tuple[str, int]:

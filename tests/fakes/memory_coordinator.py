@@ -9,11 +9,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.fakes.memory_network import MemoryEndpoint
 from tests.fakes.virtual_clock import now_s
 
-from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.facts import Fact, VerdictGiven
+from shoal.swarm.coordinator.history import read_page
 from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.errors import DeadlineExceeded, ShoalError
+from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable
 from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
@@ -25,6 +26,7 @@ from shoal.swarm.messages import (
     DeviceInfo,
     Message,
     PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorGetVerdicts,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
@@ -49,7 +51,8 @@ def curve_keys(number: int) -> CurveKeys:
 
 class MemoryCoordinator:
     """``away``: it hears nothing. ``deaf_to``: messages of these classes are lost. ``stopped``: it does nothing, and
-    hears later what came meanwhile. ``watch`` sees facts twice, before they are journaled and before they are told;
+    hears later what came meanwhile. ``at``: the port that it is at; at ``deaf_ports`` connections are taken and nobody
+    answers. ``watch`` sees facts twice, before they are journaled and before they are told;
     when it stops or kills the coordinator then, they go no further."""
 
     def __init__(self, run_toml: str) -> None:
@@ -59,6 +62,8 @@ class MemoryCoordinator:
         self.keys = curve_keys(199)
         self.away = False
         self.stopped = False
+        self.at = 1
+        self.deaf_ports: set[int] = set()
         self.unheard: list[tuple[MemoryChannel, Message]] = []
         self.watch: Callable[[str, list[Fact]], None] = lambda step, facts: None
         self.pushes = True
@@ -98,6 +103,10 @@ class MemoryCoordinator:
             with suppress(ShoalError):
                 await self.answer(channel, message)
 
+    def verdicts(self, first: int, limit: int) -> list[VerdictGiven]:
+        """As a journal's."""
+        return [fact for fact in self.facts if isinstance(fact, VerdictGiven)][first : first + limit]
+
     async def _flush(self) -> None:
         facts = self.machine.take_facts()
         self.watch("decided", facts)
@@ -119,6 +128,8 @@ class MemoryCoordinator:
 
     async def answer(self, channel: "MemoryChannel", message: Message) -> Message:
         key = channel.own_keys.public
+        if key in self.members:
+            self.members[key] = channel
         machine, now = self.machine, now_s()
         answer: Message | None = None
         if isinstance(message, PeerToCoordinatorJoinRun):
@@ -138,6 +149,8 @@ class MemoryCoordinator:
                 answer = CoordinatorToPeerModelAccepted()
             case PeerToCoordinatorRequestLease():
                 answer = CoordinatorToPeerLease(ranges=to_wire(machine.request_lease(peer, message, now)))
+            case PeerToCoordinatorGetVerdicts():
+                answer = read_page(self, message.first)
             case PeerToCoordinatorLeave():
                 machine.leave(peer, message.reason, now)
                 machine.tick(now)
@@ -179,22 +192,40 @@ class MemoryChannel:
     """A member's connection to the coordinator. ``open``: whether anything gets through; ``silent``: whether what the
     coordinator says is lost."""
 
-    is_broken = False
-
-    def __init__(self, coordinator: MemoryCoordinator, own_keys: CurveKeys, latency_s: float) -> None:
+    def __init__(self, coordinator: MemoryCoordinator, own_keys: CurveKeys, latency_s: float, port: int = 1) -> None:
         self.own_keys = own_keys
         self.open = True
         self.silent = False
+        self.port = port
         self._coordinator = coordinator
         self._latency_s = latency_s
+        self._main = self
         self.handlers: dict[type[Message], Callable[[Any, Any], Awaitable[None]]] = {}
 
+    def at(self, port: int) -> "MemoryChannel":
+        """The same member's connection to another port; ``open`` and ``silent`` are this one's."""
+        if port == self.port:
+            return self
+        other = MemoryChannel(self._coordinator, self.own_keys, self._latency_s, port)
+        other._main, other.handlers = self, self.handlers
+        return other
+
+    @property
+    def is_connected(self) -> bool:
+        return self.port == self._coordinator.at or self.port in self._coordinator.deaf_ports
+
     async def connected(self, deadline_s: float) -> None:
-        pass
+        until_s = now_s() + deadline_s
+        while not self.is_connected:
+            if now_s() >= until_s:
+                raise Unreachable(f"nothing answers at port {self.port}")
+            await asyncio.sleep(0.1)
 
     async def request(self, message: Message, reply: type[Message], deadline_s: float) -> Message:
         start = now_s()
         await asyncio.sleep(self._latency_s)
+        if not self.is_connected:
+            raise Unreachable("the connection was lost")
         if not self._hears(message):
             await asyncio.sleep(deadline_s - self._latency_s)
             raise DeadlineExceeded("the coordinator did not answer")
@@ -206,26 +237,30 @@ class MemoryChannel:
         answer = await self._coordinator.answer(self, message)
         await asyncio.sleep(self._latency_s)
         coordinator = self._coordinator
-        if coordinator.away or coordinator.stopped or self.silent or not self.open:  # the answer was lost
+        if not self.is_connected:
+            raise Unreachable("the connection was lost")
+        if coordinator.away or coordinator.stopped or self._main.silent or not self._main.open:  # the answer was lost
             await asyncio.sleep(max(0.0, start + deadline_s - now_s()))
             raise DeadlineExceeded("the coordinator did not answer")
         assert isinstance(answer, reply)
         return answer
 
     def _hears(self, message: Message) -> bool:
-        return self.open and not self._coordinator.away and type(message) not in self._coordinator.deaf_to
+        here = self._main.open and self.port == self._coordinator.at
+        return here and not self._coordinator.away and type(message) not in self._coordinator.deaf_to
 
     async def push(self, message: Message) -> None:
-        if self.open and not self.silent:
+        if self._main.open and not self._main.silent:
             await self.handlers[type(message)](self, message)
 
 
 class _Control:
     def __init__(self, channel: MemoryChannel) -> None:
         self._channel = channel
+        self._dialed = {channel.port: channel}
 
     def dial(self, host: str, port: int, key: bytes) -> MemoryChannel:
-        return self._channel
+        return self._dialed.setdefault(port, self._channel.at(port))
 
     def handle(self, kind: type[Message], handler: Any) -> None:
         self._channel.handlers[kind] = handler
@@ -248,10 +283,16 @@ class MemoryNode:
 
 
 def make_client(
-    coordinator: MemoryCoordinator, endpoint: MemoryEndpoint, me: Identity, keys: CurveKeys, latency_s: float
+    coordinator: MemoryCoordinator,
+    endpoint: MemoryEndpoint,
+    me: Identity,
+    keys: CurveKeys,
+    latency_s: float,
+    ports: tuple[int, ...] = (1,),
 ) -> tuple[CoordinatorClient, MemoryChannel]:
     channel = MemoryChannel(coordinator, keys, latency_s)
     node: Any = MemoryNode(channel, endpoint)
-    invite = Invite("127.0.0.1", 1, coordinator.run.run.name, coordinator.keys.public)
+    addresses = tuple(("127.0.0.1", port) for port in ports)
+    invite = Invite(addresses, coordinator.run.run.name, coordinator.keys.public)
     info = MemberInfo(name="fake", role="trainer", device=_DEVICE)
     return CoordinatorClient(node, me, keys, invite, info), channel

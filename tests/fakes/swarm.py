@@ -47,14 +47,18 @@ def run_toml(
 
 class SimMember:
     """Plain gradient descent with step 1 from an anchor of zeros; one sample is one token. ``processes_before``: how
-    many of the same identity there were, each with a transport key of its own."""
+    many of the same identity there were, each with a transport key of its own. ``ports``: the coordinator's, as the
+    invite names them."""
 
     processes_before = 0
+    ports: tuple[int, ...] = (1,)
 
     def __init__(self, swarm: "Swarm", number: int, latency_s: float) -> None:
         self.identity, keys = identity(number), curve_keys(number + 50 * self.processes_before)
         self.endpoint = swarm.network.endpoint(self.identity.peer_id)
-        self.client, self.channel = make_client(swarm.coordinator, self.endpoint, self.identity, keys, latency_s)
+        self.client, self.channel = make_client(
+            swarm.coordinator, self.endpoint, self.identity, keys, latency_s, self.ports
+        )
         self.swarm = swarm
         self.elements = swarm.elements
         self.anchor, self.version = torch.zeros(self.elements), 0

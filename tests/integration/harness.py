@@ -315,13 +315,20 @@ class Swarm:
         path.write_text(text)
         return path
 
-    def host(self, toml: str, label: str = "host", launcher: Sequence[str] = SHOAL, bind: str = LOOPBACK) -> Host:
+    def host(
+        self,
+        toml: str,
+        label: str = "host",
+        launcher: Sequence[str] = SHOAL,
+        bind: str = LOOPBACK,
+        extra: Sequence[str] = (),
+    ) -> Host:
         """Returns when the invite is there."""
         folder = self._folder(label)
         path = folder / "run.toml"
         path.write_text(toml)
         options = ["--bind", bind, "--state", str(folder / "state"), "--identity", str(folder / "identity")]
-        command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl")]
+        command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl"), *extra]
         return self._add(Host(label, command, folder, path))
 
     def member(
@@ -410,7 +417,8 @@ def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:
 
 
 def invite_with(invite: str, **changes: Any) -> str:
-    """The invite with other parts: ``host``, ``port``, ``run``, ``key``."""
+    """The invite with other parts: ``host``, ``port``, ``addresses``, ``run``, ``key``."""
     parts = Invite.parse(invite)
-    fields = {"host": parts.host, "port": parts.port, "run": parts.run, "key": parts.key} | changes
-    return str(Invite(**fields))
+    (host, port), *others = parts.addresses
+    first = (changes.pop("host", host), changes.pop("port", port))
+    return str(Invite(**{"addresses": (first, *others), "run": parts.run, "key": parts.key} | changes))

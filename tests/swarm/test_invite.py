@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import InviteError
-from shoal.swarm.invite import Invite, parse_address
+from shoal.swarm.invite import Address, Invite, parse_address, parse_addresses
 
 KEY = base64.urlsafe_b64encode(bytes(range(32))).decode().rstrip("=")
 
@@ -18,13 +18,12 @@ hosts = st.one_of(
 
 
 @given(
-    hosts,
-    st.integers(1, 65_535),
+    st.lists(st.tuples(hosts, st.integers(1, 65_535)), min_size=1, max_size=8, unique=True),
     st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True),
     st.binary(min_size=32, max_size=32),
 )
-def test_round_trip(host: str, port: int, run: str, key: bytes) -> None:
-    invite = Invite(host, port, run, key)
+def test_round_trip(addresses: list[Address], run: str, key: bytes) -> None:
+    invite = Invite(tuple(addresses), run, key)
     assert Invite.parse(str(invite)) == invite
     assert Invite.parse(f"  {invite}\n") == invite
 
@@ -48,6 +47,15 @@ def test_round_trip(host: str, port: int, run: str, key: bytes) -> None:
         f"shoal://ho st:5/run?key={KEY}",
         f"shoal://a;b:5/run?key={KEY}",
         f"shoal://*:5/run?key={KEY}",
+        f"shoal://,/run?key={KEY}",
+        f"shoal://a:1,/run?key={KEY}",
+        f"shoal://,a:1/run?key={KEY}",
+        f"shoal://a:1,,b:2/run?key={KEY}",
+        f"shoal://a:1,b/run?key={KEY}",
+        f"shoal://a:1, b:2/run?key={KEY}",
+        f"shoal://a:1;b:2/run?key={KEY}",
+        f"shoal://[::1]:1,::2:2/run?key={KEY}",
+        f"shoal://{','.join(f'a:{port}' for port in range(1, 10))}/run?key={KEY}",
         f"shoal://host:5?key={KEY}",
         f"shoal://host:5/?key={KEY}",
         f"shoal://host:5/Run?key={KEY}",
@@ -71,6 +79,13 @@ def test_malformed(url: str) -> None:
         Invite.parse(url)
 
 
+def test_several_addresses() -> None:
+    invite = Invite.parse(f"shoal://First.example:1,10.0.0.2:2,[2001:DB8::3]:3/run?key={KEY}")
+    assert invite.addresses == (("first.example", 1), ("10.0.0.2", 2), ("2001:db8::3", 3))
+    assert str(invite) == f"shoal://first.example:1,10.0.0.2:2,[2001:db8::3]:3/run?key={KEY}"
+    assert Invite.parse(f"shoal://a:1,b:2,a:1/run?key={KEY}").addresses == (("a", 1), ("b", 2))
+
+
 @given(st.text(max_size=60), st.sampled_from(["", "shoal://", "shoal://host:1/run?key=", "shoal://["]))
 def test_arbitrary_text(text: str, prefix: str) -> None:
     with contextlib.suppress(InviteError):
@@ -84,6 +99,12 @@ def test_cut_off_anywhere(cut: int) -> None:
 
 
 def test_addresses() -> None:
+    assert parse_addresses("") == ()
+    assert parse_addresses("a") == (("a", 0),)
+    assert parse_addresses("a:1, [::1]:2,c", 7) == (("a", 1), ("::1", 2), ("c", 7))
+    for text in ["a:1,", ",", "a,:2", "a b,c"]:
+        with pytest.raises(InviteError):
+            parse_addresses(text)
     assert parse_address("host") == ("host", 0)
     assert parse_address("host", 7) == ("host", 7)
     assert parse_address("0.0.0.0:80") == ("0.0.0.0", 80)

@@ -222,7 +222,7 @@ def arm_member(process: Process, levels: Path) -> None:
         process.node, process.coordinator_key, process.coordinator_port = (
             client.node,
             client.invite.key,
-            client.invite.port,
+            client.invite.addresses[0][1],
         )
         answer = await ask(client, message, reply)
         if isinstance(message, PeerToCoordinatorRoundReport):
