@@ -80,7 +80,7 @@ class Loop:
             self.optimizer.step(closure)
 
     def tree(self) -> dict[str, Any]:
-        return own_tree(self.optimizer, self.model, Carried(torch.ones(3), 12), 5)
+        return own_tree(self.optimizer, self.model, Carried(torch.ones(3), 12))
 
     def bits(self) -> list[bytes]:
         return [one.numpy().tobytes() for one in self.model.state_dict().values()]
