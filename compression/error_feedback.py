@@ -56,8 +56,9 @@ class ErrorFeedback:
 
     @property
     def residual(self) -> Tensor:
-        """A copy, ``(n,) float32``, as of the last commit."""
-        return self._residual.clone()
+        """``(n,) float32``, as of the last commit: our own memory, to be copied before the next ``begin``, ``scale`` or
+        ``load``, and not to be changed."""
+        return self._residual
 
     @property
     def in_round(self) -> bool:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from shoal.peer.capability import parse_memory
+from shoal.peer.checkpoints.retention import parse_retention
 from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
 from shoal.peer.descriptors import allow_descriptors, warn_host
@@ -106,7 +107,9 @@ def join_command(
     role: Annotated[
         JoinRole, typer.Option(help="full; contribute-only: train, reduce nothing; observe: follow the model only.")
     ] = JoinRole.full,
-    state: Annotated[Path, typer.Option(help="Where the model is saved.")] = SHOAL_HOME / "runs",
+    state: Annotated[Path, typer.Option(help="Where checkpoints are kept.")] = SHOAL_HOME / "runs",
+    keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="So many of the newest are kept.")] = "3",
+    keep_every: Annotated[int, typer.Option(min=0, help="Also one of each so many rounds, for ever; 0: none.")] = 0,
     identity: IdentityOption = SHOAL_HOME / "identity",
     log_json: LogJson = None,
     verbose: Verbose = False,
@@ -122,6 +125,7 @@ def join_command(
             bind=parse_address(bind),
             advertise=parse_address(advertise) if advertise else ("", 0),
             role=_ROLES[role],
+            checkpoints=parse_retention(keep_checkpoints, keep_every),
             on_event=reporter.on_event,
         )
         run_member(invite, options, work, reporter.watch)
@@ -142,7 +146,7 @@ def status_command(
 
 @app.command("export")
 def export_command(
-    run: Annotated[str, typer.Option(help="An invite, a run's folder, or a saved state file.")],
+    run: Annotated[str, typer.Option(help="An invite, a run's folder, or a checkpoint's.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("model.safetensors"),
 ) -> None:
     """Write a run's model for inference, from a live run (invite) or from what a member saved here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,7 +83,8 @@ class _Done:
 
 
 class LeasedSamples:
-    """Samples of this peer's leases, in four states: left to do, in hand (one batch), done, offered to a round."""
+    """Samples of this peer's leases, in four states: left to do, in hand (one batch), done, offered to a round.
+    ``steps`` and ``tokens_trained`` count on over restarts."""
 
     def __init__(self, tokens_per_sample: int) -> None:
         self._tokens_per_sample = tokens_per_sample
@@ -91,8 +93,18 @@ class LeasedSamples:
         self._offered = _Done()
         self._in_hand: tuple[int, int] | None = None
         self._recent: float | None = None
-        self._steps = 0
+        self.steps = 0
         self.tokens_trained = 0
+
+    def counters(self) -> dict[str, int]:
+        """What counts on over restarts."""
+        return {"steps": self.steps, "tokens_trained": self.tokens_trained}
+
+    def count_on(self, counters: Mapping[str, Any]) -> None:
+        """From the ``counters`` of a process before."""
+        steps, tokens = counters.get("steps"), counters.get("tokens_trained")
+        if isinstance(steps, int) and isinstance(tokens, int):
+            self.steps, self.tokens_trained = steps, tokens
 
     @property
     def left(self) -> int:
@@ -136,8 +148,8 @@ class LeasedSamples:
         self._in_hand = None
         self._done.add([(start, stop)], loss.detach().float() * (stop - start))
         self.tokens_trained += (stop - start) * self._tokens_per_sample
-        self._steps += 1
-        if self._steps % 8 == 1:  # reading a loss waits for the GPU
+        self.steps += 1
+        if self.steps % 8 == 1:  # reading a loss waits for the GPU
             self._recent = float(loss.detach())
         return stop - start
 

@@ -3,59 +3,59 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from shoal.peer.checkpoints.manifest import MANIFEST
+from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.parameters import ParameterVector, split_by_layout
 from shoal.peer.partial_state import PartialState, Wanted
 from shoal.peer.recipes import load_model, load_recipe
 from shoal.peer.replica import outer_of
-from shoal.peer.state import load_state
 from shoal.peer.state_fetch import StateFetch
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.invite import Invite
-from shoal.swarm.messages import TensorSpec
 from shoal.swarm.observer import observe
 
-_LAYOUT = TypeAdapter(tuple[TensorSpec, ...])
+log = logging.getLogger(__name__)
+
 _FETCH_S = 10.0
 
 
-def newest_state(source: Path) -> Path:
-    """The state file itself, or the one of the highest version in a run's folder. Raises ``StateFileError``."""
-    if source.is_file():
-        return source
-    found = sorted(source.glob("**/state.safetensors"))
-    if not found:
-        raise StateFileError(
-            f"{source}: no saved state here; give a run's folder (~/.shoal/runs/RUN-HASH), or its invite "
-            "while it is running"
-        )
-    return max(found, key=lambda path: load_state(path)[0].version)
+def newest_checkpoint(source: Path) -> Checkpoint:
+    """The checkpoint in this folder, or the newest whole one anywhere below it. Raises ``StateFileError``."""
+    if (source / MANIFEST).exists():
+        return read_checkpoint(FolderSource(source))
+    damaged = ""
+    for place in sorted(source.glob(f"**/round-*/{MANIFEST}"), key=lambda path: path.parent.name, reverse=True):
+        try:
+            return read_checkpoint(FolderSource(place.parent))
+        except StateFileError as error:
+            log.warning("a checkpoint is damaged, an older one may do: %s", error)
+            damaged = f" that is whole; {error}"
+    raise StateFileError(
+        f"{source}: no checkpoint here{damaged}; give a run's folder (~/.shoal/runs/RUN-HASH), a checkpoint's, or the "
+        "run's invite while it is running"
+    )
 
 
 def export_model(source: Path, out: Path) -> int:
-    """Write the anchor saved in ``source`` (a state file or a folder of them); returns its version.
+    """Write the anchor of the newest checkpoint in ``source``; returns its version.
 
     Raises ``StateFileError`` or ``StorageError``; an existing ``out`` stays as it is then.
     """
-    path = newest_state(source)
-    state, about = load_state(path)
-    try:
-        layout = _LAYOUT.validate_python([_tupled(spec) for spec in about["layout"]])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise StateFileError(f"{path}: field layout: {error}") from error
-    if sum(spec.elements for spec in layout) != state.anchor.numel():
-        raise StateFileError(f"{path}: field layout: does not fit the anchor's {state.anchor.numel()} elements")
-    write_model(
-        out, split_by_layout(state.anchor, layout), about.get("recipe"), _provenance(state.version, state.digest, about)
-    )
+    checkpoint = newest_checkpoint(source)
+    manifest, state = checkpoint.manifest, checkpoint.state
+    tensors = split_by_layout(state.anchor, manifest.layout)
+    provenance = _provenance(state.version, state.digest, manifest.run, manifest.run_hash)
+    write_model(out, tensors, manifest.recipe, provenance)
     return state.version
 
 
@@ -67,7 +67,7 @@ async def export_from_run(invite: Invite, out: Path) -> int:
     async with observe(invite) as client:
         run = client.run_file
         if run.recipe.name == "own":
-            raise RecipeError("this run has no recipe to name its parameters: export a member's saved state instead")
+            raise RecipeError("this run has no recipe to name its parameters: export a member's checkpoint instead")
         recipe = load_recipe(run)
         vector = ParameterVector(recipe.build_model(run.run.seed))
         slots = outer_of(run.outer).slots
@@ -78,8 +78,7 @@ async def export_from_run(invite: Invite, out: Path) -> int:
         wanted = Wanted(view.anchor_version, view.state_digest, shape)
         partial = PartialState(wanted, only_anchor=True)
         await StateFetch(client.node, partial, client.node.trainers, _FETCH_S).run()
-        about = {"run": run.run.name, "run_hash": run.hash.hex()}
-        provenance = _provenance(wanted.version, wanted.digest, about)
+        provenance = _provenance(wanted.version, wanted.digest, run.run.name, run.hash.hex())
         write_model(out, vector.named(partial.values[0]), recipe.config(), provenance)
         return wanted.version
 
@@ -117,14 +116,10 @@ def read_model(path: Path) -> nn.Module:
     return model
 
 
-def _tupled(spec: dict[str, Any]) -> dict[str, Any]:
-    return {**spec, "shape": tuple(spec["shape"])}
-
-
-def _provenance(version: int, digest: bytes, about: dict[str, Any]) -> dict[str, str]:
+def _provenance(version: int, digest: bytes, run: str, run_hash: str) -> dict[str, str]:
     return {
-        "run": str(about.get("run", "")),
-        "run_hash": str(about.get("run_hash", "")),
+        "run": run,
+        "run_hash": run_hash,
         "anchor_version": str(version),
         "state_digest": digest.hex(),
     }

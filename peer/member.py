@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shoal.compression import fast
 from shoal.peer.joining import CatchUp, Downloads, agree_on_state
-from shoal.peer.state import State, save_state
+from shoal.peer.state import State
 from shoal.peer.state_fetch import Report
 from shoal.peer.state_sharing import DonorState
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.outcomes import Carried, Offer, Outcome
+from shoal.swarm.averaging.outcomes import Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, StorageError, Superseded
+from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, Superseded
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
@@ -68,8 +65,6 @@ class Member:
         self._averager: Averager | None = None
         self._tasks = tasks
         self._beat_now = asyncio.Event()
-        self._next_save_s = 0.0
-        self._saving = asyncio.Lock()
         self._donor = DonorState(node, client.deadlines.patience_s)
         self._downloads: Downloads | None = None
         self._earlier: State | None = None
@@ -224,23 +219,6 @@ class Member:
         """Until the round, its phase or its closing moment changes."""
         before = self.client.view
         await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
-
-    def save_later(self, path: Path, state: State, about: dict[str, Any], carried: Carried) -> None:
-        """Write the state beside everything else; skipped where that would take more than a twentieth of the time."""
-        if time.monotonic() >= self._next_save_s:
-            self._next_save_s = math.inf
-            self._tasks.create_task(self.save(path, state, about, carried))
-
-    async def save(self, path: Path, state: State, about: dict[str, Any], carried: Carried) -> None:
-        """Write the state now. A disk that refuses is a warning: others hold the state too."""
-        async with self._saving:
-            started_s = time.monotonic()
-            try:
-                await asyncio.to_thread(save_state, path, state, about, carried)
-            except StorageError as error:
-                log.warning("going on without a saved state: %s", error)
-            finally:
-                self._next_save_s = time.monotonic() + 20 * (time.monotonic() - started_s)
 
     # Rounds -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.compression.codec import CodecError
+from shoal.peer.checkpoints.checkpoint import Checkpoint
+from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
+from shoal.peer.checkpoints.own_state import carried_of, own_tree, restore_own
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout, LeasedSamples
 from shoal.peer.local_work import AccumulatedGradient, LocalWork, OverlappedPseudoGradient, PseudoGradient
 from shoal.peer.member import Member
@@ -24,10 +28,10 @@ from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.schedule import lr_factor
-from shoal.peer.state import State, load_carried, load_state
+from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.errors import StateFileError, UserError
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel
+from shoal.swarm.errors import UserError
+from shoal.swarm.messages import PeerToCoordinatorDescribeModel, Verdict
 from shoal.swarm.run_file import OuterSection, RunFile
 
 log = logging.getLogger(__name__)
@@ -74,24 +78,36 @@ class Replica:
     the round that is being averaged."""
 
     def __init__(
-        self, run: RunFile, brought: Brought, network: NetworkThread[Member], state_file: Path, emit: Emit
+        self,
+        run: RunFile,
+        brought: Brought,
+        network: NetworkThread[Member],
+        folder: Path,
+        store: CheckpointStore | None,
+        emit: Emit,
     ) -> None:
-        """Raises ``ModelMismatch`` and ``UserError`` for a model or optimizer that cannot take part."""
+        """``folder``: of this peer in this run; ``store``: None to keep no checkpoints.
+
+        Raises ``ModelMismatch`` and ``UserError`` for a model or optimizer that cannot take part."""
         self.vector = ParameterVector(brought.model)
         self.tokens_per_sample = (brought.data.tokens_per_sample if brought.data else run.data.tokens_per_sample) or 1
         self.samples = LeasedSamples(self.tokens_per_sample)
         self.work = brought.make_work(self.vector) if brought.make_work else _local_work(run, self.vector, brought)
         self._on_mean = brought.on_mean
         self.round = 0
-        self.state_file = state_file
         self.recipe_config = brought.recipe_config
+        self._brought = brought
         self._run = run
         self._outer = outer_of(run.outer)
+        self._folder = folder
         self._network = network
         self._member = network.resource
         self._emit = emit
         self._exchange: _Exchange | None = None
         self._state: State
+        self._verdict: Verdict | None = None
+        """What made the state, where we know it."""
+        self._keeper = CheckpointKeeper(store, network, self._subject(), self._own_tree) if store else None
 
     @property
     def state(self) -> State | None:
@@ -111,16 +127,26 @@ class Replica:
     def sync(self, *, afresh: bool = False) -> None:
         """Get the run's current state: what we hold if it is that, else from others. Raises ``Interrupted``."""
         self._member.progress.activity = "syncing"
-        candidate = None if afresh else self._candidate()
-        saved = candidate is not None and candidate.version > 0
-        shape, folder = (1 + self._outer.slots, self.vector.elements), self.state_file.parent / "incoming"
+        found = None if afresh else self._find_checkpoint()
+        candidate = None if afresh else found.state if found else self._initial_state()
+        shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
         self._state = self._network.call(
             self._member.agreed_state(candidate, shape, folder, self._emit), interruptible=True
         )
-        restored = saved and self._state is candidate and self._restore_residual()
+        view = self._member.client.view
+        self._verdict = view.verdict if view.anchor_version == self._state.version else None
+        if view.verdict is not None:
+            self._heard(view.verdict)
+        carries = found is not None and self._restore(found)
         self.work.restart(self._state.anchor)
-        self._enter_round(self._member.client.view.round)
-        self._emit("synced", anchor_version=self._state.version, digest=self._state.digest.hex(), residual=restored)
+        self._enter_round(view.round)
+        self._emit(
+            "synced",
+            anchor_version=self._state.version,
+            digest=self._state.digest.hex(),
+            residual=carries,
+            checkpoint=found.manifest.round if found else None,
+        )
 
     def start_afresh(self, reason: str) -> None:
         """Drop the local work and begin again from the run's current state, once a round under way has ended."""
@@ -195,6 +221,7 @@ class Replica:
         if outcome.verdict is None:
             self._enter_round(offered_round)
         else:
+            self._heard(outcome.verdict)
             self._enter_round(outcome.verdict.round + 1)
             self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
 
@@ -217,8 +244,10 @@ class Replica:
             self._on_mean(outcome.mean, outcome.included)
         self._enter_round(verdict.round + 1)
         self._network.tell(lambda: self._member.hold(self._state))
-        new, about, carried = self._state, self._about(), self._member.averager.carried
-        self._network.tell(lambda: self._member.save_later(self.state_file, new, about, carried))
+        self._verdict = verdict
+        self._heard(verdict)
+        if self._keeper is not None:
+            self._keeper.keep(self._state, verdict)
         self._emit(
             "committed",
             round=verdict.round,
@@ -241,49 +270,57 @@ class Replica:
         progress.tokens_done = self.samples.tokens_done
         progress.round = number
 
-    # State on disk ------------------------------------------------------------------------------------------
+    # Checkpoints --------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the state to disk now, and drop what is on its way."""
+        """Have a checkpoint of the state on disk, and drop what is on its way."""
         if self._exchange is not None:
             self._exchange.outcome.cancel()
-        if self.state is not None:
-            carried = self._member.averager.carried
-            self._network.call(self._member.save(self.state_file, self._state, self._about(), carried))
+        if self._keeper is not None and self.state is not None:
+            self._keeper.finish(self._state, self._verdict)
 
-    def _candidate(self) -> State:
-        """What we hold without asking anybody: the saved state if it is the current one, else the initial one."""
-        initial = self.vector.read()
-        if self._member.client.view.anchor_version > 0 and self.state_file.exists():
-            try:
-                state, _ = load_state(self.state_file)
-                if state.values.shape == (1 + self._outer.slots, self.vector.elements):
-                    return state
-            except StateFileError as error:
-                log.warning("%s", error)
-        return State.make(initial, torch.zeros(self._outer.slots, self.vector.elements), 0)
+    def _find_checkpoint(self) -> Checkpoint | None:
+        """What an earlier process of this peer left: of the run's present state, if there is such a one."""
+        view = self._member.client.view
+        if self._keeper is None or view.anchor_version == 0:
+            return None
+        return self._keeper.find(view.anchor_version, view.state_digest)
 
-    def _restore_residual(self) -> bool:
-        """Take up the residual that was saved with this state, unless some of it may be in a mean by now."""
-        if self._member.client.view.plan is not None:
+    def _initial_state(self) -> State:
+        return State.make(self.vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
+
+    def _restore(self, checkpoint: Checkpoint) -> bool:
+        """Take up what was this peer's own; returns whether the residual, too.
+
+        Optimizer, buffers and random state of some rounds ago are better than none. The residual belongs to its state,
+        and only where none of it may be in a mean by now."""
+        own = checkpoint.own
+        if own is None or checkpoint.manifest.peer != self._member.client.peer:
+            return False
+        restore_own(own, self._brought.inner_optimizer, self._brought.model)
+        self.samples.count_on(own)
+        carried = carried_of(own, self.vector.elements)
+        if carried is None or self._state is not checkpoint.state or self._member.client.view.plan is not None:
             return False
         try:
-            carried = load_carried(self.state_file)
-            if carried is not None and carried.residual.numel() == self.vector.elements:
-                self._member.averager.restore(carried)
-                return True
-        except (StateFileError, CodecError) as error:
-            log.warning("going on without the residual that was saved: %s", error)
-        return False
+            self._member.averager.restore(carried)
+        except CodecError as error:
+            log.warning("going on without the residual of the checkpoint: %s", error)
+            return False
+        return True
 
-    def _about(self) -> dict[str, Any]:
-        return {
-            "run": self._run.run.name,
-            "run_hash": self._run.hash.hex(),
-            "run_toml": self._member.client.run_toml,
-            "recipe": self.recipe_config,
-            "layout": [spec.model_dump() for spec in self.vector.layout],
-        }
+    def _heard(self, verdict: Verdict) -> None:
+        if self._keeper is not None:
+            self._keeper.heard(verdict)
+
+    def _own_tree(self) -> dict[str, Any]:
+        carried = self._member.averager.carried
+        return {**own_tree(self._brought.inner_optimizer, self._brought.model, carried), **self.samples.counters()}
+
+    def _subject(self) -> Subject:
+        client = self._member.client
+        layout, config = self.vector.layout, self._brought.recipe_config
+        return Subject(self._run, client.run_toml, config, layout, self._outer.slots, client.coordinator_key)
 
 
 def _local_work(run: RunFile, vector: ParameterVector, brought: Brought) -> LocalWork:

@@ -15,7 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.peer.capability import describe_device
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.closing import is_due
 from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
 from shoal.peer.member import Member
@@ -50,7 +52,8 @@ Event = dict[str, Any]
 class SessionOptions:
     """Where this member lives. ``bind`` is where it listens (port 0: any free one, data on the next);
     ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
-    whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``)."""
+    whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``);
+    ``checkpoints``: which are kept, below ``state``; None: none."""
 
     identity: Path = SHOAL_HOME / "identity"
     state: Path = SHOAL_HOME / "runs"
@@ -58,6 +61,7 @@ class SessionOptions:
     bind: tuple[str, int] = ("0.0.0.0", 0)
     advertise: tuple[str, int] = ("", 0)
     role: Role = "trainer"
+    checkpoints: Retention | None = field(default_factory=Retention)
     on_event: Callable[[Event], None] | None = None
 
 
@@ -67,6 +71,7 @@ class Session:
     def __init__(self, invite: Invite, identity: Identity, options: SessionOptions, device: str) -> None:
         self.invite = invite
         self.peer = identity.peer_id
+        self._identity = identity
         self.device = device
         self.options = options
         self._network = NetworkThread(lambda: Member.open(invite, identity, options.bind, self._introduction))
@@ -109,12 +114,18 @@ class Session:
 
     def start(self, brought: Brought) -> None:
         """Agree on the model with the run and load the anchor into it. Raises ``ModelMismatch``, ``CorpusError``."""
-        folder = f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}"
-        state_file = self.options.state / folder / self.peer / "state.safetensors"
-        self._replica_or_none = Replica(self.run_file, brought, self._network, state_file, self._emit)
+        folder = self.options.state / f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}" / self.peer
+        store = self._open_checkpoints(folder)
+        self._replica_or_none = Replica(self.run_file, brought, self._network, folder, store, self._emit)
         self._replica.describe(brought.data)
         self._member.prepare_averaging(self._replica.vector.layout)
         self._replica.sync()
+
+    def _open_checkpoints(self, folder: Path) -> CheckpointStore | None:
+        retention = self.options.checkpoints
+        if retention is None:
+            return None
+        return CheckpointStore(folder / CHECKPOINTS, self.run_file.hash, self._identity, retention)
 
     @property
     def samples(self) -> LeasedSamples:
@@ -186,7 +197,7 @@ class Session:
         self._network.interrupt()
 
     def close(self) -> None:
-        """Save the state, leave the run and end the network thread."""
+        """Write a checkpoint, leave the run and end the network thread."""
         if self._replica_or_none is not None and self._network.failure is None:
             self._replica.save()
             self._say_goodbye(self._replica)

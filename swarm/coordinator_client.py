@@ -137,6 +137,11 @@ class CoordinatorClient:
         return self._view
 
     @property
+    def coordinator_key(self) -> bytes:
+        """The coordinator's identity key, which signs verdicts; after ``join``."""
+        return self._coordinator_key
+
+    @property
     def deadlines(self) -> Deadlines:
         return Deadlines(self.run_file.round.patience_s)
 

@@ -29,12 +29,13 @@ from shoal.swarm.messages import Verdict
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is made of. ``own``: None for a copy that is for others; ``verdicts``: ``pack_verdicts``."""
+    """What a checkpoint is made of. ``own``: None for a copy that is for others; ``verdicts``: up to that of the
+    checkpoint's round, oldest first."""
 
     about: About
     state: State
     own: OwnState | None
-    verdicts: bytes
+    verdicts: tuple[Verdict, ...]
 
     def files(self) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
         """Name and content in pieces of each file but the manifest."""
@@ -45,7 +46,7 @@ class Contents:
         if self.own is not None:
             self.own.wait()
             yield OWN_FILE, file_pieces(self.own.file())
-        yield VERDICTS_FILE, iter([self.verdicts])
+        yield VERDICTS_FILE, iter([pack_verdicts(self.verdicts)])
 
 
 @dataclass(frozen=True)

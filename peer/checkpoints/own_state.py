@@ -107,15 +107,14 @@ def _room_for(tensor: Tensor) -> Tensor:
 # What is in it ------------------------------------------------------------------------------------------------
 
 
-def own_tree(optimizer: Optimizer | None, model: nn.Module, carried: Carried, steps: int) -> dict[str, Any]:
-    """Everything that a peer has of its own, by reference. ``steps``: of its training loop so far."""
+def own_tree(optimizer: Optimizer | None, model: nn.Module, carried: Carried) -> dict[str, Any]:
+    """What a peer has of its own, by reference."""
     return {
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "buffers": _buffers(model),
         "residual": carried.residual,
         "residual_weight_tokens": carried.weight_tokens,
         "random": _random_state(),
-        "steps": steps,
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shoal.swarm.errors import UserError
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -25,3 +27,12 @@ class Retention:
                 first_of.setdefault(number // self.every, number)
             stay.update(first_of.values())
         return [number for number in ordered if number not in stay]
+
+
+def parse_retention(newest: str, every: int) -> Retention | None:
+    """From the command line: ``newest`` a number from 1 on, or "off" for None, no checkpoints. Raises ``UserError``."""
+    if newest == "off":
+        return None
+    if not newest.isascii() or not newest.isdigit() or int(newest) < 1:
+        raise UserError(f"--keep-checkpoints: expected a number from 1 on, or off, not {newest[:40]!r}")
+    return Retention(int(newest), every)

@@ -28,7 +28,7 @@ from shoal.swarm.identity import Identity
 
 log = logging.getLogger(__name__)
 
-FOLDER = "checkpoints"
+CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"^round-([0-9]{8,19})$")
 _WRITING, _GOING = ".new-", ".old-"
 

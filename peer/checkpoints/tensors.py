@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.peer.checkpoints.source import refuse
 from shoal.peer.parameters import split_by_layout
+from shoal.peer.state import bytes_of
 from shoal.swarm.messages import TensorSpec
 
 SHARD_BYTES = 64 * 2**20
@@ -77,12 +78,6 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         data = bytes_of(tensor)
         for start in range(0, data.nbytes, _PIECE_BYTES):
             yield data[start : start + _PIECE_BYTES]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    assert tensor.is_contiguous()
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def parse_file(data: bytes, place: str) -> dict[str, Tensor]:

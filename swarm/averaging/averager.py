@@ -74,7 +74,8 @@ class Averager:
 
     @property
     def carried(self) -> Carried:
-        """To be saved with the state that the last verdict made; not while ``average`` runs."""
+        """What belongs to the state that the last verdict made; not while ``average`` runs. The residual is our own
+        memory: copy it before the next round."""
         return Carried(self.feedback.residual, self._residual_weight)
 
     def restore(self, carried: Carried) -> None:

@@ -51,7 +51,7 @@ Outcome = Committed | CarryOn | OutOfDate
 
 @dataclass(frozen=True)
 class Carried:
-    """What a member goes into its next round with. ``residual``: (n,) float32, never changed in place;
+    """What a member goes into its next round with. ``residual``: (n,) float32;
     ``weight_tokens``: of the contributions that it stems from, 0 for none."""
 
     residual: Tensor

@@ -35,13 +35,17 @@ class FakeMember:
         self.afresh = 0
         self.held: list[State] = []
         self.client: Any = SimpleNamespace(
-            view=SimpleNamespace(round=0, anchor_version=0, plan=None), coordinator_is_away=False, run_toml=""
+            view=SimpleNamespace(round=0, anchor_version=0, state_digest=None, plan=None, verdict=None),
+            coordinator_is_away=False,
+            run_toml="",
+            coordinator_key=SIGNER.public_key,
+            peer="",
         )
         meter = SimpleNamespace(sent_bytes=0, received_bytes=0)
         self.node = SimpleNamespace(meter=meter)
         self.averager = SimpleNamespace(carried=Carried(torch.zeros(4), 0))
 
-    async def agreed_state(self, candidate: State | None, slots: int, elements: int) -> State:
+    async def agreed_state(self, candidate: Any, shape: Any, folder: Any, report: Any) -> State:
         if candidate is not None:
             self.held.append(candidate)
         return self.held[-1]
@@ -51,9 +55,6 @@ class FakeMember:
 
     def hold(self, state: State) -> None:
         self.held.append(state)
-
-    def save_later(self, *state: object) -> None:
-        """Nowhere."""
 
     async def average(self, offer: Offer) -> Outcome:
         self.offers.append(offer)
@@ -71,10 +72,13 @@ class FakeNetwork:
     def call(self, coroutine: Coroutine[Any, Any, Any], interruptible: object = False) -> Any:
         return asyncio.run(coroutine)
 
-    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Outcome]:
-        asyncio.run(coroutine)
-        self.exchange = Future()
-        return self.exchange
+    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        result, future = asyncio.run(coroutine), Future[Any]()
+        if isinstance(result, CarryOn):
+            self.exchange = future
+        else:
+            future.set_result(result)
+        return future
 
     def finish(self, future: Future[Outcome], interruptible: object = False) -> Outcome:
         if self.interrupted:
@@ -102,7 +106,8 @@ class Side:
             self.run,
             Brought(self.model, optimizer, about),
             network,
-            tmp_path / "state",
+            tmp_path,
+            None,
             lambda event, **_: self.events.append(event),
         )
         self.replica.sync()

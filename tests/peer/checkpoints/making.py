@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.checkpoints.checkpoint import Contents, pack_verdicts
+from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.manifest import About
 from shoal.peer.checkpoints.own_state import Snapshots
 from shoal.peer.checkpoints.retention import Retention
@@ -51,6 +51,8 @@ def verdict_chain(rounds: int, run_hash: bytes = RUN.hash, signer: Identity = SI
             tokens=10,
             tokens_total=10 * (number + 1),
             loss=None,
+            ended_s=1.5e9,
+            sent_bytes=0,
             previous_chain=verdicts[-1].chain if verdicts else genesis(run_hash),
             chain=bytes(32),
             signature=b"",
@@ -85,7 +87,7 @@ def contents(
         "coordinator_key": SIGNER.public_key.hex(),
     }
     snapshot = None if own is None else Snapshots().take(own)
-    return Contents(About(**{**about, **changes}), state, snapshot, pack_verdicts(verdicts))
+    return Contents(About(**{**about, **changes}), state, snapshot, verdicts)
 
 
 def open_store(folder: Path, retention: Retention | None = None) -> CheckpointStore:

@@ -80,7 +80,7 @@ class Loop:
             self.optimizer.step(closure)
 
     def tree(self) -> dict[str, Any]:
-        return own_tree(self.optimizer, self.model, Carried(torch.ones(3), 12), 5)
+        return own_tree(self.optimizer, self.model, Carried(torch.ones(3), 12))
 
     def bits(self) -> list[bytes]:
         return [one.numpy().tobytes() for one in self.model.state_dict().values()]
@@ -199,7 +199,7 @@ def test_every_type_of_tensor_comes_back(dtype: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [object(), {1.5: 2}, {True: 1}, {(1,): 2}, 1j, b"x", {1, 2}, torch.ones(2).to_sparse(), np.ones(2)],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_has_no_plain_form_is_named(value: Any) -> None:
     with pytest.raises(NotPlain, match="a/0"):

@@ -1,0 +1,152 @@
+"""Checkpoints of a peer that trains: after every round, written beside the training, in a twentieth of the time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents
+from shoal.peer.checkpoints.manifest import About
+from shoal.peer.checkpoints.own_state import Snapshots
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.network_thread import NetworkThread
+from shoal.peer.state import State
+from shoal.swarm.errors import RecipeError, StorageError
+from shoal.swarm.links import in_thread
+from shoal.swarm.messages import TensorSpec, Verdict
+from shoal.swarm.run_file import RunFile
+
+log = logging.getLogger(__name__)
+
+_SHARE = 20
+"""Writing takes at most one part in so many of the time."""
+
+_RECENT_VERDICTS = 64
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What all checkpoints of a member are of."""
+
+    run: RunFile
+    run_toml: str
+    recipe_config: dict[str, Any] | None
+    layout: tuple[TensorSpec, ...]
+    outer_vectors: int
+    coordinator_key: bytes
+
+    def about(self, state: State, verdict: Verdict) -> About:
+        """``state`` is what ``verdict`` made. Raises ``RecipeError`` for a config that is no JSON."""
+        try:
+            recipe = json.loads(json.dumps(self.recipe_config, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"the recipe's config has to be JSON, to stand in checkpoints: {error}") from error
+        return About(
+            run=self.run.run.name,
+            run_hash=self.run.hash.hex(),
+            run_toml=self.run_toml,
+            recipe=recipe,
+            layout=self.layout,
+            outer_vectors=self.outer_vectors,
+            round=verdict.round,
+            anchor_version=state.version,
+            state_digest=state.digest.hex(),
+            chain=verdict.chain.hex(),
+            tokens=verdict.tokens_total,
+            coordinator_key=self.coordinator_key.hex(),
+        )
+
+    def fits(self, checkpoint: Checkpoint) -> bool:
+        """Whether it is of our model."""
+        manifest = checkpoint.manifest
+        return (manifest.layout, manifest.outer_vectors) == (self.layout, self.outer_vectors)
+
+
+class CheckpointKeeper:
+    """For the training thread, which only takes the snapshot. ``own``: gives the tree of what is this peer's own."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        network: NetworkThread[Any],
+        subject: Subject,
+        own: Callable[[], dict[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self._network = network
+        self._subject = subject
+        self._own = own
+        self._clock = clock
+        self._snapshots = Snapshots()
+        self._writing: futures.Future[None] | None = None
+        self._next_s = -math.inf
+        self._trouble = ""
+        self._verdicts: tuple[Verdict, ...] = ()
+
+    def find(self, version: int, digest: bytes | None) -> Checkpoint | None:
+        """That of the run's present state, else the newest whole one of our model; None where there is none."""
+        found = self.store.load_newest(version, digest) or self.store.load_newest()
+        if found is not None and not self._subject.fits(found):
+            log.warning("the checkpoint of round %d is of another model; going on without", found.manifest.round)
+            return None
+        return found
+
+    def heard(self, verdict: Verdict) -> None:
+        """Each verdict, as it comes to be known."""
+        if self._verdicts and verdict.chain == self._verdicts[-1].chain:
+            return
+        follows = bool(self._verdicts) and verdict.previous_chain == self._verdicts[-1].chain
+        self._verdicts = (*self._verdicts[1 - _RECENT_VERDICTS :], verdict) if follows else (verdict,)
+
+    def keep(self, state: State, verdict: Verdict) -> None:
+        """Write a checkpoint of what ``verdict`` made, beside everything else; skipped while one is being written, or
+        where that would take more than its share of the time."""
+        if self._writing is not None and self._writing.done():
+            self._settle()
+        if self._writing is None and self._clock() >= self._next_s:
+            self._begin(state, verdict)
+
+    def finish(self, state: State, verdict: Verdict | None) -> None:
+        """At the end: returns when the state is on disk, if the disk takes it. ``verdict``: None where it is not known,
+        and then nothing is written."""
+        self._settle()
+        kept = {(one.anchor_version, one.digest) for one in self.store.kept()}
+        if verdict is not None and (state.version, state.digest) not in kept:
+            self._begin(state, verdict)
+            self._settle()
+
+    def _begin(self, state: State, verdict: Verdict) -> None:
+        about, own = self._subject.about(state, verdict), self._snapshots.take(self._own())
+        upto = next((at for at, one in enumerate(self._verdicts) if one.chain == verdict.chain), -1)
+        contents = Contents(about, state, own, self._verdicts[: upto + 1] or (verdict,))
+        self._writing = self._network.begin(self._write(contents))
+
+    def _settle(self) -> None:
+        """Wait for what is being written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._network.finish(writing)
+
+    async def _write(self, contents: Contents) -> None:
+        """A disk that refuses is a warning: others hold the state too, and the next try may do."""
+        started_s = self._clock()
+        try:
+            await in_thread(self.store.write, contents)
+        except StorageError as error:
+            # Once, and not after every round.
+            log.log(logging.DEBUG if self._trouble else logging.WARNING, "going on without a checkpoint: %s", error)
+            self._trouble = str(error)
+        else:
+            if self._trouble:
+                log.warning("checkpoints can be written again")
+            self._trouble = ""
+            log.debug("checkpoint of round %d: %.3f s", contents.about.round, self._clock() - started_s)
+        finally:
+            self._next_s = self._clock() + _SHARE * (self._clock() - started_s)

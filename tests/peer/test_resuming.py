@@ -1,0 +1,333 @@
+"""A member that is stopped and started again goes on from its checkpoint, with the bits that it would have had."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.peer.checkpoints.making import IDENTITY, RUN_TOML, signed
+from tests.peer.test_replica import FakeNetwork
+from torch import Tensor, nn
+
+from shoal.peer.checkpoints.checkpoint import unpack_verdicts
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.data import DataAbout
+from shoal.peer.replica import Brought, Replica
+from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed
+from shoal.swarm.errors import StorageError
+from shoal.swarm.messages import Verdict
+from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.verdicts import genesis
+
+STEPS = 4
+
+
+class Noisy(nn.Module):
+    """Draws from every generator, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + float(np.random.standard_normal()) + random.gauss(0.0, 1.0))  # type: ignore[no-any-return]
+
+
+class Run:
+    """What outlives the member: the history, one member a round, whose contribution is the mean."""
+
+    def __init__(self, algorithm: str) -> None:
+        toml = RUN_TOML.replace("[run]", f"algorithm = '{algorithm}'\n[averaging]\ncodec = 'float32'\n[run]", 1)
+        self.file = parse_run_file(toml)
+        self.verdicts: list[Verdict] = []
+
+    def end_round(self, committed: bool = True) -> Verdict:
+        verdict = Verdict(
+            round=len(self.verdicts),
+            committed=committed,
+            reason="",
+            anchor_version=sum(one.committed for one in self.verdicts) + committed,
+            plan=None,
+            digests=(),
+            tokens=10,
+            tokens_total=10 * (len(self.verdicts) + 1),
+            loss=None,
+            ended_s=0.0,
+            sent_bytes=0,
+            previous_chain=self.verdicts[-1].chain if self.verdicts else genesis(self.file.hash),
+            chain=bytes(32),
+            signature=b"",
+        )
+        self.verdicts.append(signed(verdict))
+        return self.verdicts[-1]
+
+
+class Life:
+    """One process of the member."""
+
+    def __init__(self, run: Run, folder: Path, seed: int, keeps: bool = True) -> None:
+        self.run = run
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(5)  # everybody begins with the same model
+        model = Noisy()
+        torch.manual_seed(seed)
+        self.network = Network()
+        self.member = self.network.resource
+        version = sum(one.committed for one in run.verdicts)
+        self.member.client.view = SimpleNamespace(
+            round=len(run.verdicts),
+            anchor_version=version,
+            state_digest=None,
+            plan=None,
+            verdict=run.verdicts[-1] if run.verdicts else None,
+        )
+        self.member.client.peer = IDENTITY.peer_id
+        self.member.averager = FakeAverager()
+        self.store = CheckpointStore(folder / "checkpoints", run.file.hash, IDENTITY, Retention())
+        self.events: list[dict[str, Any]] = []
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        network: Any = self.network
+        self.replica = Replica(
+            run.file,
+            Brought(model, self.optimizer if run.file.algorithm == "diloco" else None, DataAbout(bytes(32), "", 10)),
+            network,
+            folder,
+            self.store if keeps else None,
+            lambda event, **fields: self.events.append({"event": event, **fields}),
+        )
+        self.model = model
+        self.replica.sync()
+        self.replica.samples.add(0, 10_000)
+
+    def train(self) -> None:
+        for _ in range(STEPS):
+            self.replica.samples.next_batch(8)
+            x = torch.randn(8, 4)
+            loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.replica.work.step(self.replica.samples.finish(loss), 1.0)
+
+    def round(self, committed: bool = True) -> None:
+        self.train()
+        self.network.resource.average = self._average  # type: ignore[method-assign]
+        self._committed = committed
+        self.replica.close_round()
+
+    async def _average(self, offer: Any) -> Any:
+        verdict = self.run.end_round(self._committed)
+        self.member.averager.carried = Carried(offer.contribution * 0.5, offer.weight_tokens)
+        if self._committed:
+            return Committed(offer.contribution.clone(), verdict, included=True)
+        return CarryOn("for the test", verdict)
+
+    def stop(self) -> None:
+        self.replica.save()
+
+    @property
+    def digest(self) -> bytes:
+        assert self.replica.state is not None
+        return self.replica.state.digest
+
+    def bits(self) -> list[bytes]:
+        carried = self.member.averager.carried.residual
+        return [self.digest, *(one.numpy().tobytes() for one in [carried, *self.model.state_dict().values()])]
+
+
+class Network(FakeNetwork):
+    """Every coroutine is done at once."""
+
+    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        done: Future[Any] = Future()
+        done.set_result(asyncio.run(coroutine))
+        return done
+
+
+class FakeAverager:
+    def __init__(self) -> None:
+        self.carried = Carried(torch.zeros(49), 0)
+
+    def restore(self, carried: Carried) -> None:
+        self.carried = carried
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "virtual_batch"])
+@pytest.mark.parametrize("stopped_after", [1, 3])
+def test_who_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, algorithm: str, stopped_after: int) -> None:
+    one = Life(Run(algorithm), tmp_path / "one", 0)
+    for _ in range(5):
+        one.round()
+
+    run = Run(algorithm)
+    first = Life(run, tmp_path / "two", 0)
+    for _ in range(stopped_after):
+        first.round()
+    first.stop()
+    second = Life(run, tmp_path / "two", 99)
+    assert second.events[-1] == {
+        "event": "synced",
+        "anchor_version": stopped_after,
+        "digest": first.digest.hex(),
+        "residual": True,
+        "checkpoint": stopped_after - 1,
+    }
+    assert second.replica.samples.tokens_trained == stopped_after * STEPS * 80
+    for _ in range(5 - stopped_after):
+        second.round()
+    assert second.bits() == one.bits()
+
+
+def test_it_does_matter(tmp_path: Path) -> None:
+    """Without its own part the same member goes elsewhere."""
+    one = Life(Run("diloco"), tmp_path / "one", 0)
+    one.round()
+    one.round()
+    run = Run("diloco")
+    two = Life(run, tmp_path / "two", 0)
+    two.round()
+    two.stop()
+    (two.store.kept()[0].folder / "peer.safetensors").unlink()
+    again = Life(run, tmp_path / "two", 99)
+    assert again.digest == two.digest
+    assert again.events[-1]["residual"] is False
+    again.round()
+    assert again.bits() != one.bits()
+
+
+def test_a_checkpoint_is_written_after_each_committed_round_and_no_aborted_one(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    clock = Clock()
+    life.replica._keeper._clock = clock  # type: ignore[union-attr]
+    for committed in (True, False, True, False):
+        life.round(committed)
+    assert [one.round for one in life.store.kept()] == [2, 0]
+    life.stop()
+    assert [one.round for one in life.store.kept()] == [2, 0], "that state is there already"
+    chain = life.store.load(life.store.kept()[0]).verdicts
+    assert [one.round for one in unpack_verdicts(chain, "")] == [0, 1, 2]
+
+
+class Clock:
+    """Moves by ``write_s`` whenever something is written."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def slow_disk(monkeypatch: pytest.MonkeyPatch, clock: Clock, write_s: float) -> None:
+    real: Callable[..., Any] = CheckpointStore.write
+
+    def write(self: CheckpointStore, contents: Any) -> Any:
+        clock.now_s += write_s
+        return real(self, contents)
+
+    monkeypatch.setattr(CheckpointStore, "write", write)
+
+
+def test_writing_takes_at_most_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life, clock = Life(Run("diloco"), tmp_path, 0), Clock()
+    life.replica._keeper._clock = clock  # type: ignore[union-attr]
+    slow_disk(monkeypatch, clock, 1.0)
+    for _ in range(45):
+        life.round()
+        clock.now_s += 1.0
+    # Each takes 1 s, and then 20 s are for other things.
+    assert [one.round for one in life.store.kept()] == [40, 20, 0]
+    life.stop()
+    assert life.store.kept()[0].round == 44, "at the end always"
+    again = Life(life.run, tmp_path, 1)
+    assert again.digest == life.digest
+
+
+def test_while_one_is_written_the_next_is_skipped(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    begun: list[Coroutine[Any, Any, Any]] = []
+    keeper = life.replica._keeper
+    assert keeper is not None
+    pending: Future[None] = Future()
+    keeper._network = SimpleNamespace(  # type: ignore[assignment]
+        begin=lambda coroutine: (begun.append(coroutine), pending)[1], finish=lambda future: future.result(timeout=0)
+    )
+    for _ in range(3):
+        life.round()
+    assert len(begun) == 1
+    asyncio.run(begun[0])
+    pending.set_result(None)
+    keeper._next_s = -1.0
+    life.round()
+    assert len(begun) == 2
+    begun[1].close()
+    assert [one.round for one in life.store.kept()] == [0]
+
+
+def test_a_full_disk_is_one_warning_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    life, clock = Life(Run("diloco"), tmp_path, 0), Clock()
+    life.replica._keeper._clock = clock  # type: ignore[union-attr]
+
+    def full(*_: object) -> None:
+        raise StorageError("no space; free some")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "write", full)
+        for _ in range(3):
+            life.round()
+    assert caplog.text.count("no space; free some") == 1
+    life.round()
+    assert "can be written again" in caplog.text
+    assert [one.round for one in life.store.kept()] == [3]
+    assert life.replica.state is not None
+    assert life.replica.state.version == 4, "and training went on"
+
+
+def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0, keeps=False)
+    life.round()
+    life.stop()
+    assert not (tmp_path / "checkpoints").exists()
+    assert Life(life.run, tmp_path, 1, keeps=False).events[-1]["checkpoint"] is None
+
+
+def test_a_checkpoint_of_another_model_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    life.round()
+    life.stop()
+    keeper = life.replica._keeper
+    assert keeper is not None
+    keeper._subject = replace(keeper._subject, outer_vectors=2)
+    assert keeper.find(1, None) is None
+    assert "is of another model" in caplog.text
+
+
+def test_what_another_peer_had_of_its_own_is_not_taken(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    life.round()
+    life.stop()
+    found = life.store.load(life.store.kept()[0])
+    other = Life(life.run, tmp_path, 1)
+    other.member.client.peer = "b" * 16
+    assert other.replica._restore(found) is False
+
+
+def test_the_residual_is_not_taken_while_a_round_may_hold_it(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    life.round()
+    life.stop()
+    found = life.store.load(life.store.kept()[0])
+    other = Life(life.run, tmp_path, 1)
+    other.replica._state = found.state
+    assert other.replica._restore(found) is True
+    other.member.client.view.plan = object()
+    assert other.replica._restore(found) is False
