@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from shoal.compression import fast
+from shoal.peer.own_states import OwnStates
 from shoal.peer.state import State
 from shoal.peer.state_sharing import fetch_state, offer_state, withdraw_state
 from shoal.swarm.averaging.averager import Averager
@@ -17,9 +18,11 @@ from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, Superseded
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
+from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
+    KeptState,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
@@ -65,6 +68,7 @@ class Member:
         self._beat_now = asyncio.Event()
         self._offered: list[int] = []
         self._earlier: State | None = None
+        self._kept: tuple[KeptState, ...] = ()
         self.rejoined = False
         self._probed_bps = 0.0
 
@@ -144,6 +148,7 @@ class Member:
             bytes_received=self.node.meter.received_bytes,
             bandwidth_bps=max(self.node.meter.bandwidth_bps, self._probed_bps),
             roster_version=0,
+            kept=self._kept if state is None else (),
         )
         try:
             await self.client.heartbeat(heartbeat)
@@ -169,29 +174,44 @@ class Member:
         self.state, self._earlier = state, None
         self._beat_now.set()
 
-    async def agreed_state(self, candidate: State | None, slots: int, elements: int) -> State:
-        """The run's current state: the candidate, or what we held before we started afresh, where it is that, else
-        fetched from others. Waits for a donor."""
-        candidate = candidate or self._earlier
+    async def agreed_state(self, own: OwnStates, slots: int, elements: int) -> State:
+        """The run's current state: one of our own, or what we held before we started afresh, where it is that, else
+        fetched from others. Waits for a donor, or until the run goes back to what somebody has."""
+        own.earlier = self._earlier
         while True:
             view = self.client.view
-            if candidate is not None and candidate.version == view.anchor_version:
-                self.hold(candidate)
-                await self.beat()
-                view = self.client.view
-                if view.state_digest == candidate.digest and view.anchor_version == candidate.version:
-                    return candidate
+            mine = await in_thread(own.find, view.anchor_version, view.state_digest)
+            if mine is not None and await self._is_agreed(mine):
+                return mine
+            view = self.client.view
             if view.state_digest is None:
                 log.info("nobody holds version %d yet; waiting for a peer that does", view.anchor_version)
-                await self.client.wait_for(lambda new: new.state_digest is not None, 2.0)
+                await self._tell_kept(own)
+                await self.client.wait_for(lambda new, old=view: _is_news(old, new), 2.0)  # type: ignore[misc]
                 continue
-            with suppress(LinkError):
+            try:
                 state = await self._fetch(view, slots, elements)
-                self.hold(state)
-                await self.beat()
-                if self.client.view.anchor_version == state.version:
+                if await self._is_agreed(state):
                     return state
+            except LinkError as error:
+                log.debug("the state cannot be had: %s", error)
+                await self._tell_kept(own)
             await asyncio.sleep(0.2)
+
+    async def _is_agreed(self, state: State) -> bool:
+        """Hold it, and see whether it is the run's; else we hold none."""
+        self.hold(state)
+        await self.beat()
+        view = self.client.view
+        if (view.anchor_version, view.state_digest) == (state.version, state.digest):
+            return True
+        self.state = None
+        return False
+
+    async def _tell_kept(self, own: OwnStates) -> None:
+        """Say what we could go back to: it may be that nobody has anything newer."""
+        self._kept = await in_thread(own.tell)
+        await self.beat()
 
     async def _fetch(self, view: RunView, slots: int, elements: int) -> State:
         assert view.state_digest is not None
@@ -249,3 +269,8 @@ class Member:
 
     async def average(self, offer: Offer) -> Outcome:
         return await self.averager.average(offer)
+
+
+def _is_news(old: RunView, new: RunView) -> bool:
+    """Whether somebody holds the run's state by now, or the run has gone back."""
+    return new.state_digest is not None or new.anchor_version != old.anchor_version
