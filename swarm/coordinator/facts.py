@@ -11,8 +11,11 @@ from shoal.swarm.messages import (
     Count,
     DeviceInfo,
     Digest,
+    Key,
+    Loss,
     PeerId,
     PeerToCoordinatorDescribeModel,
+    Phase,
     Record,
     RosterEntry,
     RoundPlan,
@@ -64,15 +67,6 @@ class LeaseGranted(Fact):
     ranges: tuple[SampleRange, ...]
 
 
-class LeasesHeld(Fact):
-    """All leases at once, so that the journal can forget the grants before it. ``answered``: everybody's last."""
-
-    fresh: Count
-    pool: tuple[SampleRange, ...]
-    held: dict[str, tuple[SampleRange, ...]]
-    answered: tuple[LeaseGranted, ...]
-
-
 class CoordinatorStarted(Fact):
     """A process took over the journal. Every later one's ``epoch`` is larger, also where its clock is behind."""
 
@@ -109,6 +103,44 @@ class VerdictGiven(Fact):
     failed: tuple[PeerId, ...] = ()
 
 
+class MemberKept(Record):
+    """What a journal has to bring back of one member."""
+
+    entry: RosterEntry
+    device: DeviceInfo
+    alive: bool
+    tokens_committed: Count
+    barred_rounds: Count
+    failures: Count
+
+
+class RunSnapshot(Fact):
+    """All that the facts before it have made of the run, as it was between two rounds: a journal that was compacted
+    begins with it. ``members``: in the order in which they joined first; ``replaced``: CURVE keys of processes in whose
+    place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples; ``answered``:
+    everybody's last lease."""
+
+    epoch: Count
+    round: Count
+    phase: Phase
+    model: PeerToCoordinatorDescribeModel | None
+    anchor_version: Count
+    agreed_digest: Digest | None
+    chain: Digest
+    verdict: Verdict | None
+    rounds_committed: Count
+    rounds_aborted: Count
+    tokens_committed: Count
+    loss: Loss | None
+    elapsed_s: Seconds
+    members: tuple[MemberKept, ...]
+    replaced: tuple[Key, ...]
+    fresh: Count
+    pool: tuple[SampleRange, ...]
+    held: dict[str, tuple[SampleRange, ...]]
+    answered: tuple[LeaseGranted, ...]
+
+
 FACTS: dict[str, type[Fact]] = {cls.__name__: cls for cls in Fact.__subclasses__()}
 
 
@@ -119,7 +151,7 @@ def pack_fact(fact: Fact) -> bytes:
 
 
 def unpack_fact(data: bytes) -> Fact:
-    """Raises ``StorageError`` when the journal's row is damaged or of a later release."""
+    """Raises ``StorageError`` when the record is of a later release, or none of ours."""
     try:
         name, body = _pair(msgpack.unpackb(data, use_list=False))
         return FACTS[name].model_validate(body)
