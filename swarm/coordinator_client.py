@@ -166,11 +166,9 @@ class CoordinatorClient:
 
     def _take(self, view: RunView) -> None:
         old = self._view
-        if old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence):
-            return
+        # Late, or from a coordinator that goes on from an old copy of its journal; that one we show what it lacks.
         self._is_ahead = old is not None and old.verdict is not None and view.round <= old.verdict.round
-        if self._is_ahead:
-            log.warning("the coordinator speaks of round %d, which has ended: its journal is an old copy", view.round)
+        if self._is_ahead or (old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence)):
             return
         verdict = view.verdict
         if verdict is None and view.verdict_chain is not None:
