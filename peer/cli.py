@@ -66,15 +66,18 @@ def host_command(
     advertise: Annotated[
         str, typer.Option(help="HOST[:PORT] that the invite shall name; several with commas: A:1,B:2.")
     ] = "",
-    state: Annotated[Path, typer.Option(help="Where the journal is kept.")] = SHOAL_HOME / "host",
-    identity: IdentityOption = SHOAL_HOME / "identity",
+    state: Annotated[Path, typer.Option(help="Where journal and identity are kept, in a folder per run.")] = (
+        SHOAL_HOME / "host"
+    ),
+    backup: Annotated[Path | None, typer.Option(help="Keep all of that in this folder, too, up to date.")] = None,
+    identity: Annotated[Path | None, typer.Option(help="The host's keys; the run's own in --state by default.")] = None,
     log_json: LogJson = None,
     verbose: Verbose = False,
 ) -> None:
     """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
     setup_logging(console, verbose)
     warn_host(allow_descriptors())
-    options = HostOptions(identity, state, parse_address(bind, DEFAULT_PORT), parse_addresses(advertise))
+    options = HostOptions(identity, state, parse_address(bind, DEFAULT_PORT), parse_addresses(advertise), backup)
 
     def on_start(hosting: Hosting) -> None:
         console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")

@@ -9,27 +9,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.peer.session import SHOAL_HOME
+from shoal.swarm import durable
+from shoal.swarm.coordinator.backup import Backup
 from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.journal_files import JOURNAL
 from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.errors import StorageError
+from shoal.swarm.errors import IdentityError, StorageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Address, Invite
 from shoal.swarm.run_file import load_run_file
 
 DEFAULT_PORT = 7707
+IDENTITY_FILE = "identity"
 _PORT_FILE = "port.txt"
 
 
 @dataclass(frozen=True)
 class HostOptions:
-    """``bind``: where to listen; port 0 takes any free one, and the same one again after a restart.
-    ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one."""
+    """``identity``: the file with the host's keys, by default the run's own in its folder under ``state``.
+    ``bind``: where to listen; port 0 takes any free one, and the same one again after a restart.
+    ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one.
+    ``backup``: another place for all that is kept in ``state``."""
 
-    identity: Path
+    identity: Path | None
     state: Path
     bind: tuple[str, int] = ("0.0.0.0", DEFAULT_PORT)
     advertise: tuple[Address, ...] = ()
+    backup: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,13 @@ async def host(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …"""
     text, run = load_run_file(run_path)
-    identity = Identity.load_or_create(options.identity)
     state = options.state / run.run.name
-    journal = Journal(state / "journal.sqlite", run.hash, text)
+    identity, pem = _identity(options.identity, state)
+    backup = Backup(options.backup / run.run.name) if options.backup else None
+    if backup is not None:
+        backup.keep("run.toml", text.encode())
+        backup.keep(IDENTITY_FILE, pem, 0o600)
+    journal = Journal(state, run.hash, text, backup)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -64,8 +76,11 @@ async def host(
             advertised = options.advertise or ((_own_address(options.bind[0]), port),)
             addresses = tuple((one, its_port or port) for one, its_port in advertised)
             invite = Invite(addresses, run.run.name, service.node.control.keys.public)
-            _write(state / _PORT_FILE, f"{port}\n")
-            _write(state / "invite.txt", f"{invite}\n")
+            for name, line in ((_PORT_FILE, f"{port}\n"), ("invite.txt", f"{invite}\n")):
+                _write(state / name, line.encode())
+                if backup is not None:
+                    backup.keep(name, line.encode())
+            _write(state / "run.toml", text.encode())
             service.observe(on_fact)
             on_start(Hosting(invite, run.hash, state, service.machine.round.number))
             await service.wait(stop)
@@ -81,9 +96,31 @@ def _earlier_port(state: Path) -> int:
         return 0
 
 
-def _write(path: Path, text: str) -> None:
+def _identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
+    """The host's keys and their file's bytes.
+
+    A run's own are in its folder, so that the folder is all that another machine needs. A run that earlier releases
+    have begun goes on with this user's, which were theirs."""
+    path = given or state / IDENTITY_FILE
     try:
-        path.write_text(text)
+        if given is None and not path.exists() and (state / JOURNAL).exists():
+            before = SHOAL_HOME / IDENTITY_FILE
+            if not before.exists():
+                raise IdentityError(
+                    f"{path} is missing, and members trust no other: restore it from the backup, or name the file with "
+                    "--identity"
+                )
+            Identity.load_or_create(before)  # refuses what is no identity, or is open to others
+            durable.put(path, before.read_bytes(), 0o600)
+        identity = Identity.load_or_create(path)
+        return identity, path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be used as identity file: {error}") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        durable.put(path, data)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error}") from error
 

@@ -25,6 +25,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
+    PeerToCoordinatorShowVerdict,
     Role,
     RunView,
 )
@@ -71,6 +72,8 @@ class CoordinatorClient:
         self._line = Line(node.control, invite)
         self._coordinator_key = b""
         self._view: RunView | None = None
+        self._is_ahead = False
+        """We know of a verdict that the coordinator has forgotten."""
         self._closes_at_s: float | None = None
         self._roster_version = 0  # no run has that one: the next view brings the roster
         self._changed = asyncio.Event()
@@ -163,7 +166,9 @@ class CoordinatorClient:
 
     def _take(self, view: RunView) -> None:
         old = self._view
-        if old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence):
+        # Late, or from a coordinator that goes on from an old copy of its journal; that one we show what it lacks.
+        self._is_ahead = old is not None and old.verdict is not None and view.round <= old.verdict.round
+        if self._is_ahead or (old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence)):
             return
         verdict = view.verdict
         if verdict is None and view.verdict_chain is not None:
@@ -237,6 +242,8 @@ class CoordinatorClient:
         known = {"roster_version": self._roster_version, "verdict_chain": self.view.verdict_chain}
         beat = heartbeat.model_copy(update=known)
         await self.ask(beat, CoordinatorToPeerView)
+        if self._is_ahead and self.view.verdict is not None:
+            await self.ask(PeerToCoordinatorShowVerdict(verdict=self.view.verdict), Acknowledged)
 
     def _require_place(self) -> None:
         if self._superseded:

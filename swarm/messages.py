@@ -188,6 +188,7 @@ class Verdict(Record):
     ``chain`` is SHA-256 over the previous chain and this verdict's content (``verdicts.chain_hash``);
     ``digests`` are those of the parts' result bytes, in the plan's order, None for a void part: nobody's mean is
     applied there, and what was offered is offered again. Empty when aborted;
+    ``run_hash`` says of which run it is, as a host may have several;
     ``tokens`` are this round's, ``tokens_total`` all committed ones up to and with it; ``ended_s`` is the coordinator's
     word for when that was; ``sent_bytes`` are what members said that they sent since the verdict before.
     ``anchor_version`` is the run's from now on: one more when committed, the same when aborted, and lower where an
@@ -205,6 +206,7 @@ class Verdict(Record):
     loss: Loss | None
     ended_s: UnixTime
     sent_bytes: Count
+    run_hash: Digest = bytes(32)
     previous_chain: Digest
     chain: Digest
     signature: Annotated[bytes, Field(max_length=64)]
@@ -332,6 +334,12 @@ class PeerToCoordinatorLeave(Message):
     """Going away on purpose; unfinished leases are free again at once."""
 
     reason: Text
+
+
+class PeerToCoordinatorShowVerdict(Message):
+    """The newest verdict here, to a coordinator that speaks of an earlier round: its journal must be an old copy."""
+
+    verdict: Verdict
 
 
 class PeerToCoordinatorGetStatus(Message):

@@ -11,8 +11,11 @@ from shoal.swarm.messages import (
     Count,
     DeviceInfo,
     Digest,
+    Key,
+    Loss,
     PeerId,
     PeerToCoordinatorDescribeModel,
+    Phase,
     Record,
     RosterEntry,
     RoundPlan,
@@ -62,15 +65,6 @@ class LeaseGranted(Fact):
     round: Count
     tokens_done: Count
     ranges: tuple[SampleRange, ...]
-
-
-class LeasesHeld(Fact):
-    """All leases at once, so that the journal can forget the grants before it. ``answered``: everybody's last."""
-
-    fresh: Count
-    pool: tuple[SampleRange, ...]
-    held: dict[str, tuple[SampleRange, ...]]
-    answered: tuple[LeaseGranted, ...]
 
 
 class CoordinatorStarted(Fact):
@@ -132,6 +126,61 @@ class EpochsCovered(Fact):
     undone: Count
 
 
+class MemberKept(Record):
+    """What a journal has to bring back of one member."""
+
+    entry: RosterEntry
+    device: DeviceInfo
+    alive: bool
+    tokens_committed: Count
+    barred_rounds: Count
+    failures: Count
+    joined_version: Count
+    seen_version: Count
+
+
+class RoundKept(Record):
+    """What a journal has to bring back of one committed round behind the anchor (``rollback.CommittedRound``)."""
+
+    round: Count
+    digest: Digest
+    tokens: Count
+    took_s: Seconds
+    ranges: tuple[SampleRange, ...]
+
+
+class RunSnapshot(Fact):
+    """All that the facts before it have made of the run, as it was between two rounds: a journal that was compacted
+    begins with it. ``members``: in the order in which they joined first; ``replaced``: CURVE keys of processes in whose
+    place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples; ``answered``:
+    everybody's last lease; ``history``: the committed rounds behind the anchor; ``lost_again``, ``undone_again``:
+    samples that are trained on once more."""
+
+    epoch: Count
+    round: Count
+    phase: Phase
+    model: PeerToCoordinatorDescribeModel | None
+    anchor_version: Count
+    agreed_digest: Digest | None
+    chain: Digest
+    verdict: Verdict | None
+    rounds_aborted: Count
+    rounds_undone: Count
+    tokens_committed: Count
+    tokens_undone: Count
+    loss: Loss | None
+    elapsed_s: Seconds
+    members: tuple[MemberKept, ...]
+    replaced: tuple[Key, ...]
+    fresh: Count
+    pool: tuple[SampleRange, ...]
+    held: dict[str, tuple[SampleRange, ...]]
+    answered: tuple[LeaseGranted, ...]
+    history: tuple[RoundKept, ...]
+    lost_again: tuple[SampleRange, ...]
+    undone_again: tuple[SampleRange, ...]
+
+
 FACTS: dict[str, type[Fact]] = {cls.__name__: cls for cls in Fact.__subclasses__()}
 
 
@@ -142,7 +191,7 @@ def pack_fact(fact: Fact) -> bytes:
 
 
 def unpack_fact(data: bytes) -> Fact:
-    """Raises ``StorageError`` when the journal's row is damaged or of a later release."""
+    """Raises ``StorageError`` when the record is of a later release, or none of ours."""
     try:
         name, body = _pair(msgpack.unpackb(data, use_list=False))
         return FACTS[name].model_validate(body)

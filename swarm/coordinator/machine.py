@@ -14,6 +14,7 @@ from shoal.swarm.coordinator.bandwidth import Bandwidths
 from shoal.swarm.coordinator.coverage import epochs_covered
 from shoal.swarm.coordinator.grouping import plan_round
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, to_wire
+from shoal.swarm.coordinator.outdated import is_known, taken_over
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.rounds import Delays, Judgement, closing_moment, judge, lost_work, weighted_mean
 from shoal.swarm.coordinator.status import status_of
@@ -134,6 +135,16 @@ class RunMachine(Admission):
             self._report_delays.saw(now_s - self.round.reported_s if self.round.reports else 0.0)
             self.round.progress_s = self.round.reported_s = now_s
         self.round.reports[peer] = report
+
+    def take_over(self, verdict: Verdict, now_s: float) -> bool:
+        """A verdict that this host has given (``outdated.check_ours``). False: our journal is too old to go on."""
+        self.now_s = now_s
+        if is_known(self, verdict):
+            return True
+        fact = taken_over(self, verdict, now_s)
+        if fact is not None:
+            self.record(fact)
+        return fact is not None
 
     def tick(self, now_s: float) -> None:
         """Whatever time decides: silence, closing, planning, verdict."""
@@ -297,6 +308,7 @@ class RunMachine(Admission):
             loss=self.round.loss if judgement.committed else None,
             ended_s=round(max(0.0, now_s + self.unix_offset_s), 3),
             sent_bytes=self.sent_bytes.take(),
+            run_hash=self.run.hash,
             previous_chain=self.chain,
             chain=bytes(32),
             signature=b"",
@@ -308,9 +320,6 @@ class RunMachine(Admission):
         self.record(
             f.VerdictGiven(verdict=signed, elapsed_s=elapsed_s, lost=lost, failed=judgement.failed, went_back=went_back)
         )
-        held = {peer: to_wire(ranges) for peer, ranges in self.leases.held.items()}
-        pool, answered = to_wire(self.leases.pool), tuple(self.answered.values())
-        self.record(f.LeasesHeld(fresh=self.leases.fresh, pool=pool, held=held, answered=answered))
         self._tell_covered(covered)
 
     def _covered(self) -> int:

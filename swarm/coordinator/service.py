@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from shoal.swarm.control import Channel
-from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.facts import Fact, VerdictGiven
 from shoal.swarm.coordinator.history import read_page
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.outdated import check_ours
 from shoal.swarm.errors import LinkError, NotAdmitted, StorageError, UnknownRun
 from shoal.swarm.identity import Identity, verify_certificate
 from shoal.swarm.links import in_thread
@@ -36,6 +37,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
+    PeerToCoordinatorShowVerdict,
     PeerToPeerPing,
     PeerToPeerPong,
     RosterEntry,
@@ -130,6 +132,9 @@ class CoordinatorService:
         if self.machine.announcements != self._announced:
             self._announced = self.machine.announcements
             self._changed.set()
+        ended = any(isinstance(fact, VerdictGiven) for fact in facts)
+        if ended and self._journal.has_grown and (snapshot := self.machine.snapshot()) is not None:
+            await in_thread(self._journal.compact, snapshot)  # nobody waits for us when a round has just begun
 
     async def _tick(self) -> None:
         while not self._broken.done():
@@ -192,6 +197,7 @@ class CoordinatorService:
         handle(PeerToCoordinatorRoundReady, self._ready)
         handle(PeerToCoordinatorRoundReport, self._report)
         handle(PeerToCoordinatorLeave, self._leave)
+        handle(PeerToCoordinatorShowVerdict, self._shown)
         handle(PeerToCoordinatorGetStatus, self._status)
         handle(PeerToCoordinatorGetVerdicts, self._history)
 
@@ -309,6 +315,17 @@ class CoordinatorService:
             peer = self.machine.require_member(channel.remote_key)
             self.machine.leave(peer, message.reason, time.monotonic())
             self.machine.tick(time.monotonic())
+            await self._flush()
+        return Acknowledged()
+
+    async def _shown(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorShowVerdict)
+        verdict = message.verdict
+        async with self._lock:
+            self.machine.require_member(channel.remote_key)
+            check_ours(verdict, self.machine.run.hash, self.identity.public_key)
+            if not self.machine.take_over(verdict, time.monotonic()) and not self._broken.done():
+                self._broken.set_exception(self._journal.is_outdated(verdict.round))
             await self._flush()
         return Acknowledged()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import singledispatchmethod
 
 from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.coverage import Again
 from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, merge, subtract
 from shoal.swarm.coordinator.membership import Member, Membership
@@ -53,8 +54,8 @@ class RunState:
         self.unix_offset_s = 0.0
         """Unix time less the clock of all moments here; whoever has the clocks keeps it right."""
         self.sent_bytes = SentBytes()
-        self._started_s = now_s
-        self._elapsed_before_s = 0.0
+        self.started_s = now_s
+        self.elapsed_before_s = 0.0
         self._facts: list[f.Fact] = []
         self._tally = Tally()
 
@@ -75,6 +76,10 @@ class RunState:
         """Once the journal is taken over: whoever takes it over next shall know of us."""
         self.record(f.CoordinatorStarted(epoch=self.epoch))
 
+    def snapshot(self) -> f.RunSnapshot | None:
+        """What stands for all facts so far; None while a round is about to end, and while facts are to be taken."""
+        return None if self._facts or self.round.phase in ("closing", "averaging") else snapshot.take(self)
+
     def record(self, fact: f.Fact) -> None:
         """Observers are no part of the run's history."""
         match fact:
@@ -93,6 +98,10 @@ class RunState:
     @singledispatchmethod
     def _apply(self, fact: f.Fact) -> None:
         raise AssertionError(f"no rule for {type(fact).__name__}")
+
+    @_apply.register
+    def _(self, fact: f.RunSnapshot) -> None:
+        snapshot.restore(self, fact)
 
     @_apply.register
     def _(self, fact: f.ModelDescribed) -> None:
@@ -122,12 +131,6 @@ class RunState:
     def _(self, fact: f.LeaseGranted) -> None:
         self.leases.grant(fact.peer, from_wire(fact.ranges))
         self.answered[fact.peer] = fact
-
-    @_apply.register
-    def _(self, fact: f.LeasesHeld) -> None:
-        held = {peer: from_wire(ranges) for peer, ranges in fact.held.items()}
-        self.leases = LeaseLedger(fact.fresh, from_wire(fact.pool), held)
-        self.answered = {one.peer: one for one in fact.answered}
 
     @_apply.register
     def _(self, fact: f.CoordinatorStarted) -> None:
@@ -161,8 +164,8 @@ class RunState:
         assert verdict.round == self.round.number, "one verdict a round"
         assert verdict.previous_chain == self.chain, "an unbroken chain"
         self.verdict, self.chain = verdict, verdict.chain
-        took_s = max(0.0, fact.elapsed_s - self._elapsed_before_s)
-        self._elapsed_before_s, self._started_s = fact.elapsed_s, self.now_s
+        took_s = max(0.0, fact.elapsed_s - self.elapsed_before_s)
+        self.elapsed_before_s, self.started_s = fact.elapsed_s, self.now_s
         committed = {one.peer for one in verdict.plan.members} if verdict.committed and verdict.plan else set()
         for peer, member in self.membership.trainers().items():
             member.enter_round(peer in committed)
@@ -259,7 +262,7 @@ class RunState:
 
     def elapsed_s(self, now_s: float) -> float:
         """How long the run has been going, without the time that the coordinator was away."""
-        return max(0.0, self._elapsed_before_s + now_s - self._started_s)
+        return max(0.0, self.elapsed_before_s + now_s - self.started_s)
 
     def _must_resync(self, member: Member) -> bool:
         """It holds another state than this version's, or a version that the run has gone back behind."""

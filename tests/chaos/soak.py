@@ -78,7 +78,7 @@ class Soak:
         members = forked_members(swarm, host.invite, ["peer-0"])
         members[0].event("synced", START_S)  # whoever has the state is the first to be asked for it
         members += forked_members(swarm, host.invite, [f"peer-{number}" for number in range(1, peers)])
-        return cls(host, members, Audit(load_run_file(host.run_file)[1].hash))
+        return cls(host, members, Audit(load_run_file(host.run_file)[1]))
 
     # Churn ------------------------------------------------------------------------------------------------------
 

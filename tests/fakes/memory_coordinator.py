@@ -13,6 +13,7 @@ from shoal.swarm.coordinator.facts import Fact, VerdictGiven
 from shoal.swarm.coordinator.history import read_page
 from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.outdated import check_ours
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable
 from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
@@ -33,6 +34,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
+    PeerToCoordinatorShowVerdict,
     RosterEntry,
 )
 from shoal.swarm.run_file import parse_run_file
@@ -61,6 +63,7 @@ class MemoryCoordinator:
         self.identity = identity(1_000_000)
         self.keys = curve_keys(199)
         self.away = False
+        self.is_outdated = False
         self.stopped = False
         self.at = 1
         self.deaf_ports: set[int] = set()
@@ -151,6 +154,11 @@ class MemoryCoordinator:
                 answer = CoordinatorToPeerLease(ranges=to_wire(machine.request_lease(peer, message, now)))
             case PeerToCoordinatorGetVerdicts():
                 answer = read_page(self, message.first)
+            case PeerToCoordinatorShowVerdict():
+                check_ours(message.verdict, self.run.hash, self.identity.public_key)
+                if not machine.take_over(message.verdict, now):
+                    self.away = self.is_outdated = True
+                answer = Acknowledged()
             case PeerToCoordinatorLeave():
                 machine.leave(peer, message.reason, now)
                 machine.tick(now)

@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shoal.swarm.coordinator.facts import Fact, LeasesHeld, ModelDescribed, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge
+from shoal.swarm.coordinator.facts import Fact, ModelDescribed, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.leases import LeaseLedger, Ranges, count, from_wire, merge
+from shoal.swarm.coordinator.state import RunState
+from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
 
@@ -15,16 +17,18 @@ class Audit:
     """One verdict a round, an unbroken chain, weights that are the tokens of their samples and sum up, every sample
     committed once, or leased once, or free. ``take`` the facts in the journal's order, each once."""
 
-    def __init__(self, run_hash: bytes) -> None:
+    def __init__(self, run: RunFile) -> None:
+        self._state = RunState(run, 0.0, 0)
         self.verdicts: list[VerdictGiven] = []
         self.tokens = 0
-        self._chain = genesis(run_hash)
+        self._chain = genesis(run.hash)
         self._committed: Ranges = []
         self._plan: RoundPlanned | None = None
         self._tokens_per_sample = 1
 
     def take(self, facts: Iterable[Fact]) -> None:
         for fact in facts:
+            self._state.replay([fact], 0.0)
             match fact:
                 case ModelDescribed():
                     self._tokens_per_sample = fact.model.tokens_per_sample
@@ -33,8 +37,7 @@ class Audit:
                     self._plan = fact
                 case VerdictGiven():
                     self._take_verdict(fact)
-                case LeasesHeld():
-                    self._check_ledger(fact)
+                    self._check_ledger(self._state.leases)
 
     def _take_verdict(self, fact: VerdictGiven) -> None:
         verdict = fact.verdict
@@ -60,10 +63,10 @@ class Audit:
         assert count(self._committed) * self._tokens_per_sample == self.tokens
         self._plan = None
 
-    def _check_ledger(self, ledger: LeasesHeld) -> None:
-        held = [one for ranges in ledger.held.values() for one in from_wire(ranges)]
+    def _check_ledger(self, ledger: LeaseLedger) -> None:
+        held = [one for ranges in ledger.held.values() for one in ranges]
         at = 0
-        for start, stop in sorted([*self._committed, *from_wire(ledger.pool), *held]):
+        for start, stop in sorted([*self._committed, *ledger.pool, *held]):
             assert start == at, f"samples from {min(start, at)} on are {'lost' if start > at else 'with two'}"
             at = stop
         assert at == ledger.fresh, "samples at the end are lost"

@@ -9,18 +9,17 @@ import ctypes
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from tests.integration.audit import Audit, Parity
+from tests.integration.followed_journal import FollowedJournal
 
-from shoal.swarm.coordinator.facts import Fact, VerdictGiven, unpack_fact
+from shoal.swarm.coordinator.facts import Fact, VerdictGiven
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.run_file import load_run_file
@@ -245,7 +244,7 @@ class Host(Process):
         self.run_file = run_file
         self.state = folder / "state" / load_run_file(run_file)[1].run.name
         self._facts: list[Fact] = []
-        self._last_fact = 0
+        self._journal = FollowedJournal(self.state)
         super().__init__(label, command, folder / "log.txt", folder / "events.jsonl", folder)
 
     def start(self) -> None:
@@ -254,11 +253,8 @@ class Host(Process):
         self.invite = (self.state / "invite.txt").read_text().strip()
 
     def facts(self) -> list[Fact]:
-        """The journal, and what has been tidied out of it since we first looked."""
-        with closing(sqlite3.connect(self.state / "journal.sqlite")) as journal:
-            rows = journal.execute("SELECT id, data FROM facts WHERE id > ? ORDER BY id", (self._last_fact,)).fetchall()
-        self._facts += [unpack_fact(data) for _, data in rows]
-        self._last_fact = rows[-1][0] if rows else self._last_fact
+        """All of the run's, as far as they were seen before the journal was compacted twice."""
+        self._facts += self._journal.take()
         return self._facts
 
     def stop(self) -> None:
@@ -400,7 +396,7 @@ def check_parity(host: Host, members: Iterable[Member]) -> dict[int, str]:
 def check_journal(host: Host) -> list[VerdictGiven]:
     """As ``Audit``. Returns the verdicts."""
     _, run = load_run_file(host.run_file)
-    audit = Audit(run.hash)
+    audit = Audit(run)
     audit.take(host.facts())
     return audit.verdicts
 

@@ -27,6 +27,8 @@ from shoal.peer.session import Session
 from shoal.peer.snapshot import Snapshot
 from shoal.peer.views import session_panel, sparkline, status_line
 from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.snapshot import take
+from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.errors import StorageError, Unreachable
 from shoal.swarm.messages import (
     Certificate,
@@ -42,6 +44,7 @@ from shoal.swarm.messages import (
     TensorSpec,
     Verdict,
 )
+from shoal.swarm.run_file import parse_run_file
 
 PEERS = ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")
 DEVICE = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30)
@@ -85,6 +88,7 @@ def entry(name: str = "dolphin") -> RosterEntry:
     )
 
 
+TOML = '[run]\nname = "whale"\n[recipe]\nname = "own"\n[round]\ntokens = 100\n'
 FACTS: dict[str, f.Fact] = {
     "ModelDescribed": f.ModelDescribed(
         model=PeerToCoordinatorDescribeModel(
@@ -99,7 +103,7 @@ FACTS: dict[str, f.Fact] = {
     "MemberLost": f.MemberLost(peer=PEERS[0], reason="silent"),
     "LeaseGranted": f.LeaseGranted(peer=PEERS[0], round=3, tokens_done=0, ranges=(SampleRange(start=0, stop=8),)),
     "CoordinatorStarted": f.CoordinatorStarted(epoch=5),
-    "LeasesHeld": f.LeasesHeld(fresh=8, pool=(), held={}, answered=()),
+    "RunSnapshot": take(RunState(parse_run_file(TOML), 0.0, 0)),
     "RoundClosing": f.RoundClosing(round=3),
     "RoundReopened": f.RoundReopened(round=3),
     "RoundPlanned": f.RoundPlanned(plan=PLAN, ranges=((), ()), loss=2.3456),
@@ -210,7 +214,7 @@ def test_every_kind_of_fact_is_tried() -> None:
 def test_facts_become_json_and_one_line(name: str) -> None:
     event = describe_fact(FACTS[name])
     if event is None:
-        assert name in ("ModelDescribed", "StateAgreed", "LeaseGranted", "LeasesHeld", "CoordinatorStarted")
+        assert name in ("ModelDescribed", "StateAgreed", "LeaseGranted", "RunSnapshot", "CoordinatorStarted")
         return
     assert json.loads(json.dumps(event)) == event
     line = plain_line(event)

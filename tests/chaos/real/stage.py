@@ -80,7 +80,7 @@ class Stage:
         members[0].event("synced", START_S)
         members += swarm.members(host.invite, *OWNERS[1:], launcher=launcher)
         members.append(swarm.member(host.invite, CONTRIBUTOR, launcher, extra=["--role", "contribute-only"]))
-        return cls(swarm, Orders(folder), host, members, Audit(load_run_file(host.run_file)[1].hash))
+        return cls(swarm, Orders(folder), host, members, Audit(load_run_file(host.run_file)[1]))
 
     def finish(self) -> None:
         """Everybody leaves, and all is checked once more."""

@@ -1,20 +1,34 @@
+import itertools
+import os
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
 import pytest
 from hypothesis import given, settings
-from tests.swarm.coordinator.world import World, entry, journaled, run_file
+from tests.fakes.dying_disk import MOMENTS, MachineDied, disk, full_disk
+from tests.swarm.coordinator.stories import RUN, facts_in, state, state_after, story
+from tests.swarm.coordinator.world import entry
 from tests.swarm.samples import records
 
-from shoal.swarm.coordinator.facts import FACTS, Fact, LeaseGranted, LeasesHeld, MemberLost, pack_fact, unpack_fact
+from shoal.swarm.coordinator.facts import (
+    FACTS,
+    Fact,
+    LeaseGranted,
+    MemberLost,
+    RunSnapshot,
+    VerdictGiven,
+    pack_fact,
+    unpack_fact,
+)
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.journal_files import FACTS as FACTS_KIND
+from shoal.swarm.coordinator.journal_files import JOURNAL, VERDICTS, JournalFiles
+from shoal.swarm.coordinator.records import pack_file
 from shoal.swarm.errors import RunFileError, StorageError
 from shoal.swarm.messages import SampleRange
-
-RUN = b"r" * 32
 
 
 def lost(number: int) -> MemberLost:
@@ -26,30 +40,46 @@ def granted(start: int) -> LeaseGranted:
     return LeaseGranted(peer=entry(1).peer, round=0, tokens_done=start, ranges=ranges)
 
 
-HELD = LeasesHeld(fresh=9, pool=(), held={entry(1).peer: (SampleRange(start=0, stop=9),)}, answered=(granted(0),))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+def opened(folder: Path) -> Journal:
+    return Journal(folder, RUN.hash, "toml")
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "journal.sqlite"
+def journal(folder: Path) -> Iterator[Journal]:
+    made = opened(folder)
+    yield made
+    made.close()
 
 
-@pytest.fixture
-def journal(path: Path) -> Iterator[Journal]:
-    opened = Journal(path, RUN, "toml")
-    yield opened
-    opened.close()
-
-
-def reopened(path: Path) -> list[Fact]:
-    journal = Journal(path, RUN, "toml")
+def reopened(folder: Path) -> list[Fact]:
+    journal = opened(folder)
     try:
         return journal.read()
     finally:
         journal.close()
 
 
-@pytest.mark.parametrize("name", sorted(set(FACTS) - {"LeasesHeld"}))
+def tell(journal: Journal, first: int = 0, stop: int | None = None, compact: bool = False) -> None:
+    """Write these transactions of the story."""
+    for facts, snapshot in story()[first:stop]:
+        journal.write(facts)
+        if compact and snapshot is not None:
+            journal.compact(snapshot)
+
+
+def given_in(facts: list[Fact]) -> list[VerdictGiven]:
+    return [fact for fact in facts if isinstance(fact, VerdictGiven)]
+
+
+# Facts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(FACTS) - {"RunSnapshot"}))
 def test_every_fact_round_trips(name: str) -> None:
     @settings(max_examples=10, deadline=None)
     @given(records(FACTS[name]))
@@ -57,69 +87,6 @@ def test_every_fact_round_trips(name: str) -> None:
         assert unpack_fact(pack_fact(fact)) == fact
 
     check()
-
-
-def test_the_ledger_round_trips() -> None:
-    assert unpack_fact(pack_fact(HELD)) == HELD
-
-
-def test_what_is_written_is_read_after_a_restart(path: Path, journal: Journal) -> None:
-    facts = [lost(1), granted(0), HELD, lost(2)]
-    journal.write(facts[:1])
-    journal.write(facts[1:])
-    journal.close()
-    assert reopened(path) == [lost(1), HELD, lost(2)]
-
-
-def test_grants_go_with_the_next_verdict(path: Path, journal: Journal) -> None:
-    journal.write([granted(0), lost(1), granted(5)])
-    assert journal.read() == [granted(0), lost(1), granted(5)]
-    journal.write([HELD])
-    journal.write([granted(9), lost(2)])
-    assert journal.read() == [lost(1), HELD, granted(9), lost(2)]
-    journal.write([HELD, granted(20)])
-    assert journal.read() == [lost(1), lost(2), HELD, granted(20)]
-
-
-@pytest.mark.parametrize("algorithm", ["diloco", "virtual_batch"])
-def test_a_run_comes_back_from_its_file(path: Path, algorithm: str) -> None:
-    run = run_file(algorithm)
-    journal = Journal(path, run.hash, "toml")
-    world = World(run, 3)
-    written = 0
-    while len(world.verdicts) < 3:
-        for worker in world.workers[:3]:
-            world.behave(worker)
-        world.tick(0.25)
-        journal.write(world.facts[written:])
-        written = len(world.facts)
-        machine = RunMachine(run, lambda data: data, world.now_s, 0)
-        machine.replay(journal.read(), world.now_s)
-        assert journaled(machine) == journaled(world.machine)
-    assert [one for one in journal.read() if one in world.verdicts] == world.verdicts
-    assert journal.verdicts() == world.verdicts
-    assert journal.verdicts(1, 1) == world.verdicts[1:2]
-    assert journal.verdicts(2, 99) == world.verdicts[2:]
-    assert journal.verdicts(3) == journal.verdicts(2**62, 2**62) == []
-    journal.close()
-
-
-def test_another_run_file_is_refused(path: Path, journal: Journal) -> None:
-    journal.write([lost(1)])
-    journal.close()
-    with pytest.raises(RunFileError) as refusal:
-        Journal(path, b"s" * 32, "toml")
-    assert str(path) in str(refusal.value)
-    assert "run.name" in str(refusal.value)
-    assert reopened(path) == [lost(1)]
-
-
-def test_another_format_is_refused(path: Path, journal: Journal) -> None:
-    journal.close()
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE meta SET value = '2' WHERE key = 'format'")
-    with pytest.raises(StorageError, match="journal format 2, this release reads 1"):
-        Journal(path, RUN, "toml")
 
 
 @pytest.mark.parametrize(
@@ -143,83 +110,362 @@ def test_another_format_is_refused(path: Path, journal: Journal) -> None:
         None,
     ],
 )
-def test_a_damaged_row(path: Path, journal: Journal, data: object) -> None:
-    journal.write([lost(1), lost(2)])
+def test_a_whole_record_that_is_no_fact(folder: Path, journal: Journal, data: object) -> None:
+    journal.write([lost(1)])
+    journal.journal.append([(FACTS_KIND, msgpack.packb([data]))])
     journal.close()
-    with sqlite3.connect(path) as database:
-        if data is None:
-            database.execute("DROP TABLE facts")
-            database.execute("CREATE TABLE facts (id INTEGER PRIMARY KEY, kind TEXT, data BLOB)")
-            database.execute("INSERT INTO facts VALUES (1, 'MemberLost', NULL)")
-        else:
-            database.execute("UPDATE facts SET data = ? WHERE id = 2", (data,))
-    with pytest.raises(StorageError, match=r"journal\.sqlite: the journal cannot be read"):
-        reopened(path)
+    with pytest.raises(StorageError, match=r"journal\.records: record 1 cannot be read"):
+        reopened(folder)
 
 
-def test_a_file_that_is_no_journal(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_bytes(b"not a database at all" * 500)
-    with pytest.raises(StorageError, match="cannot be opened"):
-        Journal(path, RUN, "toml")
-    assert path.read_bytes().startswith(b"not a database")
+# Writing and reading ----------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_after_a_restart(folder: Path, journal: Journal) -> None:
+    facts: list[Fact] = [lost(1), granted(0), lost(2), granted(5)]
+    journal.write(facts[:1])
+    journal.write([])
+    journal.write(facts[1:])
+    assert journal.read() == facts
+    journal.close()
+    assert reopened(folder) == facts
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_run_comes_back_from_its_files(folder: Path, compact: bool) -> None:
+    for number in range(len(story())):
+        journal = opened(folder)
+        assert state(journal.read()) == state_after(number)
+        assert journal.transactions == number
+        tell(journal, number, number + 1, compact)
+        assert state(journal.read()) == state_after(number + 1)
+        assert journal.verdicts() == given_in(facts_in(number + 1))
+        journal.close()
+
+
+def test_verdicts_are_read_in_pages(folder: Path, journal: Journal) -> None:
+    told = given_in(facts_in(len(story())))
+    compact_at = next(number for number, (_, snapshot) in enumerate(story()) if snapshot and snapshot.round == 2)
+    tell(journal, 0, compact_at + 1, compact=True)
+    tell(journal, compact_at + 1)
+    assert journal.rounds == len(told) == 4
+    for first in range(6):
+        for limit in (None, 0, 1, 2, 3, 9):
+            assert journal.verdicts(first, limit) == (told[first:] if limit is None else told[first : first + limit])
+    files = JournalFiles(folder)
+    assert files.verdicts() == told
+    files.close()
+
+
+def test_others_read_while_it_is_written_and_compacted(folder: Path, journal: Journal) -> None:
+    told, done = given_in(facts_in(len(story()))), threading.Event()
+    wrong: list[object] = []
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                files = JournalFiles(folder)
+                found = files.verdicts()
+                files.close()
+                wrong.extend([found] if found != told[: len(found)] else [])
+            except StorageError as error:
+                wrong.append(error)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    tell(journal, compact=True)
+    done.set()
+    reader.join()
+    assert wrong == []
+
+
+def test_a_journal_that_has_grown_is_compacted(journal: Journal) -> None:
+    journal.compact_at_bytes = 6000
+    compactions = 0
+    for facts, snapshot in story():
+        journal.write(facts)
+        before = journal.journal.size_bytes
+        if snapshot and journal.has_grown:
+            journal.compact(snapshot)
+            compactions += 1
+            assert journal.journal.size_bytes < before
+            assert not journal.has_grown
+    assert 1 <= compactions < 4
+    assert state(journal.read()) == state_after(len(story()))
+
+
+# Other files ------------------------------------------------------------------------------------------------
+
+
+def test_another_run_file_is_refused(folder: Path, journal: Journal) -> None:
+    journal.write([lost(1)])
+    journal.close()
+    with pytest.raises(RunFileError) as refusal:
+        Journal(folder, b"s" * 32, "toml")
+    assert str(folder) in str(refusal.value)
+    assert "run.name" in str(refusal.value)
+    assert reopened(folder) == [lost(1)]
+
+
+def test_another_format_is_refused(folder: Path, journal: Journal) -> None:
+    journal.close()
+    path = folder / JOURNAL
+    path.write_bytes(path.read_bytes().replace(b"shoal journal 1\n", b"shoal journal 2\n"))
+    with pytest.raises(StorageError, match="journal format 2, this release reads 1"):
+        opened(folder)
+
+
+def test_the_journal_of_an_earlier_release(folder: Path) -> None:
+    folder.mkdir()
+    with sqlite3.connect(folder / "journal.sqlite") as database:
+        database.execute("CREATE TABLE facts (id INTEGER PRIMARY KEY)")
+    before = (folder / "journal.sqlite").read_bytes()
+    with pytest.raises(StorageError, match="an earlier release"):
+        opened(folder)
+    assert (folder / "journal.sqlite").read_bytes() == before
+    assert not (folder / JOURNAL).exists()
+
+
+def test_a_file_that_is_no_journal(folder: Path) -> None:
+    folder.mkdir()
+    (folder / JOURNAL).write_bytes(b"not a journal at all" * 500)
+    with pytest.raises(StorageError, match=r"journal\.records: this is no journal"):
+        opened(folder)
+    assert (folder / JOURNAL).read_bytes().startswith(b"not a journal")
 
 
 def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be opened"):
-        Journal(tmp_path / "file" / "journal.sqlite", RUN, "toml")
+        opened(tmp_path / "file" / "state")
 
 
-def test_a_full_disk(path: Path, journal: Journal) -> None:
+@pytest.mark.parametrize("name", [JOURNAL, VERDICTS])
+def test_a_file_is_missing(folder: Path, journal: Journal, name: str) -> None:
+    tell(journal, compact=True)
+    journal.close()
+    (folder / name).unlink()
+    with pytest.raises(StorageError, match=name):
+        opened(folder)
+    assert not (folder / name).exists(), "nothing is made up"
+
+
+@pytest.mark.parametrize("name", [JOURNAL, VERDICTS])
+def test_a_file_is_an_older_copy(folder: Path, journal: Journal, name: str) -> None:
+    third = next(number for number, (_, snapshot) in enumerate(story()) if snapshot and snapshot.round == 3)
+    tell(journal, 0, third, compact=True)
+    older = (folder / name).read_bytes()
+    tell(journal, third, compact=True)
+    journal.close()
+    (folder / name).write_bytes(older)
+    with pytest.raises(StorageError, match="estore this folder from its backup"):
+        opened(folder)
+
+
+# The disk ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written_bytes", [0, 1, 60])
+def test_a_full_disk(folder: Path, journal: Journal, written_bytes: int) -> None:
     journal.write([lost(1)])
-    database = journal._database
-    (pages,) = database.execute("PRAGMA page_count").fetchone()
-    database.execute(f"PRAGMA max_page_count = {pages}")
-    many = [lost(number) for number in range(2, 3000)]
-    with pytest.raises(StorageError, match="full") as refusal:
-        journal.write(many)
-    assert "Free some space" in str(refusal.value) or "free some space" in str(refusal.value)
-    database.execute(f"PRAGMA max_page_count = {10 * pages + 1000}")
+    with full_disk(folder, written_bytes), pytest.raises(StorageError, match="No space left") as refusal:
+        journal.write([lost(2), lost(3)])
+    assert "free some space" in str(refusal.value)
     with pytest.raises(StorageError):
         journal.write([lost(9999)])
     journal.close()
-    assert reopened(path) == [lost(1)], "no part of a transaction, and nothing after a gap"
+    assert reopened(folder) == [lost(1)], "no part of a transaction, and nothing after a gap"
 
 
-def test_a_read_only_journal(path: Path, journal: Journal) -> None:
-    journal._database.execute("PRAGMA query_only = 1")
-    with pytest.raises(StorageError, match="cannot be written"):
-        journal.write([lost(1)])
+def test_a_disk_too_full_to_compact(folder: Path, journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
+    for facts, snapshot in story():
+        journal.write(facts)
+        if snapshot is not None:
+            with full_disk(folder, 10):
+                journal.compact(snapshot)
+            assert "cannot be compacted" in caplog.text
+    assert state(journal.read()) == state_after(len(story()))
+    journal.close()
+    assert state(reopened(folder)) == state_after(len(story()))
 
 
-def test_two_coordinators_on_one_journal(path: Path, journal: Journal) -> None:
+def test_two_coordinators_on_one_journal(folder: Path, journal: Journal) -> None:
     journal.write([lost(1)])
-    other = Journal(path, RUN, "toml")
-    other.write([lost(2)])
     with pytest.raises(StorageError, match="another coordinator"):
-        journal.write([lost(3)])
-    other.write([lost(4), HELD])
-    assert other.read() == [lost(1), lost(2), lost(4), HELD]
-    other.close()
+        opened(folder)
+    journal.write([lost(2)])
+    journal.close()
+    assert reopened(folder) == [lost(1), lost(2)]
 
 
-def test_nothing_to_write(journal: Journal) -> None:
-    journal.write([])
-    assert journal.read() == []
+# Damage -----------------------------------------------------------------------------------------------------
 
 
-def test_verdicts_are_read_from_the_disk_beside_a_write(path: Path, journal: Journal) -> None:
-    world = World(run_file("virtual_batch"), 2)
-    while len(world.verdicts) < 2:
-        for worker in world.workers[:2]:
-            world.behave(worker)
-        world.tick(0.25)
-    journal.write(world.verdicts[:1])
-    # As another thread sees it that asks in the middle of the next write.
-    journal._database.execute("BEGIN IMMEDIATE")
-    journal._database.execute(
-        "INSERT INTO facts (kind, data) VALUES ('VerdictGiven', ?)", (pack_fact(world.verdicts[1]),)
-    )
-    assert journal.verdicts() == world.verdicts[:1]
-    journal._database.execute("ROLLBACK")
+def small_run(folder: Path) -> tuple[dict[str, bytes], list[int]]:
+    """A journal that was compacted in the middle; returns its files, and how many of its transactions are whole up to
+    each of the journal's records."""
+    journal = opened(folder)
+    second = next(number for number, (_, snapshot) in enumerate(story()) if snapshot and snapshot.round == 2)
+    tell(journal, 0, second + 1, compact=True)
+    tell(journal, second + 1, second + 4)
+    counts = [second + 1 + number for number in range(4)]
+    assert len(journal.journal.offsets) == len(counts)
+    journal.close()
+    return {name: (folder / name).read_bytes() for name in (JOURNAL, VERDICTS)}, counts
+
+
+def outcome(folder: Path, files: dict[str, bytes], counts: list[int]) -> int | None:
+    """How many transactions it opens with, all of them as they were; None when it is refused and left as it was."""
+    for path in folder.iterdir():
+        path.unlink()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    refusal = None
+    try:
+        facts = reopened(folder)
+    except (StorageError, RunFileError) as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert str(folder) in refusal
+        assert {name: (folder / name).read_bytes() for name in files} == files
+        return None
+    found = state(facts)
+    transactions = next((count for count in counts if found == state_after(count)), None)
+    assert transactions is not None, "accepted, and changed"
+    aside = [path.read_bytes() for path in folder.glob("*.damaged-*")]
+    kept = sum(map(len, files.values())) - sum(len((folder / name).read_bytes()) for name in files)
+    assert sum(map(len, aside)) == kept, "nothing is thrown away"
+    return transactions
+
+
+def test_no_flipped_byte_is_accepted(folder: Path) -> None:
+    files, counts = small_run(folder)
+    ends = len(files[JOURNAL]) - last_record_bytes(folder)
+    for name, data in files.items():
+        for at in range(len(data)):
+            flipped = data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
+            found = outcome(folder, files | {name: flipped}, counts)
+            is_last = name == JOURNAL and at >= ends
+            assert found == (counts[-2] if is_last else None), f"{name} byte {at} of {len(data)}"
+
+
+def last_record_bytes(folder: Path) -> int:
+    files = JournalFiles(folder)
+    size = files.journal.size_bytes - files.journal.offsets[-1]
+    files.close()
+    return size
+
+
+def test_a_file_that_was_cut_off_opens_at_the_last_good_record(folder: Path) -> None:
+    files, counts = small_run(folder)
+    whole = JournalFiles(folder)
+    ends = [*whole.journal.offsets[1:], whole.journal.size_bytes]
+    whole.close()
+    for length in range(len(files[JOURNAL])):
+        found = outcome(folder, files | {JOURNAL: files[JOURNAL][:length]}, counts)
+        good = sum(length >= end for end in ends)
+        assert found == (counts[good - 1] if good else None), f"cut at {length}"
+    for length in range(len(files[VERDICTS])):
+        assert outcome(folder, files | {VERDICTS: files[VERDICTS][:length]}, counts) is None
+
+
+def test_a_warning_names_what_was_moved_aside(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = opened(folder)
+    journal.write([lost(1)])
+    end = journal.journal.size_bytes
+    journal.write([lost(2)])
+    journal.close()
+    data = (folder / JOURNAL).read_bytes()
+    for number in (1, 2):
+        (folder / JOURNAL).write_bytes(data[:-3] + bytes(3))
+        assert reopened(folder) == [lost(1)]
+        aside = folder / f"{JOURNAL}.damaged-{number}"
+        assert aside.read_bytes() == data[end:-3] + bytes(3)
+        assert str(aside) in caplog.text
+        assert f"record 1 at byte {end}" in caplog.text
+
+
+def test_a_refusal_says_what_to_do(folder: Path) -> None:
+    files, _ = small_run(folder)
+    (folder / JOURNAL).write_bytes(files[JOURNAL].replace(b"RunSnapshot", b"RunSnapshoT"))
+    with pytest.raises(StorageError) as refusal:
+        opened(folder)
+    for words in (str(folder / JOURNAL), "record 0 at byte", "does not match its check", "backup", "--state"):
+        assert words in str(refusal.value)
+
+
+def test_records_in_another_order_are_refused(folder: Path) -> None:
+    journal = opened(folder)
+    for number in range(3):
+        journal.write([lost(number)])
+    places = [*journal.journal.offsets, journal.journal.size_bytes]
+    journal.close()
+    data = (folder / JOURNAL).read_bytes()
+    one, two, three = (data[start:stop] for start, stop in itertools.pairwise(places))
+    for wrong in ([two, one, three], [one, three], [one, two, two, three], [three]):
+        (folder / JOURNAL).write_bytes(data[: places[0]] + b"".join(wrong))
+        with pytest.raises(StorageError, match="does not follow the record before it"):
+            opened(folder)
+
+
+def test_an_absurd_head(folder: Path, journal: Journal) -> None:
+    journal.close()
+    for head in ({"a": 1}, {"run_hash": RUN.hash, "archived": -1}, {"run_hash": RUN.hash, "archived": "x"}):
+        (folder / JOURNAL).write_bytes(pack_file("journal", head, []))
+        with pytest.raises(StorageError, match="its head has no archived"):
+            opened(folder)
+
+
+# Death at every step ----------------------------------------------------------------------------------------
+
+
+def live(folder: Path) -> int:
+    """Open, tell the rest of the story, compacting at each verdict; returns how many transactions were written."""
+    journal = opened(folder)
+    done.append(journal.transactions)
+    for facts, snapshot in story()[journal.transactions :]:
+        journal.write(facts)
+        done.append(done[-1] + 1)
+        if snapshot is not None:
+            journal.compact(snapshot)
+    journal.close()
+    return done[-1]
+
+
+done: list[int] = []
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_machine_dies_at_every_step(tmp_path: Path, moment: str) -> None:
+    with disk() as untouched:
+        live(tmp_path / "whole")
+    assert "replace journal.records" in untouched.steps
+    for number in range(len(untouched.steps)):
+        folder, about = tmp_path / str(number), f"{moment} step {number}, {untouched.steps[number]}"
+        done.clear()
+        with disk(number, moment), pytest.raises(MachineDied):
+            live(folder)
+        written = done[-1] if done else 0
+        let_go(folder)
+        facts = reopened(folder)
+        found = [count for count in (written, written + 1) if state(facts) == state_after(count)]
+        assert found, about
+        live(folder)
+        assert state(reopened(folder)) == state_after(len(story())), about
+        assert JournalFiles(folder).verdicts() == given_in(facts_in(len(story()))), about
+
+
+def let_go(folder: Path) -> None:
+    """The dead hold no lock; in a test they still have it open."""
+    path = folder / "lock"
+    if path.exists():
+        path.unlink()
+
+
+def test_a_journal_is_for_its_owner_and_readers(folder: Path, journal: Journal) -> None:
+    assert os.stat(folder / JOURNAL).st_mode & 0o777 == 0o644
+
+
+def test_a_snapshot_is_what_a_compacted_journal_begins_with(journal: Journal) -> None:
+    tell(journal, compact=True)
+    assert [type(fact) for fact in journal.read()] == [RunSnapshot]

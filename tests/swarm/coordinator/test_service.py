@@ -25,7 +25,7 @@ class _Journal(Journal):
     """Notes every write; fails once it is told to."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, bytes(32), TOML)
+        super().__init__(path, parse_run_file(TOML).hash, TOML)
         self.writes: list[Sequence[Fact]] = []
         self.fails = False
 
@@ -63,7 +63,7 @@ def granted(facts: Sequence[Fact]) -> int:
 
 def test_leases_that_are_asked_for_together_are_written_together_and_before_they_are_given(tmp_path: Path) -> None:
     async def main() -> None:
-        journal = _Journal(tmp_path / "journal.sqlite")
+        journal = _Journal(tmp_path)
         async with serve_members(journal) as service:
             admit(service)
             answers = await leases(service, range(MEMBERS))
@@ -78,7 +78,7 @@ def test_leases_that_are_asked_for_together_are_written_together_and_before_they
 
 def test_no_lease_is_given_that_could_not_be_written(tmp_path: Path) -> None:
     async def main() -> None:
-        journal = _Journal(tmp_path / "journal.sqlite")
+        journal = _Journal(tmp_path)
         async with serve_members(journal) as service:
             admit(service)
             journal.fails = True

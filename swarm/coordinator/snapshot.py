@@ -1,0 +1,108 @@
+"""The run's state as one fact, and back: what a compacted journal begins with. Pure.
+
+Whatever facts change in ``RunState`` has its field in ``RunSnapshot`` and its line in both functions here;
+``tests/swarm/coordinator/test_snapshot.py`` compares every attribute, and fails for one that was forgotten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.swarm.coordinator.coverage import Again
+from shoal.swarm.coordinator.facts import MemberKept, RoundKept, RunSnapshot
+from shoal.swarm.coordinator.leases import LeaseLedger, from_wire, to_wire
+from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.rollback import CommittedRound, History
+from shoal.swarm.coordinator.rounds import Round
+
+if TYPE_CHECKING:
+    from shoal.swarm.coordinator.state import RunState
+
+
+def take(state: RunState) -> RunSnapshot:
+    """Of a run whose round is neither closing nor averaging."""
+    assert state.round.phase not in ("closing", "averaging")
+    members = state.membership.members.values()
+    return RunSnapshot(
+        epoch=state.epoch,
+        round=state.round.number,
+        phase=state.round.phase,
+        model=state.model,
+        anchor_version=state.anchor_version,
+        agreed_digest=state.agreed_digest,
+        chain=state.chain,
+        verdict=state.verdict,
+        rounds_aborted=state.rounds_aborted,
+        rounds_undone=state.rounds_undone,
+        tokens_committed=state.tokens_committed,
+        tokens_undone=state.tokens_undone,
+        loss=state.loss,
+        elapsed_s=state.elapsed_before_s,
+        members=tuple(_kept(one) for one in members if one.entry.role != "observer"),
+        replaced=tuple(sorted(state.membership.replaced)),
+        fresh=state.leases.fresh,
+        pool=to_wire(state.leases.pool),
+        held={peer: to_wire(ranges) for peer, ranges in state.leases.held.items()},
+        answered=tuple(state.answered.values()),
+        history=tuple(_round_kept(one) for one in state.history.rounds),
+        lost_again=to_wire(state.again.lost),
+        undone_again=to_wire(state.again.undone),
+    )
+
+
+def restore(state: RunState, snapshot: RunSnapshot) -> None:
+    """``state`` is new; whoever was alive is heard of as of now."""
+    state.epoch = max(state.epoch, snapshot.epoch)
+    state.round = Round(snapshot.round, snapshot.phase, opened_s=state.now_s)
+    state.model = snapshot.model
+    state.anchor_version, state.agreed_digest = snapshot.anchor_version, snapshot.agreed_digest
+    state.chain, state.verdict, state.loss = snapshot.chain, snapshot.verdict, snapshot.loss
+    state.rounds_aborted, state.rounds_undone = snapshot.rounds_aborted, snapshot.rounds_undone
+    state.tokens_committed, state.tokens_undone = snapshot.tokens_committed, snapshot.tokens_undone
+    state.elapsed_before_s, state.started_s = snapshot.elapsed_s, state.now_s
+    for kept in snapshot.members:
+        state.membership.members[kept.entry.peer] = _member(kept, state.now_s)
+    state.membership.replaced = set(snapshot.replaced)
+    state.membership.roster_version = state.epoch + len(snapshot.members)
+    held = {peer: from_wire(ranges) for peer, ranges in snapshot.held.items()}
+    state.leases = LeaseLedger(snapshot.fresh, from_wire(snapshot.pool), held)
+    state.answered = {one.peer: one for one in snapshot.answered}
+    state.history = History([_committed_round(one) for one in snapshot.history])
+    state.again = Again(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
+
+
+def _round_kept(one: CommittedRound) -> RoundKept:
+    return RoundKept(
+        round=one.round, digest=one.digest, tokens=one.tokens, took_s=one.took_s, ranges=to_wire(one.ranges)
+    )
+
+
+def _committed_round(kept: RoundKept) -> CommittedRound:
+    return CommittedRound(kept.round, kept.digest, kept.tokens, kept.took_s, tuple(from_wire(kept.ranges)))
+
+
+def _kept(member: Member) -> MemberKept:
+    return MemberKept(
+        entry=member.entry,
+        device=member.device,
+        alive=member.alive,
+        tokens_committed=member.tokens_committed,
+        barred_rounds=member.barred_rounds,
+        failures=member.failures,
+        joined_version=member.joined_version,
+        seen_version=member.seen_version,
+    )
+
+
+def _member(kept: MemberKept, now_s: float) -> Member:
+    return Member(
+        kept.entry,
+        kept.device,
+        now_s,
+        alive=kept.alive,
+        activity="joining" if kept.alive else "gone",
+        tokens_committed=kept.tokens_committed,
+        barred_rounds=kept.barred_rounds,
+        failures=kept.failures,
+        joined_version=kept.joined_version,
+        seen_version=kept.seen_version,
+    )

@@ -1,0 +1,37 @@
+"""A journal as its facts are written, read from the outside while its coordinator compacts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.journal_files import JOURNAL, SNAPSHOT, facts_of
+from shoal.swarm.coordinator.records import RecordFile
+
+
+class FollowedJournal:
+    """A file that was replaced can be read to its end by who had opened it before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / JOURNAL
+        self._file: RecordFile | None = None
+        self._taken = self._transactions = 0
+
+    def take(self) -> list[Fact]:
+        """All facts that are new since the last call, without snapshots."""
+        facts: list[Fact] = []
+        while True:
+            if self._file is None:
+                self._file, self._taken = RecordFile(self._path, "journal", writable=False), 0
+                assert self._file.head["first"] == self._transactions, "compacted twice since we looked"
+            latest = self._path.stat().st_ino == self._file.inode
+            self._file.read_on()
+            for number in range(self._taken, len(self._file.offsets)):
+                if self._file.kinds[number] != SNAPSHOT:
+                    facts += facts_of(self._file, number)
+                    self._transactions += 1
+            self._taken = len(self._file.offsets)
+            if latest:
+                return facts
+            self._file.close()
+            self._file = None

@@ -1,0 +1,143 @@
+"""A coordinator that was started from an old copy of its journal ends no round a second time."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.fakes.swarm import Swarm, run_toml, swarm, together
+from tests.fakes.virtual_clock import run_virtual
+from tests.swarm.coordinator.stories import RUN, facts_in, story
+from tests.swarm.coordinator.world import SIGNER, attributes
+
+from shoal.swarm.averaging.outcomes import Committed
+from shoal.swarm.coordinator.facts import Fact, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.outdated import check_ours
+from shoal.swarm.errors import WireError
+from shoal.swarm.identity import Identity
+from shoal.swarm.messages import Verdict
+from shoal.swarm.verdicts import chain_hash, signed_bytes
+
+FACTS = facts_in(len(story()))
+GIVEN = [number for number, fact in enumerate(FACTS) if isinstance(fact, VerdictGiven)]
+
+
+def verdict(round_number: int) -> Verdict:
+    fact = FACTS[GIVEN[round_number]]
+    assert isinstance(fact, VerdictGiven)
+    return fact.verdict
+
+
+def machine(facts: list[Fact]) -> RunMachine:
+    made = RunMachine(RUN, SIGNER.sign, 0.0, 0)
+    made.replay(facts, 0.0)
+    return made
+
+
+def forged(signer: Identity, of: Verdict, **changes: Any) -> Verdict:
+    unsigned = of.model_copy(update=changes)
+    chain = chain_hash(unsigned)
+    return unsigned.model_copy(update={"chain": chain, "signature": signer.sign(signed_bytes(chain))})
+
+
+# Decisions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("round_number", range(4))
+def test_the_open_rounds_verdict_is_taken_over(round_number: int) -> None:
+    end = GIVEN[round_number]
+    lacks = machine(FACTS[:end])
+    assert lacks.take_over(verdict(round_number), 0.0)
+    assert [type(fact) for fact in lacks.take_facts()] == [VerdictGiven]
+    found, wanted = attributes(lacks), attributes(machine(FACTS[: end + 1]))
+    for attributed in (found, wanted):
+        attributed["history"] = [one._replace(took_s=0.0) for one in attributed["history"].rounds]
+    untold = {"elapsed_before_s", "announcements"}
+    assert [name for name in wanted if name not in untold and found[name] != wanted[name]] == []
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_what_is_known_changes_nothing(behind: int) -> None:
+    knows = machine(FACTS[: GIVEN[3] + 1])
+    assert knows.take_over(verdict(4 - behind), 0.0)
+    assert knows.take_facts() == []
+
+
+@pytest.mark.parametrize("lacks_plan", [False, True])
+def test_a_journal_that_lacks_more_is_too_old(lacks_plan: bool) -> None:
+    plan = max(number for number in range(GIVEN[3]) if isinstance(FACTS[number], RoundPlanned))
+    old = machine(FACTS[:plan] if lacks_plan else FACTS[: GIVEN[2]])
+    assert not old.take_over(verdict(3), 0.0)
+    assert old.take_facts() == []
+
+
+def test_an_aborted_round_needs_no_plan() -> None:
+    plan = max(number for number in range(GIVEN[3]) if isinstance(FACTS[number], RoundPlanned))
+    aborted = forged(SIGNER, verdict(3), committed=False, reason="so", digests=(), tokens=0, anchor_version=3)
+    old = machine(FACTS[:plan])
+    assert old.take_over(aborted, 0.0)
+    assert (old.round.number, old.anchor_version, old.rounds_aborted) == (4, 3, 1)
+
+
+@pytest.mark.parametrize("changes", [{"tokens": 10}, {"anchor_version": 9}, {"previous_chain": bytes(32)}])
+def test_a_verdict_that_does_not_follow_is_not_taken_over(changes: dict[str, Any]) -> None:
+    assert not machine(FACTS[: GIVEN[3]]).take_over(forged(SIGNER, verdict(3), **changes), 0.0)
+
+
+def test_nobody_else_can_make_up_a_verdict() -> None:
+    check_ours(verdict(2), RUN.hash, SIGNER.public_key)
+    for wrong in (
+        forged(Identity.generate(), verdict(2), round=99),
+        forged(SIGNER, verdict(2), run_hash=b"o" * 32),
+        verdict(2).model_copy(update={"round": 99}),
+    ):
+        with pytest.raises(WireError):
+            check_ours(wrong, RUN.hash, SIGNER.public_key)
+
+
+# Members and a coordinator ----------------------------------------------------------------------------------
+
+
+async def play(run: Swarm) -> None:
+    outcomes = await together(*(one.play(torch.full((run.elements,), 1.0), 10) for one in run.members))
+    assert all(isinstance(one, Committed) and one.included for one in outcomes), outcomes
+
+
+async def forget(run: Swarm, rounds: int) -> None:
+    """Start again from a journal that ends before the verdict of so many rounds ago."""
+    given = [number for number, fact in enumerate(run.coordinator.facts) if isinstance(fact, VerdictGiven)]
+    run.coordinator.away = True
+    del run.coordinator.facts[given[-rounds] :]
+    run.coordinator.restart()
+
+
+def test_members_bring_back_the_verdict_that_was_lost() -> None:
+    async def main() -> None:
+        async with swarm(3, run_toml(30), 20_000) as run:
+            await play(run)
+            await play(run)
+            await forget(run, 1)
+            await play(run)
+            given = [fact.verdict for fact in run.coordinator.facts if isinstance(fact, VerdictGiven)]
+            assert [one.round for one in given] == [0, 1, 2]
+            assert all(one.committed for one in given)
+            assert {one.digest for one in run.members} == {run.members[0].digest}
+            assert run.coordinator.machine.tokens_committed == 90
+            assert not run.coordinator.is_outdated
+
+    run_virtual(main())
+
+
+def test_a_coordinator_that_lacks_more_stops() -> None:
+    async def main() -> None:
+        async with swarm(3, run_toml(30), 20_000) as run:
+            for _ in range(3):
+                await play(run)
+            await forget(run, 2)
+            for one in run.members:
+                await one.client.wait_for(lambda view: False, 2 * one.client.deadlines.heartbeat_s)
+                assert one.view.round == 3, "members do not go back"
+            assert run.coordinator.is_outdated
+            assert sum(isinstance(fact, VerdictGiven) for fact in run.coordinator.facts) == 1
+
+    run_virtual(main())
