@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import account
-from common import comma, elements_of, end_on_sigterm, parser, publish, size_of
+from common import comma, elements_of, end_on_sigterm, over, parser, publish, size_of
 from pacing import Lap, Pack, RoundFailed, costs, notes, seconds, stages
 from peer_systems import gloo_peer, has_hivemind, hivemind_peer
 from round_case import Case
@@ -105,11 +105,6 @@ def find(rows: Sequence[Row], what: str, elements: str, column: str) -> float | 
         if row["what"] == what and row["elements"] == elements and row.get(column) is not None:
             return float(row[column])
     return None
-
-
-def over(one: float | None, other: float | None) -> float | None:
-    """Their ratio, None without either."""
-    return None if one is None or not other else one / other
 
 
 def overhead_s(rows: Sequence[Row]) -> float | None:

@@ -93,6 +93,11 @@ def size_of(elements: int) -> str:
     return f"{elements / 1e6:g}M" if elements >= 10**5 else f"{elements}"
 
 
+def over(one: float | None, other: float | None) -> float | None:
+    """Their ratio, None without either."""
+    return None if one is None or not other else one / other
+
+
 def publish(
     title: str, rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, float | None], path: Path | None
 ) -> None:

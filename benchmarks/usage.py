@@ -40,6 +40,14 @@ def own_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime + sum(cpu_s(pid) for pid in descendants(os.getpid()))
 
 
+def available_bytes() -> float:
+    """What processes may still take of the machine's memory; infinite where that cannot be known."""
+    try:
+        return status_bytes((_PROC / "meminfo").read_text(), "MemAvailable")
+    except OSError:
+        return float("inf")
+
+
 def rss_bytes(pid: int) -> int:
     """What the process has in memory now."""
     return int((_PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -70,12 +78,12 @@ class PeakMemory:
 
 
 def status_bytes(status: str, field: str) -> int:
-    """A field of /proc/PID/status in bytes. Raises ``ValueError`` where there is none."""
+    """A field of /proc/PID/status, or of others like it, in bytes. Raises ``ValueError`` where there is none."""
     for line in status.splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
-    raise ValueError(f"no {field} in /proc/PID/status")
+    raise ValueError(f"/proc has no {field}")
 
 
 def kill_tree(pid: int) -> None:

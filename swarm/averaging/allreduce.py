@@ -73,7 +73,7 @@ class _ContributionSource:
         for index in run:
             bounds = self._store.bounds(index)
             codec = self._store.coding.contribution(*bounds)
-            encoded[index] = self._store.buffers.take(codec.packed_bytes(bounds[1] - bounds[0]))
+            encoded[index] = self._store.buffers.passing.take(codec.packed_bytes(bounds[1] - bounds[0]))
             self._feedback.encode_chunk(codec, *bounds, torch.frombuffer(encoded[index], dtype=torch.uint8))
         return encoded
 

@@ -17,7 +17,7 @@ from shoal.compression.codec import CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
-from shoal.swarm.averaging.buffers import Buffers
+from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.groups import may_hold
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.pace import PacedEndpoint
@@ -37,8 +37,6 @@ from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Endpoint
 
 log = logging.getLogger(__name__)
-
-_KEPT_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Averager:
         self._client = client
         self._endpoint = PacedEndpoint(endpoint)
         self._coding = coding
-        self._buffers = Buffers()
+        self._buffers = RoundBuffers()
         self._elements = elements
         self._residual_weight = 0
         self._late: _Late | None = None
@@ -239,7 +237,9 @@ class Averager:
         verdict, exchange = view.verdict, self._exchange
         await self._end_exchange()
         decoded = None if self._decoding is None else await self._decoding  # it reads the store until then
-        await self._drop_stores(*[number for number in self._stores if number <= offer.round - _KEPT_ROUNDS])
+        # Whoever lags fetches the last committed round's bytes here: they are kept until the next one is committed.
+        before = sorted(number for number in self._stores if number < offer.round)
+        await self._drop_stores(*before[:-1])
         if verdict is None or verdict.round != offer.round:
             return OutOfDate(f"the verdict of round {offer.round} was missed")
         if verdict.anchor_version < offer.anchor_version:
@@ -256,6 +256,7 @@ class Averager:
             mean = await self._committed_mean(verdict, decoded)
         except LinkError as error:
             return OutOfDate(f"committed results of round {offer.round} cannot be had: {error}")
+        await self._drop_stores(*before)
         planned = self._is_planned(verdict.plan, offer)
         await in_thread(self._account, offer, exchange, planned)
         return Committed(mean, verdict, included=planned)
@@ -293,7 +294,7 @@ class Averager:
             near = dict.fromkeys([*may_hold(plan, part), *members])
             others = [plan.members[one].peer for one in near if plan.members[one].peer != self._client.peer]
             await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines)
-        return await in_thread(store.mean)
+        return await in_thread(store.mean, decoded)
 
 
 def _same_state(plan: RoundPlan, offer: Offer) -> bool:

@@ -1,24 +1,41 @@
-"""Memory for chunks, used again round after round: the first touch of fresh pages costs more than what is written."""
+"""Memory for chunks, used again round after round: the first touch of fresh pages costs more than what is written.
+
+Chunks are of another size in each round, as links are seen to be slower or faster, so what comes back is not kept by
+size: chunks lie side by side in large segments, and neighbours that are free are one free range.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections import defaultdict
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_STEP_BYTES = 2**16
+_STEP_BYTES = 2**12
 _ALIGNMENT_BYTES = 64
+_SEGMENT_BYTES = 2**23 + 2**16  # four of the largest chunks, with their headers
+
+_Range = tuple[int, int, int]
+"""Number of a segment, and where in it the range starts and stops."""
 
 
 class Buffers:
     """Gives out memory that comes back by itself once the last view of it is gone. For any thread."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
-        self._used: set[int] = set()
+        self._segments: dict[int, np.ndarray] = {}
+        self._free: list[_Range] = []  # for chunks; sorted, and no two are neighbours
+        self._free_vectors: list[_Range] = []  # segments of their own for what is larger
+        # Finalizers run anywhere, also within a lease: they only leave word.
+        self._returned: deque[_Range] = deque()
+        self._lock = threading.Lock()
+        self._numbers = 0
+        self._used_bytes = self._most_used_bytes = 0
 
     def take(self, size_bytes: int, header_bytes: int = 0) -> memoryview:
         """``size_bytes`` uninitialised bytes; those after the header are aligned for any type."""
@@ -32,25 +49,89 @@ class Buffers:
         return torch.frombuffer(self._lease(4 * n), dtype=torch.float32, count=n)
 
     def trim(self) -> None:
-        """Let go of what is free and of a size that nobody has asked for since the last time."""
-        for capacity in [one for one in self._free if one not in self._used]:
-            del self._free[capacity]
-        self._used.clear()
+        """Let go of free segments, as long as a quarter more is left than was in use at once since the last time."""
+        with self._lock:
+            self._take_back()
+            enough = self._most_used_bytes + self._most_used_bytes // 4
+            for free in (self._free_vectors, self._free):
+                for number, start, stop in reversed(free[:]):
+                    size = self._segments[number].nbytes
+                    if stop - start == size and self.held_bytes - size >= enough:
+                        free.remove((number, start, stop))
+                        del self._segments[number]
+            self._most_used_bytes = self._used_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """In use or free: what the process has for it."""
+        return sum(segment.nbytes for segment in self._segments.values())
 
     @property
     def free_bytes(self) -> int:
-        return sum(capacity * len(free) for capacity, free in self._free.items())
+        with self._lock:
+            self._take_back()
+            return self.held_bytes - self._used_bytes
 
     def _lease(self, size_bytes: int) -> memoryview:
-        capacity = -(-max(1, size_bytes) // _STEP_BYTES) * _STEP_BYTES
-        self._used.add(capacity)
-        try:
-            owned = self._free[capacity].pop()
-        except IndexError:
-            owned = np.empty(capacity, np.uint8)
-        leased = owned.view()  # every view of it keeps this one, and only this one, alive
-        weakref.finalize(leased, self._free[capacity].append, owned).atexit = False
+        size = -(-max(1, size_bytes) // _STEP_BYTES) * _STEP_BYTES
+        with self._lock:
+            self._take_back()
+            number, start, stop = self._find(size)
+            if start + size < stop:
+                insort(self._free, (number, start + size, stop))
+            self._used_bytes += size
+            self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
+            leased = self._segments[number][start : start + size]  # every view of it keeps this one alive
+        weakref.finalize(leased, self._returned.append, (number, start, start + size)).atexit = False
         return leased.data
+
+    def _find(self, size: int) -> _Range:
+        """The first free range that will do, free no more; chunks leave whole vectors' segments alone."""
+        if size > _SEGMENT_BYTES:
+            for at, (_, _, stop) in enumerate(self._free_vectors):
+                if stop == size:
+                    return self._free_vectors.pop(at)
+        else:
+            for at, (_, start, stop) in enumerate(self._free):
+                if stop - start >= size:
+                    return self._free.pop(at)
+        self._numbers += 1
+        self._segments[self._numbers] = np.empty(max(size, _SEGMENT_BYTES), np.uint8)
+        return self._numbers, 0, max(size, _SEGMENT_BYTES)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            number, start, stop = self._returned.popleft()
+            self._used_bytes -= stop - start
+            if stop > _SEGMENT_BYTES:
+                self._free_vectors.append((number, start, stop))
+                continue
+            at = bisect_left(self._free, (number, start, stop))
+            if at < len(self._free) and self._free[at][:2] == (number, stop):
+                stop = self._free.pop(at)[2]
+            if at > 0 and (self._free[at - 1][0], self._free[at - 1][2]) == (number, start):
+                at -= 1
+                start = self._free.pop(at)[1]
+            self._free.insert(at, (number, start, stop))
+
+
+@dataclass(frozen=True)
+class RoundBuffers:
+    """A member's rounds' memory. ``results`` outlive their round, ``passing`` is whatever else a round needs: between
+    chunks that stay, those that go would leave gaps, of little use for the next round's, which are of another size."""
+
+    results: Buffers = field(default_factory=Buffers)
+    passing: Buffers = field(default_factory=Buffers)
+
+    def trim(self) -> None:
+        """See ``Buffers.trim``."""
+        self.results.trim()
+        self.passing.trim()
+
+    @property
+    def held_bytes(self) -> int:
+        """See ``Buffers.held_bytes``."""
+        return self.results.held_bytes + self.passing.held_bytes
 
 
 def same_bytes(one: memoryview, other: memoryview) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.compression.codec import CodecError, Packed
 from shoal.compression.coding import Coding
 from shoal.compression.scratch import scratch
-from shoal.swarm.averaging.buffers import Buffers
+from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.groups import Group, Header
 
 
@@ -53,11 +53,11 @@ class PartReducer:
         chunks: Mapping[int, tuple[int, int]],
         own: int | None,
         relayed: Collection[int] = (),
-        buffers: Buffers | None = None,
+        buffers: RoundBuffers | None = None,
     ) -> None:
         """``chunks``: start and stop of each by its index; ``own``: the member whose values come unpacked, if any does;
         ``relayed``: the rows that come as partials."""
-        self._buffers = buffers or Buffers()
+        self._buffers = buffers or RoundBuffers()
         self.group = group
         self.own = own
         self._coding = coding
@@ -133,9 +133,9 @@ class PartReducer:
         group, void = self.group, Reduced(memoryview(self.group.pack_header(Header())), [], None)
         if not header.included:
             return void
-        mean, error = total.div_(float(group.weight(header.included))), self._buffers.floats(total.numel())
+        mean, error = total.div_(float(group.weight(header.included))), self._buffers.passing.floats(total.numel())
         codec = self._coding.result(*bounds, len(group.members))
-        result = self._buffers.take(group.result_bytes(codec, total.numel()), group.header_bytes)
+        result = self._buffers.results.take(group.result_bytes(codec, total.numel()), group.header_bytes)
         result[: group.header_bytes] = group.pack_header(header)
         try:
             packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)

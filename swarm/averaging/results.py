@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.buffers import Buffers, same_bytes
+from shoal.swarm.averaging.buffers import RoundBuffers, same_bytes
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
 from shoal.swarm.deadlines import Deadlines
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 class ResultStore(ChunkStore):
     """The result chunks of a round as they arrive or are made; offered to every member."""
 
-    def __init__(self, plan: RoundPlan, coding: Coding, buffers: Buffers | None = None) -> None:
+    def __init__(self, plan: RoundPlan, coding: Coding, buffers: RoundBuffers | None = None) -> None:
         self.plan = plan
-        self.buffers = buffers or Buffers()
+        self.buffers = buffers or RoundBuffers()
         self.coding = coding
         self.group = Group.of(plan)
         self.elements = plan.parts[-1].stop
@@ -116,16 +116,16 @@ class ResultStore(ChunkStore):
             start, stop = self.bounds(chunk)
             if size not in (group.header_bytes, group.result_bytes(self.codec(chunk), stop - start)):
                 raise WireError(f"a result chunk of {size} bytes does not fit")
-            received[chunk] = self.buffers.take(size, group.header_bytes)
+            received[chunk] = self.buffers.results.take(size, group.header_bytes)
             return received[chunk]
 
         return take
 
-    def mean(self) -> Tensor:
-        """The decoded mean, (elements,) float32. Needs every chunk but those of void parts.
+    def mean(self, out: Tensor | None = None) -> Tensor:
+        """The decoded mean, (elements,) float32, in ``out`` if given. Needs every chunk but those of void parts.
 
         A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
-        mean = self.buffers.floats(self.elements)
+        mean = self.buffers.passing.floats(self.elements) if out is None else out
         for index in range(self.chunks):
             start, stop = self.bounds(index)
             try:

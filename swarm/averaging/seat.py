@@ -77,7 +77,7 @@ class Seat:
         def sink(chunk: int, size: int) -> memoryview:
             if size not in wanted.sizes_bytes(chunk):
                 raise WireError(f"a {wanted.blob.kind} chunk of {size} bytes does not fit")
-            received[chunk] = self.store.buffers.take(size, wanted.header_bytes)
+            received[chunk] = self.store.buffers.passing.take(size, wanted.header_bytes)
             return received[chunk]
 
         async def go_on() -> None:

@@ -11,8 +11,6 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import count
 from shoal.swarm.verdicts import check_verdict, genesis
 
-KEPT_ROUNDS = 3
-
 
 def check(run: Swarm, lives: list[Life], others: int) -> None:
     """``lives``: who is alive, at rest after some rounds without faults. ``others``: tasks that are not theirs."""
@@ -98,9 +96,9 @@ def check_lost_work(run: Swarm) -> None:
 
 
 def check_memory(run: Swarm, life: Life) -> None:
-    """Back to its level: the latest results and the residual, nothing of a contribution."""
-    averager, last = life.averager, run.coordinator.machine.round.number - 1
-    kept = set(range(max(0, last - KEPT_ROUNDS + 1), last + 1)) & set(run_ledger(run).rounds)
+    """Back to its level: the last committed results and the residual, nothing of a contribution."""
+    averager = life.averager
+    kept = set(sorted(run_ledger(run).rounds)[-1:])
     assert {(blob.kind, blob.number) for blob in life.endpoint.blobs} == {
         (kind, number) for number in kept for kind in ("result", "held")
     }
