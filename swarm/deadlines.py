@@ -76,6 +76,12 @@ class Deadlines:
         return 4 * self.patience_s
 
     @property
+    def return_s(self) -> float:
+        """From when nobody has the run's newest state until the run goes back without whoever might bring it: a machine
+        may be starting. At least; who would undo much waits longer (``coordinator/rollback.py``)."""
+        return 4 * self.patience_s
+
+    @property
     def lease_s(self) -> float:
         """How many seconds of work one lease should hold: enough to ride out a coordinator's restart."""
         return 2 * self.heartbeat_s

@@ -22,6 +22,8 @@ MAX_RANGES = 4096
 MAX_TENSORS = 65_536
 MAX_DELIVERIES = 16
 MAX_VERDICTS = 256
+MAX_KEPT = 16
+MAX_EPOCHS = 16
 
 PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
@@ -103,6 +105,24 @@ class TensorSpec(Record):
         return math.prod(self.shape)
 
 
+class KeptState(Record):
+    """A state that a peer could go back to: it is on its disk, or can be made again."""
+
+    anchor_version: Count
+    digest: Digest
+
+
+class Coverage(Record):
+    """What has become of one epoch's samples: committed, with somebody (``leased``), or given back by somebody who went
+    and free again (``returned``). The rest has not been given out yet."""
+
+    epoch: Count
+    samples: Count
+    committed: Count
+    leased: Count
+    returned: Count
+
+
 class PlanMember(Record):
     """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; a flat group is all row 0."""
 
@@ -170,6 +190,8 @@ class Verdict(Record):
     applied there, and what was offered is offered again. Empty when aborted;
     ``tokens`` are this round's, ``tokens_total`` all committed ones up to and with it; ``ended_s`` is the coordinator's
     word for when that was; ``sent_bytes`` are what members said that they sent since the verdict before.
+    ``anchor_version`` is the run's from now on: one more when committed, the same when aborted, and lower where an
+    aborted round ends with the run going back; ``tokens_total`` goes back with it.
     """
 
     round: Count
@@ -234,17 +256,20 @@ class PeerToCoordinatorJoinRun(Message):
 class PeerToCoordinatorDescribeModel(Message):
     """What this peer built from the run file; the run's first one defines it, later ones must agree.
 
-    ``corpus_digest`` is None before the data is known (an own training loop brings it with its first batch)."""
+    ``corpus_digest`` and ``samples`` (of one epoch) are None before the data is known: an own training loop brings
+    them with its first batch."""
 
     layout: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS)]
     corpus_digest: Digest | None
     corpus_about: Text
     tokens_per_sample: Annotated[int, Field(ge=1, le=2**31)]
+    samples: Annotated[int, Field(ge=1, le=2**62)] | None = None
 
 
 class PeerToCoordinatorHeartbeat(Message):
-    """Liveness and progress. ``anchor_version`` and ``state_digest`` say which state the peer holds, if any;
-    ``roster_version`` and ``verdict_chain`` what the answer need not tell it again."""
+    """Liveness and progress. ``anchor_version`` and ``state_digest`` say which state the peer holds, if any; ``kept``,
+    of a peer that holds none yet, which ones it could go back to, newest first; ``roster_version`` and
+    ``verdict_chain`` what the answer need not tell it again."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -260,6 +285,7 @@ class PeerToCoordinatorHeartbeat(Message):
     bandwidth_bps: Rate
     roster_version: Count
     verdict_chain: Digest | None = None
+    kept: Annotated[tuple[KeptState, ...], Field(max_length=MAX_KEPT)] = ()
 
 
 class PeerToCoordinatorRequestLease(Message):
@@ -379,7 +405,9 @@ class MemberStatus(Record):
 
 
 class CoordinatorToPeerStatus(Message):
-    """The run at a glance."""
+    """The run at a glance. ``rounds_undone``: committed ones that the run went back behind; they count as committed no
+    longer. ``outlook``: a sentence on what the run waits for while nobody holds its newest state, else empty.
+    ``coverage``: of the newest epochs, the oldest first; none while nobody has told how long one is."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -389,12 +417,15 @@ class CoordinatorToPeerStatus(Message):
     anchor_version: Count
     rounds_committed: Count
     rounds_aborted: Count
+    rounds_undone: Count = 0
     tokens_committed: Count
     tokens_in_round: Count
     loss: Loss | None
     chain: Digest
     state_digest: Digest | None
     elapsed_s: Seconds
+    outlook: Text = ""
+    coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
 
 

@@ -50,7 +50,7 @@ class Admission(RunState):
             raise ModelMismatch(
                 f"this model takes {model.tokens_per_sample} tokens a sample, the run's {self.model.tokens_per_sample}"
             )
-        if self.model.corpus_digest is None and model.corpus_digest is not None:
+        if self._is_news(self.model, model):
             self.record(f.ModelDescribed(model=model))
         if model.corpus_digest not in (None, self.model.corpus_digest):
             raise CorpusError(
@@ -59,6 +59,13 @@ class Admission(RunState):
                 "Use the same Python version as the others, or ask the host for a run on the same files "
                 '(data.source = "text:GLOB" or "tokens:FILE")'
             )
+
+    @staticmethod
+    def _is_news(known: PeerToCoordinatorDescribeModel, model: PeerToCoordinatorDescribeModel) -> bool:
+        """Whether it tells of the data what nobody has told before."""
+        if known.corpus_digest is None:
+            return model.corpus_digest is not None
+        return known.samples is None and model.samples is not None and known.corpus_digest == model.corpus_digest
 
     def leave(self, peer: str, reason: str, now_s: float) -> None:
         self.now_s = now_s

@@ -99,6 +99,17 @@ class RoundPlanned(Fact):
     loss: float | None
 
 
+class WentBack(Record):
+    """With this verdict the run goes back to an earlier anchor version, since nobody holds ``from_version`` any more.
+    ``digest``: of the state gone back to; ``vouched_round``: the committed round that was planned on it; ``keepers``:
+    who said to have it."""
+
+    from_version: Count
+    digest: Digest
+    vouched_round: Count
+    keepers: tuple[PeerId, ...]
+
+
 class VerdictGiven(Fact):
     """How a round ended. ``lost``: members whose samples the committed mean does without; they are leased again.
     ``failed``: those that others did not get from what they had to."""
@@ -107,6 +118,18 @@ class VerdictGiven(Fact):
     elapsed_s: Seconds
     lost: tuple[PeerId, ...]
     failed: tuple[PeerId, ...] = ()
+    went_back: WentBack | None = None
+
+
+class EpochsCovered(Fact):
+    """All samples of the epochs ``first`` up to ``stop`` (without it) are committed, each once. Of them were trained on
+    again: ``lost`` since their first contributor died in its round and ``undone`` since their round was."""
+
+    first: Count
+    stop: Count
+    samples: Count
+    lost: Count
+    undone: Count
 
 
 FACTS: dict[str, type[Fact]] = {cls.__name__: cls for cls in Fact.__subclasses__()}

@@ -8,7 +8,7 @@ from statistics import median_high
 
 from shoal.swarm.averaging.grid import plan_parts, plan_rows
 from shoal.swarm.averaging.partition import StandIns, chunk_elements, owner_shares, split
-from shoal.swarm.coordinator.membership import Member, majority
+from shoal.swarm.coordinator.membership import Member, majority, witnesses
 from shoal.swarm.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
 
 _ODDLY_SLOW = 20
@@ -40,7 +40,7 @@ def plan_round(
     Members are ordered by peer id, which fixes the order of summation.
     """
     working = {peer: one for peer, one in ready.items() if one.weight_tokens and peer in members}
-    digest = majority(one.state_digest for one in working.values())
+    digest = majority(working[peer].state_digest for peer in witnesses(members, working, anchor_version))
     if digest is None:
         return None
     peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)

@@ -65,6 +65,11 @@ def from_wire(ranges: Sequence[SampleRange]) -> Ranges:
     return [(one.start, one.stop) for one in ranges]
 
 
+def within(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> int:
+    """How many of their samples lie in ``start <= s < stop``."""
+    return sum(max(0, min(other_stop, stop) - max(other_start, start)) for other_start, other_stop in ranges)
+
+
 def to_wire(ranges: Iterable[tuple[int, int]]) -> tuple[SampleRange, ...]:
     return tuple(SampleRange(start=start, stop=stop) for start, stop in ranges)
 
@@ -107,6 +112,11 @@ class LeaseLedger:
     def commit(self, peer: str, ranges: Ranges) -> None:
         """They are part of the anchor now."""
         self._take(peer, ranges)
+
+    def uncommit(self, ranges: Ranges) -> None:
+        """They are part of no anchor any more, and for whoever comes; so is all that anybody holds."""
+        held = [one for mine in self.held.values() for one in mine]
+        self.pool, self.held = merge([*self.pool, *ranges, *held]), {}
 
     def give_back(self, peer: str, keep: Ranges | None = None) -> None:
         """What ``peer`` holds is for others, all but ``keep``."""

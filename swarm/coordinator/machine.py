@@ -11,11 +11,15 @@ from collections.abc import Callable
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.bandwidth import Bandwidths
+from shoal.swarm.coordinator.coverage import epochs_covered
 from shoal.swarm.coordinator.grouping import plan_round
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, to_wire
-from shoal.swarm.coordinator.rounds import Delays, Judgement, closing_moment, judge, weighted_mean
+from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
+from shoal.swarm.coordinator.rounds import Delays, Judgement, closing_moment, judge, lost_work, weighted_mean
+from shoal.swarm.coordinator.status import status_of
 from shoal.swarm.errors import StaleWork, WireError
 from shoal.swarm.messages import (
+    CoordinatorToPeerStatus,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorRoundReady,
@@ -39,6 +43,8 @@ class RunMachine(Admission):
         self._ready_delays = Delays(self.deadlines)
         self._report_delays = Delays(self.deadlines)
         self._bandwidths = Bandwidths()
+        self._outage = Outage(self.deadlines)
+        self._outlook: Return | None = None
 
     # Events ---------------------------------------------------------------------------------------------
 
@@ -50,12 +56,13 @@ class RunMachine(Admission):
         if moved and self.round.moves_left and peer in self.round.ranges and peer not in self.round.reports:
             self.round.moves_left -= 1
             self.round.progress_s = now_s
-        first = self.anchor_version == 0 and self.agreed_digest is None
-        if first or (self.agreed_digest is not None and not self.synced() and not self.unheard()):
-            # The first to be here says what the run starts from; what nobody has any more cannot be gone on from.
-            digest = self.membership.common_digest(self.anchor_version)
+        if moved:
+            self._outage.saw_progress(now_s, self.membership.members[peer], self.history)
+        if self.anchor_version == 0 and (self.agreed_digest is None or not (self.synced() or self.unheard())):
+            # The first to be here says what the run starts from; if nobody has that any more, somebody else does.
+            digest = self.membership.common_digest(0)
             if digest is not None:
-                self.record(f.StateAgreed(anchor_version=self.anchor_version, digest=digest))
+                self.record(f.StateAgreed(anchor_version=0, digest=digest))
         if self.round.phase == "waiting" and self.synced():
             self.round.phase = "training"
             self.round.opened_s = now_s
@@ -134,6 +141,7 @@ class RunMachine(Admission):
         self._excuse_own_silence(now_s)
         for peer in self.membership.silent(now_s, self.deadlines.dead_s):
             self.record(f.MemberLost(peer=peer, reason="silent"))
+        self._look_for_holders(now_s)
         match self.round.phase:
             case "waiting" | "training" if self.is_late(now_s) and not self.working():
                 self._give_verdict(Judgement(reason="the run's time was over"), now_s)
@@ -152,6 +160,39 @@ class RunMachine(Admission):
             self.round.closes_s += stood_s
             self.round.progress_s += stood_s
             self.round.reported_s += stood_s
+            self._outage.excuse(stood_s)
+
+    def _look_for_holders(self, now_s: float) -> None:
+        """Go back when nobody holds the newest state, and it is not worth waiting for anybody any more. A round that
+        closes or is averaged ends by itself first."""
+        self._outlook = None
+        if not self._is_without_state():
+            self._outage.end()
+            return
+        self._outlook = self._outage.look(now_s, self.history, self.agreed_digest, self.membership.members)
+        if self._outlook is not None and self._outlook.is_due and self.round.phase in ("waiting", "training"):
+            self._go_back_to(self._outlook, now_s)
+
+    def _go_back_to(self, back: Return, now_s: float) -> None:
+        made = self.history.rounds[back.version]
+        went_back = f.WentBack(
+            from_version=self.anchor_version, digest=made.digest, vouched_round=made.round, keepers=back.keepers
+        )
+        reason = say_return(back, self.history, len(self.membership.trainers()))
+        self._outage.end()
+        self._outlook = None
+        self._give_verdict(Judgement(reason=reason), now_s, went_back)
+
+    def status(self, now_s: float) -> CoordinatorToPeerStatus:
+        outlook = ""
+        if self._is_without_state() and self.round.phase != "ended":
+            version, members = self.anchor_version, self.membership.members
+            outlook = say_outlook(version, self.agreed_digest, self._outlook, members)
+        return status_of(self, now_s, outlook)
+
+    def _is_without_state(self) -> bool:
+        """Members are here, and none of them holds the run's newest state. The first one they make themselves."""
+        return bool(self.anchor_version and self.membership.trainers() and not self.synced())
 
     def _tick_training(self, now_s: float) -> None:
         works = self.works()
@@ -234,21 +275,25 @@ class RunMachine(Admission):
         if judgement is not None:
             self._give_verdict(judgement, now_s)
 
-    def _give_verdict(self, judgement: Judgement, now_s: float) -> None:
-        plan, lost = self.round.plan, self.lost_work(judgement.digests)
+    def _give_verdict(self, judgement: Judgement, now_s: float, went_back: f.WentBack | None = None) -> None:
+        """``went_back`` only with a judgement that aborts the round; the version is the one of its vouched round."""
+        plan, lost = self.round.plan, lost_work(self.round, judgement.digests)
         if plan is not None:
             self._bandwidths.learn(plan, self.round.reports)
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
-        tokens = sum(weight for peer, weight in weights.items() if peer not in lost)
+        tokens = sum(weight for peer, weight in weights.items() if peer not in lost) if judgement.committed else 0
+        version, total = self.anchor_version + judgement.committed, self.tokens_committed + tokens
+        if went_back is not None:
+            version, total = self.history.before(went_back.vouched_round)
         unsigned = Verdict(
             round=self.round.number,
             committed=judgement.committed,
             reason=judgement.reason[:2000],
-            anchor_version=self.anchor_version + judgement.committed,
+            anchor_version=version,
             plan=plan,
             digests=judgement.digests,
-            tokens=tokens if judgement.committed else 0,
-            tokens_total=self.tokens_committed + (tokens if judgement.committed else 0),
+            tokens=tokens,
+            tokens_total=total,
             loss=self.round.loss if judgement.committed else None,
             ended_s=round(max(0.0, now_s + self.unix_offset_s), 3),
             sent_bytes=self.sent_bytes.take(),
@@ -259,7 +304,23 @@ class RunMachine(Admission):
         chain = chain_hash(unsigned)
         signed = unsigned.model_copy(update={"chain": chain, "signature": self._sign(signed_bytes(chain))})
         elapsed_s = self.elapsed_s(now_s)
-        self.record(f.VerdictGiven(verdict=signed, elapsed_s=elapsed_s, lost=lost, failed=judgement.failed))
+        covered = self._covered()
+        self.record(
+            f.VerdictGiven(verdict=signed, elapsed_s=elapsed_s, lost=lost, failed=judgement.failed, went_back=went_back)
+        )
         held = {peer: to_wire(ranges) for peer, ranges in self.leases.held.items()}
         pool, answered = to_wire(self.leases.pool), tuple(self.answered.values())
         self.record(f.LeasesHeld(fresh=self.leases.fresh, pool=pool, held=held, answered=answered))
+        self._tell_covered(covered)
+
+    def _covered(self) -> int:
+        return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0
+
+    def _tell_covered(self, first: int) -> None:
+        """Which epochs this verdict has completed, ``first`` having been covered before."""
+        stop = self._covered()
+        if stop > first:
+            samples = self.model.samples if self.model else None
+            assert samples is not None
+            lost, undone = self.again.within(first * samples, stop * samples)
+            self.record(f.EpochsCovered(first=first, stop=stop, samples=samples, lost=lost, undone=undone))

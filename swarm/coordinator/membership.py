@@ -11,6 +11,7 @@ from shoal.swarm.coordinator.facts import MemberJoined
 from shoal.swarm.messages import (
     MAX_MEMBERS,
     DeviceInfo,
+    KeptState,
     MemberStatus,
     PeerToCoordinatorHeartbeat,
     Role,
@@ -26,10 +27,12 @@ _FIRST_BAR, _LONGEST_BAR = 4, 64
 @dataclass
 class Member:
     """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``bandwidth_bps``,
-    ``barred_rounds`` and ``failures`` comes from heartbeats. ``tokens_ahead``: done for the next round already, while
-    this one is averaged (``overlap``). ``bandwidth_bps``: what is believed of its link, 0 for unknown, whatever it
-    claims. ``failures``: how often since it joined it did not deliver what others had to get from it; for the next
-    ``barred_rounds`` committed rounds that it takes part in, it owns nothing."""
+    ``barred_rounds``, ``failures`` and the last two versions comes from heartbeats. ``tokens_ahead``: done for the next
+    round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what is believed of its link, 0 for
+    unknown, whatever it claims. ``failures``: how often since it joined it did not deliver what others had to get from
+    it; for the next ``barred_rounds`` committed rounds that it takes part in, it owns nothing. ``kept``: states that it
+    could go back to; ``joined_version`` and ``seen_version``: the run's anchor version when it joined, and the newest
+    one while it was here."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -51,6 +54,9 @@ class Member:
     tokens_committed: int = 0
     barred_rounds: int = 0
     failures: int = 0
+    joined_version: int = 0
+    seen_version: int = 0
+    kept: tuple[KeptState, ...] = ()
 
     @property
     def is_trainer(self) -> bool:
@@ -70,6 +76,14 @@ class Member:
         """Twice as long out of office each time: a bad hour is forgotten, a bad link is seldom tried."""
         self.barred_rounds = min(_FIRST_BAR << min(self.failures, 8), _LONGEST_BAR)
         self.failures += 1
+
+    @property
+    def states(self) -> set[tuple[int, bytes]]:
+        """All that it has told of, by version and digest: the state that it holds, and those that it keeps."""
+        held = {(self.anchor_version, self.state_digest)} if self.anchor_version is not None else set()
+        return {(version, digest) for version, digest in held if digest is not None} | {
+            (one.anchor_version, one.digest) for one in self.kept
+        }
 
     def forget_progress(self) -> None:
         """Its uncommitted work is lost."""
@@ -97,9 +111,9 @@ class Membership:
     _remembered: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """What all members together amount to: asked for with every message of every one of them."""
 
-    def join(self, fact: MemberJoined, now_s: float) -> None:
+    def join(self, fact: MemberJoined, now_s: float, anchor_version: int) -> None:
         earlier = self.members.get(fact.entry.peer)
-        member = Member(fact.entry, fact.device, now_s)
+        member = Member(fact.entry, fact.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
         if earlier is not None:
             member.tokens_committed = earlier.tokens_committed
             if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
@@ -117,6 +131,18 @@ class Membership:
         member.activity = "gone"
         member.tokens_per_s = 0.0
         member.forget_progress()
+
+    def advance(self, anchor_version: int) -> None:
+        """The run is at this version now, a newer one."""
+        for member in self.trainers().values():
+            member.seen_version = anchor_version
+
+    def go_back(self, anchor_version: int) -> None:
+        """The run is at this version again: what anybody saw or did since counts no more."""
+        for member in self.members.values():
+            member.joined_version = min(member.joined_version, anchor_version)
+            member.seen_version = min(member.seen_version, anchor_version)
+            member.forget_progress()
 
     def hear(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, current_round: int, now_s: float) -> bool:
         """Take over what a heartbeat says; returns whether it shows progress in the averaging.
@@ -137,6 +163,7 @@ class Membership:
             "chunks_moved",
             "bytes_sent",
             "bytes_received",
+            "kept",
         ):
             setattr(member, name, getattr(heartbeat, name))
         member.claimed_bps = heartbeat.bandwidth_bps
@@ -196,11 +223,13 @@ class Membership:
         )
 
     def common_digest(self, anchor_version: int) -> bytes | None:
-        """The digest that most holders of this anchor version report; of equals, who joined first."""
-        return self._remember(
-            ("digest", anchor_version),
-            lambda: majority(member.state_digest for member in self.synced(anchor_version, None).values()),
-        )
+        """The digest that most witnesses of this anchor version report; of equals, who joined first."""
+
+        def answer() -> bytes | None:
+            holders = self.synced(anchor_version, None)
+            return majority(holders[peer].state_digest for peer in witnesses(holders, holders, anchor_version))
+
+        return self._remember(("digest", anchor_version), answer)
 
     def _remember(self, question: tuple[Any, ...], answer: Callable[[], T]) -> T:
         """The answer, until somebody comes, goes or changes its state; then all answers are forgotten."""
@@ -236,6 +265,13 @@ class Membership:
             )
             for peer, member in recorded[: 4 * MAX_MEMBERS]
         )
+
+
+def witnesses(members: Mapping[str, Member], holders: Iterable[str], anchor_version: int) -> list[str]:
+    """Of these holders of a version those who were here when it was made, and know it from the round itself; all of
+    them when none was. What others bring from their disks may be of a round that was undone."""
+    holders = list(holders)
+    return [peer for peer in holders if members[peer].joined_version < anchor_version] or holders
 
 
 def majority(digests: Iterable[bytes | None]) -> bytes | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from shoal.swarm.coordinator.leases import Ranges
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport, Phase, RoundPlan
+from shoal.swarm.run_file import RunSection
 
 
 @dataclass
@@ -40,6 +41,15 @@ class Goal:
     tokens: int
     max_s: float
     exact: bool
+
+
+def is_over(ends: RunSection, tokens_committed: int, rounds_committed: int, elapsed_s: float) -> bool:
+    """Whether the run has all that its file asks for."""
+    return (
+        (ends.tokens is not None and tokens_committed >= ends.tokens)
+        or (ends.rounds is not None and rounds_committed >= ends.rounds)
+        or (ends.max_s is not None and elapsed_s >= ends.max_s)
+    )
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,24 @@ def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
         return None
     known = [value for value, _ in values]
     return min(max(sum(value * (weight / total) for value, weight in values), min(known)), max(known))
+
+
+def lost_work(ended: Round, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
+    """Dead members whose contribution did not get into every chunk: others train on their samples again.
+
+    Of a part that is void, what the living offered is offered again; what the dead did is gone. Who is missing in
+    the committed bytes is known to those that hold them all, of whom two have to say so; where there is nobody,
+    all are believed, for samples are better trained on twice than never."""
+    if ended.plan is None:
+        return ()
+    if None in digests:
+        return tuple(sorted(ended.orphans))
+    reports = ended.reports.values()
+    holders = [report for report in reports if report.digests == digests]
+    said = Counter(index for report in holders or reports for index in set(report.dropped))
+    needed = min(2, max(1, len(holders)))
+    peers = [ended.plan.members[index].peer for index in sorted(said) if said[index] >= needed]
+    return tuple(peer for peer in peers if peer in ended.orphans)
 
 
 @dataclass(frozen=True)

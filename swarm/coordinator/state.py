@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import singledispatchmethod
 
 from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, subtract
+from shoal.swarm.coordinator.coverage import Again
+from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, merge, subtract
 from shoal.swarm.coordinator.membership import Member, Membership
-from shoal.swarm.coordinator.rounds import Goal, Round, Work
+from shoal.swarm.coordinator.rollback import CommittedRound, History
+from shoal.swarm.coordinator.rounds import Goal, Round, Work, is_over
 from shoal.swarm.coordinator.sent_bytes import SentBytes
-from shoal.swarm.coordinator.status import status_of
 from shoal.swarm.coordinator.tally import Tally
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.messages import (
-    CoordinatorToPeerStatus,
-    PeerToCoordinatorDescribeModel,
-    RunView,
-    Verdict,
-)
+from shoal.swarm.messages import PeerToCoordinatorDescribeModel, RunView, Verdict
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
@@ -41,6 +36,7 @@ class RunState:
         self.deadlines = Deadlines(run.round.patience_s)
         self.membership = Membership(roster_version=epoch)
         self.leases = LeaseLedger()
+        self.again = Again()
         self.answered: dict[str, f.LeaseGranted] = {}
         self.round = Round(0, opened_s=now_s)
         self.model: PeerToCoordinatorDescribeModel | None = None
@@ -48,8 +44,9 @@ class RunState:
         self.agreed_digest: bytes | None = None
         self.chain = genesis(run.hash)
         self.verdict: Verdict | None = None
-        self.rounds_committed = self.rounds_aborted = 0
-        self.tokens_committed = 0
+        self.history = History()
+        self.rounds_aborted = self.rounds_undone = 0
+        self.tokens_committed = self.tokens_undone = 0
         self.loss: float | None = None
         self.announcements = 0
         self.now_s = now_s
@@ -108,7 +105,7 @@ class RunState:
 
     @_apply.register
     def _(self, fact: f.MemberJoined) -> None:
-        self.membership.join(fact, self.now_s)
+        self.membership.join(fact, self.now_s, self.anchor_version)
 
     @_apply.register
     def _(self, fact: f.MemberLost) -> None:
@@ -164,6 +161,7 @@ class RunState:
         assert verdict.round == self.round.number, "one verdict a round"
         assert verdict.previous_chain == self.chain, "an unbroken chain"
         self.verdict, self.chain = verdict, verdict.chain
+        took_s = max(0.0, fact.elapsed_s - self._elapsed_before_s)
         self._elapsed_before_s, self._started_s = fact.elapsed_s, self.now_s
         committed = {one.peer for one in verdict.plan.members} if verdict.committed and verdict.plan else set()
         for peer, member in self.membership.trainers().items():
@@ -171,31 +169,63 @@ class RunState:
         for peer in fact.failed:
             self.membership.members[peer].fail()
         if verdict.committed:
-            self._commit(verdict, fact.lost)
+            self._commit(verdict, fact.lost, took_s)
         else:
             self.rounds_aborted += 1
         for peer in self.round.orphans:  # who is back already keeps what it was given since
             since = subtract(self.leases.held.get(peer, []), self.round.ranges[peer])
             self.leases.give_back(peer, keep=since)
+        if fact.went_back is not None:
+            self._go_back(verdict, fact.went_back)
         phase, closed_s = self.round.phase, self.round.closes_s
         ahead = self.run.averaging.overlap and phase in ("closing", "averaging")
         self.round = Round(verdict.round + 1, opened_s=min(closed_s, self.now_s) if ahead else self.now_s)
         if phase != "waiting" and self.membership.trainers():
             self.round.phase = "training"
-        if self._is_over():
+        if is_over(self.run.run, self.tokens_committed, self.rounds_committed, self.elapsed_s(self.now_s)):
             self.round.phase = "ended"
 
-    def _commit(self, verdict: Verdict, lost: tuple[str, ...]) -> None:
-        assert verdict.plan is not None
-        self.rounds_committed += 1
+    def _commit(self, verdict: Verdict, lost: tuple[str, ...], took_s: float) -> None:
+        plan = verdict.plan
+        assert plan is not None
         self.anchor_version = verdict.anchor_version
         self.agreed_digest = None
         self.tokens_committed += verdict.tokens
         self.loss = verdict.loss if verdict.loss is not None else self.loss
-        for planned in verdict.plan.members:
-            if planned.peer not in lost:
-                self.leases.commit(planned.peer, self.round.ranges[planned.peer])
+        ranges = {one.peer: self.round.ranges[one.peer] for one in plan.members}
+        self.again.lose([one for peer in lost for one in ranges.pop(peer)])
+        for planned in plan.members:
+            if planned.peer in ranges:
+                self.leases.commit(planned.peer, ranges[planned.peer])
                 self.membership.members[planned.peer].tokens_committed += planned.weight_tokens
+        # No round's own work takes longer; the rest is time without anybody.
+        took_s = min(took_s, self.run.round.max_s)
+        merged = tuple(merge(one for mine in ranges.values() for one in mine))
+        self.history.rounds.append(CommittedRound(verdict.round, plan.state_digest, verdict.tokens, took_s, merged))
+        assert len(self.history.rounds) == self.anchor_version
+        self.membership.advance(self.anchor_version)
+
+    def _go_back(self, verdict: Verdict, to: f.WentBack) -> None:
+        """Whoever did the work that is undone keeps the credit for it: it was not at fault."""
+        rounds, tokens, ranges = self.history.undo(verdict.anchor_version)
+        self.anchor_version, self.agreed_digest = verdict.anchor_version, to.digest
+        self.tokens_committed -= tokens
+        assert self.tokens_committed == verdict.tokens_total
+        self.rounds_undone += rounds
+        self.tokens_undone += tokens
+        self.leases.uncommit(ranges)
+        self.again.undo(ranges)
+        self.answered.clear()
+        self.membership.go_back(self.anchor_version)
+
+    @_apply.register
+    def _(self, fact: f.EpochsCovered) -> None:
+        self.again.forget(fact.stop * fact.samples)
+
+    @property
+    def rounds_committed(self) -> int:
+        """Those behind the anchor. What was undone has to be done again before the run has its rounds."""
+        return len(self.history.rounds)
 
     # What others see ------------------------------------------------------------------------------------
 
@@ -223,9 +253,6 @@ class RunState:
             roster=self.membership.roster() if roster_version != self.membership.roster_version else None,
         )
 
-    def status(self, now_s: float) -> CoordinatorToPeerStatus:
-        return status_of(self, now_s)
-
     def state_digest(self) -> bytes | None:
         """Of the current anchor version's state: agreed, or what most of its holders say."""
         return self.agreed_digest or self.membership.common_digest(self.anchor_version)
@@ -235,11 +262,10 @@ class RunState:
         return max(0.0, self._elapsed_before_s + now_s - self._started_s)
 
     def _must_resync(self, member: Member) -> bool:
-        return (
-            self.agreed_digest is not None
-            and member.anchor_version == self.anchor_version
-            and member.state_digest not in (None, self.agreed_digest)
-        )
+        """It holds another state than this version's, or a version that the run has gone back behind."""
+        version = member.anchor_version
+        other = self.agreed_digest is not None and member.state_digest not in (None, self.agreed_digest)
+        return version is not None and (version > self.anchor_version or (version == self.anchor_version and other))
 
     def synced(self) -> Mapping[str, Member]:
         return self.membership.synced(self.anchor_version, self.agreed_digest)
@@ -294,23 +320,6 @@ class RunState:
         """The plan's members that are still here, and never left."""
         return {peer for peer in self.round.ranges if peer not in self.round.orphans}
 
-    def lost_work(self, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
-        """Dead members whose contribution did not get into every chunk: others train on their samples again.
-
-        Of a part that is void, what the living offered is offered again; what the dead did is gone. Who is missing in
-        the committed bytes is known to those that hold them all, of whom two have to say so; where there is nobody,
-        all are believed, for samples are better trained on twice than never."""
-        if self.round.plan is None:
-            return ()
-        if None in digests:
-            return tuple(sorted(self.round.orphans))
-        reports = self.round.reports.values()
-        holders = [report for report in reports if report.digests == digests]
-        said = Counter(index for report in holders or reports for index in set(report.dropped))
-        needed = min(2, max(1, len(holders)))
-        peers = [self.round.plan.members[index].peer for index in sorted(said) if said[index] >= needed]
-        return tuple(peer for peer in peers if peer in self.round.orphans)
-
     def is_complete(self) -> bool:
         """Whether nobody is left to be heard in this phase."""
         if self.round.phase == "averaging":
@@ -331,11 +340,3 @@ class RunState:
 
     def is_late(self, now_s: float) -> bool:
         return self.run.run.max_s is not None and self.elapsed_s(now_s) >= self.run.run.max_s
-
-    def _is_over(self) -> bool:
-        run = self.run.run
-        return (
-            (run.tokens is not None and self.tokens_committed >= run.tokens)
-            or (run.rounds is not None and self.rounds_committed >= run.rounds)
-            or (run.max_s is not None and self.elapsed_s(self.now_s) >= run.max_s)
-        )

@@ -51,6 +51,16 @@ class Chaos(RuleBasedStateMachine):
     def hang(self, number: int) -> None:
         self._present(number).hung = True
 
+    @rule(survive=st.sampled_from([0, 1, 2, 3]), back=st.integers(1, 3), with_coordinator=st.booleans())
+    def lose_all(self, survive: int, back: int, with_coordinator: bool) -> None:
+        """Everybody is killed; only each third version, or the third of it, was saved; some come back."""
+        world = self.world
+        world.lose_all(lambda version: survive > 0 and version % survive == 0)
+        if with_coordinator:
+            world.restart()
+        for number in range(back):
+            self.arrive(number)
+
     @rule(number=NUMBERS, key=st.integers(1000, 1003))
     def observe(self, number: int, key: int) -> None:
         self.world.refused(self.world.machine.join, entry(number + 4, key, "observer"), CPU, self.world.now_s)
@@ -181,7 +191,8 @@ def goes_on(world: World, rounds: int = 2) -> None:
     good = world.workers[4]
     good.running = False
     goal = len([one for one in world.verdicts if one.verdict.committed]) + rounds
-    deadline_s = world.now_s + 60 + rounds * (world.run.round.max_s + 30)
+    wait_s = world.machine.deadlines.return_s + world.machine.history.cost_s(0)
+    deadline_s = world.now_s + wait_s + 60 + rounds * (world.run.round.max_s + 30)
     while sum(one.verdict.committed for one in world.verdicts) < goal:
         assert world.now_s < deadline_s, f"stuck in {world.machine.round.phase}"
         for worker in world.workers[:4]:

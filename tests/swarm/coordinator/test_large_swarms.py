@@ -41,14 +41,14 @@ def beat(version: int, digest: bytes) -> PeerToCoordinatorHeartbeat:
 def test_comings_and_goings_are_seen_at_once() -> None:
     members = Membership()
     for number in range(3):
-        members.join(MemberJoined(entry=entry(number), device=CPU), 0.0)
+        members.join(MemberJoined(entry=entry(number), device=CPU), 0.0, 0)
         assert len(members.trainers()) == len(members.roster()) == number + 1
     assert members.roster() is members.roster(), "nobody came or went: not made anew"
     gone = entry(1).peer
     members.lose(gone)
     assert gone not in members.trainers()
     assert [one.peer for one in members.roster()] == [entry(0).peer, entry(2).peer]
-    members.join(MemberJoined(entry=entry(1, 9), device=CPU), 0.0)
+    members.join(MemberJoined(entry=entry(1, 9), device=CPU), 0.0, 0)
     assert members.trainers()[gone] is members.members[gone]
 
 
@@ -56,14 +56,14 @@ def test_keys_are_looked_up_as_they_are_now() -> None:
     members = Membership()
     ours, theirs = entry(0, 1), entry(1, 1)
     for one in (ours, theirs):
-        members.join(MemberJoined(entry=one, device=CPU), 0.0)
+        members.join(MemberJoined(entry=one, device=CPU), 0.0, 0)
     assert members.holder(theirs.certificate.curve_key) == theirs.peer
     assert members.holder(entry(2, 1).certificate.curve_key) is None
     members.lose(theirs.peer)
     assert members.holder(theirs.certificate.curve_key) is None
     assert members.holder(ours.certificate.curve_key) == ours.peer
     again = entry(1, 2)
-    members.join(MemberJoined(entry=again, device=CPU), 0.0)
+    members.join(MemberJoined(entry=again, device=CPU), 0.0, 0)
     assert members.holder(again.certificate.curve_key) == theirs.peer
     assert members.holder(theirs.certificate.curve_key) is None
 
@@ -72,7 +72,7 @@ def test_states_are_seen_at_once() -> None:
     members = Membership()
     peers = [entry(number).peer for number in range(3)]
     for number in range(3):
-        members.join(MemberJoined(entry=entry(number), device=CPU), 0.0)
+        members.join(MemberJoined(entry=entry(number), device=CPU), 0.0, 0)
     assert members.common_digest(4) is None
     members.hear(peers[0], beat(4, b"a" * 32), 0, 1.0)
     assert list(members.synced(4, None)) == peers[:1]

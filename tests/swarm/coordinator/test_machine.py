@@ -233,28 +233,6 @@ def test_a_first_state_that_nobody_has_any_more_gives_way() -> None:
     assert not world.view(world.workers[1]).must_resync
 
 
-def test_a_later_state_that_nobody_has_gives_way_too_but_not_before_all_have_been_heard() -> None:
-    world = World(run_file(), 2)
-    until(world, "averaging")
-    until(world, "training")
-    until(world, "closing")
-    for worker in world.workers[:2]:
-        world.ready(worker, state_digest=b"o" * 32)
-    while len(world.verdicts) == 1:
-        for worker in world.workers[:2]:
-            world.beat(worker)
-        world.tick(0.5)
-    assert world.machine.agreed_digest == next_state(INITIAL)
-    world.machine.agreed_digest = b"o" * 32
-    world.revive()
-    world.machine.agreed_digest = b"o" * 32
-    assert world.machine.unheard() == {peer_name(0), peer_name(1)}
-    world.beat(world.workers[0])
-    assert world.machine.agreed_digest == b"o" * 32
-    world.beat(world.workers[1])
-    assert world.machine.agreed_digest == next_state(INITIAL)
-
-
 def test_work_on_another_state_is_refused() -> None:
     world = World(run_file(), 2)
     until(world, "closing")

@@ -357,7 +357,7 @@ def test_it_follows_what_rounds_take_now_and_never_exceeds_the_patience() -> Non
 def test_deadlines_of_silence() -> None:
     members = Membership()
     for number in range(2):
-        members.join(MemberJoined(entry=entry(number), device=CPU), 10.0 * number)
+        members.join(MemberJoined(entry=entry(number), device=CPU), 10.0 * number, 0)
     assert members.silent(30.0, 30.0) == []
     assert members.silent(31.0, 30.0) == [A]
     members.lose(A)

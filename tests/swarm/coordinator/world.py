@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.messages import (
     Certificate,
     DeviceInfo,
+    KeptState,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
@@ -24,6 +26,7 @@ from shoal.swarm.messages import (
     RoundPlan,
     RunView,
     TensorSpec,
+    Verdict,
 )
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import check_verdict, genesis
@@ -36,6 +39,7 @@ MODEL = PeerToCoordinatorDescribeModel(
     corpus_digest=b"c" * 32,
     corpus_about="a corpus",
     tokens_per_sample=TOKENS_PER_SAMPLE,
+    samples=64,
 )
 INITIAL = hashlib.sha256(b"initial state").digest()
 
@@ -118,7 +122,9 @@ def report(
 class Worker:
     """A member's process as the machine's callers see it. ``hung`` ones only ever say that they are there.
 
-    ``round`` is the one that ``done`` is for; ``ahead``: done since it was offered, for the next one (overlap)."""
+    ``version`` and ``digest`` are of the state that it holds, None while it looks for the run's: then it tells what it
+    has ``kept``. ``round`` is the one that ``done`` is for; ``ahead``: done since it was offered, for the next one
+    (overlap)."""
 
     number: int
     key: int = 0
@@ -127,6 +133,7 @@ class Worker:
     round: int = 0
     version: int | None = None
     digest: bytes | None = None
+    kept: tuple[KeptState, ...] = ()
     left: Ranges = field(default_factory=list)
     done: Ranges = field(default_factory=list)
     ahead: Ranges = field(default_factory=list)
@@ -167,9 +174,16 @@ def journaled(machine: RunMachine) -> dict[str, Any]:
         "model": machine.model,
         "anchor": (machine.anchor_version, machine.agreed_digest),
         "verdict": (machine.chain, machine.verdict, machine.loss),
-        "counts": (machine.rounds_committed, machine.rounds_aborted, machine.tokens_committed),
+        "history": machine.history,
+        "counts": (machine.rounds_aborted, machine.tokens_committed, machine.rounds_undone, machine.tokens_undone),
+        "again": machine.again,
         "members": {
             peer: (one.entry, one.device, one.alive, one.tokens_committed, one.barred_rounds, one.failures)
+            for peer, one in machine.membership.members.items()
+            if one.entry.role == "trainer"
+        },
+        "versions": {
+            peer: (one.joined_version, one.seen_version)
             for peer, one in machine.membership.members.items()
             if one.entry.role == "trainer"
         },
@@ -204,7 +218,12 @@ class World:
         self.workers = [Worker(number) for number in range(8)]
         self.committed: Ranges = []
         self.verdicts: list[f.VerdictGiven] = []
-        self.archive = INITIAL
+        self.archive = {0: INITIAL}
+        """Of which version there is a state to be had, on disks or from others, and with which digest."""
+        self.history: list[tuple[bytes, Ranges]] = []
+        """Of each committed round that was not undone: the state that it was planned on, and its samples."""
+        self.again: tuple[set[int], set[int]] = (set(), set())
+        """Samples that have to be trained on again: their contributor died, or their round was undone."""
         self._phase = "open"
         self._planned: Ranges = []
         self._ranges: dict[str, Ranges] = {}
@@ -227,11 +246,30 @@ class World:
         self.settle()
 
     def sync(self, worker: Worker) -> None:
-        """Fetch the state that the run is at, from others or from the disk, and say so."""
+        """Fetch the state that the run is at, from others or the disk, and say so; else say what is on the disk."""
         view = self.view(worker)
-        worker.version, worker.digest = view.anchor_version, view.state_digest or self.archive
         worker.round = view.round
+        to_be_had = self.archive.get(view.anchor_version)
+        worker.version, worker.digest, worker.kept = None, None, ()
+        if view.state_digest is not None and (view.state_digest == to_be_had or self._has_donor(view)):
+            worker.version, worker.digest = view.anchor_version, view.state_digest
+        elif to_be_had is not None and (view.state_digest is None or view.anchor_version == 0):
+            worker.version, worker.digest = view.anchor_version, to_be_had
+        else:
+            newest = sorted(self.archive.items(), reverse=True)[:16]
+            worker.kept = tuple(KeptState(anchor_version=version, digest=digest) for version, digest in newest)
         self.beat(worker)
+
+    def _has_donor(self, view: RunView) -> bool:
+        """Whether somebody who says to hold this state is there to be asked."""
+        holders = self.machine.membership.synced(view.anchor_version, view.state_digest)
+        return any(worker.running and worker.peer in holders for worker in self.workers)
+
+    def lose_all(self, kept: Callable[[int], bool]) -> None:
+        """All processes of members are killed, and of all states those versions are left that had been saved."""
+        for worker in self.workers:
+            worker.running = worker.hung = False
+        self.archive = {version: one for version, one in self.archive.items() if version == 0 or kept(version)}
 
     def afresh(self, worker: Worker) -> None:
         self.leave(worker)
@@ -257,6 +295,7 @@ class World:
             **worker.said(self.overlap),
             "anchor_version": worker.version,
             "state_digest": worker.digest,
+            "kept": worker.kept,
             "tokens_per_s": 40.0,
             "step_s": 0.5,
         }
@@ -294,7 +333,7 @@ class World:
         said = {
             "round": worker.round,
             "anchor_version": worker.version or 0,
-            "state_digest": worker.digest or self.archive,
+            "state_digest": worker.digest or INITIAL,
             "weight_tokens": worker.tokens_done,
             "ranges": to_wire(worker.done),
             "loss": 2.5,
@@ -362,6 +401,8 @@ class World:
             self.sync(worker)
         self.conclude(worker)
         self.beat(worker)
+        if worker.version is None:
+            return
         view = self.view(worker)
         match view.phase:
             case "training":
@@ -396,6 +437,9 @@ class World:
             self.afresh(worker)
             return
         included = False
+        if verdict.anchor_version < (worker.version or 0):
+            self.afresh(worker)
+            return
         if verdict.committed:
             assert verdict.plan is not None
             if (verdict.plan.anchor_version, verdict.plan.state_digest) != (worker.version, worker.digest):
@@ -440,9 +484,18 @@ class World:
             case f.VerdictGiven():
                 self._check_verdict(fact)
                 self._phase = "open"
+            case f.EpochsCovered():
+                stop = fact.stop * fact.samples
+                assert fact.samples == MODEL.samples
+                assert self.committed[0][0] == 0
+                assert self.committed[0][1] >= stop, "all are committed"
+                bounds = range(fact.first * fact.samples, stop)
+                assert [fact.lost, fact.undone] == [len(one.intersection(bounds)) for one in self.again]
+                self.again = tuple(one.difference(range(stop)) for one in self.again)  # type: ignore[assignment]
 
     def _check_plan(self, fact: f.RoundPlanned) -> None:
         plan, machine = fact.plan, self.machine
+        self.archive[plan.anchor_version] = plan.state_digest
         peers = [one.peer for one in plan.members]
         assert plan.round == len(self.verdicts)
         assert peers == sorted(set(peers))
@@ -465,25 +518,51 @@ class World:
     def _check_verdict(self, fact: f.VerdictGiven) -> None:
         verdict = fact.verdict
         chain = self.verdicts[-1].verdict.chain if self.verdicts else genesis(self.run.hash)
-        committed = sum(one.verdict.committed for one in self.verdicts)
+        before = len(self.history)
         assert verdict.round == len(self.verdicts)
         assert verdict.previous_chain == chain
-        assert verdict.anchor_version == committed + verdict.committed
         check_verdict(verdict, SIGNER.public_key)
         if verdict.committed:
             assert self._phase == "averaging"
             assert verdict.plan is not None
             assert len(verdict.digests) == len(verdict.plan.parts)
+            assert verdict.anchor_version == before + 1
             fresh = [one for peer, ranges in self._ranges.items() if peer not in fact.lost for one in ranges]
+            lost = [one for peer in fact.lost for one in self._ranges[peer]]
+            self.again[0].update(sample for bounds in lost for sample in range(*bounds))
             assert count(subtract(merge(fresh), self.committed)) == count(fresh), "committed twice"
             self.committed = merge([*self.committed, *fresh])
+            self.history.append((verdict.plan.state_digest, fresh))
             assert verdict.tokens == count(fresh) * TOKENS_PER_SAMPLE
-            self.archive = next_state(verdict.plan.state_digest)
+            self.archive[verdict.anchor_version] = next_state(verdict.plan.state_digest)
         else:
             assert verdict.reason
             assert verdict.tokens == 0
+        if fact.went_back is not None:
+            self._check_return(fact.went_back, verdict)
+        elif not verdict.committed:
+            assert verdict.anchor_version == before
         assert verdict.tokens_total == count(self.committed) * TOKENS_PER_SAMPLE
         self.verdicts.append(fact)
+
+    def _check_return(self, back: f.WentBack, verdict: Verdict) -> None:
+        """To a version with the digest that a round was planned on that has been committed and not undone since."""
+        assert not verdict.committed
+        assert self._phase == "open"
+        assert back.from_version == len(self.history)
+        assert verdict.anchor_version < back.from_version
+        digest, _ = self.history[verdict.anchor_version]
+        assert digest == back.digest
+        vouching = self.verdicts[back.vouched_round].verdict
+        assert vouching.committed
+        assert vouching.plan is not None
+        assert (vouching.plan.anchor_version, vouching.plan.state_digest) == (verdict.anchor_version, digest)
+        assert back.keepers
+        undone = [one for _, ranges in self.history[verdict.anchor_version :] for one in ranges]
+        self.again[1].update(sample for bounds in undone for sample in range(*bounds))
+        self.committed = subtract(self.committed, merge(undone))
+        self.history = self.history[: verdict.anchor_version]
+        self.archive = {at: one for at, one in self.archive.items() if at <= verdict.anchor_version}
 
     def check(self) -> None:
         machine = self.machine
@@ -496,7 +575,11 @@ class World:
         for peer in leases.held:
             assert members.members[peer].is_trainer or peer in machine.round.orphans
         assert machine.tokens_committed == count(self.committed) * TOKENS_PER_SAMPLE
-        assert sum(one.tokens_committed for one in members.members.values()) == machine.tokens_committed
+        credit = sum(one.tokens_committed for one in members.members.values())
+        assert credit == machine.tokens_committed + machine.tokens_undone
+        assert machine.anchor_version == machine.rounds_committed == len(self.history)
+        verdicts = machine.rounds_committed + machine.rounds_aborted + machine.rounds_undone
+        assert verdicts == len(self.verdicts)
         assert machine.round.number == len(self.verdicts)
         assert (machine.round.plan is not None) == (machine.round.phase == "averaging")
         if self.run.algorithm == "virtual_batch":

@@ -1,0 +1,172 @@
+"""When nobody holds the run's newest state any more: whom to wait for, and how far the run goes back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.deadlines import Deadlines
+
+
+class CommittedRound(NamedTuple):
+    """What took the anchor from one version to the next. ``digest``: of the state that the round was planned on;
+    ``took_s``: how long the run was at it; ``ranges``: the samples in its mean."""
+
+    round: int
+    digest: bytes
+    tokens: int
+    took_s: float
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class History:
+    """The committed rounds behind the anchor, one a version: ``rounds[v]`` was planned on version v and made v + 1.
+
+    Its digests are what the verdicts vouch for: each stands in the plan of a committed round. Kept whole, as somebody
+    may bring a state of any version: some hundred bytes a round."""
+
+    rounds: list[CommittedRound] = field(default_factory=list)
+
+    def newest_kept(self, kept: set[tuple[int, bytes]]) -> int | None:
+        """The newest version before the present one that is kept, with the digest that is vouched for."""
+        return max(
+            (one for one, digest in kept if one < len(self.rounds) and self.rounds[one].digest == digest), default=None
+        )
+
+    def cost_s(self, version: int) -> float:
+        """How long the run was at what going back to ``version`` undoes."""
+        return sum(one.took_s for one in self.rounds[version:])
+
+    def before(self, number: int) -> tuple[int, int]:
+        """The version that this committed round was planned on, and all tokens behind it."""
+        version = next(at for at, one in enumerate(self.rounds) if one.round == number)
+        return version, sum(one.tokens for one in self.rounds[:version])
+
+    def undo(self, version: int) -> tuple[int, int, Ranges]:
+        """Forget what came after ``version``; returns how many rounds, their tokens and their samples."""
+        undone, self.rounds = self.rounds[version:], self.rounds[:version]
+        return len(undone), sum(one.tokens for one in undone), [each for one in undone for each in one.ranges]
+
+
+@dataclass(frozen=True)
+class Return:
+    """The run can go back to ``version``, of which ``keepers`` have the state. ``awaited``: peers that may bring a
+    newer one; ``in_s``: how much longer it is worth waiting for them."""
+
+    version: int
+    keepers: tuple[str, ...]
+    awaited: tuple[str, ...]
+    in_s: float
+
+    @property
+    def is_due(self) -> bool:
+        return not self.awaited or self.in_s <= 0.0
+
+
+class Outage:
+    """The time without anybody who holds the newest state, while somebody is here who could go back. Not journaled: a
+    coordinator that restarts waits anew.
+
+    To go back too early costs the rounds that are undone, too late the time that was waited. So we wait as long as the
+    rounds took, and never pay more than twice what the better of the two would have cost (ski rental: Karlin, Manasse,
+    Rudolph, Sleator 1988); at least as long as a machine takes to start, and no longer than there is somebody left who
+    may have something newer."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
+        self._since_s: float | None = None
+
+    def end(self) -> None:
+        """Somebody holds the newest state, or nobody is here."""
+        self._since_s = None
+
+    def look(
+        self, now_s: float, history: History, agreed_digest: bytes | None, members: Mapping[str, Member]
+    ) -> Return | None:
+        """How the run stands without a holder; None while nobody here has told of a state that is vouched for.
+
+        ``agreed_digest``: of the newest state, if that is known."""
+        here = {peer: one for peer, one in members.items() if one.is_trainer and one.states}
+        version = history.newest_kept({state for one in here.values() for state in one.states})
+        if version is None:
+            self._since_s = None
+            return None
+        self._since_s = now_s if self._since_s is None else self._since_s
+        state = (version, history.rounds[version].digest)
+        coming = [
+            peer
+            for peer, one in here.items()
+            if _may_finish(one, history) or _keeps(one, len(history.rounds), agreed_digest)
+        ]
+        absent = [peer for peer, one in members.items() if peer not in here and _may_keep_newer(one, version)]
+        wait_s = max(self._deadlines.return_s, history.cost_s(version))
+        return Return(
+            version=version,
+            keepers=tuple(peer for peer, one in here.items() if state in one.states),
+            awaited=(*coming, *absent),
+            in_s=self._since_s + wait_s - now_s,
+        )
+
+    def saw_progress(self, now_s: float, member: Member, history: History) -> None:
+        """Of a member that gets results: it may be about to make the newest state."""
+        if self._since_s is not None and _may_finish(member, history):
+            self._since_s = now_s
+
+    def excuse(self, seconds: float) -> None:
+        """We stood still for so long: nobody was late."""
+        if self._since_s is not None:
+            self._since_s += seconds
+
+
+def _may_finish(member: Member, history: History) -> bool:
+    """Whether it was here when the newest version was committed, holds the one before, and so may be making it."""
+    newest = len(history.rounds)
+    before = (newest - 1, history.rounds[-1].digest) if history.rounds else None
+    return (
+        member.is_trainer and member.joined_version < newest and (member.anchor_version, member.state_digest) == before
+    )
+
+
+def _keeps(member: Member, version: int, digest: bytes | None) -> bool:
+    """Whether it has told of that state, and so may be loading it; of any one of that version for ``digest`` None."""
+    return any(kept == version and digest in (None, of) for kept, of in member.states)
+
+
+def _may_keep_newer(member: Member, version: int) -> bool:
+    return member.entry.role in ("trainer", "contributor") and member.seen_version > version
+
+
+# In words ---------------------------------------------------------------------------------------------------
+
+
+def say_return(back: Return, history: History, here: int) -> str:
+    """The verdict's reason: which version, why, and what vouches for it. ``here``: how many could have kept one."""
+    made = history.rounds[back.version]
+    return (
+        f"nobody holds anchor version {len(history.rounds)} any more: back to version {back.version} "
+        f"({made.digest.hex()[:8]}), which {len(back.keepers)} of {here} peers here keep and the verdict of round "
+        f"{made.round} vouches for"
+    )
+
+
+def say_outlook(version: int, digest: bytes | None, back: Return | None, members: Mapping[str, Member]) -> str:
+    """For people who wonder why nothing happens while nobody holds ``version``; ``digest``: of its state, if known."""
+    loading = [one.entry.name for one in members.values() if one.is_trainer and _keeps(one, version, digest)]
+    if loading:
+        return f"nobody here holds version {version} yet: {_few(loading)} should be loading it"
+    lost = f"nobody here holds version {version}"
+    if back is None:
+        return f"{lost}, nor has told of an earlier one that the verdicts vouch for: waiting for a peer that has one"
+    awaited = _few([members[peer].entry.name for peer in back.awaited])
+    return (
+        f"{lost}: the run goes back to version {back.version} in {max(0.0, back.in_s):.0f} s"
+        f"{f', unless one of these brings a newer one: {awaited}' if awaited else ''}"
+    )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
