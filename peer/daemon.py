@@ -65,11 +65,11 @@ def _train(session: Session, device: torch.device, max_memory: int | None) -> No
         raise RecipeError("the members of this run bring their own training loop: start the host's script instead")
     recipe = load_recipe(run)
     model = recipe.build_model(run.run.seed).to(device)
-    about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample)
     optimizer = None if run.algorithm == "virtual_batch" else make_inner(model, run.inner)
     cast = autocast(device, run.inner.precision)
     room = free_bytes(device, model, max_memory, optimizer_states(run.inner, run.algorithm))
     data = recipe.training_data()
+    about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data))
 
     def one_sample() -> torch.Tensor:
         with cast():

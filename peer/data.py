@@ -29,11 +29,13 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class DataAbout:
-    """What the run must know of the data: its digest, a line for people, and how many tokens a sample counts."""
+    """What the run must know of the data: its digest, a line for people, how many tokens a sample counts, and how many
+    samples there are."""
 
     digest: bytes
     about: str
     tokens_per_sample: int
+    samples: int | None = None
 
 
 def fingerprint(dataset: Dataset) -> bytes:

@@ -15,6 +15,7 @@ from shoal.peer.state_fetch import Report, StateFetch
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError
 from shoal.swarm.links import in_thread
+from shoal.swarm.messages import KeptState
 from shoal.swarm.transport import Endpoint
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,19 @@ class Holder(Protocol):
 
     def hold(self, state: State) -> None: ...
 
+    def let_go(self) -> None: ...
+
+    async def tell(self, kept: tuple[KeptState, ...]) -> None: ...
+
     async def beat(self) -> None: ...
+
+
+class Own(Protocol):
+    """The states that a member can go on from by itself (``own_states.py``)."""
+
+    def find(self, version: int, digest: bytes | None) -> State | None: ...
+
+    def tell(self) -> tuple[KeptState, ...]: ...
 
 
 class Downloads:
@@ -101,21 +114,24 @@ class Downloads:
 
 
 async def agree_on_state(
-    holder: Holder, candidate: State | None, shape: tuple[int, int], downloads: Downloads, catch_up: CatchUp | None
+    holder: Holder, own: Own, shape: tuple[int, int], downloads: Downloads, catch_up: CatchUp | None
 ) -> State:
-    """The run's current state, held and announced: the candidate where it is that, else fetched. Waits for a donor.
+    """The run's current state, held and announced: one of our own where it is that, else fetched. Waits for a donor, or
+    until the run goes back to what somebody has: while nobody has anything newer, all say what they could go back to.
 
     What was begun to be fetched is fetched to its end while somebody serves it, if ``catch_up`` can bring it up to the
     newest; without that only the newest will do."""
     while True:
         view = holder.client.view
-        if candidate is not None and candidate.version == view.anchor_version and await _is_agreed(holder, candidate):
+        mine = await in_thread(own.find, view.anchor_version, view.state_digest)
+        if mine is not None and await _is_agreed(holder, mine):
             await downloads.drop()
-            return candidate
+            return mine
         view = holder.client.view
         if view.state_digest is None:
             log.info("nobody holds version %d yet; waiting for a peer that does", view.anchor_version)
-            await holder.client.wait_for(lambda new: new.state_digest is not None, 2.0)
+            await holder.tell(await in_thread(own.tell))
+            await _until_news(holder.client, view.anchor_version)
             continue
         newest = Wanted(view.anchor_version, view.state_digest, shape)
         begun = await downloads.begun() if catch_up else None
@@ -130,9 +146,15 @@ async def agree_on_state(
             await downloads.drop()
         except LinkError as error:
             log.info("version %d of the state cannot be had now: %s", wanted.version, error)
+            await holder.tell(await in_thread(own.tell))
             if wanted != newest:
                 await downloads.drop()
         await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def _until_news(client: CoordinatorClient, version: int) -> None:
+    """Until somebody holds the run's state, or the run has another version; or a while."""
+    await client.wait_for(lambda new: new.state_digest is not None or new.anchor_version != version, 2.0)
 
 
 async def _is_agreed(holder: Holder, state: State) -> bool:
@@ -140,4 +162,7 @@ async def _is_agreed(holder: Holder, state: State) -> bool:
     holder.hold(state)
     await holder.beat()
     view = holder.client.view
-    return (view.anchor_version, view.state_digest) == (state.version, state.digest)
+    if (view.anchor_version, view.state_digest) == (state.version, state.digest):
+        return True
+    holder.let_go()
+    return False

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shoal.compression import fast
 from shoal.peer.joining import CatchUp, Downloads, agree_on_state
+from shoal.peer.own_states import OwnStates
 from shoal.peer.state import State
 from shoal.peer.state_fetch import Report
 from shoal.peer.state_sharing import DonorState
@@ -23,6 +24,7 @@ from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
+    KeptState,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
@@ -68,6 +70,7 @@ class Member:
         self._donor = DonorState(node, client.deadlines.patience_s)
         self._downloads: Downloads | None = None
         self._earlier: State | None = None
+        self._kept: tuple[KeptState, ...] = ()
         self.rejoined = False
         self._probed_bps = 0.0
 
@@ -150,6 +153,7 @@ class Member:
             bytes_received=self.node.meter.received_bytes,
             bandwidth_bps=max(self.node.meter.bandwidth_bps, self._probed_bps),
             roster_version=0,
+            kept=self._kept if state is None else (),
         )
         try:
             await self.client.heartbeat(heartbeat)
@@ -172,27 +176,36 @@ class Member:
 
     async def agreed_state(
         self,
-        candidate: State | None,
+        own: OwnStates,
         shape: tuple[int, int],
         folder: Path | None,
         report: Report,
         catch_up: CatchUp | None = None,
     ) -> State:
-        """The run's current state: the candidate, or what we held before we started afresh, where it is that, else
-        fetched from others. Waits for a donor.
+        """The run's current state: one of our own, or what we held before we started afresh, where it is that, else
+        fetched from others. Waits for a donor, or until the run goes back to what somebody has.
 
         ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor."""
-        client = self.client
+        client, own.earlier = self.client, self._earlier
 
         def donors() -> list[str]:
             return witnesses(self.node.trainers(), client.peer)
 
         self._downloads = Downloads(self.node, donors, client.deadlines.patience_s / 2, folder, report)
         try:
-            return await agree_on_state(self, candidate or self._earlier, shape, self._downloads, catch_up)
+            return await agree_on_state(self, own, shape, self._downloads, catch_up)
         finally:
             self._downloads.close()
             self._downloads = None
+
+    def let_go(self) -> None:
+        """What we hold is not the run's state: we hold none."""
+        self.state = None
+
+    async def tell(self, kept: tuple[KeptState, ...]) -> None:
+        """Say what we could go back to: it may be that nobody has anything newer."""
+        self._kept = kept
+        await self.beat()
 
     async def start_afresh(self) -> None:
         """Give everything back and join again, as somebody new with an old name.

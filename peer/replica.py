@@ -26,6 +26,7 @@ from shoal.peer.local_work import AccumulatedGradient, LocalWork, OverlappedPseu
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
+from shoal.peer.own_states import OwnStates
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.schedule import lr_factor
 from shoal.peer.state import State
@@ -121,18 +122,17 @@ class Replica:
             corpus_digest=data.digest if data else None,
             corpus_about=data.about if data else "",
             tokens_per_sample=self.tokens_per_sample,
+            samples=data.samples if data else None,
         )
         self._network.call(self._member.describe(model), interruptible=True)
 
     def sync(self, *, afresh: bool = False) -> None:
         """Get the run's current state: what we hold if it is that, else from others. Raises ``Interrupted``."""
         self._member.progress.activity = "syncing"
-        found = None if afresh else self._find_checkpoint()
-        candidate = None if afresh else found.state if found else self._initial_state()
+        own = OwnStates(self._keeper, None if afresh else self._initial_state)
         shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
-        self._state = self._network.call(
-            self._member.agreed_state(candidate, shape, folder, self._emit), interruptible=True
-        )
+        self._state = self._network.call(self._member.agreed_state(own, shape, folder, self._emit), interruptible=True)
+        found = None if afresh else own.checkpoint
         view = self._member.client.view
         self._verdict = view.verdict if view.anchor_version == self._state.version else None
         if view.verdict is not None:
@@ -278,13 +278,6 @@ class Replica:
             self._exchange.outcome.cancel()
         if self._keeper is not None and self.state is not None:
             self._keeper.finish(self._state, self._verdict)
-
-    def _find_checkpoint(self) -> Checkpoint | None:
-        """What an earlier process of this peer left: of the run's present state, if there is such a one."""
-        view = self._member.client.view
-        if self._keeper is None or view.anchor_version == 0:
-            return None
-        return self._keeper.find(view.anchor_version, view.state_digest)
 
     def _initial_state(self) -> State:
         return State.make(self.vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)

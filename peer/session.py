@@ -145,10 +145,11 @@ class Session:
         ``dataset``: ``len`` and ``[i]``, collated as ``torch.utils.data`` does, or with ``batch(indices)``. All
         peers need the same one. Call ``step`` after each batch.
         """
-        replica, samples = self._replica, self._replica.samples
+        replica, samples, length = self._replica, self._replica.samples, len(dataset)
         if replica.recipe_config is None:
-            replica.describe(DataAbout(fingerprint(dataset), f"{len(dataset)} samples", replica.tokens_per_sample))
-        order = SampleOrder(len(dataset), self.run_file.run.seed)
+            about = f"{length} samples"
+            replica.describe(DataAbout(fingerprint(dataset), about, replica.tokens_per_sample, length))
+        order = SampleOrder(length, self.run_file.run.seed)
         while self._next_range():
             while (bounds := samples.next_batch(self.run_file.inner.batch_samples)) is not None:
                 self._clock.start()

@@ -242,6 +242,9 @@ class Averager:
         await self._drop_stores(*[number for number in self._stores if number <= offer.round - _KEPT_ROUNDS])
         if verdict is None or verdict.round != offer.round:
             return OutOfDate(f"the verdict of round {offer.round} was missed")
+        if verdict.anchor_version < offer.anchor_version:
+            self._forget_residual()  # of work that others will do again
+            return OutOfDate(verdict.reason)
         if not verdict.committed:
             await self._drop_stores(offer.round)
             return CarryOn(verdict.reason, verdict)

@@ -16,6 +16,7 @@ from shoal.peer.data import DataAbout
 from shoal.peer.member import Progress
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.outer_optimizer import make_outer
+from shoal.peer.own_states import OwnStates
 from shoal.peer.replica import Brought, Replica
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
@@ -45,9 +46,11 @@ class FakeMember:
         self.node = SimpleNamespace(meter=meter)
         self.averager = SimpleNamespace(carried=Carried(torch.zeros(4), 0))
 
-    async def agreed_state(self, candidate: Any, shape: Any, folder: Any, report: Any) -> State:
-        if candidate is not None:
-            self.held.append(candidate)
+    async def agreed_state(self, own: OwnStates, shape: Any, folder: Any, report: Any) -> State:
+        if not self.held:
+            found = own.find(self.client.view.anchor_version, None) or own.find(0, None)
+            assert found is not None
+            self.held.append(found)
         return self.held[-1]
 
     async def start_afresh(self) -> None:
