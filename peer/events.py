@@ -31,8 +31,13 @@ def describe_fact(fact: f.Fact) -> Event | None:
             about["members"] = [member.peer for member in plan.members]
             about["tokens"] = [member.weight_tokens for member in plan.members]
             about["parts"] = len(plan.parts)
+        case f.VerdictGiven(went_back=back) if back is not None:
+            about = {**_describe_verdict(fact), "event": "went_back", "from_version": back.from_version}
+            about |= {"digest": back.digest.hex(), "vouched_round": back.vouched_round, "keepers": list(back.keepers)}
         case f.VerdictGiven():
             about = _describe_verdict(fact)
+        case f.EpochsCovered():
+            about = {"event": "epochs_covered", **fact.model_dump()}
         case _:
             return None
     return {"time": time.time(), **about}
@@ -75,7 +80,9 @@ def _joined(event: Event) -> str:
 
 
 def _synced(event: Event) -> str:
-    return f"holds version {event.get('anchor_version')} of the anchor · {_short(event.get('digest'))}"
+    found = event.get("checkpoint")
+    source = "" if found is None else f" · with the checkpoint of round {found}"
+    return f"holds version {event.get('anchor_version')} of the anchor · {_short(event.get('digest'))}{source}"
 
 
 def _committed(event: Event) -> str:
@@ -143,6 +150,25 @@ def _verdict(event: Event) -> str:
     )
 
 
+def _went_back(event: Event) -> str:
+    return f"round {event.get('round')} ends here: {event.get('reason')}"
+
+
+def _epochs_covered(event: Event) -> str:
+    first, last, samples = event.get("first") or 0, (event.get("stop") or 1) - 1, event.get("samples") or 0
+    epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+    each = "" if first == last else " of each"
+    again = [
+        f"{event[key]:,} {why}"
+        for key, why in (
+            ("lost", "trained on again because their first contributor died"),
+            ("undone", "trained on again because their round was undone"),
+        )
+        if event.get(key)
+    ]
+    return "; ".join([f"{epochs}: all {samples:,} samples{each} committed once", ", ".join(again)]).removesuffix("; ")
+
+
 def _words(event: Event) -> str:
     return str(event.get("words", ""))
 
@@ -167,6 +193,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "round_reopened": _round_reopened,
     "round_planned": _round_planned,
     "verdict": _verdict,
+    "went_back": _went_back,
+    "epochs_covered": _epochs_covered,
 }
 
 

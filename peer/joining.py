@@ -6,18 +6,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from shoal.peer.own_states import OwnStates
 from shoal.peer.partial_state import PartialState, Wanted, begun_state, remove_incoming
 from shoal.peer.state import State
 from shoal.peer.state_fetch import Report, StateFetch
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError
 from shoal.swarm.links import in_thread
-from shoal.swarm.messages import RunView
+from shoal.swarm.messages import KeptState
 from shoal.swarm.transport import Endpoint
 
 log = logging.getLogger(__name__)
@@ -34,9 +32,21 @@ class Holder(Protocol):
 
     client: CoordinatorClient
 
-    async def is_agreed(self, state: State) -> bool: ...
+    def hold(self, state: State) -> None: ...
 
-    async def tell_kept(self, own: OwnStates) -> None: ...
+    def let_go(self) -> None: ...
+
+    async def tell(self, kept: tuple[KeptState, ...]) -> None: ...
+
+    async def beat(self) -> None: ...
+
+
+class Own(Protocol):
+    """The states that a member can go on from by itself (``own_states.py``)."""
+
+    def find(self, version: int, digest: bytes | None) -> State | None: ...
+
+    def tell(self) -> tuple[KeptState, ...]: ...
 
 
 class Downloads:
@@ -104,24 +114,24 @@ class Downloads:
 
 
 async def agree_on_state(
-    holder: Holder, own: OwnStates, shape: tuple[int, int], downloads: Downloads, catch_up: CatchUp | None
+    holder: Holder, own: Own, shape: tuple[int, int], downloads: Downloads, catch_up: CatchUp | None
 ) -> State:
     """The run's current state, held and announced: one of our own where it is that, else fetched. Waits for a donor, or
-    until the run goes back to what somebody has.
+    until the run goes back to what somebody has: while nobody has anything newer, all say what they could go back to.
 
     What was begun to be fetched is fetched to its end while somebody serves it, if ``catch_up`` can bring it up to the
     newest; without that only the newest will do."""
     while True:
         view = holder.client.view
         mine = await in_thread(own.find, view.anchor_version, view.state_digest)
-        if mine is not None and await holder.is_agreed(mine):
+        if mine is not None and await _is_agreed(holder, mine):
             await downloads.drop()
             return mine
         view = holder.client.view
         if view.state_digest is None:
             log.info("nobody holds version %d yet; waiting for a peer that does", view.anchor_version)
-            await holder.tell_kept(own)
-            await holder.client.wait_for(partial(_is_news, view), 2.0)
+            await holder.tell(await in_thread(own.tell))
+            await _until_news(holder.client, view.anchor_version)
             continue
         newest = Wanted(view.anchor_version, view.state_digest, shape)
         begun = await downloads.begun() if catch_up else None
@@ -130,18 +140,29 @@ async def agree_on_state(
             state = await downloads.fetch(wanted)
             if catch_up is not None and state.version != holder.client.view.anchor_version:
                 state = await catch_up(state)
-            if await holder.is_agreed(state):
+            if await _is_agreed(holder, state):
                 await downloads.drop()
                 return state
             await downloads.drop()
         except LinkError as error:
             log.info("version %d of the state cannot be had now: %s", wanted.version, error)
+            await holder.tell(await in_thread(own.tell))
             if wanted != newest:
                 await downloads.drop()
-            await holder.tell_kept(own)
         await asyncio.sleep(_LOOK_AGAIN_S)
 
 
-def _is_news(old: RunView, new: RunView) -> bool:
-    """Whether somebody holds the run's state now, or that is another one."""
-    return new.state_digest is not None or new.anchor_version != old.anchor_version
+async def _until_news(client: CoordinatorClient, version: int) -> None:
+    """Until somebody holds the run's state, or the run has another version; or a while."""
+    await client.wait_for(lambda new: new.state_digest is not None or new.anchor_version != version, 2.0)
+
+
+async def _is_agreed(holder: Holder, state: State) -> bool:
+    """Hold it, and see whether it is the run's."""
+    holder.hold(state)
+    await holder.beat()
+    view = holder.client.view
+    if (view.anchor_version, view.state_digest) == (state.version, state.digest):
+        return True
+    holder.let_go()
+    return False

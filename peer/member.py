@@ -21,7 +21,6 @@ from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, Superseded
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
-from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
@@ -187,7 +186,7 @@ class Member:
         fetched from others. Waits for a donor, or until the run goes back to what somebody has.
 
         ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor."""
-        own.earlier, client = self._earlier, self.client
+        client, own.earlier = self.client, self._earlier
 
         def donors() -> list[str]:
             return witnesses(self.node.trainers(), client.peer)
@@ -199,19 +198,13 @@ class Member:
             self._downloads.close()
             self._downloads = None
 
-    async def is_agreed(self, state: State) -> bool:
-        """Hold it, and see whether it is the run's; else we hold none."""
-        self.hold(state)
-        await self.beat()
-        view = self.client.view
-        if (view.anchor_version, view.state_digest) == (state.version, state.digest):
-            return True
+    def let_go(self) -> None:
+        """What we hold is not the run's state: we hold none."""
         self.state = None
-        return False
 
-    async def tell_kept(self, own: OwnStates) -> None:
+    async def tell(self, kept: tuple[KeptState, ...]) -> None:
         """Say what we could go back to: it may be that nobody has anything newer."""
-        self._kept = await in_thread(own.tell)
+        self._kept = kept
         await self.beat()
 
     async def start_afresh(self) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.peer.events import bytes_text, count_text, duration_text, loss_text, printable
-from shoal.swarm.messages import CoordinatorToPeerStatus, MemberStatus
+from shoal.swarm.messages import CoordinatorToPeerStatus, Coverage, MemberStatus
 
 if TYPE_CHECKING:
     from shoal.peer.snapshot import Snapshot
@@ -137,6 +137,8 @@ def status_line(snapshot: Snapshot) -> str:
 def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     """What ``shoal status`` shows."""
     rounds = f"{status.rounds_committed} committed, {status.rounds_aborted} aborted"
+    if status.rounds_undone:
+        rounds += f", {status.rounds_undone} undone"
     closes = "" if status.closes_in_s is None else f", closes in {duration_text(status.closes_in_s)}"
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
@@ -149,6 +151,10 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     head.add_row("tokens", tokens)
     digest = status.state_digest.hex()[:16] if status.state_digest else "not agreed yet"
     head.add_row("anchor", f"version {status.anchor_version}, {digest}")
+    if status.outlook:
+        head.add_row("", Text(printable(status.outlook), style="bold yellow"))
+    for row in _coverage_rows(status.coverage):
+        head.add_row(*row)
     head.add_row("running for", duration_text(status.elapsed_s))
     members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     # Their cells do not wrap, but the columns may: those are the ones that rich makes narrower first.
@@ -160,6 +166,25 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     for member in sorted(status.members, key=lambda one: (not one.alive, -one.share, one.name)):
         members.add_row(*_status_row(member), style="" if member.alive else "dim strike")
     return Group(head, members if status.members else Text("\nnobody has joined yet", style="yellow"))
+
+
+def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableType]]:
+    """The newest epoch in full, those before it only where samples of theirs are not committed, and how many are."""
+    if not coverage:
+        return []
+    newest, before = coverage[-1], coverage[:-1]
+    left = newest.samples - newest.committed - newest.leased - newest.returned
+    done = Text.assemble(
+        (f"{newest.epoch}", "bold"),
+        f"  {newest.committed / newest.samples:.0%} of {count_text(newest.samples)} samples committed, "
+        f"{count_text(newest.leased)} leased, {count_text(newest.returned)} returned, {count_text(left)} not given out",
+    )
+    open_ones = [
+        Text(f"{one.epoch}  {count_text(one.samples - one.committed)} samples are not committed yet", style="yellow")
+        for one in before
+        if one.committed < one.samples
+    ]
+    return [*(("epoch", one) for one in open_ones), ("epoch", done)]
 
 
 def _status_row(member: MemberStatus) -> list[RenderableType]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shoal.swarm.coordinator.facts import Fact, ModelDescribed, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator.leases import LeaseLedger, Ranges, count, from_wire, merge
+from shoal.swarm.coordinator.leases import LeaseLedger, Ranges, count, from_wire, merge, subtract
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
@@ -23,6 +23,8 @@ class Audit:
         self.tokens = 0
         self._chain = genesis(run.hash)
         self._committed: Ranges = []
+        self._history: list[tuple[int, Ranges]] = []
+        """Of each committed round that was not undone, its tokens and samples."""
         self._plan: RoundPlanned | None = None
         self._tokens_per_sample = 1
 
@@ -48,17 +50,24 @@ class Audit:
         if verdict.committed:
             assert self._plan is not None
             assert self._plan.plan == verdict.plan
-            tokens = 0
+            tokens, mine = 0, Ranges()
             for member, wire in zip(self._plan.plan.members, self._plan.ranges, strict=True):
                 ranges = from_wire(wire)
                 assert member.weight_tokens == count(ranges) * self._tokens_per_sample, "weights are tokens"
                 if member.peer not in fact.lost:
-                    self._committed = merge([*self._committed, *ranges])
+                    mine += ranges
                     tokens += member.weight_tokens
             assert verdict.tokens == tokens, "the committed weights sum up"
+            self._committed = merge([*self._committed, *mine])
+            self._history.append((tokens, mine))
         else:
             assert verdict.tokens == 0
         self.tokens += verdict.tokens
+        for tokens, ranges in self._history[verdict.anchor_version :]:
+            self.tokens -= tokens
+            self._committed = subtract(self._committed, merge(ranges))
+        self._history = self._history[: verdict.anchor_version]
+        assert verdict.anchor_version == len(self._history)
         assert verdict.tokens_total == self.tokens
         assert count(self._committed) * self._tokens_per_sample == self.tokens
         self._plan = None

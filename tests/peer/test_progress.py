@@ -33,6 +33,7 @@ from shoal.swarm.errors import StorageError, Unreachable
 from shoal.swarm.messages import (
     Certificate,
     CoordinatorToPeerStatus,
+    Coverage,
     DeviceInfo,
     MemberStatus,
     Part,
@@ -108,6 +109,7 @@ FACTS: dict[str, f.Fact] = {
     "RoundReopened": f.RoundReopened(round=3),
     "RoundPlanned": f.RoundPlanned(plan=PLAN, ranges=((), ()), loss=2.3456),
     "VerdictGiven": f.VerdictGiven(verdict=VERDICT, elapsed_s=12.5, lost=()),
+    "EpochsCovered": f.EpochsCovered(first=3, stop=4, samples=51_200, lost=64, undone=0),
 }
 
 SNAPSHOT = Snapshot(
@@ -243,6 +245,44 @@ def test_verdicts_say_what_happened() -> None:
     aborted = describe_fact(f.VerdictGiven(verdict=ABORTED, elapsed_s=1.0, lost=()))
     assert aborted is not None
     assert sentence(aborted) == "round 3 aborted for all: 1 of 2 parts arrived nowhere"
+
+
+def test_a_return_says_which_version_and_why() -> None:
+    reason = "nobody holds anchor version 7 any more: back to version 5 (00010203)"
+    verdict = ABORTED.model_copy(update={"reason": reason, "anchor_version": 5, "plan": None})
+    back = f.WentBack(from_version=7, digest=bytes(32), vouched_round=8, keepers=PEERS)
+    event = describe_fact(f.VerdictGiven(verdict=verdict, elapsed_s=1.0, lost=(), went_back=back))
+    assert event is not None
+    json.dumps(event)
+    assert (event["event"], event["from_version"], event["anchor_version"], event["vouched_round"]) == (
+        "went_back",
+        7,
+        5,
+        8,
+    )
+    assert plain_line(event).endswith(f"round 3 ends here: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"lost": 64},
+            "epoch 3: all 51,200 samples committed once; 64 trained on again because their first contributor died",
+        ),
+        ({}, "epoch 3: all 51,200 samples committed once"),
+        (
+            {"stop": 6, "undone": 1000},
+            "epochs 3 to 5: all 51,200 samples of each committed once; "
+            "1,000 trained on again because their round was undone",
+        ),
+    ],
+)
+def test_the_end_of_an_epoch_says_what_was_done_twice(fields: dict[str, int], words: str) -> None:
+    fact = f.EpochsCovered(**{"first": 3, "stop": 4, "samples": 51_200, "lost": 0, "undone": 0, **fields})
+    event = describe_fact(fact)
+    assert event is not None
+    assert plain_line(event).endswith(f"  {words}")
 
 
 def test_a_plan_carries_the_tokens_of_its_members() -> None:
@@ -440,6 +480,31 @@ def test_status_of_an_empty_run() -> None:
     console = terminal()
     console.print(status_table(make_status().model_copy(update={"members": ()})))
     assert "nobody has joined yet" in output(console)
+
+
+def test_status_shows_each_epoch_that_is_not_covered_and_what_the_run_waits_for() -> None:
+    coverage = (
+        Coverage(epoch=1, samples=1000, committed=1000, leased=0, returned=0),
+        Coverage(epoch=2, samples=1000, committed=936, leased=0, returned=64),
+        Coverage(epoch=3, samples=1000, committed=250, leased=120, returned=30),
+    )
+    more = {"coverage": coverage, "rounds_undone": 2, "outlook": "nobody here holds version 7: \x1b[2J"}
+    status = make_status().model_copy(update=more)
+    console = terminal(120)
+    console.print(status_table(status))
+    shown = console.export_text()
+    assert "7 committed, 1 aborted, 2 undone" in shown
+    assert "2  64 samples are not committed yet" in shown
+    assert "3  25% of 1.00k samples committed, 120 leased, 30 returned, 600 not given out" in shown
+    assert shown.count("epoch") == 2
+    assert "nobody here holds version 7: ·[2J" in shown
+    assert status_json(status)["coverage"][1] == {
+        "epoch": 2,
+        "samples": 1000,
+        "committed": 936,
+        "leased": 0,
+        "returned": 64,
+    }
 
 
 def test_status_as_json() -> None:

@@ -46,7 +46,7 @@ class FakeMember:
         self.node = SimpleNamespace(meter=meter)
         self.averager = SimpleNamespace(carried=Carried(torch.zeros(4), 0))
 
-    async def agreed_state(self, own: OwnStates, *_: Any) -> State:
+    async def agreed_state(self, own: OwnStates, shape: Any, folder: Any, report: Any) -> State:
         if not self.held:
             found = own.find(self.client.view.anchor_version, None) or own.find(0, None)
             assert found is not None
