@@ -1,4 +1,4 @@
-"""The command line: ``shoal host | join | status | export | generate | demo``; errors become exit codes."""
+"""The command line: ``shoal host | join | status | export | verify | generate | demo``; errors become exit codes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from shoal.peer.checkpoints.retention import parse_retention
 from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
 from shoal.peer.descriptors import allow_descriptors, warn_host
+from shoal.peer.events import printable
 from shoal.peer.export import export_from_run, export_model, read_model
 from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
 from shoal.peer.recipes.gpt import Gpt, generate
 from shoal.peer.session import SHOAL_HOME, SessionOptions
+from shoal.peer.verifying import Refused, find_checkpoints, verify_checkpoints, verify_table
 from shoal.swarm.coordinator.facts import Fact
-from shoal.swarm.errors import RecipeError, ShoalError
+from shoal.swarm.errors import RecipeError, ShoalError, StateFileError
 from shoal.swarm.invite import Invite, parse_address, parse_addresses
 from shoal.swarm.messages import Role
 from shoal.swarm.observer import get_status
@@ -158,6 +160,21 @@ def export_command(
     else:
         version = export_model(Path(run), out)
     console.print(f"Anchor version {version} written to {out}, its recipe to {out.with_suffix('.json')}")
+
+
+@app.command("verify")
+def verify_command(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint's folder, a peer's, or a run's.")],
+) -> None:
+    """Check checkpoints offline: every file, signature and verdict, and what vouches for each state."""
+    results = verify_checkpoints(find_checkpoints(folder))
+    console.print(verify_table(results))
+    console.print("Checked: sizes and SHA-256 of all files, layout, state digests, signatures, chains of verdicts.")
+    wrong = [one for one in results if isinstance(one, Refused)]
+    for one in wrong:
+        console.print(printable(one.reason), style="red", markup=False, highlight=False, soft_wrap=True)
+    if wrong:
+        raise StateFileError(f"{len(wrong)} of {len(results)} checkpoints are not what they have to be")
 
 
 @app.command("generate")

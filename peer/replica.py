@@ -16,16 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.compression.codec import CodecError
-from shoal.peer.checkpoints.checkpoint import Checkpoint
 from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
-from shoal.peer.checkpoints.own_state import carried_of, own_tree, restore_own
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout, LeasedSamples
 from shoal.peer.local_work import AccumulatedGradient, LocalWork, OverlappedPseudoGradient, PseudoGradient
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
+from shoal.peer.own_part import OwnPart
 from shoal.peer.own_states import OwnStates
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.schedule import lr_factor
@@ -97,7 +95,6 @@ class Replica:
         self._on_mean = brought.on_mean
         self.round = 0
         self.recipe_config = brought.recipe_config
-        self._brought = brought
         self._run = run
         self._outer = outer_of(run.outer)
         self._folder = folder
@@ -108,7 +105,8 @@ class Replica:
         self._state: State
         self._verdict: Verdict | None = None
         """What made the state, where we know it."""
-        self._keeper = CheckpointKeeper(store, network, self._subject(), self._own_tree) if store else None
+        self._own = OwnPart(brought.model, brought.inner_optimizer, self.samples, self._member)
+        self._keeper = CheckpointKeeper(store, network, self._subject(), self._own.tree) if store else None
 
     @property
     def state(self) -> State | None:
@@ -137,7 +135,7 @@ class Replica:
         self._verdict = view.verdict if view.anchor_version == self._state.version else None
         if view.verdict is not None:
             self._heard(view.verdict)
-        carries = found is not None and self._restore(found)
+        carries = found is not None and self._own.take_up(found, self._state)
         self.work.restart(self._state.anchor)
         self._enter_round(view.round)
         self._emit(
@@ -282,38 +280,14 @@ class Replica:
     def _initial_state(self) -> State:
         return State.make(self.vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
 
-    def _restore(self, checkpoint: Checkpoint) -> bool:
-        """Take up what was this peer's own; returns whether the residual, too.
-
-        Optimizer, buffers and random state of some rounds ago are better than none. The residual belongs to its state,
-        and only where none of it may be in a mean by now."""
-        own = checkpoint.own
-        if own is None or checkpoint.manifest.peer != self._member.client.peer:
-            return False
-        restore_own(own, self._brought.inner_optimizer, self._brought.model)
-        self.samples.count_on(own)
-        carried = carried_of(own, self.vector.elements)
-        if carried is None or self._state is not checkpoint.state or self._member.client.view.plan is not None:
-            return False
-        try:
-            self._member.averager.restore(carried)
-        except CodecError as error:
-            log.warning("going on without the residual of the checkpoint: %s", error)
-            return False
-        return True
-
     def _heard(self, verdict: Verdict) -> None:
         if self._keeper is not None:
             self._keeper.heard(verdict)
 
-    def _own_tree(self) -> dict[str, Any]:
-        carried = self._member.averager.carried
-        return {**own_tree(self._brought.inner_optimizer, self._brought.model, carried), **self.samples.counters()}
-
     def _subject(self) -> Subject:
         client = self._member.client
-        layout, config = self.vector.layout, self._brought.recipe_config
-        return Subject(self._run, client.run_toml, config, layout, self._outer.slots, client.coordinator_key)
+        layout, slots = self.vector.layout, self._outer.slots
+        return Subject(self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key)
 
 
 def _local_work(run: RunFile, vector: ParameterVector, brought: Brought) -> LocalWork:

@@ -11,13 +11,13 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents
+from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, unpack_verdicts
 from shoal.peer.checkpoints.manifest import About
 from shoal.peer.checkpoints.own_state import Snapshots
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.state import State
-from shoal.swarm.errors import RecipeError, StorageError
+from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import TensorSpec, Verdict
 from shoal.swarm.run_file import RunFile
@@ -28,6 +28,7 @@ _SHARE = 20
 """Writing takes at most one part in so many of the time."""
 
 _RECENT_VERDICTS = 64
+"""So much of the chain stands in a checkpoint: in a large swarm a verdict is as large as a shard of a small model."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class CheckpointKeeper:
         if found is not None and not self._subject.fits(found):
             log.warning("the checkpoint of round %d is of another model; going on without", found.manifest.round)
             return None
+        if found is not None and not self._verdicts:
+            try:
+                self._verdicts = unpack_verdicts(found.verdicts, f"the checkpoint of round {found.manifest.round}")
+            except StateFileError as error:  # another peer's copy, which is whole and says nonsense
+                log.warning("going on without its verdicts: %s", error)
         return found
 
     def heard(self, verdict: Verdict) -> None:

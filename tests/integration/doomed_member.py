@@ -5,6 +5,7 @@ when the file ``ARMED`` is there.
 """
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from slow_member import slow_down
 
+from shoal.peer.checkpoints.store import CheckpointStore, round_of
 from shoal.peer.cli import main
 from shoal.peer.partial_state import IncomingFile, PartialState
 from shoal.peer.replica import Replica
@@ -131,7 +133,58 @@ def fetching(doom: Doom) -> None:
     IncomingFile.write = write  # type: ignore[method-assign]
 
 
-_ALL = (ready, serving, reducing, exchanged, reported, applying, sharing, fetching)
+# While a checkpoint is written, in its own thread: round and file stand in the path.
+
+
+def _on_file(doom: Doom, *, before: bool) -> None:
+    real = CheckpointStore._write_file
+
+    def write(self: Any, path: Path, pieces: Any) -> Any:
+        number = int(path.parent.name.split("-")[1])
+        if before:
+            doom.comes_to(number)
+        entry = real(self, path, pieces)
+        if not before:
+            doom.comes_to(number)
+        return entry
+
+    CheckpointStore._write_file = write  # type: ignore[method-assign]
+
+
+def saving(doom: Doom) -> None:
+    """Before a file of a checkpoint; the last one is the manifest."""
+    _on_file(doom, before=True)
+
+
+def saved(doom: Doom) -> None:
+    """After a file of a checkpoint; after the last one it only lacks its name."""
+    _on_file(doom, before=False)
+
+
+def named(doom: Doom) -> None:
+    """When a checkpoint has its name and older ones may be removed."""
+    real = CheckpointStore._publish
+
+    def publish(self: Any, hidden: Path, place: Path) -> None:
+        real(self, hidden, place)
+        doom.comes_to(round_of(place))
+
+    CheckpointStore._publish = publish  # type: ignore[method-assign]
+
+
+def retiring(doom: Doom) -> None:
+    """When an old checkpoint has lost its name and not yet its files."""
+    real = shutil.rmtree
+
+    def remove(path: Any, *rest: Any, **more: Any) -> None:
+        if ".old-" in str(path):
+            doom.comes_to(int(Path(path).name.split("-")[2]))
+        real(path, *rest, **more)
+
+    shutil.rmtree = remove  # type: ignore[assignment]
+
+
+_ALL = (ready, serving, reducing, exchanged, reported, applying, sharing, fetching, saving, saved, named, retiring)
 STEPS = {step.__name__: step for step in _ALL}
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def test_what_another_peer_had_of_its_own_is_not_taken(tmp_path: Path) -> None:
     found = life.store.load(life.store.kept()[0])
     other = Life(life.run, tmp_path, 1)
     other.member.client.peer = "b" * 16
-    assert other.replica._restore(found) is False
+    assert other.replica._own.take_up(found, found.state) is False
 
 
 def test_the_residual_is_not_taken_while_a_round_may_hold_it(tmp_path: Path) -> None:
@@ -327,7 +327,24 @@ def test_the_residual_is_not_taken_while_a_round_may_hold_it(tmp_path: Path) -> 
     life.stop()
     found = life.store.load(life.store.kept()[0])
     other = Life(life.run, tmp_path, 1)
-    other.replica._state = found.state
-    assert other.replica._restore(found) is True
+    assert other.replica._own.take_up(found, found.state) is True
     other.member.client.view.plan = object()
-    assert other.replica._restore(found) is False
+    assert other.replica._own.take_up(found, found.state) is False
+
+
+def test_the_chain_in_checkpoints_goes_on_over_restarts(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    for _ in range(3):
+        life.round()
+    life.stop()
+    again = Life(life.run, tmp_path, 1)
+    again.round(committed=False)
+    again.round()
+    again.stop()
+    newest = again.store.load(again.store.kept()[0])
+    assert [one.round for one in unpack_verdicts(newest.verdicts, "")] == [0, 1, 2, 3, 4]
+    other = Life(again.run, tmp_path / "other", 1)
+    other.round()
+    other.stop()
+    newest = other.store.load(other.store.kept()[0])
+    assert [one.round for one in unpack_verdicts(newest.verdicts, "")] == [4, 5], "as far back as it knows"
