@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.peer.history import Origin, pack_head
 from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.service import CoordinatorService
@@ -18,6 +19,10 @@ from shoal.swarm.invite import Address, Invite
 from shoal.swarm.run_file import load_run_file
 
 DEFAULT_PORT = 7707
+JOURNAL_FILE = "journal.sqlite"
+ORIGIN_FILE = "origin.msgpack"
+"""Whose history the folder has: the head of a history's file, without verdicts."""
+
 _PORT_FILE = "port.txt"
 
 
@@ -52,7 +57,7 @@ async def host(
     text, run = load_run_file(run_path)
     identity = Identity.load_or_create(options.identity)
     state = options.state / run.run.name
-    journal = Journal(state / "journal.sqlite", run.hash, text)
+    journal = Journal(state / JOURNAL_FILE, run.hash, text)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -64,8 +69,10 @@ async def host(
             advertised = options.advertise or ((_own_address(options.bind[0]), port),)
             addresses = tuple((one, its_port or port) for one, its_port in advertised)
             invite = Invite(addresses, run.run.name, service.node.control.keys.public)
-            _write(state / _PORT_FILE, f"{port}\n")
-            _write(state / "invite.txt", f"{invite}\n")
+            origin = Origin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
+            _write(state / _PORT_FILE, f"{port}\n".encode())
+            _write(state / "invite.txt", f"{invite}\n".encode())
+            _write(state / ORIGIN_FILE, pack_head(origin))
             service.observe(on_fact)
             on_start(Hosting(invite, run.hash, state, service.machine.round.number))
             await service.wait(stop)
@@ -81,9 +88,9 @@ def _earlier_port(state: Path) -> int:
         return 0
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, data: bytes) -> None:
     try:
-        path.write_text(text)
+        path.write_bytes(data)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error}") from error
 

@@ -97,17 +97,22 @@ class Journal:
 
     def verdicts(self, first: int = 0, limit: int = _ALL) -> list[VerdictGiven]:
         """At most ``limit`` verdicts from round ``first`` on, oldest first; from any thread, beside writes."""
-        try:
-            # A connection of its own: on the writer's, what is not on the disk yet would be seen.
-            with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-                rows = database.execute(
-                    "SELECT data FROM facts WHERE kind = ? ORDER BY id LIMIT ? OFFSET ?",
-                    (VerdictGiven.__name__, limit, first),
-                ).fetchall()
-            facts = [unpack_fact(data) for (data,) in rows]
-        except (sqlite3.Error, StorageError) as error:
-            raise StorageError(f"{self.path}: the journal cannot be read: {error}") from error
-        return [fact for fact in facts if isinstance(fact, VerdictGiven)]
+        return read_verdicts(self.path, first, limit)
 
     def close(self) -> None:
         self._database.close()
+
+
+def read_verdicts(path: Path, first: int = 0, limit: int = _ALL) -> list[VerdictGiven]:
+    """What a journal has, also while a coordinator writes to it. Raises ``StorageError``."""
+    try:
+        # A connection of its own: on the writer's, what is not on the disk yet would be seen.
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            rows = database.execute(
+                "SELECT data FROM facts WHERE kind = ? ORDER BY id LIMIT ? OFFSET ?",
+                (VerdictGiven.__name__, limit, first),
+            ).fetchall()
+        facts = [unpack_fact(data) for (data,) in rows]
+    except (sqlite3.Error, StorageError) as error:
+        raise StorageError(f"{path}: the journal cannot be read: {error}") from error
+    return [fact for fact in facts if isinstance(fact, VerdictGiven)]
