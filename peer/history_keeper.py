@@ -15,6 +15,9 @@ from shoal.swarm.messages import CoordinatorToPeerVerdicts, PeerToCoordinatorGet
 
 log = logging.getLogger(__name__)
 
+_PAUSES = 4
+"""Times as long as fetching a page took."""
+
 
 class HistoryKeeper:
     """``run`` it in a task group. Nothing waits for it: the run goes on without a history, too."""
@@ -69,13 +72,15 @@ class HistoryKeeper:
             await self._compare(newest)
 
     async def _fetch(self) -> None:
-        """One page of what we missed. Pages are small: it may take a while, and hinders nobody."""
-        file = self._file
+        """One page of what we missed, then a pause: reading it, of a large swarm, holds up the loop that rounds need."""
+        file, loop = self._file, asyncio.get_running_loop()
         assert file is not None
+        started_s = loop.time()
         ask = PeerToCoordinatorGetVerdicts(first=file.chain.rounds)
         page = await self._client.ask(ask, CoordinatorToPeerVerdicts)
         if page.verdicts and page.verdicts[0].previous_chain == file.chain.chain:
             await self._append(page.verdicts)
+            await asyncio.sleep(min(_PAUSES * (loop.time() - started_s), self._client.deadlines.heartbeat_s))
         elif page.verdicts and file.chain.rounds:
             await self._set_aside()
         else:
