@@ -1,4 +1,4 @@
-"""The command line: ``shoal host | join | status | export | verify | generate | demo``; errors become exit codes."""
+"""The command line: ``shoal host | join | status | log | export | verify | …``; errors become exit codes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shoal.peer.descriptors import allow_descriptors, warn_host
 from shoal.peer.events import printable
 from shoal.peer.export import export_from_run, export_model, read_model
 from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
+from shoal.peer.log_command import show_log
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
 from shoal.peer.recipes.gpt import Gpt, generate
 from shoal.peer.session import SHOAL_HOME, SessionOptions
@@ -147,6 +148,19 @@ def status_command(
         console.print_json(data=status_json(status))
     else:
         console.print(status_table(status))
+
+
+@app.command("log")
+def log_command(
+    run: Annotated[str, typer.Argument(help="An invite, or the folder of a host, of a member, or of a checkpoint.")],
+    last: Annotated[int, typer.Option(min=0, help="Only so many rounds, the newest; 0: all.")] = 0,
+    round_number: Annotated[
+        int | None, typer.Option("--round", min=0, help="One round in detail: weights, owners, digests.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One object a line, with everything.")] = False,
+) -> None:
+    """Show a run's history, checked from its beginning: each round's verdict, its hash and its signature."""
+    show_log(run, console, last, round_number, json_lines=as_json)
 
 
 @app.command("export")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.peer.history import Origin, pack_head
 from shoal.peer.session import SHOAL_HOME
 from shoal.swarm import durable
 from shoal.swarm.coordinator.backup import Backup
@@ -23,6 +24,9 @@ from shoal.swarm.run_file import load_run_file
 
 DEFAULT_PORT = 7707
 IDENTITY_FILE = "identity"
+ORIGIN_FILE = "origin.msgpack"
+"""Whose history the folder has: the head of a history's file, without verdicts."""
+
 _PORT_FILE = "port.txt"
 
 
@@ -76,10 +80,16 @@ async def host(
             advertised = options.advertise or ((_own_address(options.bind[0]), port),)
             addresses = tuple((one, its_port or port) for one, its_port in advertised)
             invite = Invite(addresses, run.run.name, service.node.control.keys.public)
-            for name, line in ((_PORT_FILE, f"{port}\n"), ("invite.txt", f"{invite}\n")):
-                _write(state / name, line.encode())
+            origin = Origin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
+            about = {
+                _PORT_FILE: f"{port}\n".encode(),
+                "invite.txt": f"{invite}\n".encode(),
+                ORIGIN_FILE: pack_head(origin),
+            }
+            for name, data in about.items():
+                _write(state / name, data)
                 if backup is not None:
-                    backup.keep(name, line.encode())
+                    backup.keep(name, data)
             _write(state / "run.toml", text.encode())
             service.observe(on_fact)
             on_start(Hosting(invite, run.hash, state, service.machine.round.number))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.compression import fast
+from shoal.peer.history_keeper import HistoryKeeper
 from shoal.peer.joining import CatchUp, Downloads, agree_on_state
 from shoal.peer.own_states import OwnStates
 from shoal.peer.state import State
@@ -65,7 +66,9 @@ class Member:
         self.state: State | None = None
         self.compression = 1.0
         self._averager: Averager | None = None
+        self.history: HistoryKeeper | None = None
         self._tasks = tasks
+        self._background: list[asyncio.Task[None]] = []
         self._beat_now = asyncio.Event()
         self._donor = DonorState(node, client.deadlines.patience_s)
         self._downloads: Downloads | None = None
@@ -94,11 +97,11 @@ class Member:
             async with task_scope() as tasks:
                 member = cls(node, client, tasks)
                 node.publish(PROBE, ProbeSource())
-                background = [tasks.create_task(member._beat()), tasks.create_task(member._probe())]
+                member._background += [tasks.create_task(member._beat()), tasks.create_task(member._probe())]
                 try:
                     yield member
                 finally:
-                    for task in background:
+                    for task in member._background:
                         task.cancel()
                     await client.leave("done")
 
@@ -163,6 +166,11 @@ class Member:
             self.rejoined = True
 
     # Joining ------------------------------------------------------------------------------------------------
+
+    def keep_history(self, path: Path) -> None:
+        """From now on, beside everything else."""
+        self.history = HistoryKeeper(self.client, path)
+        self._background.append(self._tasks.create_task(self.history.run()))
 
     async def describe(self, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the difference to the run's."""

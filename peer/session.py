@@ -28,6 +28,7 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.closing import is_due
 from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
+from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.replica import Brought, Replica
@@ -118,6 +119,8 @@ class Session:
         store = self._open_checkpoints(folder)
         self._replica_or_none = Replica(self.run_file, brought, self._network, folder, store, self._emit)
         self._replica.describe(brought.data)
+        history = self.options.state / folder / self.peer / HISTORY_FILE
+        self._network.tell(lambda: self._member.keep_history(history))
         self._member.prepare_averaging(self._replica.vector.layout)
         self._replica.sync()
 

@@ -205,17 +205,18 @@ def _status_row(member: MemberStatus) -> list[RenderableType]:
 
 def status_json(status: CoordinatorToPeerStatus) -> dict[str, Any]:
     """All of it, digests as hexadecimal."""
-    plain: dict[str, Any] = _jsonable(status.model_dump())
+    plain: dict[str, Any] = jsonable(status.model_dump())
     return plain
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """Bytes as hexadecimal, tuples as lists."""
     match value:
         case bytes():
             return value.hex()
         case dict():
-            return {key: _jsonable(one) for key, one in value.items()}
+            return {key: jsonable(one) for key, one in value.items()}
         case list() | tuple():
-            return [_jsonable(one) for one in value]
+            return [jsonable(one) for one in value]
         case _:
             return value

@@ -17,6 +17,7 @@ from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
     Acknowledged,
+    Certificate,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
@@ -62,6 +63,7 @@ class CoordinatorClient:
         self.peer = identity.peer_id
         self.me = me
         self.run_file: RunFile
+        self.coordinator: Certificate
         self.run_toml = ""
         self.reachable = False
         self.coordinator_is_away = False
@@ -106,6 +108,7 @@ class CoordinatorClient:
                 "the run file hashes differently here than on the coordinator: "
                 "install the same release of shoal on both machines"
             )
+        self.coordinator = answer.coordinator
         self._coordinator_key = answer.coordinator.identity_key
         self.run_file, self.run_toml = run_file, answer.run_toml
         self.reachable = answer.reachable

@@ -1,13 +1,16 @@
 """The coordinator is killed in a round and started elsewhere from its files: the invite's second address finds it."""
 
+import json
 import shutil
 import socket
+from typing import Any
 
 import pytest
 from tests.integration.harness import (
     DOOMED_HOST,
     KILLED,
     ROUNDS_S,
+    SHOAL,
     START_S,
     Swarm,
     finish,
@@ -21,6 +24,13 @@ def free_ports() -> tuple[int, int]:
     """Two that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         return one.getsockname()[1], two.getsockname()[1]
+
+
+def said(swarm: Swarm, label: str, source: str) -> list[dict[str, Any]]:
+    """What ``shoal log --json`` says of it."""
+    log = swarm.command(label, *SHOAL, "log", source, "--json")
+    assert log.exit_code(START_S) == 0, log.tail()
+    return [json.loads(line) for line in log.text().splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize(("when", "fact"), [("after", "RoundPlanned"), ("before", "VerdictGiven")])
@@ -45,7 +55,21 @@ def test_the_round_goes_on_at_the_second_address(swarm: Swarm, when: str, fact: 
     # Who comes now finds it too, though nobody is at the first address any more.
     late = swarm.member(host.invite, "late")
     late.committed(within_s=START_S + ROUNDS_S)
+    logs = {
+        "invite": said(swarm, "log-of-invite", host.invite),
+        "host": said(swarm, "log-of-host", str(moved.state)),
+        "member": said(swarm, "log-of-member", str(members[0].folder / "state")),
+    }
     verdicts = finish(moved, [*members, late])
+    chain = [one.verdict.chain.hex() for one in verdicts]
+    for source, lines in logs.items():
+        assert len(lines) > ended + 1, source
+        assert [line["chain"] for line in lines] == chain[: len(lines)], source
+        assert all(line["signature_ok"] for line in lines), source
+    # The one that came late knows the rounds from before, too.
+    assert [line["chain"] for line in said(swarm, "log-of-late", str(late.folder / "state"))][: ended + 1] == chain[
+        : ended + 1
+    ]
     assert verdicts[ended + 1].verdict.committed, "the round that was under way ended there"
     for member in members:
         assert member.events("resync") == [], "the move cost nobody its work"

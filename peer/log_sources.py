@@ -1,0 +1,108 @@
+"""Where a run's history can be read: from a live run, a host's folder, a member's folder, or a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.peer.checkpoints.checkpoint import read_verdicts
+from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
+from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.history import Kept, Origin, unpack_history
+from shoal.peer.history_file import HISTORY_FILE
+from shoal.peer.hosting import ORIGIN_FILE
+from shoal.swarm.coordinator.journal_files import JOURNAL, JournalFiles
+from shoal.swarm.errors import StateFileError
+from shoal.swarm.invite import Invite
+from shoal.swarm.messages import CoordinatorToPeerVerdicts, PeerToCoordinatorGetVerdicts, Verdict
+from shoal.swarm.observer import observe
+
+_EXPECTED = (
+    "give an invite, a host's folder (~/.shoal/host/RUN), a member's folder (~/.shoal/runs/RUN-HASH), a checkpoint, "
+    f"or a {HISTORY_FILE}"
+)
+
+
+@dataclass(frozen=True)
+class Log:
+    """A run's verdicts as they were found, none of them checked. ``whole``: whether they must begin with the first
+    round. ``damage``: why there are no more, empty at a proper end; ``note``: what else there is to say."""
+
+    run: str
+    run_hash: bytes
+    coordinator_key: bytes
+    verdicts: tuple[Verdict, ...]
+    whole: bool = True
+    damage: str = ""
+    note: str = ""
+
+
+def open_log(source: str) -> Log:
+    """Raises ``StateFileError`` where there is no history, ``StorageError``, or the errors of a join."""
+    if source.startswith("shoal://"):
+        return asyncio.run(_from_run(Invite.parse(source)))
+    path = Path(source)
+    if path.is_file():
+        return _of_file(path)
+    if (path / MANIFEST).exists():
+        return _of_checkpoint(path)
+    if (path / JOURNAL).exists():
+        return _of_host(path)
+    found = sorted(path.glob(f"**/{HISTORY_FILE}"))
+    if not found:
+        raise StateFileError(f"{path}: no history of a run here; {_EXPECTED}")
+    # Of several members of one run, who knows most.
+    return max((_of_file(one) for one in found), key=lambda log: len(log.verdicts))
+
+
+async def _from_run(invite: Invite) -> Log:
+    verdicts: list[Verdict] = []
+    async with observe(invite) as client:
+        while True:
+            ask = PeerToCoordinatorGetVerdicts(first=len(verdicts))
+            page = await client.ask(ask, CoordinatorToPeerVerdicts)
+            verdicts += page.verdicts
+            if not page.more or not page.verdicts:
+                run = client.run_file
+                return Log(run.run.name, run.hash, client.coordinator.identity_key, tuple(verdicts))
+
+
+def _of_file(path: Path) -> Log:
+    kept = _unpack(path)
+    damage = note = ""
+    if kept.damage is not None and kept.damage.is_end:
+        note = f"{path}: {kept.damage.reason}: it is being written, or was cut off"
+    elif kept.damage is not None:
+        damage = f"{path}: damaged at offset {kept.damage.offset}, after {len(kept.verdicts)} rounds"
+    return _log(kept.origin, kept.verdicts, damage, note)
+
+
+def _of_host(folder: Path) -> Log:
+    origin = _unpack(folder / ORIGIN_FILE).origin
+    with closing(JournalFiles(folder)) as journal:
+        return _log(origin, tuple(fact.verdict for fact in journal.verdicts()))
+
+
+def _of_checkpoint(folder: Path) -> Log:
+    source = FolderSource(folder)
+    manifest = read_manifest(source)
+    verdicts = read_verdicts(source, manifest)
+    whole = bool(verdicts) and verdicts[0].round == 0
+    note = "" if whole else f"{folder}: holds only the end of the chain; its beginning is in the members' histories"
+    key = bytes.fromhex(manifest.coordinator_key)
+    return Log(manifest.run, bytes.fromhex(manifest.run_hash), key, verdicts, whole, note=note)
+
+
+def _log(origin: Origin, verdicts: tuple[Verdict, ...], damage: str = "", note: str = "") -> Log:
+    key = origin.coordinator.identity_key
+    return Log(origin.run, origin.run_hash, key, verdicts, damage=damage, note=note)
+
+
+def _unpack(path: Path) -> Kept:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StateFileError(f"{path}: cannot be read: {error}; {_EXPECTED}") from error
+    return unpack_history(data, str(path))
