@@ -1,8 +1,9 @@
-"""The command line: ``shoal host | join | status | log | export | verify | …``; errors become exit codes."""
+"""The command line: ``shoal host | join | status | log | verify | replay | …``; errors become exit codes."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +23,8 @@ from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
 from shoal.peer.log_command import show_log
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
 from shoal.peer.recipes.gpt import Gpt, generate
+from shoal.peer.replay import Replayed, replay
+from shoal.peer.replay import table as replay_table
 from shoal.peer.session import SHOAL_HOME, SessionOptions
 from shoal.peer.verifying import Refused, find_checkpoints, verify_checkpoints, verify_table
 from shoal.swarm.coordinator.facts import Fact
@@ -191,6 +194,24 @@ def verify_command(
         raise StateFileError(f"{len(wrong)} of {len(results)} checkpoints are not what they have to be")
 
 
+@app.command("replay")
+def replay_command(
+    folder: Annotated[Path, typer.Argument(help="A run's folder (~/.shoal/runs/RUN-HASH), or one peer's in it.")],
+    number: Annotated[int | None, typer.Option("--round", min=0, help="Only up to this one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: one object a line.")] = False,
+) -> None:
+    """Make finished rounds again from their committed bytes, and show that the run's states come out."""
+    rows: list[Replayed] = []
+    try:
+        for row in replay(folder, number):
+            rows.append(row)
+            if as_json:
+                print(json.dumps(row.as_json()), flush=True)
+    finally:
+        if rows and not as_json:
+            console.print(replay_table(rows))
+
+
 @app.command("generate")
 def generate_command(
     model: Annotated[Path, typer.Argument(help="A model written by `shoal export`.")],
@@ -213,11 +234,11 @@ def demo_command(
     peers: Annotated[int, typer.Option(min=2, max=16, help="Peers at the start.")] = 4,
     minutes: Annotated[float, typer.Option(min=0.2, help="How long to train.")] = 3.0,
     preset: Annotated[str, typer.Option(help="The algorithm: diloco or sparseloco.")] = "diloco",
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("shoal-demo"),
 ) -> None:
     """A whole run on this machine: one peer is killed, one comes late, a model is trained."""
-    raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, json, out), console))
+    raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, json_file, out), console))
 
 
 def _memory(text: str) -> int | None:

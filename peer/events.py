@@ -80,8 +80,9 @@ def _joined(event: Event) -> str:
 
 
 def _synced(event: Event) -> str:
-    found = event.get("checkpoint")
+    found, rounds = event.get("checkpoint"), event.get("caught_up")
     source = "" if found is None else f" · with the checkpoint of round {found}"
+    source += f" · caught up by {rounds} rounds" if rounds else ""
     return f"holds version {event.get('anchor_version')} of the anchor · {_short(event.get('digest'))}{source}"
 
 

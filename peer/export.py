@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from shoal.peer.checkpoints.manifest import MANIFEST
 from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.parameters import ParameterVector, split_by_layout
 from shoal.peer.partial_state import PartialState, Wanted
 from shoal.peer.recipes import load_model, load_recipe
-from shoal.peer.replica import outer_of
 from shoal.peer.state_fetch import StateFetch
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.invite import Invite

@@ -42,7 +42,12 @@ class Holder(Protocol):
 
 
 class Own(Protocol):
-    """The states that a member can go on from by itself (``own_states.py``)."""
+    """The states that a member can go on from by itself (``own_states.py``). ``earlier``: what it has held last."""
+
+    earlier: State | None
+
+    @property
+    def newest(self) -> State | None: ...
 
     def find(self, version: int, digest: bytes | None) -> State | None: ...
 
@@ -116,17 +121,25 @@ class Downloads:
 async def agree_on_state(
     holder: Holder, own: Own, shape: tuple[int, int], downloads: Downloads, catch_up: CatchUp | None
 ) -> State:
-    """The run's current state, held and announced: one of our own where it is that, else fetched. Waits for a donor, or
-    until the run goes back to what somebody has: while nobody has anything newer, all say what they could go back to.
+    """The run's current state, held and announced: one of our own where it is that, or where ``catch_up`` makes that of
+    it, else fetched. Waits for a donor, or until the run goes back to what somebody has: while nobody has anything
+    newer, all say what they could go back to.
 
     What was begun to be fetched is fetched to its end while somebody serves it, if ``catch_up`` can bring it up to the
     newest; without that only the newest will do."""
+    tried: State | None = None
     while True:
         view = holder.client.view
         mine = await in_thread(own.find, view.anchor_version, view.state_digest)
         if mine is not None and await _is_agreed(holder, mine):
             await downloads.drop()
             return mine
+        start = own.newest
+        if catch_up is not None and start is not tried and start is not None and _is_behind(start, holder):
+            tried, found = start, await _caught_up(start, catch_up)
+            if found is not None:
+                own.earlier = found
+                continue
         view = holder.client.view
         if view.state_digest is None:
             log.info("nobody holds version %d yet; waiting for a peer that does", view.anchor_version)
@@ -166,3 +179,15 @@ async def _is_agreed(holder: Holder, state: State) -> bool:
         return True
     holder.let_go()
     return False
+
+
+def _is_behind(state: State, holder: Holder) -> bool:
+    return state.version < holder.client.view.anchor_version
+
+
+async def _caught_up(state: State, catch_up: CatchUp) -> State | None:
+    try:
+        return await catch_up(state)
+    except LinkError as error:
+        log.info("version %d cannot be caught up from: %s", state.version, error)
+        return None

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.compression import fast
+from shoal.peer.catch_up import Steps
 from shoal.peer.history_keeper import HistoryKeeper
 from shoal.peer.joining import CatchUp, Downloads, agree_on_state
+from shoal.peer.missed_rounds import MissedRounds, fetch_verdicts
+from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.own_states import OwnStates
+from shoal.peer.record_keeper import RecordKeeper
+from shoal.peer.round_records import Owner, RoundRecords
 from shoal.peer.state import State
 from shoal.peer.state_fetch import Report
 from shoal.peer.state_sharing import DonorState
@@ -31,6 +36,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorRequestLease,
     SampleRange,
     TensorSpec,
+    Verdict,
 )
 from shoal.swarm.probing import PROBE, ProbeSource, probe_between_rounds, witnesses
 from shoal.swarm.tasks import task_scope
@@ -65,6 +71,7 @@ class Member:
         self.progress = Progress()
         self.state: State | None = None
         self.compression = 1.0
+        self._keeper: RecordKeeper | None = None
         self._averager: Averager | None = None
         self.history: HistoryKeeper | None = None
         self._tasks = tasks
@@ -241,6 +248,35 @@ class Member:
         before = self.client.view
         await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
 
+    # Records of rounds --------------------------------------------------------------------------------------
+
+    async def keep_records(self, folder: Path, needed_since: Callable[[], int | None]) -> None:
+        """Keep what rounds commit there, and offer what is there. Before ``prepare_averaging``."""
+        owner = Owner(self.client.run_file.hash, self.client.coordinator_key)
+        vectors = 1 + outer_of(self.client.run_file.outer).slots
+        self._keeper = RecordKeeper(RoundRecords(folder, owner), self.node, self._tasks, vectors, needed_since)
+        await self._keeper.start()
+
+    @property
+    def records(self) -> RoundRecords:
+        """Those in our folder, for any thread."""
+        assert self._keeper is not None, "keep_records first"
+        return self._keeper.records
+
+    def missed_rounds(self, steps: Steps) -> MissedRounds:
+        """What brings an earlier state up to the run's, by rounds from the others."""
+        assert self._keeper is not None, "keep_records first"
+        client = self.client
+
+        def donors() -> list[str]:
+            return witnesses(self.node.trainers(), client.peer)
+
+        async def verdicts_from(first: int) -> list[Verdict]:
+            return await fetch_verdicts(client, first)
+
+        progress_s = client.deadlines.request_s
+        return MissedRounds(steps, self.node, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)
+
     # Rounds -------------------------------------------------------------------------------------------------
 
     def prepare_averaging(self, layout: tuple[TensorSpec, ...]) -> None:
@@ -250,7 +286,7 @@ class Member:
         self.compression = 4 * elements / coding.contribution(0, elements).packed_bytes(elements)
         if elements >= _COMPILED_ELEMENTS:
             fast.compile_ahead(coding.kernels)
-        self._averager = Averager(self.client, self.node, coding, elements)
+        self._averager = Averager(self.client, self.node, coding, elements, self._keeper)
         self._averager.on_exchange = self._donor.pause
 
     @property

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.swarm.run_file import OuterSection
+
 _SLICE = 2**20
 """Elements worked on at a time, so that temporaries stay small."""
 
@@ -161,6 +163,18 @@ def make_outer(
         case "adamw":
             return AdamW(lr, tuple(betas), eps, weight_decay)
     raise ValueError(f"no outer optimizer is called {name!r}; there are nesterov, sgd, adamw")
+
+
+def outer_of(outer: OuterSection) -> OuterOptimizer:
+    """The outer optimizer that a run file names."""
+    return make_outer(
+        outer.optimizer,
+        lr=outer.lr,
+        momentum=outer.momentum,
+        betas=outer.betas,
+        eps=outer.eps,
+        weight_decay=outer.weight_decay,
+    )
 
 
 def f32(x: float) -> float:

@@ -11,17 +11,26 @@ from shoal.swarm.messages import MAX_KEPT, KeptState
 
 
 class OwnStates:
-    """Its checkpoints, what it held before it started afresh (``earlier``), and the state that the run began with.
+    """Its checkpoints, the rounds that it has kept since, what it held before it started afresh (``earlier``), and the
+    state that the run began with.
 
     Its methods read and hash: call them in worker threads."""
 
-    def __init__(self, keeper: CheckpointKeeper | None, make_initial: Callable[[], State] | None) -> None:
-        """``make_initial``: None where the model is not as it was made any more."""
+    def __init__(
+        self,
+        keeper: CheckpointKeeper | None,
+        make_initial: Callable[[], State] | None,
+        roll_forward: Callable[[State, int], State],
+    ) -> None:
+        """``make_initial``: None where the model is not as it was made any more; ``roll_forward``: what the rounds kept
+        here make of a state, up to an anchor version."""
         self.earlier: State | None = None
         self.checkpoint: Checkpoint | None = None
         """The last one that was read: of the run's state, or else the newest whole one."""
         self._keeper = keeper
         self._make_initial = make_initial
+        self._roll_forward = roll_forward
+        self._rolled: State | None = None
         self._initial_digest: bytes | None = None
 
     def find(self, version: int, digest: bytes | None) -> State | None:
@@ -29,7 +38,7 @@ class OwnStates:
         if self.earlier is not None and _is(self.earlier, version, digest):
             return self.earlier
         if version > 0:
-            return self._from_checkpoint(version, digest)
+            return self._from_checkpoint(version, digest) or self._from_records(version, digest)
         if self._make_initial is None or digest not in (None, self._initial_digest or digest):
             return None
         initial = self._make_initial()
@@ -48,6 +57,19 @@ class OwnStates:
         found = self.checkpoint
         return found.state if found is not None and _is(found.state, version, digest) else None
 
+    def _from_records(self, version: int, digest: bytes | None) -> State | None:
+        """What a process that starts makes, once, of the last state that it finds and of the rounds since."""
+        if self._rolled is None and self._make_initial is not None:
+            last = self.checkpoint.state if self.checkpoint is not None else self._make_initial()
+            self._rolled = self._roll_forward(last, version) if last.version < version else last
+        return self._rolled if self._rolled is not None and _is(self._rolled, version, digest) else None
+
+    @property
+    def newest(self) -> State | None:
+        """The newest of those that ``find`` has looked at; what the run has done since would be added to that."""
+        held = [self.earlier, self._rolled, self.checkpoint.state if self.checkpoint is not None else None]
+        return max((state for state in held if state is not None), key=lambda one: one.version, default=None)
+
     def _on_disk(self, digest: bytes | None) -> set[tuple[int, bytes | None]]:
         kept = self._keeper.store.kept() if self._keeper is not None else ()
         return {(one.anchor_version, one.digest if digest is not None else None) for one in kept}
@@ -64,6 +86,8 @@ class OwnStates:
     def _before_initial(self) -> Iterator[tuple[int, bytes]]:
         if self.earlier is not None:
             yield self.earlier.version, self.earlier.digest
+        if self._rolled is not None and self._rolled.version > 0:
+            yield self._rolled.version, self._rolled.digest
         if self._keeper is not None:
             yield from ((one.anchor_version, one.digest) for one in self._keeper.store.kept())
 

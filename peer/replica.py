@@ -16,38 +16,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.peer.catch_up import Steps, roll_forward
 from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout, LeasedSamples
 from shoal.peer.local_work import AccumulatedGradient, LocalWork, OverlappedPseudoGradient, PseudoGradient
 from shoal.peer.member import Member
+from shoal.peer.missed_rounds import MissedRounds
 from shoal.peer.network_thread import Interrupted, NetworkThread
-from shoal.peer.outer_optimizer import OuterOptimizer, make_outer
+from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.own_part import OwnPart
 from shoal.peer.own_states import OwnStates
 from shoal.peer.parameters import ParameterVector
-from shoal.peer.schedule import lr_factor
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.errors import UserError
 from shoal.swarm.messages import PeerToCoordinatorDescribeModel, Verdict
-from shoal.swarm.run_file import OuterSection, RunFile
+from shoal.swarm.run_file import RunFile
 
 log = logging.getLogger(__name__)
 
 Emit = Callable[..., None]
-
-
-def outer_of(outer: OuterSection) -> OuterOptimizer:
-    """The outer optimizer that a run file names."""
-    return make_outer(
-        outer.optimizer,
-        lr=outer.lr,
-        momentum=outer.momentum,
-        betas=outer.betas,
-        eps=outer.eps,
-        weight_decay=outer.weight_decay,
-    )
 
 
 @dataclass(frozen=True)
@@ -98,8 +87,11 @@ class Replica:
         self._run = run
         self._outer = outer_of(run.outer)
         self._folder = folder
+        coding = run.coding([(spec.name, spec.shape) for spec in self.vector.layout])
+        self._steps = Steps(run, coding, self._outer)
         self._network = network
         self._member = network.resource
+        self._missed: MissedRounds = self._member.missed_rounds(self._steps)
         self._emit = emit
         self._exchange: _Exchange | None = None
         self._state: State
@@ -125,11 +117,15 @@ class Replica:
         self._network.call(self._member.describe(model), interruptible=True)
 
     def sync(self, *, afresh: bool = False) -> None:
-        """Get the run's current state: what we hold if it is that, else from others. Raises ``Interrupted``."""
+        """Get the run's current state: what we hold if it is that, else by the rounds that we missed, else from others.
+        Raises ``Interrupted``."""
         self._member.progress.activity = "syncing"
-        own = OwnStates(self._keeper, None if afresh else self._initial_state)
+        own = OwnStates(self._keeper, None if afresh else self._initial_state, self._roll_forward)
         shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
-        self._state = self._network.call(self._member.agreed_state(own, shape, folder, self._emit), interruptible=True)
+        rounds_before = self._missed.rounds
+        self._state = self._network.call(
+            self._member.agreed_state(own, shape, folder, self._emit, self._missed), interruptible=True
+        )
         found = None if afresh else own.checkpoint
         view = self._member.client.view
         self._verdict = view.verdict if view.anchor_version == self._state.version else None
@@ -144,6 +140,7 @@ class Replica:
             digest=self._state.digest.hex(),
             residual=carries,
             checkpoint=found.manifest.round if found else None,
+            caught_up=self._missed.rounds - rounds_before,
         )
 
     def start_afresh(self, reason: str) -> None:
@@ -225,14 +222,7 @@ class Replica:
 
     def _apply(self, outcome: Committed) -> None:
         verdict = outcome.verdict
-        factor = 1.0
-        if self._run.algorithm == "virtual_batch":
-            before = verdict.tokens_total - verdict.tokens
-            # Coarse, so that no two mathematical libraries disagree on it.
-            factor = round(lr_factor(self._run.schedule, self._run.run.tokens, before) * 2**16) / 2**16
-        state = self._state
-        anchor, outer = self._outer.step(state.anchor, state.outer, outcome.mean, state.version, factor)
-        self._state = State.make(anchor, outer, verdict.anchor_version)
+        self._state = self._steps.after(self._state, verdict, outcome.mean)
         self.work.go_on(self._state.anchor)
         if outcome.included:
             self.samples.committed()
@@ -276,6 +266,13 @@ class Replica:
             self._exchange.outcome.cancel()
         if self._keeper is not None and self.state is not None:
             self._keeper.finish(self._state, self._verdict)
+
+    def _roll_forward(self, state: State, newest: int) -> State:
+        """That state, and the rounds since that are kept here, up to that version."""
+        found = roll_forward(state, self._member.records, self._steps, newest)
+        if found is not state:
+            log.info("rolled forward from version %d to %d by rounds that were kept here", state.version, found.version)
+        return found
 
     def _initial_state(self) -> State:
         return State.make(self.vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)

@@ -32,6 +32,7 @@ from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.replica import Brought, Replica
+from shoal.peer.round_records import RECORDS
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.schedule import lr_factor
 from shoal.peer.snapshot import Snapshot, take_snapshot
@@ -117,6 +118,8 @@ class Session:
         """Agree on the model with the run and load the anchor into it. Raises ``ModelMismatch``, ``CorpusError``."""
         folder = self.options.state / f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}" / self.peer
         store = self._open_checkpoints(folder)
+        needed_since = store.oldest_of_newest if store else lambda: None
+        self._network.call(self._member.keep_records(folder / RECORDS, needed_since))
         self._replica_or_none = Replica(self.run_file, brought, self._network, folder, store, self._emit)
         self._replica.describe(brought.data)
         history = self.options.state / folder / self.peer / HISTORY_FILE

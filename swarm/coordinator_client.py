@@ -135,17 +135,17 @@ class CoordinatorClient:
         except LinkError as error:
             log.debug("left without a goodbye: %s", error)
 
+    @property
+    def coordinator_key(self) -> bytes:
+        """The identity key that verdicts are signed with; after ``join``."""
+        return self._coordinator_key
+
     # The view ---------------------------------------------------------------------------------------------
 
     @property
     def view(self) -> RunView:
         assert self._view is not None, "join first"
         return self._view
-
-    @property
-    def coordinator_key(self) -> bytes:
-        """The coordinator's identity key, which signs verdicts; after ``join``."""
-        return self._coordinator_key
 
     @property
     def deadlines(self) -> Deadlines:

@@ -71,6 +71,11 @@ class CheckpointStore:
         with self._lock:
             return tuple(sorted(self._kept.values(), key=lambda one: -one.round))
 
+    def oldest_of_newest(self) -> int | None:
+        """The round of the oldest checkpoint that is kept for being new, not for ever; None where there is none."""
+        kept = self.kept()[: self._retention.newest]
+        return kept[-1].round if kept else None
+
     def load(self, kept: Kept) -> Checkpoint:
         """Read and check one. Raises ``StateFileError`` for a damaged one, which does not count from now on and is left
         as it is."""

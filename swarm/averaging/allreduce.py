@@ -21,10 +21,11 @@ from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffers import same_bytes
 from shoal.swarm.averaging.chunk_store import ChunkStore
+from shoal.swarm.averaging.fetching import adopt_agreed, fetch_part
 from shoal.swarm.averaging.groups import Header, holders, may_hold
 from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
-from shoal.swarm.averaging.results import ResultStore, adopt_agreed, fetch_part
+from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.seat import HandIn, Seat
 from shoal.swarm.averaging.traffic import shares
 from shoal.swarm.averaging.watch import Watch

@@ -18,10 +18,11 @@ from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
 from shoal.swarm.averaging.buffers import RoundBuffers
+from shoal.swarm.averaging.fetching import ensure_part
 from shoal.swarm.averaging.groups import may_hold
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.pace import PacedEndpoint
-from shoal.swarm.averaging.results import HeldResults, ResultStore, ensure_part
+from shoal.swarm.averaging.results import Archive, HeldResults, ResultStore
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.links import in_thread
@@ -49,9 +50,18 @@ class _Late:
 
 
 class Averager:
-    """Carries the residual, what came too late, and the recent results from round to round."""
+    """Carries the residual, what came too late, and the recent results from round to round.
 
-    def __init__(self, client: CoordinatorClient, endpoint: Endpoint, coding: Coding, elements: int) -> None:
+    ``archive``: where those of committed rounds go, if anywhere."""
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        endpoint: Endpoint,
+        coding: Coding,
+        elements: int,
+        archive: Archive | None = None,
+    ) -> None:
         self._decay = client.run_file.averaging.residual_decay
         self.feedback = ErrorFeedback(elements, self._decay)
         self.activity = ""
@@ -62,6 +72,7 @@ class Averager:
         self._coding = coding
         self._buffers = RoundBuffers()
         self._elements = elements
+        self._archive = archive
         self._residual_weight = 0
         self._late: _Late | None = None
         self._stores: dict[int, ResultStore] = {}
@@ -230,6 +241,8 @@ class Averager:
                 self._endpoint.retract(store.held)
                 self._moved_before += store.moved
                 await store.close()
+                if self._archive is not None:
+                    self._archive.take_over(number)
 
     # Verdict ------------------------------------------------------------------------------------------------
 
@@ -256,6 +269,8 @@ class Averager:
             mean = await self._committed_mean(verdict, decoded)
         except LinkError as error:
             return OutOfDate(f"committed results of round {offer.round} cannot be had: {error}")
+        if self._archive is not None:
+            self._archive.keep(self._stores[offer.round], verdict)
         await self._drop_stores(*before)
         planned = self._is_planned(verdict.plan, offer)
         await in_thread(self._account, offer, exchange, planned)

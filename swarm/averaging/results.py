@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.buffers import RoundBuffers, same_bytes
+from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
-from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, LinkError, ShoalError, WireError
-from shoal.swarm.links import Sink, in_thread
-from shoal.swarm.messages import Blob, Part, RoundPlan
-from shoal.swarm.transport import Endpoint
+from shoal.swarm.errors import BlobUnavailable, WireError
+from shoal.swarm.messages import Blob, Part, RoundPlan, Verdict
 
 log = logging.getLogger(__name__)
+
+
+def chunks_of(plan: RoundPlan, part: Part) -> range:
+    """The chunks of a part, by their index in the round."""
+    size = plan.chunk_elements
+    return range(part.start // size, -(-part.stop // size))
 
 
 class ResultStore(ChunkStore):
@@ -36,6 +38,16 @@ class ResultStore(ChunkStore):
         self._void: set[int] = set()
         self._digests: dict[int, bytes] = {}
         super().__init__(-(-self.elements // plan.chunk_elements), f"round {plan.round}")
+
+    @classmethod
+    def of(cls, verdict: Verdict, coding: Coding) -> ResultStore:
+        """For what a verdict has committed; still empty."""
+        assert verdict.plan is not None
+        store = cls(verdict.plan, coding)
+        for part, digest in zip(verdict.plan.parts, verdict.digests, strict=True):
+            if digest is None:
+                store.drop(part)
+        return store
 
     @property
     def blob(self) -> Blob:
@@ -56,8 +68,7 @@ class ResultStore(ChunkStore):
         return self.coding.result(*self.bounds(chunk), len(self.plan.members))
 
     def chunks_of(self, part: Part) -> range:
-        size = self.plan.chunk_elements
-        return range(part.start // size, -(-part.stop // size))
+        return chunks_of(self.plan, part)
 
     def missing(self, part: Part) -> list[range]:
         """The part's chunks that are not here, as ranges."""
@@ -108,6 +119,28 @@ class ResultStore(ChunkStore):
                 del self._digests[part.start]
         await super().put(chunk, data)
 
+    def check(self, chunk: int, data: memoryview) -> None:
+        """Raises ``WireError`` for a chunk whose length is not the one that goes with its header.
+
+        Digests cover a part's chunks one after the other: where each ends, only its header tells."""
+        group, (start, stop) = self.group, self.bounds(chunk)
+        is_empty = data.nbytes < group.header_bytes or not group.header(data).included
+        expected = group.header_bytes if is_empty else group.result_bytes(self.codec(chunk), stop - start)
+        if data.nbytes != expected:
+            raise WireError(f"result chunk {chunk} has {data.nbytes} bytes; with its header it has {expected}")
+
+    def adopt(self, chunks: Sequence[memoryview | None]) -> None:
+        """Begin with these, by index. Raises ``WireError`` as ``check``."""
+        for index, data in enumerate(chunks):
+            if data is not None:
+                self.check(index, data)
+                self._held[index] = data
+
+    @property
+    def held_chunks(self) -> list[memoryview | None]:
+        """Those in hand, by index; their memory is not used again before they are let go of."""
+        return list(self._held)
+
     def sink(self, received: dict[int, memoryview]) -> Callable[[int, int], memoryview]:
         """Where fetched result chunks go; refuses any that has neither of the two possible lengths."""
         group = self.group
@@ -151,6 +184,18 @@ class ResultStore(ChunkStore):
         return {one for header in headers for one in members - set(self.group.header(memoryview(header)).included)}
 
 
+class Archive(Protocol):
+    """Where the results of committed rounds go when they are no longer kept in memory."""
+
+    def keep(self, store: ResultStore, verdict: Verdict) -> None:
+        """Begin to write them down, beside everything else. ``store`` holds all that the verdict committed."""
+        ...
+
+    def take_over(self, number: int) -> None:
+        """That round is not offered from memory any more."""
+        ...
+
+
 class HeldResults:
     """What of a store's results is there already, for those that cannot wait (a ``ChunkSource``)."""
 
@@ -164,96 +209,3 @@ class HeldResults:
             return self._store[index]
         except BlobUnavailable:
             return memoryview(b"")
-
-
-async def fetch_part(
-    endpoint: Endpoint,
-    store: ResultStore,
-    part: Part,
-    holder: str,
-    progress_s: float,
-    hand_in: Callable[[int, memoryview], Awaitable[None]] | None = None,
-    *,
-    only_held: bool = False,
-) -> None:
-    """Bring what the store lacks of one part from ``holder``. Raises ``ShoalError``, the holder's too.
-
-    ``hand_in``: where it goes instead of the store; ``only_held``: take what it has already, and wait for no more."""
-    put, blob = hand_in or store.put, store.held if only_held else store.blob
-    for run in store.missing(part):
-        received: dict[int, memoryview] = {}
-        fitting = store.sink(received)
-
-        def sink(chunk: int, size: int, fitting: Sink = fitting) -> memoryview:
-            return memoryview(bytearray()) if only_held and not size else fitting(chunk, size)
-
-        async with aclosing(endpoint.fetch(holder, blob, run, sink, progress_s)) as stream:
-            async for chunk in stream:
-                if chunk in received:
-                    await put(chunk, received.pop(chunk))
-
-
-async def adopt_agreed(
-    endpoint: Endpoint, store: ResultStore, part: Part, holders: Sequence[str], progress_s: float
-) -> None:
-    """Take over what two of ``holders`` have already, and the same, of what the store lacks of a part.
-
-    Nothing shows yet which bytes are the owner's, so nobody's word alone counts; unless there are no two others."""
-    enough = min(2, len(store.plan.members) - 2)
-    said: dict[int, list[memoryview]] = {}
-
-    async def hear(chunk: int, data: memoryview) -> None:
-        said.setdefault(chunk, []).append(data)
-        if sum(same_bytes(data, one) for one in said[chunk]) >= enough:
-            await store.put(chunk, data)
-            del said[chunk]
-
-    for holder in holders:
-        if store.has(part):
-            return
-        with suppress(ShoalError):
-            await fetch_part(endpoint, store, part, holder, progress_s, hear, only_held=True)
-
-
-async def ensure_part(
-    endpoint: Endpoint, store: ResultStore, part: Part, digest: bytes, others: Sequence[str], deadlines: Deadlines
-) -> None:
-    """Make sure that the store holds the committed bytes of a part, from its owner or any other member of the plan.
-
-    Everybody is asked in turn for what is there already, again and again until nothing new has come for long: some may
-    still be making them, but most who have not got them lack them as we do, and are not waited for one by one. Raises
-    ``LinkError`` when nobody has them."""
-    loop = asyncio.get_running_loop()
-    if store.has(part):
-        if await in_thread(store.digest, part) == digest:
-            return
-        store.forget(part)
-    owner, trouble = store.plan.members[part.owner].peer, "nobody has them"
-    holders = sorted(others, key=lambda peer: peer != owner)
-    fewest, moved_s, one_by_one = len(store.chunks_of(part)), loop.time(), False
-    while holders and loop.time() - moved_s < deadlines.result_s:
-        for holder in list(holders):
-            if one_by_one:
-                store.forget(part)
-            lacked = store.lacks(part)
-            try:
-                await fetch_part(endpoint, store, part, holder, deadlines.adopt_s, only_held=True)
-            except ShoalError as error:  # the other side's errors come out of here, too
-                trouble = str(error)
-            if store.lacks(part) < fewest:
-                fewest, moved_s = store.lacks(part), loop.time()
-            if not store.has(part):
-                continue
-            if await in_thread(store.digest, part) == digest:
-                return
-            trouble = f"{holder} has other bytes than the committed ones"
-            fewest = len(store.chunks_of(part))
-            if lacked == fewest:
-                holders.remove(holder)
-                log.warning("round %d: %s", store.plan.round, trouble)
-            else:  # of several sources, any may be the wrong one: from now on everybody's bytes are taken by themselves
-                one_by_one = True
-            store.forget(part)
-        await asyncio.sleep(deadlines.heartbeat_s if holders else 0.0)
-    store.forget(part)
-    raise LinkError(trouble)

@@ -5,6 +5,7 @@ when the file ``ARMED`` is there.
 """
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from slow_member import slow_down
 
+from shoal.peer import round_records
 from shoal.peer.checkpoints.store import CheckpointStore, round_of
 from shoal.peer.cli import main
 from shoal.peer.partial_state import IncomingFile, PartialState
@@ -184,8 +186,77 @@ def retiring(doom: Doom) -> None:
     shutil.rmtree = remove  # type: ignore[assignment]
 
 
-_ALL = (ready, serving, reducing, exchanged, reported, applying, sharing, fetching, saving, saved, named, retiring)
-STEPS = {step.__name__: step for step in _ALL}
+def _record_of(arguments: tuple[Any, ...]) -> int:
+    """The round of the record that such arguments name: the last number of eight digits among them."""
+    return int(re.findall(r"[0-9]{8}", " ".join(str(one) for one in arguments if isinstance(one, Path)))[-1])
+
+
+def _recording(doom: Doom, step: str, *, before: bool) -> None:
+    real = getattr(round_records, step)
+
+    def around(*arguments: Any) -> Any:
+        if before:
+            doom.comes_to(_record_of(arguments))
+        result = real(*arguments)
+        if not before:
+            doom.comes_to(_record_of(arguments))
+        return result
+
+    setattr(round_records, step, around)
+
+
+def recording(doom: Doom) -> None:
+    """When a round's record is about to be written."""
+    _recording(doom, "_write", before=True)
+
+
+def recorded(doom: Doom) -> None:
+    """When a record is written, and has not got its name."""
+    _recording(doom, "_publish", before=True)
+
+
+def published(doom: Doom) -> None:
+    """When a record has its name."""
+    _recording(doom, "_publish", before=False)
+
+
+def half_recorded(doom: Doom) -> None:
+    """When the head of a record is written, and one byte of its first chunk."""
+    real_write, real_all = round_records._write, round_records._write_all
+    number = 0
+
+    def write(path: Path, *rest: Any) -> None:
+        nonlocal number
+        number = _record_of((path,))
+        real_write(path, *rest)
+
+    def write_all(descriptor: int, pieces: list[memoryview]) -> None:
+        if len(pieces) == 4:  # the head
+            real_all(descriptor, pieces)
+        else:
+            os.write(descriptor, pieces[0][:1])
+            doom.comes_to(number)
+            real_all(descriptor, [pieces[0][1:], *pieces[1:]])
+
+    round_records._write, round_records._write_all = write, write_all
+
+
+def removing(doom: Doom) -> None:
+    """When a record that is needed no more is about to be removed."""
+    real = round_records.RoundRecords.remove
+
+    def remove(self: Any, numbers: Any) -> None:
+        if numbers:
+            doom.comes_to(max(numbers))
+        real(self, numbers)
+
+    round_records.RoundRecords.remove = remove  # type: ignore[method-assign]
+
+
+_AVERAGING = (ready, serving, reducing, exchanged, reported, applying)
+_STATES = (sharing, fetching, saving, saved, named, retiring)
+_RECORDS = (recording, half_recorded, recorded, published, removing)
+STEPS = {step.__name__: step for step in (*_AVERAGING, *_STATES, *_RECORDS)}
 
 if __name__ == "__main__":
     _, step, times, armed, *arguments = sys.argv

@@ -18,6 +18,7 @@ from shoal.peer.network_thread import Interrupted
 from shoal.peer.outer_optimizer import make_outer
 from shoal.peer.own_states import OwnStates
 from shoal.peer.replica import Brought, Replica
+from shoal.peer.round_records import Owner, RoundRecords
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.messages import Verdict
@@ -45,8 +46,13 @@ class FakeMember:
         meter = SimpleNamespace(sent_bytes=0, received_bytes=0)
         self.node = SimpleNamespace(meter=meter)
         self.averager = SimpleNamespace(carried=Carried(torch.zeros(4), 0))
+        self.records = RoundRecords(Path("there are none"), Owner(bytes(32), bytes(32)))
 
-    async def agreed_state(self, own: OwnStates, shape: Any, folder: Any, report: Any) -> State:
+    def missed_rounds(self, steps: Any) -> Any:
+        """None are missed here."""
+        return SimpleNamespace(rounds=0)
+
+    async def agreed_state(self, own: OwnStates, *_: Any) -> State:
         if not self.held:
             found = own.find(self.client.view.anchor_version, None) or own.find(0, None)
             assert found is not None

@@ -178,6 +178,7 @@ def test_who_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, algorithm
         "digest": first.digest.hex(),
         "residual": True,
         "checkpoint": stopped_after - 1,
+        "caught_up": 0,
     }
     assert second.replica.samples.tokens_trained == stopped_after * STEPS * 80
     for _ in range(5 - stopped_after):

@@ -18,8 +18,8 @@ from torch import Tensor
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
 from shoal.swarm.averaging.allreduce import Exchange
+from shoal.swarm.averaging.fetching import ensure_part
 from shoal.swarm.averaging.groups import Header
-from shoal.swarm.averaging.results import ensure_part
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import Part, RoundPlan
 

@@ -1,0 +1,118 @@
+"""Members of a simulated run that hold a real state, keep records of rounds, and catch up by those of others."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from tests.fakes.memory_network import MemoryNetwork
+from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, swarm
+from torch import Tensor
+
+from shoal.peer.catch_up import Steps
+from shoal.peer.missed_rounds import MissedRounds
+from shoal.peer.outer_optimizer import outer_of
+from shoal.peer.record_keeper import RecordKeeper
+from shoal.peer.round_records import RECORDS, Owner, RoundRecords
+from shoal.peer.state import State
+from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.averaging.outcomes import Committed, Outcome
+from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.messages import TensorSpec, Verdict
+
+
+class StatefulMember(SimMember):
+    """``state`` is made by the run's outer optimizer, and anchors begin at zero. ``folder``: where records go."""
+
+    folder: Path
+    keeper: RecordKeeper
+    missed: MissedRounds
+
+    def __init__(self, swarm: Swarm, number: int, latency_s: float) -> None:
+        super().__init__(swarm, number, latency_s)
+        self.outer = outer_of(swarm.coordinator.run.outer)
+        self.initial = State.make(torch.zeros(self.elements), torch.zeros(self.outer.slots, self.elements), 0)
+        self.state = self.initial
+        self.states = [self.initial]
+
+    @property
+    def digest(self) -> bytes:
+        return self.state.digest
+
+    async def join(self, tasks: asyncio.TaskGroup) -> None:
+        await super().join(tasks)
+        run = self.client.run_file
+        layout = [TensorSpec(name="w", shape=(self.elements,), dtype="float32")]
+        self.steps = Steps(run, run.coding([(spec.name, spec.shape) for spec in layout]), self.outer)
+        records = RoundRecords(self.folder / self.peer / RECORDS, Owner(run.hash, self.client.coordinator_key))
+        self.keeper = RecordKeeper(records, self.endpoint, tasks, 0, lambda: None)
+        await self.keeper.start()
+        self.averager = Averager(self.client, self.endpoint, self.steps.coding, self.elements, self.keeper)
+        self.missed = MissedRounds(
+            self.steps, self.endpoint, self.keeper, self.verdicts_from, self.donors, lambda: self.view, PATIENCE_S / 2
+        )
+
+    def donors(self) -> list[str]:
+        return [member.peer for member in self.swarm.members if member is not self]
+
+    async def verdicts_from(self, first: int) -> list[Verdict]:
+        facts = [fact for fact in self.swarm.coordinator.facts if isinstance(fact, VerdictGiven)]
+        return [fact.verdict for fact in facts if fact.verdict.round >= first]
+
+    def apply(self, mean: Tensor) -> None:
+        """Later, with the verdict."""
+
+    async def average(self, contribution: Tensor) -> Outcome:
+        outcome = await super().average(contribution)
+        if isinstance(outcome, Committed):
+            self.hold(self.steps.after(self.state, outcome.verdict, outcome.mean))
+        return outcome
+
+    def hold(self, state: State) -> None:
+        self.state, self.anchor, self.version = state, state.anchor, state.version
+        self.states.append(state)
+
+    # Cut off ------------------------------------------------------------------------------------------------
+
+    def cut_off(self) -> None:
+        """It notices nothing, and nobody hears of it."""
+        self.channel.open = False
+        self.endpoint.alive = False
+
+    async def come_back(self) -> None:
+        """As a member again, with what it held."""
+        self.channel.open = self.endpoint.alive = True
+        await self.client.join()
+        self.done, self.round = [], self.view.round
+
+
+@asynccontextmanager
+async def stateful_swarm(
+    folder: Path, members: int, toml: str, elements: int, network: MemoryNetwork | None = None
+) -> AsyncIterator[tuple[Swarm, list[StatefulMember]]]:
+    """The run, and its members in the order of plans."""
+
+    class Member(StatefulMember):
+        pass
+
+    Member.folder = folder
+    async with swarm(members, toml, elements, network, make=Member) as run:
+        found = [run[index] for index in range(members)]
+        assert all(isinstance(member, StatefulMember) for member in found)
+        yield run, found  # type: ignore[misc]
+
+
+async def play_rounds(
+    members: list[StatefulMember], rounds: int, samples: int, contribution: Callable[[int], Tensor]
+) -> None:
+    """That many rounds of these, each member with a contribution of its own, which all have to be committed."""
+    for number in range(rounds):
+        async with asyncio.TaskGroup() as tasks:
+            plays = [
+                tasks.create_task(member.play(contribution(100 * number + index), samples))
+                for index, member in enumerate(members)
+            ]
+        assert all(isinstance(play.result(), Committed) for play in plays)
+        assert len({member.digest for member in members}) == 1, "parity"
+        await asyncio.sleep(0.01)  # what is written beside
