@@ -119,8 +119,7 @@ class Session:
         store = self._open_checkpoints(folder)
         self._replica_or_none = Replica(self.run_file, brought, self._network, folder, store, self._emit)
         self._replica.describe(brought.data)
-        history = self.options.state / folder / self.peer / HISTORY_FILE
-        self._network.tell(lambda: self._member.keep_history(history))
+        self._network.tell(lambda: self._member.keep_history(folder / HISTORY_FILE))
         self._member.prepare_averaging(self._replica.vector.layout)
         self._replica.sync()
 
