@@ -72,7 +72,7 @@ class HistoryKeeper:
             await self._compare(newest)
 
     async def _fetch(self) -> None:
-        """A page of what we missed, then a pause: reading it, of a large swarm, holds up the loop that rounds need."""
+        """One page of what we missed, then a pause: those of a large swarm hold up the loop, which rounds need."""
         file, loop = self._file, asyncio.get_running_loop()
         assert file is not None
         started_s = loop.time()

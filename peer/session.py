@@ -122,8 +122,7 @@ class Session:
         self._network.call(self._member.keep_records(folder / RECORDS, needed_since))
         self._replica_or_none = Replica(self.run_file, brought, self._network, folder, store, self._emit)
         self._replica.describe(brought.data)
-        history = self.options.state / folder / self.peer / HISTORY_FILE
-        self._network.tell(lambda: self._member.keep_history(history))
+        self._network.tell(lambda: self._member.keep_history(folder / HISTORY_FILE))
         self._member.prepare_averaging(self._replica.vector.layout)
         self._replica.sync()
 
