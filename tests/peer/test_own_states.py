@@ -1,0 +1,132 @@
+"""Which of its own states a peer goes on from, and what it tells of them while nobody holds the run's."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tests.fakes.virtual_clock import run_virtual
+
+from shoal.peer.joining import agree_on_state
+from shoal.peer.own_states import OwnStates
+from shoal.peer.state import State
+from shoal.swarm.messages import MAX_KEPT, KeptState
+
+
+def state(version: int, value: float = 0.0) -> State:
+    return State.make(torch.full((4,), value + version), torch.zeros(1, 4), version)
+
+
+class Keeper:
+    """Checkpoints of these states, the newest first; ``reads``: how many were read."""
+
+    def __init__(self, *states: State) -> None:
+        self._states = list(states)
+        self.reads = 0
+        self.store = SimpleNamespace(kept=self._kept)
+
+    def _kept(self) -> list[Any]:
+        return [SimpleNamespace(anchor_version=one.version, digest=one.digest) for one in self._states]
+
+    def find(self, version: int, digest: bytes | None) -> Any:
+        self.reads += 1
+        fitting = [one for one in self._states if one.version == version and digest in (None, one.digest)]
+        found = [*fitting, *self._states]
+        return SimpleNamespace(state=found[0]) if found else None
+
+
+def own(*states: State, initial: State | None = None) -> OwnStates:
+    keeper: Any = Keeper(*states)
+    return OwnStates(keeper, (lambda: initial) if initial else None)
+
+
+def kept(*states: State) -> tuple[KeptState, ...]:
+    return tuple(KeptState(anchor_version=one.version, digest=one.digest) for one in states)
+
+
+def test_of_two_states_of_a_version_the_one_with_the_digest_is_taken() -> None:
+    undone, newer = state(5, 0.5), state(5)
+    mine = own(newer, undone, state(4))
+    assert mine.find(5, undone.digest) is undone
+    assert mine.find(5, newer.digest) is newer
+    assert mine.find(5, b"o" * 32) is None
+    assert mine.find(7, None) is None
+
+
+def test_the_newest_is_taken_where_nobody_knows_the_digest() -> None:
+    newer = state(5)
+    assert own(newer, state(5, 0.5)).find(5, None) is newer
+
+
+def test_what_was_held_before_is_taken_without_reading() -> None:
+    mine = own(state(5))
+    mine.earlier = state(6)
+    assert mine.find(6, mine.earlier.digest) is mine.earlier
+
+
+def test_the_initial_state_is_the_last_resort() -> None:
+    initial = state(0)
+    mine = own(state(3), state(2), initial=initial)
+    assert mine.find(0, None) is initial
+    assert mine.find(0, b"o" * 32) is None
+    assert mine.tell() == kept(state(3), state(2), initial)
+    many = own(*[state(40 - at) for at in range(30)], initial=initial)
+    assert len(many.tell()) == MAX_KEPT
+    assert many.tell()[-1] == kept(initial)[0]
+    assert own().tell() == ()
+    assert OwnStates(None, None).find(3, None) is None
+
+
+class Run:
+    """The coordinator as a member sees it: nobody holds version 5; told that version 4 is kept, the run goes back."""
+
+    def __init__(self, goes_back_to: State) -> None:
+        self._goes_back_to = goes_back_to
+        self.view: Any = SimpleNamespace(anchor_version=5, state_digest=None)
+        self.client = self
+        self.held: State | None = None
+        self.told: list[tuple[KeptState, ...]] = []
+
+    def hold(self, held: State) -> None:
+        self.held = held
+
+    def let_go(self) -> None:
+        self.held = None
+
+    async def beat(self) -> None:
+        """The view is as it is."""
+
+    async def tell(self, told: tuple[KeptState, ...]) -> None:
+        assert self.held is None
+        self.told.append(told)
+
+    async def wait_for(self, predicate: Any, timeout_s: float) -> None:
+        back = self._goes_back_to
+        self.view = SimpleNamespace(anchor_version=back.version, state_digest=back.digest)
+        assert predicate(self.view)
+
+
+class NoDownloads:
+    async def drop(self) -> None:
+        """There is none."""
+
+
+def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run() -> None:
+    run, before, initial = Run(state(4)), state(4), state(0)
+    mine = own(state(5, 0.5), before, initial=initial)
+    mine._keeper.store = SimpleNamespace(kept=lambda: kept(before))  # type: ignore[union-attr,assignment]
+    run.view.anchor_version = 6
+    downloads: Any = NoDownloads()
+    holder: Any = run
+    found = run_virtual(agree_on_state(holder, mine, (2, 4), downloads, None))
+    assert found is before is run.held
+    assert run.told == [kept(before, initial)]
+
+
+def test_a_state_that_is_not_the_runs_is_let_go() -> None:
+    """It holds a state of the version, and the run turns out to have another one: of rounds that were done anew."""
+    run, right = Run(state(4)), state(4)
+    mine = own(state(5), right)
+    downloads: Any = NoDownloads()
+    holder: Any = run
+    assert run_virtual(agree_on_state(holder, mine, (2, 4), downloads, None)) is right
+    assert run.told == [kept(state(5), right)]
