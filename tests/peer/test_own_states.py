@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tests.fakes.virtual_clock import run_virtual
 
@@ -99,10 +100,11 @@ class Run:
         assert self.held is None
         self.told.append(told)
 
-    async def wait_for(self, predicate: Any, timeout_s: float) -> None:
-        back = self._goes_back_to
-        self.view = SimpleNamespace(anchor_version=back.version, state_digest=back.digest)
+    async def wait_for(self, predicate: Any, timeout_s: float) -> Any:
+        back, verdict = self._goes_back_to, SimpleNamespace(reason="nobody holds it any more")
+        self.view = SimpleNamespace(anchor_version=back.version, state_digest=back.digest, verdict=verdict)
         assert predicate(self.view)
+        return self.view
 
 
 class NoDownloads:
@@ -110,7 +112,7 @@ class NoDownloads:
         """There is none."""
 
 
-def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run() -> None:
+def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
     run, before, initial = Run(state(4)), state(4), state(0)
     mine = own(state(5, 0.5), before, initial=initial)
     mine._keeper.store = SimpleNamespace(kept=lambda: kept(before))  # type: ignore[union-attr,assignment]
@@ -120,6 +122,7 @@ def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run() -> None:
     found = run_virtual(agree_on_state(holder, mine, (2, 4), downloads, None))
     assert found is before is run.held
     assert run.told == [kept(before, initial)]
+    assert "the run went back: nobody holds it any more" in caplog.text
 
 
 def test_a_state_that_is_not_the_runs_is_let_go() -> None:
