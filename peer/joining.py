@@ -167,7 +167,9 @@ async def agree_on_state(
 
 async def _until_news(client: CoordinatorClient, version: int) -> None:
     """Until somebody holds the run's state, or the run has another version; or a while."""
-    await client.wait_for(lambda new: new.state_digest is not None or new.anchor_version != version, 2.0)
+    view = await client.wait_for(lambda new: new.state_digest is not None or new.anchor_version != version, 2.0)
+    if view.anchor_version < version and view.verdict is not None:
+        log.warning("the run went back: %s", view.verdict.reason)
 
 
 async def _is_agreed(holder: Holder, state: State) -> bool:

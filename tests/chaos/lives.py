@@ -209,7 +209,8 @@ class Life(SimMember):
     def _donor(self, view: RunView) -> "Life | None":
         for other in self.swarm.members:
             assert isinstance(other, Life)
-            near_by = self.swarm.network.connected(self.peer, other.peer) and not other.is_stopped
+            is_there = not (other.is_dead or other.is_stopped)
+            near_by = is_there and self.swarm.network.connected(self.peer, other.peer)
             if near_by and (other.version, other.digest) == (view.anchor_version, view.state_digest):
                 return other
         return None

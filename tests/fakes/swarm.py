@@ -18,6 +18,7 @@ from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
+    KeptState,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
@@ -68,6 +69,9 @@ class SimMember:
         self.task: asyncio.Task[None] | None = None
         self.rejoined = False
         self.bandwidth_bps = 1e9
+        self.holds = True
+        """Whether it has the run's state; else it tells what it has ``kept``."""
+        self.kept: tuple[KeptState, ...] = ()
 
     @property
     def peer(self) -> str:
@@ -111,8 +115,9 @@ class SimMember:
         heartbeat = PeerToCoordinatorHeartbeat(
             round=self.round,
             activity="",
-            anchor_version=self.version,
-            state_digest=self.digest,
+            anchor_version=self.version if self.holds else None,
+            state_digest=self.digest if self.holds else None,
+            kept=() if self.holds else self.kept,
             tokens_done=count(self.done),
             tokens_per_s=0.0,
             step_s=0.0,

@@ -1,133 +1,135 @@
-"""What a process that starts finds by itself, and how it comes to the run's state from there."""
+"""Which of its own states a peer goes on from, and what it tells of them while nobody holds the run's."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer.joining import agree_on_state
 from shoal.peer.own_states import OwnStates
 from shoal.peer.state import State
-from shoal.swarm.errors import LinkError
+from shoal.swarm.messages import MAX_KEPT, KeptState
 
 
-def state_of(version: int, branch: int = 0) -> State:
-    return State.make(torch.full((4,), float(version)), torch.full((1, 4), float(branch)), version)
+def state(version: int, value: float = 0.0) -> State:
+    return State.make(torch.full((4,), value + version), torch.zeros(1, 4), version)
 
 
-class Records:
-    """Rolls forward up to ``last``, if there is anything to do."""
+class Keeper:
+    """Checkpoints of these states, the newest first; ``reads``: how many were read."""
 
-    def __init__(self, last: int) -> None:
-        self.last = last
-        self.asked: list[tuple[int, int]] = []
+    def __init__(self, *states: State) -> None:
+        self._states = list(states)
+        self.reads = 0
+        self.store = SimpleNamespace(kept=self._kept)
 
-    def __call__(self, state: State, newest: int) -> State:
-        self.asked.append((state.version, newest))
-        return state if min(self.last, newest) <= state.version else state_of(min(self.last, newest))
+    def _kept(self) -> list[Any]:
+        return [SimpleNamespace(anchor_version=one.version, digest=one.digest) for one in self._states]
 
-
-def test_rounds_that_were_kept_lead_on_from_the_initial_state() -> None:
-    records = Records(last=3)
-    own = OwnStates(None, lambda: state_of(0), records)
-    found = own.find(3, state_of(3).digest)
-    assert found is not None
-    assert found.digest == state_of(3).digest
-    assert own.find(3, state_of(3, 1).digest) is None
-    assert records.asked == [(0, 3)], "once"
-    assert [(one.anchor_version, one.digest) for one in own.tell()] == [
-        (3, state_of(3).digest),
-        (0, state_of(0).digest),
-    ]
+    def find(self, version: int, digest: bytes | None) -> Any:
+        self.reads += 1
+        fitting = [one for one in self._states if one.version == version and digest in (None, one.digest)]
+        found = [*fitting, *self._states]
+        return SimpleNamespace(state=found[0]) if found else None
 
 
-def test_who_starts_afresh_has_only_what_it_held() -> None:
-    records = Records(last=3)
-    own = OwnStates(None, None, records)
-    assert own.find(3, None) is None
-    assert own.newest is None
-    own.earlier = state_of(2)
-    assert own.newest is own.earlier
-    assert records.asked == []
+def own(*states: State, initial: State | None = None) -> OwnStates:
+    keeper: Any = Keeper(*states)
+    return OwnStates(keeper, (lambda: initial) if initial else None, lambda state, _: state)
 
 
-class Holder:
-    """A member of a run that is at ``version``; ``fetched``: versions that were got from donors."""
+def kept(*states: State) -> tuple[KeptState, ...]:
+    return tuple(KeptState(anchor_version=one.version, digest=one.digest) for one in states)
 
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.fetched: list[int] = []
-        self.told = 0
 
-    @property
-    def client(self) -> Any:
-        view = SimpleNamespace(anchor_version=self.version, state_digest=state_of(self.version).digest)
-        return SimpleNamespace(view=view)
+def test_of_two_states_of_a_version_the_one_with_the_digest_is_taken() -> None:
+    undone, newer = state(5, 0.5), state(5)
+    mine = own(newer, undone, state(4))
+    assert mine.find(5, undone.digest) is undone
+    assert mine.find(5, newer.digest) is newer
+    assert mine.find(5, b"o" * 32) is None
+    assert mine.find(7, None) is None
 
-    def hold(self, state: State) -> None:
-        """Said with the next beat."""
+
+def test_the_newest_is_taken_where_nobody_knows_the_digest() -> None:
+    newer = state(5)
+    assert own(newer, state(5, 0.5)).find(5, None) is newer
+
+
+def test_what_was_held_before_is_taken_without_reading() -> None:
+    mine = own(state(5))
+    mine.earlier = state(6)
+    assert mine.find(6, mine.earlier.digest) is mine.earlier
+
+
+def test_the_initial_state_is_the_last_resort() -> None:
+    initial = state(0)
+    mine = own(state(3), state(2), initial=initial)
+    assert mine.find(0, None) is initial
+    assert mine.find(0, b"o" * 32) is None
+    assert mine.tell() == kept(state(3), state(2), initial)
+    many = own(*[state(40 - at) for at in range(30)], initial=initial)
+    assert len(many.tell()) == MAX_KEPT
+    assert many.tell()[-1] == kept(initial)[0]
+    assert own().tell() == ()
+    assert OwnStates(None, None, lambda state, _: state).find(3, None) is None
+
+
+class Run:
+    """The coordinator as a member sees it: nobody holds version 5; told that version 4 is kept, the run goes back."""
+
+    def __init__(self, goes_back_to: State) -> None:
+        self._goes_back_to = goes_back_to
+        self.view: Any = SimpleNamespace(anchor_version=5, state_digest=None)
+        self.client = self
+        self.held: State | None = None
+        self.told: list[tuple[KeptState, ...]] = []
+
+    def hold(self, held: State) -> None:
+        self.held = held
 
     def let_go(self) -> None:
-        """Said with the next beat."""
+        self.held = None
 
     async def beat(self) -> None:
-        """It is heard."""
+        """The view is as it is."""
 
-    async def tell(self, kept: Any) -> None:
-        self.told += 1
+    async def tell(self, told: tuple[KeptState, ...]) -> None:
+        assert self.held is None
+        self.told.append(told)
 
-    # As downloads -------------------------------------------------------------------------------------------
+    async def wait_for(self, predicate: Any, timeout_s: float) -> Any:
+        back, verdict = self._goes_back_to, SimpleNamespace(reason="nobody holds it any more")
+        self.view = SimpleNamespace(anchor_version=back.version, state_digest=back.digest, verdict=verdict)
+        assert predicate(self.view)
+        return self.view
 
-    async def begun(self) -> None:
-        return None
 
-    async def fetch(self, wanted: Any) -> State:
-        self.fetched.append(wanted.version)
-        return state_of(wanted.version)
-
+class NoDownloads:
     async def drop(self) -> None:
-        """Nothing is kept of it."""
+        """There is none."""
 
 
-def agree(holder: Any, own: OwnStates, catch_up: Any) -> State:
-    return asyncio.run(agree_on_state(holder, own, (2, 4), holder, catch_up))
+def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    run, before, initial = Run(state(4)), state(4), state(0)
+    mine = own(state(5, 0.5), before, initial=initial)
+    mine._keeper.store = SimpleNamespace(kept=lambda: kept(before))  # type: ignore[union-attr,assignment]
+    run.view.anchor_version = 6
+    downloads: Any = NoDownloads()
+    holder: Any = run
+    found = run_virtual(agree_on_state(holder, mine, (2, 4), downloads, None))
+    assert found is before is run.held
+    assert run.told == [kept(state(5, 0.5), before, initial)]
+    assert "the run went back: nobody holds it any more" in caplog.text
 
 
-def test_what_is_behind_is_caught_up_and_not_fetched() -> None:
-    holder, asked = Holder(5), []
-
-    async def catch_up(state: State) -> State:
-        asked.append(state.version)
-        if state.version == 2:
-            holder.version = 7  # the run goes on meanwhile
-            return state_of(5)
-        return state_of(7)
-
-    own = OwnStates(None, lambda: state_of(0), Records(last=2))
-    assert agree(holder, own, catch_up).version == 7
-    assert asked == [2, 5], "from what its own records lead to, and then from there"
-    assert holder.fetched == []
-
-
-def test_what_cannot_be_caught_up_is_fetched() -> None:
-    holder, asked = Holder(5), []
-
-    async def catch_up(state: State) -> State:
-        asked.append(state.version)
-        raise LinkError("for the test")
-
-    own = OwnStates(None, lambda: state_of(0), Records(last=2))
-    assert agree(holder, own, catch_up).version == 5
-    assert (asked, holder.fetched) == ([2], [5])
-
-
-def test_a_wrong_state_that_was_caught_up_is_replaced() -> None:
-    holder = Holder(5)
-
-    async def catch_up(state: State) -> State:
-        return state_of(5, branch=1)
-
-    own = OwnStates(None, lambda: state_of(0), Records(last=2))
-    assert agree(holder, own, catch_up).digest == state_of(5).digest
-    assert holder.fetched == [5]
+def test_a_state_that_is_not_the_runs_is_let_go() -> None:
+    """It holds a state of the version, and the run turns out to have another one: of rounds that were done anew."""
+    run, right = Run(state(4)), state(4)
+    mine = own(state(5), right)
+    downloads: Any = NoDownloads()
+    holder: Any = run
+    assert run_virtual(agree_on_state(holder, mine, (2, 4), downloads, None)) is right
+    assert run.told == [kept(state(5), right)]

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from shoal.compression.registry import CODEC_NAMES
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, OutOfDate
+from shoal.swarm.coordinator.facts import WentBack
 from shoal.swarm.coordinator.leases import count
+from shoal.swarm.coordinator.rounds import Judgement
 from shoal.swarm.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReady,
@@ -698,3 +700,22 @@ def test_slow_links_and_uneven_arrival_change_no_bit() -> None:
         return run_virtual(main())
 
     assert anchor(1, 0.001) == anchor(2, 0.3) == anchor(3, 0.05)
+
+
+def test_when_the_run_goes_back_the_work_and_the_residual_are_dropped() -> None:
+    """They stem from rounds that others do again."""
+
+    async def main() -> None:
+        async with swarm(2, run_toml(20, "int8"), ELEMENTS) as run:
+            await together(*play_all(run, 0))
+            assert all(bool(one.averager.carried.residual.any()) for one in run.members)
+            machine = run.coordinator.machine
+            digest = machine.history.rounds[0].digest
+            back = WentBack(from_version=1, digest=digest, vouched_round=0, keepers=())
+            machine._give_verdict(Judgement(reason="back to version 0"), now_s(), back)
+            assert machine.anchor_version == 0
+            outcomes = await together(*[one.average(contribution(5)) for one in run.members])
+            assert outcomes == [OutOfDate("back to version 0")] * 2
+            assert not any(bool(one.averager.carried.residual.any()) for one in run.members)
+
+    run_virtual(main())

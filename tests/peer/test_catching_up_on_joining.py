@@ -1,0 +1,133 @@
+"""What a process that starts finds by itself, and how it comes to the run's state from there."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shoal.peer.joining import agree_on_state
+from shoal.peer.own_states import OwnStates
+from shoal.peer.state import State
+from shoal.swarm.errors import LinkError
+
+
+def state_of(version: int, branch: int = 0) -> State:
+    return State.make(torch.full((4,), float(version)), torch.full((1, 4), float(branch)), version)
+
+
+class Records:
+    """Rolls forward up to ``last``, if there is anything to do."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, state: State, newest: int) -> State:
+        self.asked.append((state.version, newest))
+        return state if min(self.last, newest) <= state.version else state_of(min(self.last, newest))
+
+
+def test_rounds_that_were_kept_lead_on_from_the_initial_state() -> None:
+    records = Records(last=3)
+    own = OwnStates(None, lambda: state_of(0), records)
+    found = own.find(3, state_of(3).digest)
+    assert found is not None
+    assert found.digest == state_of(3).digest
+    assert own.find(3, state_of(3, 1).digest) is None
+    assert records.asked == [(0, 3)], "once"
+    assert [(one.anchor_version, one.digest) for one in own.tell()] == [
+        (3, state_of(3).digest),
+        (0, state_of(0).digest),
+    ]
+
+
+def test_who_starts_afresh_has_only_what_it_held() -> None:
+    records = Records(last=3)
+    own = OwnStates(None, None, records)
+    assert own.find(3, None) is None
+    assert own.newest is None
+    own.earlier = state_of(2)
+    assert own.newest is own.earlier
+    assert records.asked == []
+
+
+class Holder:
+    """A member of a run that is at ``version``; ``fetched``: versions that were got from donors."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.fetched: list[int] = []
+        self.told = 0
+
+    @property
+    def client(self) -> Any:
+        view = SimpleNamespace(anchor_version=self.version, state_digest=state_of(self.version).digest)
+        return SimpleNamespace(view=view)
+
+    def hold(self, state: State) -> None:
+        """Said with the next beat."""
+
+    def let_go(self) -> None:
+        """Said with the next beat."""
+
+    async def beat(self) -> None:
+        """It is heard."""
+
+    async def tell(self, kept: Any) -> None:
+        self.told += 1
+
+    # As downloads -------------------------------------------------------------------------------------------
+
+    async def begun(self) -> None:
+        return None
+
+    async def fetch(self, wanted: Any) -> State:
+        self.fetched.append(wanted.version)
+        return state_of(wanted.version)
+
+    async def drop(self) -> None:
+        """Nothing is kept of it."""
+
+
+def agree(holder: Any, own: OwnStates, catch_up: Any) -> State:
+    return asyncio.run(agree_on_state(holder, own, (2, 4), holder, catch_up))
+
+
+def test_what_is_behind_is_caught_up_and_not_fetched() -> None:
+    holder, asked = Holder(5), []
+
+    async def catch_up(state: State) -> State:
+        asked.append(state.version)
+        if state.version == 2:
+            holder.version = 7  # the run goes on meanwhile
+            return state_of(5)
+        return state_of(7)
+
+    own = OwnStates(None, lambda: state_of(0), Records(last=2))
+    assert agree(holder, own, catch_up).version == 7
+    assert asked == [2, 5], "from what its own records lead to, and then from there"
+    assert holder.fetched == []
+
+
+def test_what_cannot_be_caught_up_is_fetched() -> None:
+    holder, asked = Holder(5), []
+
+    async def catch_up(state: State) -> State:
+        asked.append(state.version)
+        raise LinkError("for the test")
+
+    own = OwnStates(None, lambda: state_of(0), Records(last=2))
+    assert agree(holder, own, catch_up).version == 5
+    assert (asked, holder.fetched) == ([2], [5])
+
+
+def test_a_wrong_state_that_was_caught_up_is_replaced() -> None:
+    holder = Holder(5)
+
+    async def catch_up(state: State) -> State:
+        return state_of(5, branch=1)
+
+    own = OwnStates(None, lambda: state_of(0), Records(last=2))
+    assert agree(holder, own, catch_up).digest == state_of(5).digest
+    assert holder.fetched == [5]
