@@ -63,7 +63,7 @@ async def host(
     """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …"""
     text, run = load_run_file(run_path)
     state = options.state / run.run.name
-    identity, pem = _identity(options.identity, state)
+    identity, pem = host_identity(options.identity, state)
     backup = Backup(options.backup / run.run.name) if options.backup else None
     if backup is not None:
         backup.keep("run.toml", text.encode())
@@ -106,7 +106,7 @@ def _earlier_port(state: Path) -> int:
         return 0
 
 
-def _identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
+def host_identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
     """The host's keys and their file's bytes.
 
     A run's own are in its folder, so that the folder is all that another machine needs. A run that earlier releases

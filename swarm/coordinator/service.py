@@ -16,7 +16,7 @@ from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.outdated import check_ours
-from shoal.swarm.errors import LinkError, NotAdmitted, StorageError, UnknownRun
+from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, StorageError, UnknownRun
 from shoal.swarm.identity import Identity, verify_certificate
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _DIAL_BACK_S = 2.0
 _TICK_S = 0.1
+_STOPS = "the coordinator cannot go on from its journal, and stops"
 
 M = TypeVar("M", bound=Message)
 
@@ -115,9 +116,11 @@ class CoordinatorService:
     # Events, one at a time --------------------------------------------------------------------------------
 
     async def _flush(self) -> None:
-        """Journal first, then tell. A coordinator that cannot journal must not go on."""
-        if self._broken.done():
-            await self._broken  # facts were lost with it: what the machine says now may not be in the journal
+        """Journal first, then tell. A coordinator that cannot journal must not go on.
+
+        Members hear ``DeadlineExceeded`` then, as if it were gone already: they go on without it until it is back."""
+        if self._broken.done():  # facts were lost with it: what the machine says now may not be in the journal
+            raise DeadlineExceeded(_STOPS)
         facts = self.machine.take_facts()
         if facts:
             try:
@@ -125,7 +128,7 @@ class CoordinatorService:
             except StorageError as error:
                 if not self._broken.done():
                     self._broken.set_exception(error)
-                raise
+                raise DeadlineExceeded(_STOPS) from error
             for fact in facts:
                 for observer in self._observers:
                     observer(fact)
@@ -141,7 +144,7 @@ class CoordinatorService:
             async with self._lock:
                 self._set_clock()
                 self.machine.tick(time.monotonic())
-                with suppress(StorageError):
+                with suppress(DeadlineExceeded):
                     await self._flush()
             await asyncio.sleep(_TICK_S)
 

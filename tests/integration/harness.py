@@ -323,7 +323,7 @@ class Swarm:
         folder = self._folder(label)
         path = folder / "run.toml"
         path.write_text(toml)
-        options = ["--bind", bind, "--state", str(folder / "state"), "--identity", str(folder / "identity")]
+        options = ["--bind", bind, "--state", str(folder / "state")]
         command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl"), *extra]
         return self._add(Host(label, command, folder, path))
 

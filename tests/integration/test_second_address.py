@@ -46,7 +46,6 @@ def test_the_round_goes_on_at_the_second_address(swarm: Swarm, when: str, fact: 
 
     elsewhere = swarm.folder / "elsewhere"
     shutil.copytree(host.state.parent, elsewhere / "state")
-    shutil.copy(host.state.parent.parent / "identity", elsewhere / "identity")
     moved = swarm.host(run_toml(), label="elsewhere", bind=f"127.0.0.1:{there}", extra=both)
     assert moved.invite == host.invite
     for member in members:

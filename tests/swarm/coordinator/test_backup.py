@@ -186,12 +186,14 @@ def test_tries_are_not_made_at_every_record(place: Place, monkeypatch: pytest.Mo
 # What is older, or other ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("behind", [1, 3, ALL])
-def test_an_outdated_copy_does_not_overwrite_the_backup(place: Place, behind: int) -> None:
-    place.live(ALL - behind)
+@pytest.mark.parametrize(
+    ("older_at", "at"), [(ALL - 1, ALL), (ALL - 3, ALL), (0, ALL), (SECOND + 1, SECOND + 2), (SECOND, SECOND + 1)]
+)
+def test_an_outdated_copy_does_not_overwrite_the_backup(place: Place, older_at: int, at: int) -> None:
+    place.live(older_at)
     older = place.state.with_name("older")
     shutil.copytree(place.state, older)
-    place.live()
+    place.live(at)
     shutil.rmtree(place.state)
     older.rename(place.state)
     before = {path.name: path.read_bytes() for path in place.backup.iterdir()}

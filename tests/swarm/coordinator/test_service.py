@@ -12,7 +12,7 @@ from tests.swarm.coordinator.world import CPU, MODEL, entry, heartbeat
 from shoal.swarm.coordinator.facts import Fact, LeaseGranted
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.errors import StorageError
+from shoal.swarm.errors import DeadlineExceeded, StorageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 from shoal.swarm.run_file import parse_run_file
@@ -84,7 +84,7 @@ def test_no_lease_is_given_that_could_not_be_written(tmp_path: Path) -> None:
             journal.fails = True
             for _ in range(2):  # the second time the machine knows them already
                 answers = await leases(service, range(MEMBERS))
-                assert [type(one) for one in answers] == [StorageError] * MEMBERS
+                assert [type(one) for one in answers] == [DeadlineExceeded] * MEMBERS
             with pytest.raises(StorageError):
                 await service.wait(asyncio.Event())
         journal.close()
