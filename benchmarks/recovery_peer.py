@@ -131,7 +131,7 @@ def options_of(folder: Path, name: str, journal: Journal, role: Role, retention:
 
 def train(invite: str, elements: int, folder: Path, journal: Journal, retention: Retention | None) -> None:
     """Until it is killed or the run ends. A joiner's values are others than the run's: it needs all of the state."""
-    features = torch.randn(10_000, _FEATURES)
+    features = torch.randn(10_000, _FEATURES, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(features, features.sum(1, keepdim=True))
     model = Sparse(elements)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
