@@ -1,7 +1,7 @@
 """What it takes to come back: joining, joiners beside rounds, checkpoints, a killed coordinator, a killed peer.
 
 Host and members are processes on loopback, with models that cost hardly any computing (``recovery_peer.py``). A
-joiner's seconds are those from the start of its process, imports among them, to the end of its first step; beside them
+joiner's seconds are those from the start of its process, imports among them, to its first step's gradient; beside them
 those that the state's bytes alone take as one sealed stream between two other processes. A checkpoint's stall is what
 the training thread waits for; beside it one copy of as many bytes as are saved, in the same thread. Of the coordinator
 and of a peer it is the time from its SIGKILL to the others' next verdict.

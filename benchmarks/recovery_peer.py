@@ -145,9 +145,9 @@ def train(invite: str, elements: int, folder: Path, journal: Journal, retention:
                 with torch.no_grad():
                     model.ballast.mul_(0.999)
             time.sleep(max(0.0, started_s + STEP_S - time.monotonic()))
-            session.step(loss)
             if steps == 0:
-                journal.note("step")
+                journal.note("step")  # what follows may be the round's end
+            session.step(loss)
 
 
 def visit(invite: str, elements: int, folder: Path, journal: Journal) -> None:
