@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
-BENCHMARKS ?= convergence transport allreduce codecs coordinator
+BENCHMARKS ?= convergence transport allreduce codecs coordinator recovery
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input

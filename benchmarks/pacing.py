@@ -32,13 +32,15 @@ class RoundFailed(Exception):
 @dataclass(frozen=True)
 class Lap:
     """One peer's round. Moments in seconds since the start: ``end_s``, when it holds the mean; and, where there are
-    such things, when it had the plan, every part's result, and the verdict. ``cpu_s`` with its descendants'."""
+    such things, when it had the plan, every part's result, and the verdict. ``cpu_s`` with its descendants'.
+    ``peak_bytes``, ``in_all_bytes``: most memory above the round's start, and above the first round's."""
 
     end_s: float
     cpu_s: float
     sent_bytes: int
     received_bytes: int = 0
     peak_bytes: int | None = None
+    in_all_bytes: int | None = None
     plan_s: float | None = None
     held_s: float | None = None
     verdict_s: float | None = None
@@ -74,6 +76,11 @@ class Pace:
         self._pipe.send("done")
         self._pipe.recv()
         return own_cpu_s() - self._cpu_s, self._memory.risen_bytes()
+
+    @property
+    def in_all_bytes(self) -> int | None:
+        """Most that memory rose in this round above what it was before the first; after ``done``."""
+        return self._memory.risen_in_all_bytes()
 
     def report(self, lap: Lap) -> None:
         """After ``done``."""
@@ -190,12 +197,13 @@ def stages(laps: Sequence[Sequence[Lap]]) -> dict[str, float | None]:
 
 def costs(laps: Sequence[Sequence[Lap]], elements: int) -> dict[str, float | None]:
     """Columns of a table: what a round took of the machine. Memory: of the peer that took most, over all rounds."""
-    peaks = [lap.peak_bytes for one in laps for lap in one if lap.peak_bytes is not None]
-    peak_bytes = max(peaks) if peaks else None
+    peak_bytes = max((lap.peak_bytes for one in laps for lap in one if lap.peak_bytes is not None), default=None)
+    in_all_bytes = max((lap.in_all_bytes for one in laps for lap in one if lap.in_all_bytes is not None), default=None)
     return {
         "CPU s": median(sum(lap.cpu_s for lap in one) for one in laps),
         "peak MB": None if peak_bytes is None else peak_bytes / 1e6,
         "peak / contribution": None if peak_bytes is None else peak_bytes / (4 * elements),
+        "in all / contribution": None if in_all_bytes is None else in_all_bytes / (4 * elements),
         "MB sent a peer": mean(lap.sent_bytes for one in laps for lap in one) / 1e6,
     }
 

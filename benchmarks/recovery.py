@@ -1,7 +1,7 @@
 """What it takes to come back: joining, joiners beside rounds, checkpoints, a killed coordinator, a killed peer.
 
 Host and members are processes on loopback, with models that cost hardly any computing (``recovery_peer.py``). A
-joiner's seconds are those from the start of its process, imports among them, to the end of its first step; beside them
+joiner's seconds are those from the start of its process, imports among them, to its first step's gradient; beside them
 those that the state's bytes alone take as one sealed stream between two other processes. A checkpoint's stall is what
 the training thread waits for; beside it one copy of as many bytes as are saved, in the same thread. Of the coordinator
 and of a peer it is the time from its SIGKILL to the others' next verdict.
@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from common import comma, elements_of, end_on_sigterm, over, parser, publish, size_of
-from recovery_run import PATIENCE_S, Event, NotRecovered, Running, Site
+from recovery_run import PATIENCE_S, STEPS_A_ROUND, Event, NotRecovered, Running, Site
 from transport import CHUNK, measure, shoal_end
 from usage import available_bytes
 
@@ -36,13 +36,17 @@ _STATE_VECTORS = 2
 _MEMBER_VECTORS = 13
 """Model, three states, residual twice, contribution, mean, checkpoint, and what is encoded: of float32."""
 
+_FEWEST_CHUNKS = 64
+
 
 # Figures -----------------------------------------------------------------------------------------------------
 
 
 def join_row(elements: int, joins: Sequence[Sequence[Event]], started_s: Sequence[float], wire_s: float) -> Row:
     """Of several joiners' events and the moments of their starts; medians."""
-    moments = {name: [first(events, name)["time"] for events in joins] for name in ("state_chunk", "step", "committed")}
+    names = ("joined", "state_chunk", "step", "committed")
+    moments = {name: [first(events, name)["time"] for events in joins] for name in names}
+    admitted = median(joined - start for joined, start in zip(moments["joined"], started_s, strict=True))
     from_start = median(step - start for step, start in zip(moments["step"], started_s, strict=True))
     from_byte = median(step - byte for step, byte in zip(moments["step"], moments["state_chunk"], strict=True))
     in_round = median(end - start for end, start in zip(moments["committed"], started_s, strict=True))
@@ -50,6 +54,7 @@ def join_row(elements: int, joins: Sequence[Sequence[Event]], started_s: Sequenc
         "what": "join",
         "elements": size_of(elements),
         "s": from_start,
+        "s until admitted": admitted,
         "s from first byte": from_byte,
         "s until committed": in_round,
         "beside": "its bytes alone",
@@ -78,13 +83,11 @@ def visits_of(events: Sequence[Event]) -> list[Span]:
 
 
 def token_s(rounds: Sequence[tuple[Span, int]], visits: Sequence[Span]) -> tuple[list[float], list[float]]:
-    """Seconds a token of rounds without any visit, and of those with a whole one. Others count as neither."""
+    """Seconds a token of the rounds without any visit, and of those with some of one."""
     without, beside = [], []
     for (start, end), tokens in rounds:
-        if any(start <= come and gone <= end for come, gone in visits):
-            beside.append((end - start) / tokens)
-        elif all(gone < start or end < come for come, gone in visits):
-            without.append((end - start) / tokens)
+        visited = any(come < end and start < gone for come, gone in visits)
+        (beside if visited else without).append((end - start) / tokens)
     return without, beside
 
 
@@ -148,25 +151,36 @@ def measure_joins(site: Site, elements: int, options: Any) -> Row:
         joins.append(joiner.look())
         started_s.append(joiner.started_s)
         site.verdict(site.verdict(joiner.kill())["time"])  # the second one is without it
-    state_bytes = 4 * _STATE_VECTORS * elements
-    wire_s = median(measure(shoal_end, math.ceil(state_bytes / CHUNK))[0] for _ in range(options.repeats))
+    wire_s = median(bytes_alone_s(4 * _STATE_VECTORS * elements) for _ in range(options.repeats))
     return join_row(elements, joins, started_s, wire_s)
 
 
+def bytes_alone_s(state_bytes: int) -> float:
+    """What so many take as one sealed stream; of few, their share of more."""
+    chunks = max(_FEWEST_CHUNKS, math.ceil(state_bytes / CHUNK))
+    return measure(shoal_end, chunks)[0] * state_bytes / (chunks * CHUNK)
+
+
 def measure_visits(site: Site, elements: int, options: Any) -> Row:
-    """Every other round with somebody who joins, gets the state and leaves."""
+    """Of the rounds since the first visitor came: one after the other joins, gets the state and leaves, with whole
+    rounds between them."""
     visitor = site.peer("visit")
-    moment_s = site.verdict(visitor.started_s)["time"]
-    for _ in range(options.rounds):
-        moment_s = site.verdict(moment_s)["time"]
+    began_s = moment_s = site.verdict(visitor.started_s)["time"]
+    for _ in range(options.visits):
         visitor.tell()
-        moment_s = site.verdict(moment_s)["time"]
-    verdicts = [one for one in site.host.look() if one["event"] == "verdict"]
+
+        def over_at(event: Event, after_s: float = moment_s) -> bool:
+            return bool(event["event"] == "visit_ends" and event["time"] > after_s)
+
+        moment_s = visitor.wait_for("a visit's end", over_at)["time"]
+        for _ in range(3):
+            moment_s = site.verdict(moment_s)["time"]
+    verdicts = [one for one in site.host.look() if one["event"] == "verdict" and one["time"] >= began_s]
     without, beside = token_s(rounds_of(verdicts), visits_of(visitor.look()))
     visitor.kill()
     if not without or not beside:
         raise NotRecovered(f"{len(without)} rounds without a joiner, {len(beside)} with one: too few to compare")
-    tokens = verdicts[-1]["tokens"]
+    tokens = options.members * STEPS_A_ROUND
     return {
         "what": "round with a joiner",
         "elements": size_of(elements),
@@ -259,7 +273,7 @@ def main() -> None:
     arguments.add_argument("--sizes", type=comma(elements_of), default=comma(elements_of)("10M,100M"), help="10M,100M")
     arguments.add_argument("--members", type=int, default=2, help="beside those that join and are killed")
     arguments.add_argument("--repeats", type=int, default=3, help="of each join and each kill")
-    arguments.add_argument("--rounds", type=int, default=6, help="with somebody who joins, and as many without")
+    arguments.add_argument("--visits", type=int, default=6, help="of somebody who joins, gets the state and leaves")
     arguments.add_argument("--limit-s", type=float, default=900.0, help="for all of one size; then it is given up")
     options = arguments.parse_args()
     end_on_sigterm()

@@ -131,7 +131,7 @@ def options_of(folder: Path, name: str, journal: Journal, role: Role, retention:
 
 def train(invite: str, elements: int, folder: Path, journal: Journal, retention: Retention | None) -> None:
     """Until it is killed or the run ends. A joiner's values are others than the run's: it needs all of the state."""
-    features = torch.randn(10_000, _FEATURES)
+    features = torch.randn(10_000, _FEATURES, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(features, features.sum(1, keepdim=True))
     model = Sparse(elements)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -145,9 +145,9 @@ def train(invite: str, elements: int, folder: Path, journal: Journal, retention:
                 with torch.no_grad():
                     model.ballast.mul_(0.999)
             time.sleep(max(0.0, started_s + STEP_S - time.monotonic()))
-            session.step(loss)
             if steps == 0:
-                journal.note("step")
+                journal.note("step")  # what follows may be the round's end
+            session.step(loss)
 
 
 def visit(invite: str, elements: int, folder: Path, journal: Journal) -> None:

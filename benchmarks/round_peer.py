@@ -183,6 +183,7 @@ class _Peer:
             sent_bytes=self._node.meter.sent_bytes - sent,
             received_bytes=self._node.meter.received_bytes - received,
             peak_bytes=peak_bytes,
+            in_all_bytes=self._pace.in_all_bytes,
             plan_s=client.plan_s - start_s,
             held_s=client.held_s - start_s,
             verdict_s=client.verdict_s - start_s,

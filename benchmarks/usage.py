@@ -58,6 +58,7 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self._before: int | None = None
+        self._first: int | None = None
 
     def begin(self) -> None:
         """Give back what is free, and forget earlier peaks where the kernel lets us."""
@@ -69,12 +70,22 @@ class PeakMemory:
             self._before = status_bytes((_PROC / "self" / "status").read_text(), "VmRSS")
         except OSError:
             self._before = None
+        if self._first is None:
+            self._first = self._before
 
     def risen_bytes(self) -> int | None:
         """Since ``begin``; None where it cannot be known."""
-        if self._before is None:
+        return self._above(self._before)
+
+    def risen_in_all_bytes(self) -> int | None:
+        """At the most since ``begin``, above what it had at the first one."""
+        return self._above(self._first)
+
+    @staticmethod
+    def _above(level: int | None) -> int | None:
+        if level is None:
             return None
-        return max(0, status_bytes((_PROC / "self" / "status").read_text(), "VmHWM") - self._before)
+        return max(0, status_bytes((_PROC / "self" / "status").read_text(), "VmHWM") - level)
 
 
 def status_bytes(status: str, field: str) -> int:

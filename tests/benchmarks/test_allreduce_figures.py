@@ -62,7 +62,7 @@ def test_a_run_file_for_every_case() -> None:
 def test_figures_of_laps() -> None:
     from pacing import Lap, costs, notes, seconds, stages
 
-    quick = Lap(1.0, 0.5, 10, peak_bytes=100, plan_s=0.2, held_s=0.9, verdict_s=0.95)
+    quick = Lap(1.0, 0.5, 10, peak_bytes=100, in_all_bytes=800, plan_s=0.2, held_s=0.9, verdict_s=0.95)
     slow = Lap(3.0, 0.25, 30, peak_bytes=400, plan_s=0.1, held_s=2.1, verdict_s=2.35, note="late")
     rounds = [[quick, slow], [quick, quick], [slow, slow]]
     assert seconds(rounds) == 3.0
@@ -78,6 +78,7 @@ def test_figures_of_laps() -> None:
         "CPU s": 0.75,
         "peak MB": pytest.approx(4e-4),
         "peak / contribution": 1.0,
+        "in all / contribution": 2.0,
         "MB sent a peer": pytest.approx(20e-6),
     }
     assert costs([[Lap(1.0, 0.0, 0)]], 1)["peak MB"] is None

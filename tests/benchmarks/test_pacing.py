@@ -57,6 +57,12 @@ def test_memory_of_a_process_is_read() -> None:
     risen = memory.risen_bytes()
     if Path("/proc/self/clear_refs").exists() and risen is not None:
         assert size <= risen < 8 * size
+        kept = bytes(bytearray(size))
+        memory.begin()
+        in_all, risen = memory.risen_in_all_bytes(), memory.risen_bytes()
+        assert in_all is not None
+        assert risen is not None
+        assert in_all - risen >= len(kept) / 2
 
 
 def test_descendants_are_found_and_killed(helpers: Any) -> None:

@@ -39,12 +39,26 @@ def test_a_join_begins_with_its_process_and_ends_with_its_first_step() -> None:
 
     late = at("committed", 9.0, included=False)
     joins = [
-        [at("state_chunk", 4.0), at("synced", 4.5), at("step", 5.0), late, at("committed", 12.0, included=True)],
-        [at("state_chunk", 26.0), at("step", 30.0), at("committed", 33.0, included=True)],
-        [at("state_chunk", 43.0), at("step", 46.0), at("step", 47.0), at("committed", 48.0, included=True)],
+        [
+            at("joined", 2.0),
+            at("state_chunk", 4.0),
+            at("synced", 4.5),
+            at("step", 5.0),
+            late,
+            at("committed", 12.0, included=True),
+        ],
+        [at("joined", 25.0), at("state_chunk", 26.0), at("step", 30.0), at("committed", 33.0, included=True)],
+        [
+            at("joined", 42.0),
+            at("state_chunk", 43.0),
+            at("step", 46.0),
+            at("step", 47.0),
+            at("committed", 48.0, included=True),
+        ],
     ]
     row = join_row(10**7, joins, [1.0, 22.0, 40.0], 0.25)
     assert (row["s"], row["s from first byte"], row["s until committed"]) == (6.0, 3.0, 11.0)
+    assert row["s until admitted"] == 2.0
     assert (row["elements"], row["beside s"], row["times"]) == ("10M", 0.25, 3)
 
 
@@ -56,7 +70,7 @@ def test_rounds_run_from_one_committed_verdict_to_the_next() -> None:
     assert rounds_of(verdicts[:1]) == []
 
 
-def test_only_whole_visits_count_for_a_round_and_none_at_all_against_it() -> None:
+def test_a_round_with_some_of_a_visit_is_one_with_a_joiner() -> None:
     from recovery import token_s, visits_of
 
     rounds = [((0.0, 4.0), 2), ((4.0, 10.0), 2), ((10.0, 18.0), 2), ((18.0, 28.0), 2)]
@@ -69,7 +83,7 @@ def test_only_whole_visits_count_for_a_round_and_none_at_all_against_it() -> Non
         at("visit_begins", 30.0),
     ]
     assert visits_of(events) == [(4.5, 5.5), (17.0, 19.0)]
-    assert token_s(rounds, visits_of(events)) == ([2.0], [3.0])
+    assert token_s(rounds, visits_of(events)) == ([2.0], [3.0, 4.0, 5.0])
     assert token_s(rounds, []) == ([2.0, 3.0, 4.0, 5.0], [])
 
 
