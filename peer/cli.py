@@ -187,6 +187,7 @@ def verify_command(
     results = verify_checkpoints(find_checkpoints(folder))
     console.print(verify_table(results))
     console.print("Checked: sizes and SHA-256 of all files, layout, state digests, signatures, chains of verdicts.")
+    console.print("Vouched by: a later round's plan, which the coordinator signed, or this checkpoint's peer alone.")
     wrong = [one for one in results if isinstance(one, Refused)]
     for one in wrong:
         console.print(printable(one.reason), style="red", markup=False, highlight=False, soft_wrap=True)

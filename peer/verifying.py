@@ -132,13 +132,15 @@ def _same_run(one: Manifest, other: Manifest) -> bool:
 
 
 def verify_table(results: Iterable[Verified | Refused]) -> Table:
-    """A line for each."""
+    """A line for each. "chain": the rounds whose verdicts are in it; "vouched by": who says that the run had this."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("", "run", "round", "version", "tokens", "size", "signed by", "verdicts", "state vouched for by"):
-        table.add_column(title, justify="right" if title in ("round", "version", "tokens", "size") else "left")
+    for title in ("", "run", "round", "anchor", "tokens", "size", "signed by", "chain", "vouched by"):
+        is_number = title in ("round", "anchor", "tokens", "size")
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=True, min_width=1)
     for one in results:
         if isinstance(one, Refused):
-            table.add_row("[red]✗[/]", printable(one.folder.name), style="red")
+            number = one.folder.name.rpartition("round-")[2].lstrip("0") or "0"
+            table.add_row("✗", "", printable(number[:8]), style="red")
             continue
         manifest = one.manifest
         table.add_row(
@@ -150,6 +152,6 @@ def verify_table(results: Iterable[Verified | Refused]) -> Table:
             bytes_text(one.size_bytes),
             manifest.peer,
             f"{one.first_round}-{manifest.round}",
-            f"plan of round {one.vouched_by}" if one.vouched_by is not None else "only the peer's signature",
+            f"plan of {one.vouched_by}" if one.vouched_by is not None else "its peer",
         )
     return table

@@ -11,7 +11,7 @@
     │   ├── CorpusError         14    the data is missing or differs from the run's
     │   ├── ModelMismatch       15    the model differs from the run's; names the first difference
     │   ├── DeviceError         16    the device is missing or too small
-    │   └── StateFileError      17    a saved state is missing, truncated or of another run
+    │   └── StateFileError      17    a checkpoint or model is missing, damaged or of another run
     ├── LinkError                     somebody else's machine, or the way to it
     │   ├── Unreachable         20    nothing answers at that address
     │   │   └── MemberGone      20    it is not a member of the run any more
@@ -86,7 +86,7 @@ class DeviceError(UserError):
 
 
 class StateFileError(UserError):
-    """A state or model file is missing, truncated, or belongs to another run."""
+    """A checkpoint's or model's file is missing, damaged, or belongs to another run."""
 
     exit_code = 17
 

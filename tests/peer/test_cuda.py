@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.peer.capability import autocast, choose_device, describe_device, free_bytes, samples_that_fit
+from shoal.peer.checkpoints.own_state import Snapshots, own_tree
 from shoal.peer.inner_loop import InnerLoop, make_inner
 from shoal.peer.local_work import AccumulatedGradient, PseudoGradient
 from shoal.peer.parameters import ParameterVector
+from shoal.swarm.averaging.outcomes import Carried
 from shoal.swarm.run_file import InnerSection
 
 pytestmark = [
@@ -92,3 +94,25 @@ def test_memory_is_measured() -> None:
     batch = make_batch().to(device)
     assert samples_that_fit(model, lambda: loss_of(model, batch[:1]), 8, room) == 8
     assert describe_device("cuda").memory_bytes > 0
+
+
+def test_a_snapshot_waits_for_nobody_and_is_as_it_was_taken() -> None:
+    model, snapshots = make_model("cuda"), Snapshots()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        loss_of(model, make_batch().cuda()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    step()
+    carried = Carried(torch.ones(3), 1)
+    snapshots.take(own_tree(optimizer, model, carried))
+    for _ in range(3):
+        expected = {name: one.cpu().clone() for name, one in optimizer.state[next(model.parameters())].items()}
+        own = snapshots.take(own_tree(optimizer, model, carried))
+        step()
+        own.wait()
+        for name, tensor in expected.items():
+            copy = own.tensors[f"optimizer/state/0/{name}"]
+            assert torch.equal(copy, tensor), name
+        assert own.tensors["optimizer/state/0/exp_avg"].is_pinned()

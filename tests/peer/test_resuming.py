@@ -21,6 +21,7 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout
 from shoal.peer.replica import Brought, Replica
+from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed
 from shoal.swarm.errors import StorageError
 from shoal.swarm.messages import Verdict
@@ -349,3 +350,18 @@ def test_the_chain_in_checkpoints_goes_on_over_restarts(tmp_path: Path) -> None:
     other.stop()
     newest = other.store.load(other.store.kept()[0])
     assert [one.round for one in unpack_verdicts(newest.verdicts, "")] == [4, 5], "as far back as it knows"
+
+
+def test_the_residual_belongs_to_its_state_and_the_optimizer_to_the_peer(tmp_path: Path) -> None:
+    life = Life(Run("diloco"), tmp_path, 0)
+    life.round()
+    life.stop()
+    found = life.store.load(life.store.kept()[0])
+    other = Life(Run("diloco"), tmp_path / "other", 1)
+    newer = State.of(found.state.values.clone(), found.state.version + 1)
+    assert other.replica._own.take_up(found, newer) is False
+    assert not other.member.averager.carried.residual.any()
+    moments = [one["exp_avg"] for one in other.optimizer.state_dict()["state"].values()]
+    expected = [one["exp_avg"] for one in life.optimizer.state_dict()["state"].values()]
+    assert all(torch.equal(one, two) for one, two in zip(moments, expected, strict=True))
+    assert moments
