@@ -20,6 +20,7 @@ from shoal.peer.partial_state import PartialState, Wanted
 from shoal.peer.recipes import load_model, load_recipe
 from shoal.peer.replica import outer_of
 from shoal.peer.state_fetch import StateFetch
+from shoal.peer.state_forms import form_named
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.invite import Invite
 from shoal.swarm.observer import observe
@@ -77,7 +78,8 @@ async def export_from_run(invite: Invite, out: Path) -> int:
         shape = (1 + slots, vector.elements)
         wanted = Wanted(view.anchor_version, view.state_digest, shape)
         partial = PartialState(wanted, only_anchor=True)
-        await StateFetch(client.node, partial, client.node.trainers, _FETCH_S).run()
+        form = form_named(run.checkpoints.transfer)
+        await StateFetch(client.node, partial, client.node.trainers, _FETCH_S, form=form).run()
         provenance = _provenance(wanted.version, wanted.digest, run.run.name, run.hash.hex())
         write_model(out, vector.named(partial.values[0]), recipe.config(), provenance)
         return wanted.version

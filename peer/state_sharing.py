@@ -6,7 +6,9 @@ import asyncio
 from collections import Counter
 
 from shoal.peer.state import CHUNK_BYTES, State, bytes_of, chunks_in
+from shoal.peer.state_forms import RAW, Form
 from shoal.swarm.errors import Busy
+from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob
 from shoal.swarm.transport import Endpoint
 
@@ -15,10 +17,6 @@ MAX_READERS = 8
 
 MAX_STREAMS_PER_READER = 4
 """Two that it takes from, and two that it has just given up."""
-
-
-def state_blob(version: int) -> Blob:
-    return Blob(kind="state", number=version)
 
 
 def digests_blob(version: int) -> Blob:
@@ -30,9 +28,10 @@ class DonorState:
 
     While an exchange runs here (``pause``) no chunk is sent, and who asks is told so: it knows then that we live."""
 
-    def __init__(self, endpoint: Endpoint, keep_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, keep_s: float, form: Form = RAW) -> None:
         """``keep_s``: how long a joiner may not have asked for anything until it counts as gone."""
         self._endpoint = endpoint
+        self._form = form
         self._keep_s = keep_s
         self._sources: dict[int, StateSource] = {}  # the newest last
         self._readers: Counter[bytes] = Counter()
@@ -47,16 +46,16 @@ class DonorState:
     def hold(self, state: State) -> None:
         """This is the newest; offer it, and no longer what nobody needs."""
         self._sources.pop(state.version, None)
-        source = self._sources[state.version] = StateSource(state, self)
+        source = self._sources[state.version] = StateSource(state, self, self._form)
         self._endpoint.publish(digests_blob(state.version), DigestSource(state))
-        self._endpoint.publish(state_blob(state.version), source)
+        self._endpoint.publish(self._form.blob(state.version), source)
         # By what was held, not by counting back: a resync leaves versions out.
         older = list(self._sources)[:-2]
         read = [version for version in older if self._is_read(self._sources[version])]
         for version in older:
             if version not in read[:1]:  # of several the oldest: its joiners have waited for longest
                 del self._sources[version]
-                self._endpoint.retract(state_blob(version))
+                self._endpoint.retract(self._form.blob(version))
                 self._endpoint.retract(digests_blob(version))
 
     def pause(self, exchanging: bool) -> None:
@@ -91,15 +90,16 @@ class DonorState:
 
 
 class StateSource:
-    """A state as chunks of 1 MiB, never copied (a ``CountedSource``). ``read_s``: when it was last asked for."""
+    """A state as chunks of 1 MiB, kept only once (a ``CountedSource``). ``read_s``: when it was last asked for."""
 
-    def __init__(self, state: State, donor: DonorState) -> None:
+    def __init__(self, state: State, donor: DonorState, form: Form = RAW) -> None:
         self.version = state.version
         self._data = bytes_of(state.values)
         self.chunks = chunks_in(self._data.nbytes)
         self.streams = 0
         self.read_s = float("-inf")
         self._donor = donor
+        self._form = form
 
     def begin(self, reader: bytes) -> None:
         self.read_s = asyncio.get_running_loop().time()  # also of who has to ask again
@@ -113,7 +113,8 @@ class StateSource:
 
     async def chunk(self, index: int) -> memoryview:
         await self._donor.free()
-        return self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        values = self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        return values if self._form is RAW else await in_thread(self._form.pack, values)
 
 
 class DigestSource:
