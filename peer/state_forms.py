@@ -1,4 +1,4 @@
-"""The forms in which chunks of a state travel: as they are, or losslessly smaller, for slow links."""
+"""The forms in which chunks of a state travel: as they are, losslessly smaller for slow links, or rounded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import zlib
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.messages import Blob
@@ -78,7 +79,25 @@ class Lossless:
         return Blob(kind="state_lossless", number=version)
 
 
-RAW, LOSSLESS = Raw(), Lossless()
+class Bfloat16:
+    """Anchors rounded to bfloat16, half the bytes: for those that contribute nothing, as exports. Hashes are of the
+    rounded values, so the run's digest does not vouch for them."""
+
+    name = "bfloat16"
+
+    def pack(self, values: memoryview) -> memoryview:
+        return torch.frombuffer(values, dtype=torch.float32).bfloat16().view(torch.int16).numpy().data.cast("B")
+
+    def unpack(self, packed: memoryview, size: int) -> memoryview:
+        if 2 * packed.nbytes != size:
+            raise WireError(f"a chunk of {packed.nbytes} bytes in bfloat16")
+        return torch.frombuffer(packed, dtype=torch.bfloat16).float().numpy().data.cast("B")
+
+    def blob(self, version: int) -> Blob:
+        return Blob(kind="anchor_bfloat16", number=version)
+
+
+RAW, LOSSLESS, BFLOAT16 = Raw(), Lossless(), Bfloat16()
 
 
 def form_named(transfer: Literal["raw", "lossless"]) -> Form:

@@ -1,4 +1,5 @@
 import asyncio
+from collections import Counter
 
 import pytest
 import torch
@@ -44,6 +45,9 @@ class Shelf:
         states = {blob.number for blob in self.endpoint.blobs if blob.kind == "state"}
         assert states == {blob.number for blob in self.endpoint.blobs if blob.kind == "state_digests"}
         assert states == set(self.donor.versions)
+        assert Counter(blob.number for blob in self.endpoint.blobs) == dict.fromkeys(states, 4), (
+            "two forms, with digests"
+        )
         return states
 
 
