@@ -56,11 +56,16 @@ class World:
     async def wait_for(self, predicate: Any, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
 
-    async def is_agreed(self, state: State) -> bool:
+    def hold(self, state: State) -> None:
         self.held.append(state.version)
-        return (state.version, state.digest) == (self.view.anchor_version, self.view.state_digest)
 
-    async def tell_kept(self, own: Any) -> None:
+    def let_go(self) -> None:
+        self.held.append(-1)
+
+    async def beat(self) -> None:
+        pass
+
+    async def tell(self, kept: Any) -> None:
         self.told += 1
 
     def report(self, event: str, **fields: Any) -> None:
@@ -75,7 +80,7 @@ class World:
         return [fields["anchor_version"] for event, fields in self.events if event == "state_fetched"]
 
     async def agree(self, candidate: State | None = None, catch_up: CatchUp | None = None) -> State:
-        own: Any = SimpleNamespace(find=lambda version, digest: candidate)
+        own: Any = SimpleNamespace(find=lambda version, digest: candidate, tell=lambda: ())
         found = await agree_on_state(self, own, SHAPE, self.downloads, catch_up)
         assert (found.version, found.digest) == (self.view.anchor_version, self.view.state_digest)
         assert torch.equal(found.values, STATES[found.version].values)
@@ -198,6 +203,7 @@ def test_the_newest_is_waited_for_with_what_has_come_of_it(tmp_path: Path) -> No
         world.network.kill("donor")
         await asyncio.sleep(60.0)
         assert begun_state(tmp_path) == wanted_of(STATES[1])
+        assert world.told, "the others hear what this member could go back to"
         world.donor = DonorState(world.network.endpoint("donor"), 5.0)
         world.move_on(1)
         came_s = now_s()
