@@ -28,7 +28,7 @@ from shoal.peer.replay import table as replay_table
 from shoal.peer.session import SHOAL_HOME, SessionOptions
 from shoal.peer.verifying import Refused, find_checkpoints, verify_checkpoints, verify_table
 from shoal.swarm.coordinator.facts import Fact
-from shoal.swarm.errors import RecipeError, ShoalError, StateFileError
+from shoal.swarm.errors import RecipeError, ShoalError, StateFileError, UserError
 from shoal.swarm.invite import Invite, parse_address, parse_addresses
 from shoal.swarm.messages import Role
 from shoal.swarm.observer import get_status
@@ -49,6 +49,13 @@ class JoinRole(StrEnum):
     full = "full"
     contribute_only = "contribute-only"
     observe = "observe"
+
+
+class Precision(StrEnum):
+    """In which an export is fetched and written."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 _ROLES: dict[JoinRole, Role] = {
@@ -170,10 +177,16 @@ def log_command(
 def export_command(
     run: Annotated[str, typer.Option(help="An invite, a run's folder, or a checkpoint's.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("model.safetensors"),
+    precision: Annotated[Precision, typer.Option(help="bfloat16: half the bytes, from a live run only.")] = (
+        Precision.float32
+    ),
 ) -> None:
     """Write a run's model for inference, from a live run (invite) or from what a member saved here."""
+    rounded = precision is Precision.bfloat16
     if run.startswith("shoal://"):
-        version = asyncio.run(export_from_run(Invite.parse(run), out))
+        version = asyncio.run(export_from_run(Invite.parse(run), out, rounded=rounded))
+    elif rounded:
+        raise UserError("--precision bfloat16 saves bytes on the way from a live run: give its invite, or leave it out")
     else:
         version = export_model(Path(run), out)
     console.print(f"Anchor version {version} written to {out}, its recipe to {out.with_suffix('.json')}")

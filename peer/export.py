@@ -19,7 +19,9 @@ from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.parameters import ParameterVector, split_by_layout
 from shoal.peer.partial_state import PartialState, Wanted
 from shoal.peer.recipes import load_model, load_recipe
+from shoal.peer.rounded_anchor import fetch_rounded_anchor
 from shoal.peer.state_fetch import StateFetch
+from shoal.peer.state_forms import form_named
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.invite import Invite
 from shoal.swarm.observer import observe
@@ -59,8 +61,9 @@ def export_model(source: Path, out: Path) -> int:
     return state.version
 
 
-async def export_from_run(invite: Invite, out: Path) -> int:
-    """Fetch the current anchor from a member of a running run and write it; returns its version.
+async def export_from_run(invite: Invite, out: Path, *, rounded: bool = False) -> int:
+    """Fetch the current anchor from the members of a running run and write it; returns its version. ``rounded``: fetch
+    and write it in bfloat16, half the bytes.
 
     Only for runs with an installed recipe: it gives names and shapes. Raises ``RecipeError``, ``LinkError``, …
     """
@@ -76,10 +79,17 @@ async def export_from_run(invite: Invite, out: Path) -> int:
             raise StateFileError("no member of the run holds its state at the moment; try again later")
         shape = (1 + slots, vector.elements)
         wanted = Wanted(view.anchor_version, view.state_digest, shape)
-        partial = PartialState(wanted, only_anchor=True)
-        await StateFetch(client.node, partial, client.node.trainers, _FETCH_S).run()
+        node = client.node
+        if rounded:
+            anchor = await fetch_rounded_anchor(node, node.trainers(), wanted.version, vector.elements, _FETCH_S)
+            tensors = {name: tensor.bfloat16() for name, tensor in vector.named(anchor).items()}
+        else:
+            partial = PartialState(wanted, only_anchor=True)
+            form = form_named(run.checkpoints.transfer)
+            await StateFetch(node, partial, node.trainers, _FETCH_S, form=form).run()
+            tensors = vector.named(partial.values[0])
         provenance = _provenance(wanted.version, wanted.digest, run.run.name, run.hash.hex())
-        write_model(out, vector.named(partial.values[0]), recipe.config(), provenance)
+        write_model(out, tensors, recipe.config(), provenance)
         return wanted.version
 
 

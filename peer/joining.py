@@ -12,6 +12,7 @@ from typing import Protocol
 from shoal.peer.partial_state import PartialState, Wanted, begun_state, remove_incoming
 from shoal.peer.state import State
 from shoal.peer.state_fetch import Report, StateFetch
+from shoal.peer.state_forms import RAW, Form
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError
 from shoal.swarm.links import in_thread
@@ -64,12 +65,14 @@ class Downloads:
         progress_s: float,
         folder: Path | None,
         report: Report,
+        form: Form = RAW,
     ) -> None:
         self._endpoint = endpoint
         self._donors = donors
         self._progress_s = progress_s
         self._folder = folder
         self._report = report
+        self._form = form
         self._partial: PartialState | None = None
 
     @property
@@ -92,7 +95,7 @@ class Downloads:
         partial, began_s = self._partial, asyncio.get_running_loop().time()
         if partial.resumed:
             log.info("%d of %d chunks of the state are here from before", partial.resumed, wanted.chunks)
-        fetch = StateFetch(self._endpoint, partial, self._donors, self._progress_s, self._report)
+        fetch = StateFetch(self._endpoint, partial, self._donors, self._progress_s, self._report, self._form)
         await fetch.run()
         self._report(
             "state_fetched",

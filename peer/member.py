@@ -20,6 +20,7 @@ from shoal.peer.record_keeper import RecordKeeper
 from shoal.peer.round_records import Owner, RoundRecords
 from shoal.peer.state import State
 from shoal.peer.state_fetch import Report
+from shoal.peer.state_forms import form_named
 from shoal.peer.state_sharing import DonorState
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcomes import Offer, Outcome
@@ -77,7 +78,8 @@ class Member:
         self._tasks = tasks
         self._background: list[asyncio.Task[None]] = []
         self._beat_now = asyncio.Event()
-        self._donor = DonorState(node, client.deadlines.patience_s)
+        self._form = form_named(client.run_file.checkpoints.transfer)
+        self._donor = DonorState(node, client.deadlines.patience_s, self._form)
         self._downloads: Downloads | None = None
         self._earlier: State | None = None
         self._kept: tuple[KeptState, ...] = ()
@@ -206,7 +208,8 @@ class Member:
         def donors() -> list[str]:
             return witnesses(self.node.trainers(), client.peer)
 
-        self._downloads = Downloads(self.node, donors, client.deadlines.patience_s / 2, folder, report)
+        silent_s = client.deadlines.patience_s / 2
+        self._downloads = Downloads(self.node, donors, silent_s, folder, report, self._form)
         try:
             return await agree_on_state(self, own, shape, self._downloads, catch_up)
         finally:

@@ -12,8 +12,9 @@ from typing import Any
 from shoal.peer.chunk_shares import ChunkShares, Run
 from shoal.peer.partial_state import PartialState
 from shoal.peer.state import CHUNK_BYTES, DIGEST_BYTES, chunks_in
-from shoal.peer.state_sharing import digests_blob, state_blob
-from shoal.swarm.errors import Busy, LinkError, ShoalError
+from shoal.peer.state_forms import RAW, Form
+from shoal.peer.state_sharing import digests_blob
+from shoal.swarm.errors import Busy, LinkError, ShoalError, WireError
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob
 from shoal.swarm.tasks import task_scope
@@ -28,6 +29,7 @@ _RUNS_AT_ONCE = 2
 MOST_CHUNKS_A_RUN = 4
 """With ``_RUNS_AT_ONCE``, 8 MiB are under way from one donor at most; from a slow one, what takes it seconds."""
 
+_BUFFER_BYTES = CHUNK_BYTES + 2**12  # packed, noise is a little longer
 _RUN_S = 0.5
 _ASK_AGAIN_S = 0.5
 _LOOK_S = 1.0
@@ -68,12 +70,14 @@ class StateFetch:
         donors: Callable[[], Sequence[str]],
         progress_s: float,
         report: Report | None = None,
+        form: Form = RAW,
     ) -> None:
         self._endpoint = endpoint
         self._partial = partial
         self._donors = donors
         self._progress_s = progress_s
-        self._report = report or _say_nothing
+        self._report = report or say_nothing
+        self._form = form
         self._shares = ChunkShares(partial.missing)
         self._asked: dict[str, asyncio.Task[None]] = {}
         self._not_before_s: dict[str, float] = {}
@@ -161,14 +165,23 @@ class StateFetch:
     async def _take_run(self, donor: _Donor, run: Run) -> None:
         loop, partial = asyncio.get_running_loop(), self._partial
         began_s = loop.time()
-        async for index, data in self._received(donor, state_blob(partial.wanted.version), run.chunks):
+        async for index, data in self._received(donor, self._form.blob(partial.wanted.version), run.chunks):
             if self._shares.wants(index):
-                if not await in_thread(partial.put, index, data):
+                if not await in_thread(self._put, index, data):
                     raise _Wrong(f"sent a wrong chunk {index}")
                 self._arrived(donor, index)
             if index != run.chunks[-1] and not any(map(self._shares.wants, run.chunks)):
                 break  # others had the rest sooner
         donor.took(loop.time() - began_s, len(run.chunks) == donor.chunks_a_run)
+
+    def _put(self, index: int, packed: memoryview) -> bool:
+        """In a thread."""
+        try:
+            values = self._form.unpack(packed, self._partial.chunk(index).nbytes)
+        except WireError as error:
+            log.debug("chunk %d: %s", index, error)
+            return False
+        return self._partial.put(index, values)
 
     def _arrived(self, donor: _Donor, index: int) -> None:
         if index in self._partial.missing:
@@ -184,8 +197,8 @@ class StateFetch:
 
         def sink(chunk: int, size_bytes: int) -> memoryview:  # on the data plane's thread
             # Whoever sends more than a chunk is found out by its hash.
-            fits = size_bytes <= CHUNK_BYTES
-            buffer = donor.spare.pop() if fits and donor.spare else bytearray(max(size_bytes, CHUNK_BYTES))
+            fits = size_bytes <= _BUFFER_BYTES
+            buffer = donor.spare.pop() if fits and donor.spare else bytearray(max(size_bytes, _BUFFER_BYTES))
             places[chunk] = memoryview(buffer)[:size_bytes]
             return places[chunk]
 
@@ -193,7 +206,7 @@ class StateFetch:
             async for index in stream:
                 place = places.pop(index)
                 yield index, place
-                if isinstance(place.obj, bytearray) and len(place.obj) == CHUNK_BYTES:
+                if isinstance(place.obj, bytearray) and len(place.obj) == _BUFFER_BYTES:
                     donor.spare.append(place.obj)
 
     async def _write(self) -> None:
@@ -215,5 +228,5 @@ class StateFetch:
                 await self._changed.wait()
 
 
-def _say_nothing(event: str, **fields: Any) -> None:
+def say_nothing(event: str, **fields: Any) -> None:
     log.debug("%s: %s", event, fields)

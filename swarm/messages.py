@@ -468,11 +468,23 @@ class Blob(Record):
 
     ``contribution``: what it brings to the round; ``partial``: a relay's means of its row, for the owners; ``result``:
     means of a round, each as soon as it is held here; ``held``: the same as they are now, empty where there is none
-    yet; ``state``: anchor and outer optimizer state of an anchor version; ``state_digests``: those of its chunks;
-    ``probe``: random bytes, to learn what a link carries.
+    yet; ``state``: anchor and outer optimizer state of an anchor version; ``state_lossless``: the same, packed;
+    ``state_digests``: those of its chunks; ``anchor_bfloat16`` and its digests: the anchor rounded; ``probe``: random
+    bytes, to learn what a link carries.
     """
 
-    kind: Literal["contribution", "partial", "result", "held", "state", "state_digests", "probe"]
+    kind: Literal[
+        "contribution",
+        "partial",
+        "result",
+        "held",
+        "state",
+        "state_lossless",
+        "state_digests",
+        "anchor_bfloat16",
+        "anchor_bfloat16_digests",
+        "probe",
+    ]
     number: Count
 
 

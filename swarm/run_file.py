@@ -144,6 +144,13 @@ class RoundSection(_Section):
     patience_s: Annotated[float, Field(ge=1, le=600)] = 20.0
 
 
+class CheckpointsSection(_Section):
+    """``[checkpoints]``. ``transfer``: how joiners get the state: ``raw``, or ``lossless``, fewer bytes for some of the
+    processors' time, for slow links."""
+
+    transfer: Literal["raw", "lossless"] = "raw"
+
+
 _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "sparseloco": {
         "averaging": {"codec": "topk", "residual_decay": 0.95},
@@ -165,6 +172,7 @@ class RunFile(_Section):
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()
     round: RoundSection
+    checkpoints: CheckpointsSection = CheckpointsSection()
 
     @model_validator(mode="before")
     @classmethod

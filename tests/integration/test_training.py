@@ -20,6 +20,9 @@ from tests.integration.harness import (
     run_toml,
 )
 
+from shoal.peer.export import read_model
+from shoal.swarm.errors import UserError
+
 pytestmark = pytest.mark.integration
 
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -84,6 +87,29 @@ def test_exports_of_the_live_run_and_of_a_saved_state_are_the_same(swarm: Swarm)
     configs = [json.loads(path.with_suffix(".json").read_text()) for path in (live, saved)]
     assert configs[0] == configs[1]
     assert configs[0]["recipe"]["name"] == "gpt"
+
+
+def test_an_export_in_bfloat16_is_the_rounded_anchor(swarm: Swarm) -> None:
+    host = swarm.host(run_toml(max_s=3600))
+    members = swarm.members(host.invite, "a", "b")
+    for member in members:
+        member.event("synced", START_S)
+    whole, half = swarm.folder / "whole.safetensors", swarm.folder / "half.safetensors"
+    wanted = ("export", "--precision", "bfloat16", "--out", str(half), "--run")
+    exports = [
+        swarm.command("export", *SHOAL, "export", "--out", str(whole), "--run", host.invite),
+        swarm.command("export-half", *SHOAL, *wanted, host.invite),
+    ]
+    for export in exports:
+        assert export.exit_code(START_S) == 0, export.tail()
+    one, rounded = load_file(whole), load_file(half)
+    assert one.keys() == rounded.keys()
+    assert all(torch.equal(rounded[name], one[name].bfloat16()) for name in one)
+    read_model(half)
+    refused = swarm.command("export-half-saved", *SHOAL, *wanted, str(members[0].folder))
+    assert refused.exit_code(START_S) == UserError.exit_code
+    assert "give its invite" in refused.text()
+    finish(host, members)
 
 
 def test_a_late_joiner_gets_the_state_and_takes_part_in_the_next_round(swarm: Swarm) -> None:

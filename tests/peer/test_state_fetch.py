@@ -12,6 +12,7 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 from shoal.peer.partial_state import IncomingFile, PartialState, Wanted
 from shoal.peer.state import State
 from shoal.peer.state_fetch import MOST_CHUNKS_A_RUN, StateFetch
+from shoal.peer.state_forms import LOSSLESS
 from shoal.peer.state_sharing import DonorState
 from shoal.swarm.errors import LinkError, StorageError
 
@@ -82,6 +83,23 @@ def fetched(network: MemoryNetwork, donors: dict[str, State | None]) -> Joiner:
 def test_one_donor_is_enough() -> None:
     joiner = fetched(MemoryNetwork(), {"a": STATE})
     assert joiner.sent() == {"a": CHUNKS}, "and nothing comes twice"
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_lossless_form_gives_the_same_state(lies: bool) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        if lies:
+            network.faults.append(changed("state_lossless", "a", lambda data: data[:100] + data[:100] + data[200:]))
+        joiner = Joiner(network, {"a": None, "b": None})
+        for donor in "ab":
+            DonorState(network.endpoints[donor], 5.0, LOSSLESS).hold(STATE)
+        await StateFetch(joiner.me, joiner.partial, lambda: ["a", "b"], PROGRESS_S, joiner.report, LOSSLESS).run()
+        assert torch.equal(joiner.partial.whole().values, STATE.values)
+        assert joiner.refused == (["a"] if lies else [])
+        assert network.moved_bytes["b", "me"] < 0.9 * STATE.values.nbytes
+
+    run_virtual(main())
 
 
 def test_several_donors_share_the_work() -> None:

@@ -1,10 +1,12 @@
 import asyncio
+from collections import Counter
 
 import pytest
 import torch
 from tests.fakes.memory_network import MemoryNetwork
 
 from shoal.peer.state import State, state_digest
+from shoal.peer.state_forms import LOSSLESS, RAW
 from shoal.peer.state_sharing import (
     MAX_READERS,
     MAX_STREAMS_PER_READER,
@@ -12,7 +14,6 @@ from shoal.peer.state_sharing import (
     DonorState,
     StateSource,
     digests_blob,
-    state_blob,
 )
 from shoal.swarm.errors import Busy
 
@@ -35,7 +36,7 @@ class Shelf:
         self.donor = DonorState(self.endpoint, KEEP_S)
 
     def source(self, version: int) -> StateSource:
-        source = self.endpoint.blobs[state_blob(version)]
+        source = self.endpoint.blobs[RAW.blob(version)]
         assert isinstance(source, StateSource)
         return source
 
@@ -44,6 +45,9 @@ class Shelf:
         states = {blob.number for blob in self.endpoint.blobs if blob.kind == "state"}
         assert states == {blob.number for blob in self.endpoint.blobs if blob.kind == "state_digests"}
         assert states == set(self.donor.versions)
+        assert Counter(blob.number for blob in self.endpoint.blobs) == dict.fromkeys(states, 4), (
+            "two forms, with digests"
+        )
         return states
 
 
@@ -58,6 +62,21 @@ def test_what_is_offered_does_not_change_with_the_next_state() -> None:
         assert [len(part) for part in parts] == [2**20, 2**20, 8 * SIZE - 2**21]
         state.values[0, 0] = 7.0
         assert parts[0][:4] == state.values[:1, :1].numpy().tobytes(), "it is no copy"
+
+    asyncio.run(main())
+
+
+def test_a_lossless_run_offers_packed_chunks() -> None:
+    async def main() -> None:
+        endpoint, state = MemoryNetwork().endpoint("donor"), make_state()
+        DonorState(endpoint, KEEP_S, LOSSLESS).hold(state)
+        assert RAW.blob(3) not in endpoint.blobs
+        source = endpoint.blobs[LOSSLESS.blob(3)]
+        packed = [await source.chunk(index) for index in range(3)]
+        assert sum(map(len, packed)) < 0.9 * state.values.nbytes
+        sizes = [2**20, 2**20, 8 * SIZE - 2**21]
+        data = b"".join(bytes(LOSSLESS.unpack(one, size)) for one, size in zip(packed, sizes, strict=True))
+        assert data == state.values.numpy().tobytes()
 
     asyncio.run(main())
 

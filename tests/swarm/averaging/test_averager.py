@@ -96,6 +96,21 @@ def test_nothing_is_lost_when_weights_change() -> None:
     run_virtual(main())
 
 
+def test_others_are_told_that_an_exchange_runs() -> None:
+    """So that joiners wait while it does, and no longer."""
+
+    async def main() -> None:
+        async with swarm(2, run_toml(20), ELEMENTS) as run:
+            told: list[tuple[bool, str]] = []
+            averager = run[0].averager
+            averager.on_exchange = lambda runs: told.append((runs, averager.activity))
+            await together(*play_all(run, 0, [10, 10]))
+            assert [runs for runs, _ in told] == [True, False]
+            assert told[0][1] == "averaging"
+
+    run_virtual(main())
+
+
 # Members that fail --------------------------------------------------------------------------------------------
 
 

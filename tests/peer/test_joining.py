@@ -1,0 +1,215 @@
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.fakes.memory_network import MemoryNetwork, UplinkNetwork
+from tests.fakes.virtual_clock import now_s, run_virtual
+
+from shoal.peer.joining import CatchUp, Downloads, agree_on_state
+from shoal.peer.partial_state import PartialState, Wanted, begun_state
+from shoal.peer.state import State
+from shoal.peer.state_sharing import DonorState
+
+SIZE = 2**19
+"""Elements of each row: the state has four chunks."""
+
+SHAPE = (2, SIZE)
+SLOW_BPS = 4.2e6
+"""A chunk takes two seconds, the state four: two come at a time."""
+
+
+def make_state(version: int) -> State:
+    return State.of(torch.full(SHAPE, float(version)), version)
+
+
+STATES = [make_state(version) for version in range(6)]
+
+
+def wanted_of(state: State) -> Wanted:
+    return Wanted(state.version, state.digest, SHAPE)
+
+
+class World:
+    """A run whose newest version is ``version``, one donor that holds it, and a member that joins."""
+
+    def __init__(self, version: int, folder: Path, network: MemoryNetwork | None = None) -> None:
+        self.network = network or MemoryNetwork()
+        self.donor = DonorState(self.network.endpoint("donor"), 20.0)
+        self.view = SimpleNamespace(anchor_version=-1, state_digest=None)
+        self.client: Any = self
+        self.held: list[int] = []
+        self.told = 0
+        self.caught_up: list[int] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.folder = folder
+        self.downloads = Downloads(self.network.endpoint("me"), lambda: ["donor"], 12.0, folder, self.report)
+        self.move_on(version)
+
+    def move_on(self, version: int) -> None:
+        self.donor.hold(STATES[version])
+        self.view = SimpleNamespace(anchor_version=version, state_digest=STATES[version].digest)
+
+    async def wait_for(self, predicate: Any, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+    def hold(self, state: State) -> None:
+        self.held.append(state.version)
+
+    def let_go(self) -> None:
+        self.held.append(-1)
+
+    async def beat(self) -> None:
+        pass
+
+    async def tell(self, kept: Any) -> None:
+        self.told += 1
+
+    def report(self, event: str, **fields: Any) -> None:
+        self.events.append((event, fields))
+
+    async def catch_up(self, state: State) -> State:
+        self.caught_up.append(state.version)
+        return STATES[self.view.anchor_version]
+
+    @property
+    def fetched(self) -> list[int]:
+        return [fields["anchor_version"] for event, fields in self.events if event == "state_fetched"]
+
+    async def agree(self, candidate: State | None = None, catch_up: CatchUp | None = None) -> State:
+        own: Any = SimpleNamespace(find=lambda version, digest: candidate, tell=lambda: ())
+        found = await agree_on_state(self, own, SHAPE, self.downloads, catch_up)
+        assert (found.version, found.digest) == (self.view.anchor_version, self.view.state_digest)
+        assert torch.equal(found.values, STATES[found.version].values)
+        assert self.held[-1] == found.version
+        assert not list(self.folder.glob("*")), "no file is left of a state that is held"
+        return found
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    run_virtual(main)
+
+
+async def moving_on(world: World, catch_up: CatchUp | None) -> None:
+    """Join while a new version comes every second."""
+    joining = asyncio.ensure_future(world.agree(None, catch_up))
+    for version in range(2, 6):
+        await asyncio.sleep(1.0)
+        if joining.done():
+            break
+        world.move_on(version)
+    await joining
+
+
+def begin(folder: Path, state: State, *chunks: int) -> None:
+    """What a killed process leaves."""
+    partial = PartialState(wanted_of(state), folder)
+    partial.learn_digests(state.chunk_digests)
+    partial.unwritten.extend(chunks)
+    for chunk in chunks:
+        data = memoryview(state.values.numpy().tobytes())[chunk * 2**20 : (chunk + 1) * 2**20]
+        assert partial.put(chunk, data)
+        partial.write_next()
+    partial.close()
+
+
+def test_a_candidate_that_is_the_run_s_is_taken(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(2, tmp_path)
+        assert await world.agree(STATES[2]) is STATES[2]
+        assert world.fetched == []
+
+    run(main())
+
+
+def test_another_candidate_of_that_version_is_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(2, tmp_path)
+        await world.agree(State.of(torch.zeros(SHAPE), 2))
+        assert world.fetched == [2]
+
+    run(main())
+
+
+def test_what_was_seen_first_is_fetched_to_its_end_and_caught_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(1, tmp_path, UplinkNetwork(SLOW_BPS))
+        await moving_on(world, world.catch_up)
+        assert world.fetched == [1]
+        assert world.caught_up == [1]
+
+    run(main())
+
+
+def test_without_rounds_to_catch_up_by_only_the_newest_will_do(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(1, tmp_path, UplinkNetwork(SLOW_BPS))
+        await moving_on(world, None)
+        assert world.fetched[0] == 1
+        assert world.fetched[-1] == world.view.anchor_version
+
+    run(main())
+
+
+def test_rounds_that_lead_astray_are_no_way_to_the_run_s_state(tmp_path: Path) -> None:
+    async def astray(state: State) -> State:
+        return State.of(state.values + 1e-3, 2)
+
+    async def main() -> None:
+        world = World(1, tmp_path, UplinkNetwork(SLOW_BPS))
+        joining = asyncio.ensure_future(world.agree(None, astray))
+        await asyncio.sleep(1.0)
+        world.move_on(2)
+        await joining
+        assert world.fetched == [1, 2]
+
+    run(main())
+
+
+def test_the_file_of_an_older_version_counts_with_rounds_to_catch_up_by(tmp_path: Path) -> None:
+    begin(tmp_path, STATES[2], 0, 3)
+
+    async def main() -> None:
+        world = World(2, tmp_path)
+        world.move_on(3)
+        await world.agree(None, world.catch_up)
+        assert (world.fetched, world.caught_up) == ([2], [2])
+        assert world.events[-1][1]["resumed"] == 2
+        assert world.events[-1][1]["donors"] == {"donor": 2}
+
+    run(main())
+
+
+@pytest.mark.parametrize("has_rounds", [False, True])
+def test_the_file_of_a_version_that_nobody_serves_goes(tmp_path: Path, has_rounds: bool) -> None:
+    begin(tmp_path, STATES[1], 0, 3)
+
+    async def main() -> None:
+        world = World(4, tmp_path)
+        await world.agree(None, world.catch_up if has_rounds else None)
+        assert (world.fetched, world.caught_up) == ([4], [])
+
+    run(main())
+
+
+def test_the_newest_is_waited_for_with_what_has_come_of_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(1, tmp_path, UplinkNetwork(SLOW_BPS))
+        joining = asyncio.ensure_future(world.agree())
+        await asyncio.sleep(2.5)
+        world.network.kill("donor")
+        await asyncio.sleep(60.0)
+        assert begun_state(tmp_path) == wanted_of(STATES[1])
+        assert world.told, "the others hear what this member could go back to"
+        world.donor = DonorState(world.network.endpoint("donor"), 5.0)
+        world.move_on(1)
+        came_s = now_s()
+        await joining
+        assert now_s() - came_s < 20.0
+        sent = [step.chunk for step in world.network.log if step.blob.kind == "state"]
+        assert (sent.count(0), sent.count(1)) == (1, 1), "what had come is not sent again"
+
+    run(main())
