@@ -28,6 +28,7 @@
     │   ├── LinkClosed          31    the bulk link was given up; a new one can be opened
     │   └── WireError           30    bytes that are no valid message; the sender is dropped
     └── StorageError            40    the disk refused (full, read-only, damaged journal)
+        └── RemoteStorageError  41    a remote store refused, cannot be reached, or its driver is missing
 """
 
 from __future__ import annotations
@@ -188,6 +189,12 @@ class StorageError(ShoalError):
     """The disk refused: full, read-only, or a damaged journal."""
 
     exit_code = 40
+
+
+class RemoteStorageError(StorageError):
+    """A remote store refused or cannot be reached, or the package that can talk to it is not installed."""
+
+    exit_code = 41
 
 
 REMOTE_ERRORS: dict[str, type[ShoalError]] = {
