@@ -12,6 +12,7 @@
     │   ├── ModelMismatch       15    the model differs from the run's; names the first difference
     │   ├── DeviceError         16    the device is missing or too small
     │   └── StateFileError      17    a saved state is missing, truncated or of another run
+    │       └── SealedForOthers 18    it is sealed, and not for this identity
     ├── LinkError                     somebody else's machine, or the way to it
     │   ├── Unreachable         20    nothing answers at that address
     │   │   └── MemberGone      20    it is not a member of the run any more
@@ -90,6 +91,12 @@ class StateFileError(UserError):
     """A state or model file is missing, truncated, or belongs to another run."""
 
     exit_code = 17
+
+
+class SealedForOthers(StateFileError):
+    """The checkpoint is encrypted, and this identity is not among its readers."""
+
+    exit_code = 18
 
 
 class LinkError(ShoalError):

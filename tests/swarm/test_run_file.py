@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from shoal.swarm.errors import RunFileError
+from shoal.swarm.identity import Identity, key_text, parse_key
 from shoal.swarm.run_file import MAX_RUN_FILE_BYTES, RunFile, load_run_file, parse_run_file
 
 LEAST = """
@@ -92,6 +93,7 @@ def test_defaults_of_every_section() -> None:
             "weight_decay": 0.0,
         },
         "round": {"tokens": 1000, "max_s": 600.0, "patience_s": 20.0},
+        "checkpoints": {"sealed": False, "readers": ()},
     }
 
 
@@ -323,3 +325,28 @@ def test_a_run_file_never_changes() -> None:
     with pytest.raises(ValueError, match="frozen"):
         run.algorithm = "virtual_batch"
     assert RunFile.model_validate(run.model_dump()) == run
+
+
+READER = key_text(Identity.generate().public_key)
+
+
+def test_readers_of_sealed_checkpoints() -> None:
+    assert parse_run_file(LEAST).checkpoints.reader_keys == ()
+    run = parse_run_file(f'{LEAST}[checkpoints]\nsealed = true\nreaders = ["{READER}"]\n')
+    assert run.checkpoints.reader_keys == (parse_key(READER),)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (f'sealed = true\nreaders = ["{READER[:-1]}"]', "public key"),
+        ('sealed = true\nreaders = ["xyz"]', "public key"),
+        (f'sealed = true\nreaders = ["{READER}", "{READER}"]', "twice"),
+        (f'readers = ["{READER}"]', "sealed = true"),
+        ("sealed = 1", "checkpoints.sealed"),
+    ],
+)
+def test_readers_that_cannot_be_used(lines: str, reason: str) -> None:
+    message = refusal(f"{LEAST}[checkpoints]\n{lines}\n")
+    assert "checkpoints" in message
+    assert reason in message

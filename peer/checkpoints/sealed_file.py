@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -60,29 +59,26 @@ def seal(key: bytes, name: bytes, pieces: Iterable[bytes | memoryview]) -> Itera
     yield last
 
 
-def unseal(key: bytes, name: bytes, file: BinaryIO, file_bytes: int, place: str) -> bytearray:
-    """The content of a sealed file of ``file_bytes``, read from ``file``; ``place`` is what errors call it.
+def unseal(key: bytes, name: bytes, data: bytes, place: str) -> bytes:
+    """The content of a sealed file; ``place`` is what errors call it.
 
     Raises ``StateFileError`` when one bit of it is not as it was sealed, or it was sealed as another file."""
-    header = file.read(HEADER_BYTES)
-    if len(header) != HEADER_BYTES or not header.startswith(_FORMAT):
-        raise StateFileError(f"{place}: its beginning: expected a sealed file, not {header[:8]!r}")
-    cipher = _cipher(key, header[len(_FORMAT) :], name)
-    whole = SEGMENT_BYTES + TAG_BYTES
-    segments = max(1, -(-(file_bytes - HEADER_BYTES) // whole))
-    content = bytearray(max(0, file_bytes - HEADER_BYTES - segments * TAG_BYTES))
-    room, sealed = memoryview(content), memoryview(bytearray(whole))
-    for number in range(segments):
-        out = room[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
-        segment = sealed[: file.readinto(sealed[: out.nbytes + TAG_BYTES])]  # type: ignore[attr-defined]
+    if len(data) < HEADER_BYTES + TAG_BYTES or not data.startswith(_FORMAT):
+        raise StateFileError(f"{place}: its beginning: expected that of a sealed file, not {data[:8]!r}")
+    cipher = _cipher(key, data[len(_FORMAT) : HEADER_BYTES], name)
+    content = []
+    starts = range(HEADER_BYTES, len(data), SEGMENT_BYTES + TAG_BYTES)
+    for number, start in enumerate(starts):
+        segment = memoryview(data)[start : start + SEGMENT_BYTES + TAG_BYTES]
+        last = number == len(starts) - 1
         try:
-            cipher.decrypt_into(_nonce(number, last=number == segments - 1), segment, None, out)
+            content.append(cipher.decrypt(_nonce(number, last=last), segment, None))
         except (InvalidTag, ValueError) as error:
             raise StateFileError(
-                f"{place}: segment {number} of it: expected what was sealed as {name.decode()}; it is damaged, cut short, "
-                "or another file put in its place"
+                f"{place}: its segment {number}: expected what was sealed here under this name; it is damaged, cut "
+                "short, or of another checkpoint"
             ) from error
-    return content
+    return b"".join(content)
 
 
 def _cipher(key: bytes, salt: bytes, name: bytes) -> AESGCM:
