@@ -141,6 +141,7 @@ class RemoteCopies:
         with self._store.holding(kept) as folder:
             listing = await self._in_thread(read_listing, FolderSource(folder))
             there = await self._in_thread(self._remote.sizes, f"{self._base}/{folder.name}")
+            await self._in_thread(self._ledger.begin, folder.name)
             for name in listing.to_copy():
                 size_bytes, _ = entry = listing.files[name]
                 if there.get(name) != size_bytes or self._ledger.entry(folder.name, name) != entry:

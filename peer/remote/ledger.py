@@ -31,12 +31,18 @@ class Ledger:
             log.warning("%s: cannot be read, so copies are sent again: %s", path, type(error).__name__)
 
     def folders(self) -> frozenset[str]:
-        """The checkpoints of which something was copied."""
+        """The checkpoints of which something may be there."""
         return frozenset(self._notes.get(self._place, {}))
 
     def entry(self, folder: str, name: str) -> FileEntry | None:
         """Bytes and SHA-256 of the file as it was copied there; None for one that was not."""
         return self._notes.get(self._place, {}).get(folder, {}).get(name)
+
+    def begin(self, folder: str) -> None:
+        """Something of it may be there from now on."""
+        if folder not in self.folders():
+            self._notes.setdefault(self._place, {})[folder] = {}
+            self._write()
 
     def note(self, folder: str, name: str, entry: FileEntry) -> None:
         """It has been copied."""

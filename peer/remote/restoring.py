@@ -94,7 +94,7 @@ class Restorer:
                 return self._bring(copy)
             except StateFileError as error:
                 refusals.append(error)
-                self._say(f"cannot be used: {error}")
+                self._say(f"{self._remote.shown(copy.path)}: cannot be used: {error}")
             except OSError as error:
                 raise StorageError(f"{self._to}: cannot be written: {error}") from error
         if refusals and all(isinstance(refusal, SealedForOthers) for refusal in refusals):
