@@ -23,12 +23,14 @@ from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
 from shoal.peer.log_command import show_log
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
 from shoal.peer.recipes.gpt import Gpt, generate
+from shoal.peer.remote.commands import list_copies, parse_copy_to, restore
 from shoal.peer.replay import Replayed, replay
 from shoal.peer.replay import table as replay_table
 from shoal.peer.session import SHOAL_HOME, SessionOptions
 from shoal.peer.verifying import Refused, find_checkpoints, verify_checkpoints, verify_table
 from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.errors import RecipeError, ShoalError, StateFileError
+from shoal.swarm.identity import Identity, key_text
 from shoal.swarm.invite import Invite, parse_address, parse_addresses
 from shoal.swarm.messages import Role
 from shoal.swarm.observer import get_status
@@ -59,6 +61,7 @@ _ROLES: dict[JoinRole, Role] = {
 
 InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=… (quote it: it contains ?)")]
 IdentityOption = Annotated[Path, typer.Option(help="Ed25519 identity; made when it is missing.")]
+ReaderOption = Annotated[Path, typer.Option("--identity", help="Of a reader, to open sealed checkpoints.")]
 LogJson = Annotated[Path | None, typer.Option(help="Write one JSON event a line to this file.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
 
@@ -119,6 +122,8 @@ def join_command(
     state: Annotated[Path, typer.Option(help="Where checkpoints are kept.")] = SHOAL_HOME / "runs",
     keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="So many of the newest are kept.")] = "3",
     keep_every: Annotated[int, typer.Option(min=0, help="Also one of each so many rounds, for ever; 0: none.")] = 0,
+    copy_to: Annotated[str, typer.Option(metavar="URL", help="Also copy checkpoints there, by fsspec.")] = "",
+    copy_every: Annotated[int, typer.Option(min=1, metavar="K", help="Copy after so many rounds or more.")] = 1,
     identity: IdentityOption = SHOAL_HOME / "identity",
     log_json: LogJson = None,
     verbose: Verbose = False,
@@ -126,6 +131,7 @@ def join_command(
     """Join a run and train until it ends. Ctrl-C leaves gracefully, a second one at once."""
     setup_logging(console, verbose)
     work = Work(device, _memory(max_memory), threads or None)
+    retention = parse_retention(keep_checkpoints, keep_every)
     with Reporter(console, log_json) as reporter:
         options = SessionOptions(
             identity=identity,
@@ -134,7 +140,8 @@ def join_command(
             bind=parse_address(bind),
             advertise=parse_address(advertise) if advertise else ("", 0),
             role=_ROLES[role],
-            checkpoints=parse_retention(keep_checkpoints, keep_every),
+            checkpoints=retention,
+            copy_to=parse_copy_to(copy_to, copy_every, retention),
             on_event=reporter.on_event,
         )
         run_member(invite, options, work, reporter.watch)
@@ -170,21 +177,23 @@ def log_command(
 def export_command(
     run: Annotated[str, typer.Option(help="An invite, a run's folder, or a checkpoint's.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("model.safetensors"),
+    identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Write a run's model for inference, from a live run (invite) or from what a member saved here."""
     if run.startswith("shoal://"):
         version = asyncio.run(export_from_run(Invite.parse(run), out))
     else:
-        version = export_model(Path(run), out)
+        version = export_model(Path(run), out, _reader(identity))
     console.print(f"Anchor version {version} written to {out}, its recipe to {out.with_suffix('.json')}")
 
 
 @app.command("verify")
 def verify_command(
     folder: Annotated[Path, typer.Argument(help="A checkpoint's folder, a peer's, or a run's.")],
+    identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Check checkpoints offline: every file, signature and verdict, and what vouches for each state."""
-    results = verify_checkpoints(find_checkpoints(folder))
+    results = verify_checkpoints(find_checkpoints(folder), _reader(identity))
     console.print(verify_table(results))
     console.print("Checked: sizes and SHA-256 of all files, layout, state digests, signatures, chains of verdicts.")
     wrong = [one for one in results if isinstance(one, Refused)]
@@ -210,6 +219,27 @@ def replay_command(
     finally:
         if rows and not as_json:
             console.print(replay_table(rows))
+
+
+@app.command("restore")
+def restore_command(
+    url: Annotated[str, typer.Argument(help="What --copy-to of `shoal join` had, or a run's or peer's folder there.")],
+    to: Annotated[Path, typer.Option(help="Where `shoal join --state` looks.")] = SHOAL_HOME / "runs",
+    identity: IdentityOption = SHOAL_HOME / "identity",
+    only_list: Annotated[bool, typer.Option("--list", help="Show what is there.")] = False,
+) -> None:
+    """Bring back the newest whole copy of a run's checkpoint; `shoal join` goes on from it."""
+    if only_list:
+        list_copies(url, console)
+    else:
+        restore(url, to, identity, console)
+
+
+@app.command("identity")
+def identity_command(identity: IdentityOption = SHOAL_HOME / "identity") -> None:
+    """Show this machine's peer id, and its public key as `[checkpoints] readers` names it in run files."""
+    found = Identity.load_or_create(identity)
+    print(f"peer id     {found.peer_id}\npublic key  {key_text(found.public_key)}")
 
 
 @app.command("generate")
@@ -239,6 +269,10 @@ def demo_command(
 ) -> None:
     """A whole run on this machine: one peer is killed, one comes late, a model is trained."""
     raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, json_file, out), console))
+
+
+def _reader(identity: Path) -> Identity | None:
+    return Identity.load_or_create(identity) if identity.exists() else None
 
 
 def _memory(text: str) -> int | None:

@@ -171,9 +171,9 @@ class CheckpointsSection(_Section):
         return self
 
     @property
-    def reader_keys(self) -> tuple[bytes, ...]:
-        """Raw Ed25519 public keys, 32 bytes each."""
-        return tuple(parse_key(reader) for reader in self.readers)
+    def sealed_for(self) -> tuple[bytes, ...] | None:
+        """The readers' raw Ed25519 public keys, 32 bytes each; None where checkpoints are not sealed."""
+        return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
 _PRESETS: dict[str, dict[str, dict[str, Any]]] = {

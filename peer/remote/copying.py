@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -69,6 +70,16 @@ class RemoteCopies:
         self._stop = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self._failures = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[RemoteCopies]:
+        """Run it meanwhile, and finish at the end."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.run())
+            try:
+                yield self
+            finally:
+                self.finish()
 
     async def run(self) -> None:
         """Copy what is there and what comes; failures are told once and tried again after growing pauses.

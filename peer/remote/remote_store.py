@@ -58,7 +58,7 @@ class RemoteStore:
             self._files.put_file(str(local), self._at(path))
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """The bytes from ``start`` up to ``stop``, fewer at the file's end. Raises ``FileNotFoundError`` too."""
+        """The bytes from ``start`` up to ``stop``, not beyond the file's end. Raises ``FileNotFoundError`` too."""
         with self._failing(path, "cannot be read", FileNotFoundError):
             return bytes(self._files.cat_file(self._at(path), start=start, end=stop))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import FileEntry, Manifest, read_manifest
-from shoal.peer.checkpoints.sealed_folder import MAX_ENVELOPE_BYTES, SUFFIX, opened
+from shoal.peer.checkpoints.sealed_folder import ENVELOPE, MAX_ENVELOPE_BYTES, SUFFIX, opened
 from shoal.peer.checkpoints.source import FolderSource, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
 from shoal.peer.remote.listing import LAST_FILES, Listing, entry_of, read_listing, round_in
@@ -37,6 +37,10 @@ class Copy:
     round: int
     size_bytes: int
     last: str | None
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.last == ENVELOPE
 
 
 def find_copies(remote: RemoteStore) -> list[Copy]:
@@ -135,11 +139,11 @@ class Restorer:
     def _list(self, copy: Copy, incoming: Path) -> tuple[Listing, Manifest]:
         """Bring what lists the files, which is all that says of which run the copy is."""
         assert copy.last is not None
-        # Always again: it is small, and another peer's history may have taken its place since.
-        self._fetch(copy, copy.last, incoming, limit_bytes=MAX_ENVELOPE_BYTES)
+        sizes = self._remote.sizes(copy.path)
+        # Always again: it is small, and another history may have taken its place since.
+        self._fetch(copy, copy.last, incoming, min(sizes.get(copy.last, 0), MAX_ENVELOPE_BYTES))
         source = FolderSource(incoming)
         listing = read_listing(source)
-        sizes = self._remote.sizes(copy.path)
         for name, (size_bytes, _) in listing.files.items():
             if sizes.get(name) != size_bytes and name != listing.private:
                 found = "missing" if name not in sizes else f"{sizes[name]} bytes"
@@ -178,22 +182,22 @@ class Restorer:
         if path.exists() and entry_of(path) == entry:
             return
         resumed = path.with_name(f"{name}.part").exists()
-        self._fetch(copy, name, incoming, limit_bytes=entry[0])
+        self._fetch(copy, name, incoming, entry[0])
         if entry_of(path) != entry and resumed:  # its beginning may have been of another checkpoint
             path.unlink()
-            self._fetch(copy, name, incoming, limit_bytes=entry[0])
+            self._fetch(copy, name, incoming, entry[0])
         found = entry_of(path)
         if found != entry:
             raise refuse(self._remote.shown(f"{copy.path}/{name}"), "bytes and SHA-256", str(entry), str(found))
 
-    def _fetch(self, copy: Copy, name: str, incoming: Path, *, limit_bytes: int) -> None:
-        """Bring a file, or the rest of it; not more than ``limit_bytes``."""
+    def _fetch(self, copy: Copy, name: str, incoming: Path, size_bytes: int) -> None:
+        """Bring a file, or the rest of it."""
         part = incoming / f"{name}.part"
         with part.open("ab") as file:
             if name == copy.last:
                 file.truncate(0)
             at = file.seek(0, os.SEEK_END)
-            while block := self._read(copy, name, at, min(at + _BLOCK_BYTES, limit_bytes)):
+            while block := self._read(copy, name, at, min(at + _BLOCK_BYTES, size_bytes)):
                 file.write(block)
                 at += len(block)
             file.flush()
@@ -202,7 +206,7 @@ class Restorer:
 
     def _read(self, copy: Copy, name: str, start: int, stop: int) -> bytes:
         """A block, tried again after growing pauses. Raises the last ``RemoteStorageError``."""
-        if start >= stop:
+        if start >= stop:  # some stores take it for an error to be asked for nothing
             return b""
         path = f"{copy.path}/{name}"
         for tries in range(1, _TRIES + 1):

@@ -331,9 +331,10 @@ READER = key_text(Identity.generate().public_key)
 
 
 def test_readers_of_sealed_checkpoints() -> None:
-    assert parse_run_file(LEAST).checkpoints.reader_keys == ()
+    assert parse_run_file(LEAST).checkpoints.sealed_for is None
+    assert parse_run_file(LEAST + "[checkpoints]\nsealed = true\n").checkpoints.sealed_for == ()
     run = parse_run_file(f'{LEAST}[checkpoints]\nsealed = true\nreaders = ["{READER}"]\n')
-    assert run.checkpoints.reader_keys == (parse_key(READER),)
+    assert run.checkpoints.sealed_for == (parse_key(READER),)
 
 
 @pytest.mark.parametrize(

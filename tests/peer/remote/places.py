@@ -60,6 +60,7 @@ class Faulty:
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
         self._meet("read", path)
+        assert 0 <= start < end <= self.inner.size(path), "S3 answers anything else with an error"
         return bytes(self.inner.cat_file(path, start=start, end=end))
 
     def rm(self, path: str, recursive: bool) -> None:
