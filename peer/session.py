@@ -133,7 +133,14 @@ class Session:
         retention = self.options.checkpoints
         if retention is None:
             return None
-        return CheckpointStore(folder / CHECKPOINTS, self.run_file.hash, self._identity, retention)
+        run = self.run_file
+        store = CheckpointStore(folder / CHECKPOINTS, run.hash, self._identity, retention, run.checkpoints.sealed_for)
+        if self.options.copy_to is not None:
+            # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
+            place = f"{folder.parent.name}/{folder.name}"
+            self._copies = NetworkThread(RemoteCopies(store, self.options.copy_to, place).running)
+            self._copies.start()
+        return store
 
     @property
     def samples(self) -> LeasedSamples:
