@@ -220,6 +220,8 @@ class Session:
         self._network.stop()
         if self._copies is not None:
             self._copies.stop()
+            if self._copies.failure is not None:
+                log.warning("checkpoints were not copied any more: %s", self._copies.failure)
 
     def __enter__(self) -> Self:
         return self
