@@ -12,6 +12,8 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.sealed_file import HEADER_BYTES, SEGMENT_BYTES, TAG_BYTES, seal, sealed_bytes, unseal
 from shoal.peer.checkpoints.sealed_folder import ENVELOPE, SealedSource, opened
 from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.export import export_model
+from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.identity import Identity
 from shoal.swarm.messages import TensorSpec
@@ -194,3 +196,19 @@ def test_a_store_of_another_identity_leaves_it_alone(tmp_path: Path, caplog: pyt
 
 def test_the_signature_inside_tells_who_made_it(source: MemorySource) -> None:
     assert read_manifest(opened(source, READER), RUN.hash).peer == IDENTITY.peer_id
+
+
+def test_it_is_verified_and_exported_by_its_readers(tmp_path: Path) -> None:
+    kept = sealing_store(tmp_path / "run" / "checkpoints").write(contents(2, OWN))
+    for folder in (kept.folder, tmp_path):
+        (checked,) = verify_checkpoints(find_checkpoints(folder), READER)
+        assert isinstance(checked, Verified)
+        assert checked.manifest.round == 2
+        for nobody in (STRANGER, None):
+            (refused,) = verify_checkpoints(find_checkpoints(folder), nobody)
+            assert isinstance(refused, Refused)
+            assert "sealed" in refused.reason
+        out = tmp_path / "out" / "model.safetensors"
+        assert export_model(folder, out, READER) == 3
+        with pytest.raises(StateFileError, match="sealed"):
+            export_model(folder, tmp_path / "other" / "model.safetensors")

@@ -139,6 +139,26 @@ def test_a_file_that_lies_there_by_chance_does_not_count(tmp_path: Path) -> None
     assert sent(place) == FILES
 
 
+def test_what_was_lost_or_cut_there_is_sent_again(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    store = place.write(1)
+
+    def die(step: str, path: str) -> None:
+        if (step, path.rpartition("/")[2]) == ("put", "manifest.json"):
+            raise Killed
+
+    place.files.fails = die
+    with pytest.raises(Killed):
+        place.copy_all(store)
+    place.files.fails = lambda step, path: None
+    folder = f"/copies/{place.base}/round-00000001"
+    place.files.inner.rm(f"{folder}/{FILES[0]}")
+    place.files.inner.pipe_file(f"{folder}/{FILES[1]}", b"half")
+    before = len(sent(place))
+    place.copy_all()
+    assert sent(place)[before:] == [FILES[0], FILES[1], FILES[3]]
+
+
 def test_without_its_ledger_or_with_a_damaged_one_all_is_sent_again(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.copy_all(place.write(1))
