@@ -23,12 +23,14 @@ from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
 from shoal.peer.log_command import show_log
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
 from shoal.peer.recipes.gpt import Gpt, generate
+from shoal.peer.remote.commands import list_copies, parse_copy_to, restore
 from shoal.peer.replay import Replayed, replay
 from shoal.peer.replay import table as replay_table
 from shoal.peer.session import SHOAL_HOME, SessionOptions
 from shoal.peer.verifying import Refused, find_checkpoints, verify_checkpoints, verify_table
 from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.errors import RecipeError, ShoalError, StateFileError, UserError
+from shoal.swarm.identity import Identity, key_text
 from shoal.swarm.invite import Invite, parse_address, parse_addresses
 from shoal.swarm.messages import Role
 from shoal.swarm.observer import get_status
@@ -66,6 +68,7 @@ _ROLES: dict[JoinRole, Role] = {
 
 InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=… (quote it: it contains ?)")]
 IdentityOption = Annotated[Path, typer.Option(help="Ed25519 identity; made when it is missing.")]
+ReaderOption = Annotated[Path, typer.Option("--identity", help="Of a reader, to open sealed checkpoints.")]
 LogJson = Annotated[Path | None, typer.Option(help="Write one JSON event a line to this file.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
 
@@ -126,6 +129,8 @@ def join_command(
     state: Annotated[Path, typer.Option(help="Where checkpoints are kept.")] = SHOAL_HOME / "runs",
     keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="So many of the newest are kept.")] = "3",
     keep_every: Annotated[int, typer.Option(min=0, help="Also one of each so many rounds, for ever; 0: none.")] = 0,
+    copy_to: Annotated[str, typer.Option(metavar="URL", help="Also copy checkpoints there, by fsspec.")] = "",
+    copy_every: Annotated[int, typer.Option(min=1, metavar="K", help="Copy after so many rounds or more.")] = 1,
     identity: IdentityOption = SHOAL_HOME / "identity",
     log_json: LogJson = None,
     verbose: Verbose = False,
@@ -133,6 +138,7 @@ def join_command(
     """Join a run and train until it ends. Ctrl-C leaves gracefully, a second one at once."""
     setup_logging(console, verbose)
     work = Work(device, _memory(max_memory), threads or None)
+    retention = parse_retention(keep_checkpoints, keep_every)
     with Reporter(console, log_json) as reporter:
         options = SessionOptions(
             identity=identity,
@@ -141,7 +147,8 @@ def join_command(
             bind=parse_address(bind),
             advertise=parse_address(advertise) if advertise else ("", 0),
             role=_ROLES[role],
-            checkpoints=parse_retention(keep_checkpoints, keep_every),
+            checkpoints=retention,
+            copy_to=parse_copy_to(copy_to, copy_every, retention),
             on_event=reporter.on_event,
         )
         run_member(invite, options, work, reporter.watch)
@@ -180,6 +187,7 @@ def export_command(
     precision: Annotated[Precision, typer.Option(help="bfloat16: half the bytes, from a live run only.")] = (
         Precision.float32
     ),
+    identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Write a run's model for inference, from a live run (invite) or from what a member saved here."""
     rounded = precision is Precision.bfloat16
@@ -188,16 +196,17 @@ def export_command(
     elif rounded:
         raise UserError("--precision bfloat16 saves bytes on the way from a live run: give its invite, or leave it out")
     else:
-        version = export_model(Path(run), out)
+        version = export_model(Path(run), out, _reader(identity))
     console.print(f"Anchor version {version} written to {out}, its recipe to {out.with_suffix('.json')}")
 
 
 @app.command("verify")
 def verify_command(
     folder: Annotated[Path, typer.Argument(help="A checkpoint's folder, a peer's, or a run's.")],
+    identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Check checkpoints offline: every file, signature and verdict, and what vouches for each state."""
-    results = verify_checkpoints(find_checkpoints(folder))
+    results = verify_checkpoints(find_checkpoints(folder), _reader(identity))
     console.print(verify_table(results))
     console.print("Checked: sizes and SHA-256 of all files, layout, state digests, signatures, chains of verdicts.")
     console.print("Vouched by: a later round's plan, which the coordinator signed, or this checkpoint's peer alone.")
@@ -224,6 +233,27 @@ def replay_command(
     finally:
         if rows and not as_json:
             console.print(replay_table(rows))
+
+
+@app.command("restore")
+def restore_command(
+    url: Annotated[str, typer.Argument(help="What --copy-to of `shoal join` had, or a run's or peer's folder there.")],
+    to: Annotated[Path, typer.Option(help="Where `shoal join --state` looks.")] = SHOAL_HOME / "runs",
+    identity: IdentityOption = SHOAL_HOME / "identity",
+    only_list: Annotated[bool, typer.Option("--list", help="Show what is there.")] = False,
+) -> None:
+    """Bring back the newest whole copy of a run's checkpoint; `shoal join` goes on from it."""
+    if only_list:
+        list_copies(url, console)
+    else:
+        restore(url, to, identity, console)
+
+
+@app.command("identity")
+def identity_command(identity: IdentityOption = SHOAL_HOME / "identity") -> None:
+    """Show this machine's peer id, and its public key as `[checkpoints] readers` names it in run files."""
+    found = Identity.load_or_create(identity)
+    print(f"peer id     {found.peer_id}\npublic key  {key_text(found.public_key)}")
 
 
 @app.command("generate")
@@ -253,6 +283,10 @@ def demo_command(
 ) -> None:
     """A whole run on this machine: one peer is killed, one comes late, a model is trained."""
     raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, json_file, out), console))
+
+
+def _reader(identity: Path) -> Identity | None:
+    return Identity.load_or_create(identity) if identity.exists() else None
 
 
 def _memory(text: str) -> int | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from shoal.peer.checkpoints.manifest import MANIFEST
+from shoal.peer.checkpoints.sealed_folder import ENVELOPE, opened
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.parameters import ParameterVector, split_by_layout
@@ -23,6 +24,7 @@ from shoal.peer.rounded_anchor import fetch_rounded_anchor
 from shoal.peer.state_fetch import StateFetch
 from shoal.peer.state_forms import form_named
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
+from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.observer import observe
 
@@ -31,14 +33,17 @@ log = logging.getLogger(__name__)
 _FETCH_S = 10.0
 
 
-def newest_checkpoint(source: Path) -> Checkpoint:
-    """The checkpoint in this folder, or the newest whole one anywhere below it. Raises ``StateFileError``."""
-    if (source / MANIFEST).exists():
-        return read_checkpoint(FolderSource(source))
+def newest_checkpoint(source: Path, identity: Identity | None = None) -> Checkpoint:
+    """The checkpoint in this folder, or the newest whole one anywhere below it; ``identity`` opens sealed ones.
+
+    Raises ``StateFileError``."""
+    if any((source / name).exists() for name in (MANIFEST, ENVELOPE)):
+        return read_checkpoint(opened(FolderSource(source), identity))
     damaged = ""
-    for place in sorted(source.glob(f"**/round-*/{MANIFEST}"), key=lambda path: path.parent.name, reverse=True):
+    found = [path.parent for name in (MANIFEST, ENVELOPE) for path in source.glob(f"**/round-*/{name}")]
+    for place in sorted(found, key=lambda folder: folder.name, reverse=True):
         try:
-            return read_checkpoint(FolderSource(place.parent))
+            return read_checkpoint(opened(FolderSource(place), identity))
         except StateFileError as error:
             log.warning("a checkpoint is damaged, an older one may do: %s", error)
             damaged = f" that is whole; {error}"
@@ -48,12 +53,12 @@ def newest_checkpoint(source: Path) -> Checkpoint:
     )
 
 
-def export_model(source: Path, out: Path) -> int:
-    """Write the anchor of the newest checkpoint in ``source``; returns its version.
+def export_model(source: Path, out: Path, identity: Identity | None = None) -> int:
+    """Write the anchor of the newest checkpoint in ``source``, be it sealed for ``identity``; returns its version.
 
     Raises ``StateFileError`` or ``StorageError``; an existing ``out`` stays as it is then.
     """
-    checkpoint = newest_checkpoint(source)
+    checkpoint = newest_checkpoint(source, identity)
     manifest, state = checkpoint.manifest, checkpoint.state
     tensors = split_by_layout(state.anchor, manifest.layout)
     provenance = _provenance(state.version, state.digest, manifest.run, manifest.run_hash)

@@ -31,6 +31,7 @@ from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
+from shoal.peer.remote.copying import CopyTo, RemoteCopies
 from shoal.peer.replica import Brought, Replica
 from shoal.peer.round_records import RECORDS
 from shoal.peer.sample_order import SampleOrder
@@ -55,7 +56,7 @@ class SessionOptions:
     """Where this member lives. ``bind`` is where it listens (port 0: any free one, data on the next);
     ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
     whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``);
-    ``checkpoints``: which are kept, below ``state``; None: none."""
+    ``checkpoints``: which are kept, below ``state``; None: none; ``copy_to``: where they are copied to."""
 
     identity: Path = SHOAL_HOME / "identity"
     state: Path = SHOAL_HOME / "runs"
@@ -64,6 +65,7 @@ class SessionOptions:
     advertise: tuple[str, int] = ("", 0)
     role: Role = "trainer"
     checkpoints: Retention | None = field(default_factory=Retention)
+    copy_to: CopyTo | None = None
     on_event: Callable[[Event], None] | None = None
 
 
@@ -82,6 +84,7 @@ class Session:
         self._stopping = False
         self._clock = StepClock()
         self._replica_or_none: Replica | None = None
+        self._copies: NetworkThread[RemoteCopies] | None = None
         if not self._member.client.reachable:
             log.warning(
                 "other peers cannot open connections to this machine: it can still train and average, "
@@ -130,7 +133,14 @@ class Session:
         retention = self.options.checkpoints
         if retention is None:
             return None
-        return CheckpointStore(folder / CHECKPOINTS, self.run_file.hash, self._identity, retention)
+        run = self.run_file
+        store = CheckpointStore(folder / CHECKPOINTS, run.hash, self._identity, retention, run.checkpoints.sealed_for)
+        if self.options.copy_to is not None:
+            # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
+            place = f"{folder.parent.name}/{folder.name}"
+            self._copies = NetworkThread(RemoteCopies(store, self.options.copy_to, place).running)
+            self._copies.start()
+        return store
 
     @property
     def samples(self) -> LeasedSamples:
@@ -208,6 +218,10 @@ class Session:
             self._replica.save()
             self._say_goodbye(self._replica)
         self._network.stop()
+        if self._copies is not None:
+            self._copies.stop()
+            if self._copies.failure is not None:
+                log.warning("checkpoints were not copied any more: %s", self._copies.failure)
 
     def __enter__(self) -> Self:
         return self

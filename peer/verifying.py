@@ -10,10 +10,12 @@ from rich.table import Table
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint, unpack_verdicts
 from shoal.peer.checkpoints.manifest import MANIFEST, VERDICTS_FILE, Manifest
+from shoal.peer.checkpoints.sealed_folder import ENVELOPE, opened
 from shoal.peer.checkpoints.source import FolderSource, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS
 from shoal.peer.events import bytes_text, count_text, printable
 from shoal.swarm.errors import RunFileError, StateFileError, WireError
+from shoal.swarm.identity import Identity
 from shoal.swarm.messages import Verdict
 from shoal.swarm.run_file import parse_run_file
 from shoal.swarm.verdicts import check_verdict, genesis
@@ -41,7 +43,7 @@ class Refused:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint in this folder, or all below it. Raises ``StateFileError`` when there is none."""
-    if (folder / MANIFEST).exists():
+    if any((folder / name).exists() for name in (MANIFEST, ENVELOPE)):
         return [folder]
     found = sorted({path for path in folder.glob(f"**/{CHECKPOINTS}/*round-*") if not path.name.startswith(".")})
     found = found or sorted(path for path in folder.glob("*round-*") if not path.name.startswith("."))
@@ -50,13 +52,14 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return found
 
 
-def verify_checkpoints(folders: Iterable[Path]) -> list[Verified | Refused]:
-    """Everything that can be checked without the network, of each. Those of one run vouch for each other's states."""
+def verify_checkpoints(folders: Iterable[Path], identity: Identity | None = None) -> list[Verified | Refused]:
+    """Everything that can be checked without the network, of each; ``identity`` opens sealed ones. Those of one run
+    vouch for each other's states."""
     whole: list[tuple[Path, Manifest, tuple[Verdict, ...]]] = []
     results: dict[Path, Verified | Refused] = {}
     for folder in folders:
         try:
-            whole.append((folder, *_check(folder)))
+            whole.append((folder, *_check(folder, identity)))
         except StateFileError as error:
             results[folder] = Refused(folder, str(error))
     for folder, manifest, own in whole:
@@ -71,8 +74,8 @@ def verify_checkpoints(folders: Iterable[Path]) -> list[Verified | Refused]:
     return [results[folder] for folder in sorted(results)]
 
 
-def _check(folder: Path) -> tuple[Manifest, tuple[Verdict, ...]]:
-    source = FolderSource(folder)
+def _check(folder: Path, identity: Identity | None) -> tuple[Manifest, tuple[Verdict, ...]]:
+    source = opened(FolderSource(folder), identity)
     checkpoint = read_checkpoint(source)
     manifest, place = checkpoint.manifest, source.place(MANIFEST)
     try:

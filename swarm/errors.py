@@ -12,6 +12,7 @@
     │   ├── ModelMismatch       15    the model differs from the run's; names the first difference
     │   ├── DeviceError         16    the device is missing or too small
     │   └── StateFileError      17    a checkpoint or model is missing, damaged or of another run
+    │       └── SealedForOthers 18    it is sealed, and not for this identity
     ├── LinkError                     somebody else's machine, or the way to it
     │   ├── Unreachable         20    nothing answers at that address
     │   │   └── MemberGone      20    it is not a member of the run any more
@@ -28,6 +29,7 @@
     │   ├── LinkClosed          31    the bulk link was given up; a new one can be opened
     │   └── WireError           30    bytes that are no valid message; the sender is dropped
     └── StorageError            40    the disk refused (full, read-only, damaged journal)
+        └── RemoteStorageError  41    a remote store refused, cannot be reached, or its driver is missing
 """
 
 from __future__ import annotations
@@ -89,6 +91,12 @@ class StateFileError(UserError):
     """A checkpoint's or model's file is missing, damaged, or belongs to another run."""
 
     exit_code = 17
+
+
+class SealedForOthers(StateFileError):
+    """The checkpoint is encrypted, and this identity is not among its readers."""
+
+    exit_code = 18
 
 
 class LinkError(ShoalError):
@@ -188,6 +196,12 @@ class StorageError(ShoalError):
     """The disk refused: full, read-only, or a damaged journal."""
 
     exit_code = 40
+
+
+class RemoteStorageError(StorageError):
+    """A remote store refused or cannot be reached, or the package that can talk to it is not installed."""
+
+    exit_code = 41
 
 
 REMOTE_ERRORS: dict[str, type[ShoalError]] = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import os
 import secrets
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import zmq
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
@@ -23,11 +26,46 @@ from shoal.swarm.messages import Certificate
 _CERTIFICATE_CONTEXT = b"shoal curve key, version 1\0"
 _COORDINATOR_CONTEXT = b"shoal coordinator curve key, version 1"
 _MAX_FILE_BYTES = 65_536
+_FIELD = 2**255 - 19
+_CURVE_D = -121665 * pow(121666, -1, _FIELD)
 
 
 def peer_id(identity_key: bytes) -> str:
     """The printable id of a raw Ed25519 public key: 16 base32 characters, 80 bits of its SHA-256."""
     return base64.b32encode(hashlib.sha256(identity_key).digest()[:10]).decode().lower()
+
+
+def key_text(identity_key: bytes) -> str:
+    """A raw Ed25519 public key as run files name it: 52 base32 characters."""
+    return base64.b32encode(identity_key).decode().rstrip("=").lower()
+
+
+def parse_key(text: str) -> bytes:
+    """The raw Ed25519 public key that ``key_text`` wrote. Raises ``IdentityError`` for anything else."""
+    try:
+        key = base64.b32decode(text.upper() + "====")
+    except (ValueError, binascii.Error) as error:
+        raise IdentityError(f"{text[:60]!r} is no public key: expected the 52 letters of `shoal identity`") from error
+    if len(key) != 32 or key_text(key) != text:
+        raise IdentityError(f"{text[:60]!r} is no public key: expected the 52 letters of `shoal identity`")
+    agreement_key(key)
+    return key
+
+
+def agreement_key(identity_key: bytes) -> X25519PublicKey:
+    """The X25519 key of the same secret as this Ed25519 public key, by the birational map u = (1 + y) / (1 - y)
+    (RFC 7748, section 4.1). Raises ``IdentityError`` for bytes that are no point of the curve, or one of small order.
+    """
+    y = int.from_bytes(identity_key, "little") & (1 << 255) - 1
+    # A point: x² = (y² - 1) / (d y² + 1) has to be a square (Euler's criterion).
+    x_squared = (y * y - 1) * pow(_CURVE_D * y * y + 1, -1, _FIELD) % _FIELD
+    if len(identity_key) == 32 and 1 < y < _FIELD - 1 and pow(x_squared, (_FIELD - 1) // 2, _FIELD) == 1:
+        u = (1 + y) * pow(1 - y, -1, _FIELD) % _FIELD
+        public = X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
+        with suppress(ValueError):  # a secret of all zeros: every key agrees on it with a point of small order
+            X25519PrivateKey.generate().exchange(public)
+            return public
+    raise IdentityError(f"{identity_key.hex()} is no Ed25519 public key of any identity")
 
 
 @dataclass(frozen=True)
@@ -113,6 +151,13 @@ class Identity:
     def sign(self, data: bytes) -> bytes:
         """64-byte Ed25519 signature (RFC 8032)."""
         return self._private.sign(data)
+
+    def agree(self, public: X25519PublicKey) -> bytes:
+        """32 bytes that only this identity and the holder of the other X25519 secret can compute: to be put through
+        a key derivation. Raises ``ValueError`` for a public key of small order."""
+        # What RFC 8032, section 5.1.5, makes of the seed is the secret of the point that ``agreement_key`` maps.
+        secret = hashlib.sha512(self._private.private_bytes_raw()).digest()[:32]
+        return X25519PrivateKey.from_private_bytes(secret).exchange(public)
 
     def certify(self, keys: CurveKeys) -> Certificate:
         """Vouch for a transport key."""

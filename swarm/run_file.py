@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from shoal.compression.codec import CodecError
 from shoal.compression.coding import Coding, Shapes
 from shoal.compression.registry import get_coding
-from shoal.swarm.errors import RunFileError
+from shoal.swarm.errors import IdentityError, RunFileError
+from shoal.swarm.identity import parse_key
 
 MAX_RUN_FILE_BYTES = 200_000
 
@@ -146,9 +147,35 @@ class RoundSection(_Section):
 
 class CheckpointsSection(_Section):
     """``[checkpoints]``. ``transfer``: how joiners get the state: ``raw``, or ``lossless``, fewer bytes for some of the
-    processors' time, for slow links."""
+    processors' time, for slow links. ``sealed``: each peer encrypts what it saves, for itself and for ``readers``:
+    other peers' public keys, as ``shoal identity`` prints them."""
 
     transfer: Literal["raw", "lossless"] = "raw"
+    sealed: bool = False
+    readers: Annotated[tuple[str, ...], Field(strict=False, max_length=256)] = ()
+
+    @field_validator("readers")
+    @classmethod
+    def _keys(cls, readers: tuple[str, ...]) -> tuple[str, ...]:
+        for reader in readers:
+            try:
+                parse_key(reader)
+            except IdentityError as error:
+                raise ValueError(str(error)) from error
+        if len(set(readers)) != len(readers):
+            raise ValueError("names a public key twice")
+        return readers
+
+    @model_validator(mode="after")
+    def _of_use(self) -> CheckpointsSection:
+        if self.readers and not self.sealed:
+            raise ValueError("readers are of use with sealed = true only")
+        return self
+
+    @property
+    def sealed_for(self) -> tuple[bytes, ...] | None:
+        """The readers' raw Ed25519 public keys, 32 bytes each; None where checkpoints are not sealed."""
+        return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
 _PRESETS: dict[str, dict[str, dict[str, Any]]] = {

@@ -22,6 +22,7 @@ from pathlib import Path
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
 from shoal.peer.checkpoints.manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.sealed_folder import ENVELOPE, Sealing, opened
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.identity import Identity
@@ -48,19 +49,28 @@ class CheckpointStore:
     """Of one run and one peer; opening it removes what killed writers left. Its methods block: call them in worker
     threads. Any of them may be called while another one runs; ``write`` is for one thread."""
 
-    def __init__(self, folder: Path, run_hash: bytes, identity: Identity, retention: Retention) -> None:
-        """``folder`` is made with the first checkpoint."""
+    def __init__(
+        self,
+        folder: Path,
+        run_hash: bytes,
+        identity: Identity,
+        retention: Retention,
+        sealed_for: Iterable[bytes] | None = None,
+    ) -> None:
+        """``folder`` is made with the first checkpoint. ``sealed_for``: checkpoints are written sealed, for the
+        identity and these raw Ed25519 public keys; both kinds are read."""
         self.folder = folder
         self._run_hash = run_hash
         self._identity = identity
         self._retention = retention
+        self._readers = None if sealed_for is None else {identity.public_key, *sealed_for}
         self._lock = threading.Lock()
         self._held: Counter[Path] = Counter()
         self._kept: dict[int, Kept] = {}
         self._tidy()
         for place in checkpoint_folders(folder):
             try:
-                self._note(read_manifest(FolderSource(place), run_hash), place)
+                self._note(read_manifest(opened(FolderSource(place), identity), run_hash), place)
             except StateFileError as error:
                 log.warning("a checkpoint that cannot be used stays as it is: %s", error)
 
@@ -81,7 +91,7 @@ class CheckpointStore:
         as it is."""
         try:
             with self.holding(kept):
-                return read_checkpoint(FolderSource(kept.folder), self._run_hash)
+                return read_checkpoint(opened(FolderSource(kept.folder), self._identity), self._run_hash)
         except StateFileError:
             with self._lock:
                 self._kept.pop(kept.round, None)
@@ -127,9 +137,7 @@ class CheckpointStore:
         try:
             self._set_other_history_aside(about.round)
             hidden.mkdir(parents=True)
-            files = {name: self._write_file(hidden / name, pieces) for name, pieces in contents.files()}
-            manifest = Manifest.sign(about, files, self._identity)
-            self._write_manifest(hidden, manifest)
+            manifest = self._write_contents(hidden, contents)
             self._publish(hidden, place)
         except OSError as error:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -141,6 +149,27 @@ class CheckpointStore:
         self._retire()
         return kept
 
+    def _write_contents(self, hidden: Path, contents: Contents) -> Manifest:
+        sealing = None if self._readers is None else Sealing(self._readers)
+        files = {name: self._write_content(hidden, name, pieces, sealing) for name, pieces in contents.files()}
+        manifest = Manifest.sign(contents.about, files, self._identity)
+        self._write_manifest(hidden, manifest, sealing)
+        return manifest
+
+    def _write_content(
+        self, hidden: Path, name: str, pieces: Iterable[bytes | memoryview], sealing: Sealing | None
+    ) -> FileEntry:
+        def write(file_name: str, its_pieces: Iterable[bytes | memoryview]) -> FileEntry:
+            return self._write_file(hidden / file_name, its_pieces)
+
+        return write(name, pieces) if sealing is None else sealing.write(name, pieces, write)
+
+    def _write_manifest(self, hidden: Path, manifest: Manifest, sealing: Sealing | None) -> None:
+        self._write_content(hidden, MANIFEST, [manifest.file_bytes], sealing)
+        if sealing is not None:
+            self._write_file(hidden / ENVELOPE, [sealing.envelope()])
+        _sync_folder(hidden)
+
     def _write_file(self, path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
         digest, size_bytes = hashlib.sha256(), 0
         with path.open("xb") as file:
@@ -151,10 +180,6 @@ class CheckpointStore:
             file.flush()
             os.fsync(file.fileno())
         return size_bytes, digest.hexdigest()
-
-    def _write_manifest(self, hidden: Path, manifest: Manifest) -> None:
-        self._write_file(hidden / MANIFEST, [manifest.file_bytes])
-        _sync_folder(hidden)
 
     def _publish(self, hidden: Path, place: Path) -> None:
         hidden.rename(place)

@@ -1,3 +1,4 @@
+import hashlib
 import stat
 import subprocess
 import sys
@@ -8,7 +9,16 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from shoal.swarm.errors import IdentityError, NotAdmitted
-from shoal.swarm.identity import CurveKeys, Identity, peer_id, verify_certificate, verify_signature
+from shoal.swarm.identity import (
+    CurveKeys,
+    Identity,
+    agreement_key,
+    key_text,
+    parse_key,
+    peer_id,
+    verify_certificate,
+    verify_signature,
+)
 
 
 def test_created_private_and_stable(tmp_path: Path) -> None:
@@ -115,3 +125,36 @@ def test_certificates() -> None:
 def test_curve_keys_from_secret() -> None:
     keys = CurveKeys.fresh()
     assert CurveKeys.from_secret(keys.secret) == keys
+
+
+def test_a_public_key_travels_as_text() -> None:
+    key = Identity.generate().public_key
+    assert parse_key(key_text(key)) == key
+    assert len(key_text(key)) == 52
+
+
+@pytest.mark.parametrize("text", ["", "a" * 52, "A" * 52, "a" * 51, "ä" * 52, "1" * 52, key_text(bytes(32))])
+def test_what_is_no_public_key_is_refused(text: str) -> None:
+    with pytest.raises(IdentityError, match="public key"):
+        parse_key(text)
+
+
+# The points of small order (RFC 7748, section 6.1 has their u), a y beyond the field, and one that is off the curve.
+@pytest.mark.parametrize("y", [0, 1, 2**255 - 20, 2**255 - 19, 2**255 - 18, 2])
+def test_points_that_nobody_owns_are_refused(y: int) -> None:
+    with pytest.raises(IdentityError, match="no Ed25519 public key"):
+        agreement_key(y.to_bytes(32, "little"))
+
+
+def test_both_sides_agree_and_others_do_not() -> None:
+    for _ in range(20):
+        identity, other, ephemeral = Identity.generate(), Identity.generate(), X25519PrivateKey.generate()
+        secret = ephemeral.exchange(agreement_key(identity.public_key))
+        assert identity.agree(ephemeral.public_key()) == secret
+        assert other.agree(ephemeral.public_key()) != secret
+
+
+def test_the_mapped_key_is_that_of_the_mapped_secret() -> None:
+    identity = Identity.generate()
+    secret = X25519PrivateKey.from_private_bytes(hashlib.sha512(identity._private.private_bytes_raw()).digest()[:32])
+    assert agreement_key(identity.public_key) == secret.public_key()

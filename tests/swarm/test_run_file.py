@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from shoal.swarm.errors import RunFileError
+from shoal.swarm.identity import Identity, key_text, parse_key
 from shoal.swarm.run_file import MAX_RUN_FILE_BYTES, RunFile, load_run_file, parse_run_file
 
 LEAST = """
@@ -92,7 +93,7 @@ def test_defaults_of_every_section() -> None:
             "weight_decay": 0.0,
         },
         "round": {"tokens": 1000, "max_s": 600.0, "patience_s": 20.0},
-        "checkpoints": {"transfer": "raw"},
+        "checkpoints": {"transfer": "raw", "sealed": False, "readers": ()},
     }
 
 
@@ -173,7 +174,7 @@ def test_every_setting_is_in_the_hash(section: str, line: str) -> None:
 
 def test_the_hash_of_this_release() -> None:
     """Another default is another run: members of two releases must not meet without noticing."""
-    assert parse_run_file(LEAST).hash.hex()[:16] == "2122aa752de2de6a"
+    assert parse_run_file(LEAST).hash.hex()[:16] == "1c244abf33c697bd"
 
 
 # Refusals -----------------------------------------------------------------------------------------------
@@ -324,3 +325,29 @@ def test_a_run_file_never_changes() -> None:
     with pytest.raises(ValueError, match="frozen"):
         run.algorithm = "virtual_batch"
     assert RunFile.model_validate(run.model_dump()) == run
+
+
+READER = key_text(Identity.generate().public_key)
+
+
+def test_readers_of_sealed_checkpoints() -> None:
+    assert parse_run_file(LEAST).checkpoints.sealed_for is None
+    assert parse_run_file(LEAST + "[checkpoints]\nsealed = true\n").checkpoints.sealed_for == ()
+    run = parse_run_file(f'{LEAST}[checkpoints]\nsealed = true\nreaders = ["{READER}"]\n')
+    assert run.checkpoints.sealed_for == (parse_key(READER),)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (f'sealed = true\nreaders = ["{READER[:-1]}"]', "public key"),
+        ('sealed = true\nreaders = ["xyz"]', "public key"),
+        (f'sealed = true\nreaders = ["{READER}", "{READER}"]', "twice"),
+        (f'readers = ["{READER}"]', "sealed = true"),
+        ("sealed = 1", "checkpoints.sealed"),
+    ],
+)
+def test_readers_that_cannot_be_used(lines: str, reason: str) -> None:
+    message = refusal(f"{LEAST}[checkpoints]\n{lines}\n")
+    assert "checkpoints" in message
+    assert reason in message

@@ -1,0 +1,245 @@
+"""Brings the newest whole copy of a run's checkpoint from a URL to where ``shoal join`` finds it, and resumes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.peer.checkpoints.checkpoint import read_checkpoint
+from shoal.peer.checkpoints.manifest import FileEntry, Manifest, read_manifest
+from shoal.peer.checkpoints.sealed_folder import ENVELOPE, MAX_ENVELOPE_BYTES, SUFFIX, opened
+from shoal.peer.checkpoints.source import FolderSource, refuse
+from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
+from shoal.peer.remote.listing import LAST_FILES, Listing, entry_of, read_listing, round_in
+from shoal.peer.remote.remote_store import RemoteStore
+from shoal.swarm.errors import RemoteStorageError, SealedForOthers, StateFileError, StorageError, UserError
+from shoal.swarm.identity import Identity
+
+_BLOCK_BYTES = 16 * 2**20
+_TRIES = 6
+_DEEPEST = 3  # URL / run / peer / round
+_INCOMING = "restoring"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A checkpoint's folder at a URL, whole or not. ``last``: the file that lists the others; None where there is none,
+    as in a copy that was not finished."""
+
+    path: str
+    run: str
+    peer: str
+    round: int
+    size_bytes: int
+    last: str | None
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.last == ENVELOPE
+
+
+def find_copies(remote: RemoteStore) -> list[Copy]:
+    """All below the URL, be it of a run, of a peer, or of all; newest round first. Raises ``RemoteStorageError``."""
+    return sorted(_below(remote, "", _DEEPEST), key=lambda copy: (-copy.round, copy.run, copy.peer))
+
+
+def _below(remote: RemoteStore, path: str, depth: int) -> list[Copy]:
+    found = []
+    for name in remote.folders(path):
+        inside = f"{path}/{name}" if path else name
+        number = round_in(name)
+        if number is not None:
+            sizes = remote.sizes(inside)
+            last = next((one for one in reversed(LAST_FILES) if one in sizes), None)
+            run, peer = remote.shown(inside).split("/")[-3:-1]
+            found.append(Copy(inside, run, peer, number, sum(sizes.values()), last))
+        elif depth > 1:
+            found += _below(remote, inside, depth - 1)
+    return found
+
+
+class Restorer:
+    """Puts copies below ``to``, for the peer of ``identity``. ``say``: told what is done; ``pause``: sleeps."""
+
+    def __init__(
+        self,
+        remote: RemoteStore,
+        to: Path,
+        identity: Identity,
+        say: Callable[[str], object],
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._remote = remote
+        self._to = to
+        self._identity = identity
+        self._say = say
+        self._pause = pause
+
+    def restore(self, copies: Sequence[Copy]) -> Path:
+        """The newest one that is whole and can be opened; the folder that it is in now. What is there already is not
+        touched: where it is as new, it is what is returned.
+
+        Raises ``StateFileError`` when there is none, ``SealedForOthers`` when they are all sealed for others,
+        ``UserError`` for copies of several runs, ``RemoteStorageError``, ``StorageError``."""
+        if runs := sorted({copy.run for copy in copies})[1:]:
+            raise UserError(
+                f"{self._remote.url}: has copies of several runs, {runs[0]} among them; give the URL of one: "
+                f"{self._remote.shown(runs[0])}"
+            )
+        refusals: list[StateFileError] = []
+        mine = self._identity.peer_id
+        for copy in sorted(copies, key=lambda copy: (-copy.round, copy.peer != mine, copy.peer)):
+            try:
+                return self._bring(copy)
+            except StateFileError as error:
+                refusals.append(error)
+                self._say(f"{self._remote.shown(copy.path)}: cannot be used: {error}")
+            except OSError as error:
+                raise StorageError(f"{self._to}: cannot be written: {error}") from error
+        if refusals and all(isinstance(refusal, SealedForOthers) for refusal in refusals):
+            raise refusals[0]
+        raise StateFileError(
+            f"{self._remote.url}: none of the {len(copies)} copies there can be used"
+            if copies
+            else f"{self._remote.url}: there is no copy of a checkpoint; give the URL that `shoal join --copy-to` had"
+        )
+
+    def _bring(self, copy: Copy) -> Path:
+        if copy.last is None:
+            raise StateFileError(f"{self._remote.shown(copy.path)}: is unfinished: it lacks its {LAST_FILES[0]}")
+        # Not yet below the run's own folder: its name is in the manifest, which may be sealed.
+        incoming = self._to / _INCOMING / f"{copy.run}-{copy.peer}-{copy.round:08}"
+        incoming.mkdir(parents=True, exist_ok=True)
+        try:
+            listing, manifest = self._list(copy, incoming)
+            place = self._place(manifest)
+            here = self._newest_here(place.parent)
+            if here is not None and (round_in(here.name) or 0) >= copy.round:
+                self._say(f"{here}: is as new as the copy of round {copy.round}; it stays")
+                shutil.rmtree(incoming)
+                return here
+            if place.exists():
+                raise StateFileError(f"{place}: is in the way, and is no whole checkpoint; move it away first")
+            self._say(
+                f"round {copy.round} of {manifest.run}, by peer {manifest.peer}, from {self._remote.shown(copy.path)}"
+            )
+            self._fetch_all(copy, listing, incoming, own=manifest.peer == self._identity.peer_id)
+            self._check(incoming, manifest)
+        except StateFileError:
+            shutil.rmtree(incoming, ignore_errors=True)
+            raise
+        self._install(incoming, place)
+        return place
+
+    def _list(self, copy: Copy, incoming: Path) -> tuple[Listing, Manifest]:
+        """Bring what lists the files, which is all that says of which run the copy is."""
+        assert copy.last is not None
+        sizes = self._remote.sizes(copy.path)
+        # Always again: it is small, and another history may have taken its place since.
+        self._fetch(copy, copy.last, incoming, min(sizes.get(copy.last, 0), MAX_ENVELOPE_BYTES))
+        source = FolderSource(incoming)
+        listing = read_listing(source)
+        for name, (size_bytes, _) in listing.files.items():
+            if sizes.get(name) != size_bytes and name != listing.private:
+                found = "missing" if name not in sizes else f"{sizes[name]} bytes"
+                raise refuse(self._remote.shown(f"{copy.path}/{name}"), "size", f"{size_bytes} bytes", found)
+        if listing.is_sealed:
+            sealed = LAST_FILES[0] + SUFFIX
+            if sealed not in listing.files:
+                raise refuse(self._remote.shown(copy.path), "files", f"also {sealed}", "none")
+            self._fetch_checked(copy, sealed, listing.files[sealed], incoming)
+        manifest = read_manifest(opened(source, self._identity))
+        if manifest.round != copy.round:
+            raise refuse(self._remote.shown(copy.path), "round", str(copy.round), f"{manifest.round} in its manifest")
+        return listing, manifest
+
+    def _place(self, manifest: Manifest) -> Path:
+        run = f"{manifest.run}-{manifest.run_hash[:8]}"
+        return self._to / run / self._identity.peer_id / CHECKPOINTS / f"round-{manifest.round:08}"
+
+    def _newest_here(self, folder: Path) -> Path | None:
+        """The newest whole checkpoint on this machine."""
+        for place in reversed(checkpoint_folders(folder)):
+            with suppress(StateFileError):
+                read_checkpoint(opened(FolderSource(place), self._identity))
+                return place
+        return None
+
+    def _fetch_all(self, copy: Copy, listing: Listing, incoming: Path, *, own: bool) -> None:
+        there = self._remote.sizes(copy.path)
+        for name in listing.to_copy()[:-1]:
+            if name != listing.private or (own and name in there):
+                self._fetch_checked(copy, name, listing.files[name], incoming)
+
+    def _fetch_checked(self, copy: Copy, name: str, entry: FileEntry, incoming: Path) -> None:
+        """Unless it is here already. Raises ``StateFileError`` where it is not what was listed."""
+        path = incoming / name
+        if path.exists() and entry_of(path) == entry:
+            return
+        resumed = path.with_name(f"{name}.part").exists()
+        self._fetch(copy, name, incoming, entry[0])
+        if entry_of(path) != entry and resumed:  # its beginning may have been of another checkpoint
+            path.unlink()
+            self._fetch(copy, name, incoming, entry[0])
+        found = entry_of(path)
+        if found != entry:
+            raise refuse(self._remote.shown(f"{copy.path}/{name}"), "bytes and SHA-256", str(entry), str(found))
+
+    def _fetch(self, copy: Copy, name: str, incoming: Path, size_bytes: int) -> None:
+        """Bring a file, or the rest of it."""
+        part = incoming / f"{name}.part"
+        with part.open("ab") as file:
+            if name == copy.last:
+                file.truncate(0)
+            at = file.seek(0, os.SEEK_END)
+            while block := self._read(copy, name, at, min(at + _BLOCK_BYTES, size_bytes)):
+                file.write(block)
+                at += len(block)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(incoming / name)
+
+    def _read(self, copy: Copy, name: str, start: int, stop: int) -> bytes:
+        """A block, tried again after growing pauses. Raises the last ``RemoteStorageError``."""
+        if start >= stop:  # some stores take it for an error to be asked for nothing
+            return b""
+        path = f"{copy.path}/{name}"
+        for tries in range(1, _TRIES + 1):
+            try:
+                return self._remote.read(path, start, stop)
+            except FileNotFoundError as error:
+                raise StateFileError(f"{self._remote.shown(path)}: is missing") from error
+            except RemoteStorageError as error:
+                if tries == _TRIES:
+                    raise
+                self._say(f"tried again: {error}")
+                self._pause(2.0**tries)
+        raise AssertionError("the last try returns or raises")
+
+    def _check(self, incoming: Path, manifest: Manifest) -> None:
+        """Everything, as before every use: signature, digests, tensors."""
+        checked = read_checkpoint(opened(FolderSource(incoming), self._identity), bytes.fromhex(manifest.run_hash))
+        if checked.manifest != manifest:
+            raise refuse(str(incoming), "manifest", "the one that was checked before", "another")
+
+    def _install(self, incoming: Path, place: Path) -> None:
+        """In one step; whoever is killed before it goes on with the same command."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _sync(incoming)
+        incoming.rename(place)
+        _sync(place.parent)
+        with suppress(OSError):  # others may be restoring too
+            incoming.parent.rmdir()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
