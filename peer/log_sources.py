@@ -81,7 +81,7 @@ def _of_file(path: Path) -> Log:
 
 def _of_host(folder: Path) -> Log:
     origin = _unpack(folder / ORIGIN_FILE).origin
-    with closing(JournalFiles(folder)) as journal:
+    with closing(JournalFiles(folder, live=True)) as journal:
         return _log(origin, tuple(fact.verdict for fact in journal.verdicts()))
 
 

@@ -26,7 +26,8 @@ class JournalFiles:
     (the check of the last of them), ``archived`` and ``archive_check`` (records of the verdicts' file that it goes on
     from, and the last one's check). That of the verdicts: ``run_hash``; record i is round i's."""
 
-    def __init__(self, folder: Path, *, writable: bool = False) -> None:
+    def __init__(self, folder: Path, *, writable: bool = False, live: bool = False) -> None:
+        """``live``: a coordinator may be writing to them; what it adds meanwhile is left out."""
         self.folder = folder
         self._lock = threading.RLock()
         # First the journal: while somebody compacts, the verdicts' file is never behind it.
@@ -38,12 +39,12 @@ class JournalFiles:
             self.journal.close()
             raise
         try:
-            self._check_together()
+            self._check_together(live)
         except StorageError:
             self.close()
             raise
 
-    def _check_together(self) -> None:
+    def _check_together(self, live: bool) -> None:
         head, archive = self.journal.head, self.archive
         same = head.get("run_hash") == archive.head.get("run_hash")
         if not same or head.get("archive_check") != archive.check_after(self.archived):
@@ -55,6 +56,8 @@ class JournalFiles:
         # A crash in a compaction leaves verdicts in both.
         for round_number in range(self.archived, len(archive.offsets)):
             if round_number - self.archived >= len(self.fresh):
+                if live:
+                    return
                 raise StorageError(
                     f"{archive.path}: has {len(archive.offsets)} verdicts, of which {self.journal.path} knows "
                     f"{self.archived + len(self.fresh)}: the journal is an outdated copy, or its end is lost. {RESTORE}"

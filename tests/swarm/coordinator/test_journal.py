@@ -164,7 +164,7 @@ def test_others_read_while_it_is_written_and_compacted(folder: Path, journal: Jo
     def look() -> None:
         while not done.is_set():
             try:
-                files = JournalFiles(folder)
+                files = JournalFiles(folder, live=True)
                 found = files.verdicts()
                 files.close()
                 wrong.extend([found] if found != told[: len(found)] else [])
