@@ -99,7 +99,9 @@ def replay(folder: Path, number: int | None = None) -> Iterator[Replayed]:
 
 def peer_folder(folder: Path) -> Path:
     """The folder of the one peer in ``folder``: itself, or further down. Raises ``StateFileError``."""
-    found = sorted({one.parent for one in [folder / CHECKPOINTS, *folder.glob(f"**/{CHECKPOINTS}")] if one.is_dir()})
+    found: list[Path] = []
+    for above in ("", "*/", "*/*/", "*/*/*/"):  # no deeper than needed: a peer that runs may be writing further down
+        found = found or sorted(one.parent for one in folder.glob(above + CHECKPOINTS) if one.is_dir())
     if len(found) == 1:
         return found[0]
     if found:

@@ -90,20 +90,6 @@ def test_a_donor_with_other_bytes_is_named_and_left(tmp_path: Path, caplog: pyte
     run_virtual(main())
 
 
-def test_a_donor_that_splits_a_part_elsewhere_is_left(tmp_path: Path) -> None:
-    """The bytes of a part one after the other are the committed ones then, and the mean is not."""
-
-    async def main() -> None:
-        async with stateful_swarm(tmp_path, 3, run_toml(2 * SAMPLES, "int8"), ELEMENTS) as (run, members):
-            late = await cut_off_for(1, run, members)
-            liar = members[0].peer
-            run.network.faults.append(changed("result", liar, lambda data: data[:1]))
-            found = await late.missed(late.state)
-            assert found.digest == members[0].digest
-
-    run_virtual(main())
-
-
 def test_a_donor_that_stalls_is_left(tmp_path: Path) -> None:
     async def main() -> None:
         async with stateful_swarm(tmp_path, 3, run_toml(2 * SAMPLES, "int8"), ELEMENTS) as (run, members):
