@@ -153,6 +153,12 @@ class Replica:
         self._network.call(self._member.start_afresh(), interruptible=True)
         self.sync(afresh=True)
 
+    def step(self, samples: int, lr_factor: float) -> None:
+        """The gradients of so many samples are there: the local step."""
+        self.work.step(samples, lr_factor)
+        if self._keeper is not None:
+            self._keeper.prepare()
+
     # Rounds -------------------------------------------------------------------------------------------------
 
     @property

@@ -187,7 +187,7 @@ class Session:
             self.run_file.run.tokens,
             view.tokens_committed + view.tokens_in_round,
         )
-        replica.work.step(samples, factor)
+        replica.step(samples, factor)
         self._clock.stop(samples * replica.tokens_per_sample)
         self.report_progress()
         if replica.verdict_is_known:

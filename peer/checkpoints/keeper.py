@@ -86,10 +86,19 @@ class CheckpointKeeper:
         self._own = own
         self._clock = clock
         self._snapshots = Snapshots()
+        self._is_prepared = False
+        self._preparing: futures.Future[None] | None = None
         self._writing: futures.Future[None] | None = None
         self._next_s = -math.inf
         self._trouble = ""
         self._verdicts: tuple[Verdict, ...] = ()
+
+    def prepare(self) -> None:
+        """Once the inner optimizer has all that it will have: get the memory for snapshots beside everything else, as
+        fresh pages cost more than the copy."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._preparing = self._network.begin(in_thread(self._snapshots.prepare, self._own()))
 
     def find(self, version: int, digest: bytes | None) -> Checkpoint | None:
         """That of the run's present state, else the newest whole one of our model; None where there is none."""
@@ -129,6 +138,9 @@ class CheckpointKeeper:
             self._settle()
 
     def _begin(self, state: State, verdict: Verdict) -> None:
+        preparing, self._preparing = self._preparing, None
+        if preparing is not None:
+            self._network.finish(preparing)
         about, own = self._subject.about(state, verdict), self._snapshots.take(self._own())
         upto = next((at for at, one in enumerate(self._verdicts) if one.chain == verdict.chain), -1)
         contents = Contents(about, state, own, self._verdicts[: upto + 1] or (verdict,))

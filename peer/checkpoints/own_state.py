@@ -10,6 +10,7 @@ import json
 import logging
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,18 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
+
+    def prepare(self, tree: Mapping[str, Any]) -> None:
+        """Touch the memory for a snapshot of ``tree``, before the first ``take``; in any thread."""
+        room: dict[str, Tensor] = {}
+
+        def keep(name: str, tensor: Tensor) -> None:
+            room[name] = _room_for(tensor).zero_()
+
+        for name, branch in tree.items():
+            with suppress(NotPlain):  # ``take`` says so
+                to_plain(branch, keep, name)
+        self._kept = room
 
     def take(self, tree: Mapping[str, Any]) -> OwnState:
         """A copy of all that is in ``tree``; its top branches that cannot be saved are left out, with a warning."""

@@ -126,7 +126,7 @@ class Side:
         self.replica.samples.next_batch(samples)
         loss = self.model(torch.ones(1, 4)).square().mean()
         loss.backward()
-        self.replica.work.step(self.replica.samples.finish(loss), 1.0)
+        self.replica.step(self.replica.samples.finish(loss), 1.0)
 
     @property
     def local(self) -> Tensor:

@@ -115,7 +115,7 @@ class Life:
             x = torch.randn(8, 4)
             loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
             loss.backward()  # type: ignore[no-untyped-call]
-            self.replica.work.step(self.replica.samples.finish(loss), 1.0)
+            self.replica.step(self.replica.samples.finish(loss), 1.0)
 
     def round(self, committed: bool = True) -> None:
         self.train()
@@ -257,6 +257,7 @@ def test_while_one_is_written_the_next_is_skipped(tmp_path: Path) -> None:
     begun: list[Coroutine[Any, Any, Any]] = []
     keeper = life.replica._keeper
     assert keeper is not None
+    keeper.prepare()
     pending: Future[None] = Future()
     keeper._network = SimpleNamespace(  # type: ignore[assignment]
         begin=lambda coroutine: (begun.append(coroutine), pending)[1], finish=lambda future: future.result(timeout=0)

@@ -134,10 +134,15 @@ def test_a_snapshot_does_not_change_with_the_training() -> None:
     assert all(torch.equal(one, other) for one, other in zip(own.tensors.values(), before, strict=True))
 
 
-def test_snapshots_take_no_new_memory() -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+def test_snapshots_take_no_new_memory(prepared: bool) -> None:
     loop, snapshots = Loop(OPTIMIZERS["adamw"]), Snapshots()
     loop.train()
-    memory = {name: one.data_ptr() for name, one in snapshots.take(loop.tree()).tensors.items() if one.numel() > 1}
+    if prepared:
+        snapshots.prepare(loop.tree())
+    first = snapshots._kept if prepared else snapshots.take(loop.tree()).tensors
+    memory = {name: one.data_ptr() for name, one in first.items() if one.numel() > 1}
+    assert any(name.startswith("optimizer") for name in memory)
     loop.train()
     again = {name: one.data_ptr() for name, one in snapshots.take(loop.tree()).tensors.items() if one.numel() > 1}
     for name in memory:
