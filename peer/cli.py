@@ -1,9 +1,8 @@
-"""The command line: ``shoal host | join | status | log | verify | replay | …``; errors become exit codes."""
+"""The command line: ``shoal host | join | status | demo`` and those of ``cli_files``; errors become exit codes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -14,23 +13,17 @@ from rich.console import Console
 
 from shoal.peer.capability import parse_memory
 from shoal.peer.checkpoints.retention import parse_retention
+from shoal.peer.cli_files import IdentityOption, console
+from shoal.peer.cli_files import app as file_commands
 from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
 from shoal.peer.descriptors import allow_descriptors, warn_host
-from shoal.peer.events import printable
-from shoal.peer.export import export_from_run, export_model, read_model
 from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
-from shoal.peer.log_command import show_log
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
-from shoal.peer.recipes.gpt import Gpt, generate
-from shoal.peer.remote.commands import list_copies, parse_copy_to, restore
-from shoal.peer.replay import Replayed, replay
-from shoal.peer.replay import table as replay_table
+from shoal.peer.remote.commands import parse_copy_to
 from shoal.peer.session import SHOAL_HOME, SessionOptions
-from shoal.peer.verifying import Refused, find_checkpoints, verify_checkpoints, verify_table
 from shoal.swarm.coordinator.facts import Fact
-from shoal.swarm.errors import RecipeError, ShoalError, StateFileError, UserError
-from shoal.swarm.identity import Identity, key_text
+from shoal.swarm.errors import ShoalError
 from shoal.swarm.invite import Invite, parse_address, parse_addresses
 from shoal.swarm.messages import Role
 from shoal.swarm.observer import get_status
@@ -41,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train one model together, on machines that nobody owns together.",
 )
-console = Console()
+app.add_typer(file_commands)
 errors = Console(stderr=True)
 
 
@@ -53,13 +46,6 @@ class JoinRole(StrEnum):
     observe = "observe"
 
 
-class Precision(StrEnum):
-    """In which an export is fetched and written."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 _ROLES: dict[JoinRole, Role] = {
     JoinRole.full: "trainer",
     JoinRole.contribute_only: "contributor",
@@ -67,8 +53,6 @@ _ROLES: dict[JoinRole, Role] = {
 }
 
 InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=… (quote it: it contains ?)")]
-IdentityOption = Annotated[Path, typer.Option(help="Ed25519 identity; made when it is missing.")]
-ReaderOption = Annotated[Path, typer.Option("--identity", help="Of a reader, to open sealed checkpoints.")]
 LogJson = Annotated[Path | None, typer.Option(help="Write one JSON event a line to this file.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
 
@@ -167,112 +151,6 @@ def status_command(
         console.print(status_table(status))
 
 
-@app.command("log")
-def log_command(
-    run: Annotated[str, typer.Argument(help="An invite, or the folder of a host, of a member, or of a checkpoint.")],
-    last: Annotated[int, typer.Option(min=0, help="Only so many rounds, the newest; 0: all.")] = 0,
-    round_number: Annotated[
-        int | None, typer.Option("--round", min=0, help="One round in detail: weights, owners, digests.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One object a line, with everything.")] = False,
-) -> None:
-    """Show a run's history, checked from its beginning: each round's verdict, its hash and its signature."""
-    show_log(run, console, last, round_number, json_lines=as_json)
-
-
-@app.command("export")
-def export_command(
-    run: Annotated[str, typer.Option(help="An invite, a run's folder, or a checkpoint's.")],
-    out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("model.safetensors"),
-    precision: Annotated[Precision, typer.Option(help="bfloat16: half the bytes, from a live run only.")] = (
-        Precision.float32
-    ),
-    identity: ReaderOption = SHOAL_HOME / "identity",
-) -> None:
-    """Write a run's model for inference, from a live run (invite) or from what a member saved here."""
-    rounded = precision is Precision.bfloat16
-    if run.startswith("shoal://"):
-        version = asyncio.run(export_from_run(Invite.parse(run), out, rounded=rounded))
-    elif rounded:
-        raise UserError("--precision bfloat16 saves bytes on the way from a live run: give its invite, or leave it out")
-    else:
-        version = export_model(Path(run), out, _reader(identity))
-    console.print(f"Anchor version {version} written to {out}, its recipe to {out.with_suffix('.json')}")
-
-
-@app.command("verify")
-def verify_command(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint's folder, a peer's, or a run's.")],
-    identity: ReaderOption = SHOAL_HOME / "identity",
-) -> None:
-    """Check checkpoints offline: every file, signature and verdict, and what vouches for each state."""
-    results = verify_checkpoints(find_checkpoints(folder), _reader(identity))
-    console.print(verify_table(results))
-    console.print("Checked: sizes and SHA-256 of all files, layout, state digests, signatures, chains of verdicts.")
-    console.print("Vouched by: a later round's plan, which the coordinator signed, or this checkpoint's peer alone.")
-    wrong = [one for one in results if isinstance(one, Refused)]
-    for one in wrong:
-        console.print(printable(one.reason), style="red", markup=False, highlight=False, soft_wrap=True)
-    if wrong:
-        raise StateFileError(f"{len(wrong)} of {len(results)} checkpoints are not what they have to be")
-
-
-@app.command("replay")
-def replay_command(
-    folder: Annotated[Path, typer.Argument(help="A run's folder (~/.shoal/runs/RUN-HASH), or one peer's in it.")],
-    number: Annotated[int | None, typer.Option("--round", min=0, help="Only up to this one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: one object a line.")] = False,
-) -> None:
-    """Make finished rounds again from their committed bytes, and show that the run's states come out."""
-    rows: list[Replayed] = []
-    try:
-        for row in replay(folder, number):
-            rows.append(row)
-            if as_json:
-                print(json.dumps(row.as_json()), flush=True)
-    finally:
-        if rows and not as_json:
-            console.print(replay_table(rows))
-
-
-@app.command("restore")
-def restore_command(
-    url: Annotated[str, typer.Argument(help="What --copy-to of `shoal join` had, or a run's or peer's folder there.")],
-    to: Annotated[Path, typer.Option(help="Where `shoal join --state` looks.")] = SHOAL_HOME / "runs",
-    identity: IdentityOption = SHOAL_HOME / "identity",
-    only_list: Annotated[bool, typer.Option("--list", help="Show what is there.")] = False,
-) -> None:
-    """Bring back the newest whole copy of a run's checkpoint; `shoal join` goes on from it."""
-    if only_list:
-        list_copies(url, console)
-    else:
-        restore(url, to, identity, console)
-
-
-@app.command("identity")
-def identity_command(identity: IdentityOption = SHOAL_HOME / "identity") -> None:
-    """Show this machine's peer id, and its public key as `[checkpoints] readers` names it in run files."""
-    found = Identity.load_or_create(identity)
-    print(f"peer id     {found.peer_id}\npublic key  {key_text(found.public_key)}")
-
-
-@app.command("generate")
-def generate_command(
-    model: Annotated[Path, typer.Argument(help="A model written by `shoal export`.")],
-    prompt: Annotated[str, typer.Option(help="What to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens (bytes).")] = 300,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.7,
-    top_k: Annotated[int, typer.Option(min=0, help="Among so many; 0: all.")] = 50,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-) -> None:
-    """Sample text from an exported gpt model."""
-    loaded = read_model(model)
-    if not isinstance(loaded, Gpt):
-        raise RecipeError(f"{model}: generate knows the gpt recipe only")
-    text = generate(loaded, prompt.encode(), tokens, temperature, top_k or None, seed)
-    print(prompt + text.decode(errors="replace"))
-
-
 @app.command("demo")
 def demo_command(
     peers: Annotated[int, typer.Option(min=2, max=16, help="Peers at the start.")] = 4,
@@ -283,10 +161,6 @@ def demo_command(
 ) -> None:
     """A whole run on this machine: one peer is killed, one comes late, a model is trained."""
     raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, json_file, out), console))
-
-
-def _reader(identity: Path) -> Identity | None:
-    return Identity.load_or_create(identity) if identity.exists() else None
 
 
 def _memory(text: str) -> int | None:

@@ -8,20 +8,18 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.peer.history import ChainCheck
-from shoal.peer.log_sources import Log, open_log
+from shoal.peer.log_sources import Log
 from shoal.peer.log_view import log_head, log_table, round_details, verdict_json
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.messages import Verdict
 
 
-def show_log(
-    source: str, console: Console, last: int = 0, round_number: int | None = None, *, json_lines: bool
-) -> None:
+def show_log(log: Log, console: Console, last: int = 0, round_number: int | None = None, *, json_lines: bool) -> None:
     """Print the last so many rounds (0: all), or one in detail. All are checked, whatever is shown.
 
-    Raises ``StateFileError`` for a broken chain, once what comes before is printed, and the errors of ``open_log``.
+    Raises ``StateFileError`` for a broken chain, once what comes before is printed, and ``UserError`` for a round
+    that is not there.
     """
-    log = open_log(source)
     checked, broken = _check(log)
     shown = checked[-last:] if last else checked
     if round_number is not None:

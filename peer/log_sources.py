@@ -9,12 +9,14 @@ from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import read_verdicts
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
+from shoal.peer.checkpoints.sealed_folder import ENVELOPE, opened
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.history import Kept, Origin, unpack_history
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.hosting import ORIGIN_FILE
 from shoal.swarm.coordinator.journal_files import JOURNAL, JournalFiles
 from shoal.swarm.errors import StateFileError
+from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import CoordinatorToPeerVerdicts, PeerToCoordinatorGetVerdicts, Verdict
 from shoal.swarm.observer import observe
@@ -39,15 +41,17 @@ class Log:
     note: str = ""
 
 
-def open_log(source: str) -> Log:
-    """Raises ``StateFileError`` where there is no history, ``StorageError``, or the errors of a join."""
+def open_log(source: str, identity: Identity | None = None) -> Log:
+    """``identity`` opens sealed checkpoints.
+
+    Raises ``StateFileError`` where there is no history, ``StorageError``, or the errors of a join."""
     if source.startswith("shoal://"):
         return asyncio.run(_from_run(Invite.parse(source)))
     path = Path(source)
     if path.is_file():
         return _of_file(path)
-    if (path / MANIFEST).exists():
-        return _of_checkpoint(path)
+    if any((path / name).exists() for name in (MANIFEST, ENVELOPE)):
+        return _of_checkpoint(path, identity)
     if (path / JOURNAL).exists():
         return _of_host(path)
     found = sorted(path.glob(f"**/{HISTORY_FILE}"))
@@ -85,8 +89,8 @@ def _of_host(folder: Path) -> Log:
         return _log(origin, tuple(fact.verdict for fact in journal.verdicts()))
 
 
-def _of_checkpoint(folder: Path) -> Log:
-    source = FolderSource(folder)
+def _of_checkpoint(folder: Path, identity: Identity | None) -> Log:
+    source = opened(FolderSource(folder), identity)
     manifest = read_manifest(source)
     verdicts = read_verdicts(source, manifest)
     whole = bool(verdicts) and verdicts[0].round == 0

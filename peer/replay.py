@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from rich.text import Text
 
 from shoal.peer.catch_up import Steps, follows, path
 from shoal.peer.checkpoints.checkpoint import read_checkpoint, read_verdicts
-from shoal.peer.checkpoints.manifest import Manifest, read_manifest
-from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.checkpoints.manifest import VERDICTS_FILE, Manifest, read_manifest
+from shoal.peer.checkpoints.sealed_folder import opened
+from shoal.peer.checkpoints.source import FolderSource, Source
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_of
 from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.round_records import RECORDS, Owner, RoundRecords
 from shoal.swarm.errors import StateFileError, WireError
+from shoal.swarm.identity import Identity
 from shoal.swarm.messages import Verdict
 from shoal.swarm.run_file import RunFile, parse_run_file
 from shoal.swarm.verdicts import check_verdict
@@ -61,21 +63,23 @@ class Replayed:
         }
 
 
-def replay(folder: Path, number: int | None = None) -> Iterator[Replayed]:
-    """Every round from the oldest checkpoint on, or from the newest one before round ``number`` to that round.
+def replay(folder: Path, number: int | None = None, identity: Identity | None = None) -> Iterator[Replayed]:
+    """Every round from the oldest checkpoint on, or from the newest one before round ``number`` to that round;
+    ``identity`` opens sealed checkpoints.
 
     Raises ``StateFileError`` when something is missing or damaged, naming it, and, after having shown it, for a round
     from which another state comes out than the run had."""
     place = peer_folder(folder)
-    checkpoints = _manifests(place / CHECKPOINTS)
+    sources = {one: opened(FolderSource(one), identity) for one in checkpoint_folders(place / CHECKPOINTS)}
+    checkpoints = _manifests(place / CHECKPOINTS, sources)
     about = next(iter(checkpoints.values()))
     owner = Owner(bytes.fromhex(about.run_hash), bytes.fromhex(about.coordinator_key))
     records = RoundRecords(place / RECORDS, owner)
-    verdicts = _verdicts(records, checkpoints, owner)
+    verdicts = _verdicts(records, [(sources[one], its) for one, its in checkpoints.items()], owner)
     start, way = _way(checkpoints, verdicts, records, number)
     run = _run_file(about, start)
     steps = Steps(run, run.coding([(spec.name, spec.shape) for spec in about.layout]), outer_of(run.outer))
-    state = read_checkpoint(FolderSource(start), owner.run_hash).state
+    state = read_checkpoint(sources[start], owner.run_hash).state
     vouched = _vouched(verdicts, way, checkpoints.values())
     for verdict in way:
         began_s = time.perf_counter()
@@ -115,10 +119,7 @@ def table(rows: Sequence[Replayed]) -> Table:
     for name in ("round", "version", "state", "in the run", "by", "seconds"):
         shown.add_column(name, justify="right" if name in ("round", "version", "seconds") else "left")
     for row in rows:
-        equal = {True: Text("✓ equal", style="green"), False: Text("✗ differs", style="red"), None: Text("–")}[
-            row.equal
-        ]
-        digest = row.digest.hex()[:16]
+        digest, equal = row.digest.hex()[:16], _EQUAL[row.equal]
         shown.add_row(str(row.round), str(row.anchor_version), digest, equal, row.vouched_by, f"{row.seconds:.3f}")
     return shown
 
@@ -126,12 +127,12 @@ def table(rows: Sequence[Replayed]) -> Table:
 # What there is ----------------------------------------------------------------------------------------------
 
 
-def _manifests(folder: Path) -> dict[Path, Manifest]:
+def _manifests(folder: Path, sources: Mapping[Path, Source]) -> dict[Path, Manifest]:
     """By folder, oldest round first; at least one, and all of one run."""
     found: dict[Path, Manifest] = {}
-    for one in checkpoint_folders(folder):
+    for one, source in sources.items():
         run_hash = bytes.fromhex(next(iter(found.values())).run_hash) if found else None
-        found[one] = read_manifest(FolderSource(one), run_hash)
+        found[one] = read_manifest(source, run_hash)
     if not found:
         raise StateFileError(f"{folder}: no checkpoint here: rounds are made again from one")
     return found
@@ -183,7 +184,9 @@ def _run_file(about: Manifest, place: Path) -> RunFile:
     return run
 
 
-def _verdicts(records: RoundRecords, checkpoints: dict[Path, Manifest], owner: Owner) -> dict[int, Verdict]:
+def _verdicts(
+    records: RoundRecords, checkpoints: Iterable[tuple[Source, Manifest]], owner: Owner
+) -> dict[int, Verdict]:
     """All that are here, by round, signatures checked."""
     found = {}
     for number in records.numbers():
@@ -191,12 +194,12 @@ def _verdicts(records: RoundRecords, checkpoints: dict[Path, Manifest], owner: O
             found[number] = records.open(number).verdict
         except StateFileError as error:
             log.warning("a round's record cannot be used: %s", error)
-    for place, about in checkpoints.items():
-        for verdict in read_verdicts(FolderSource(place), about):
+    for source, about in checkpoints:
+        for verdict in read_verdicts(source, about):
             try:
                 check_verdict(verdict, owner.coordinator_key)
             except WireError as error:
-                raise StateFileError(f"{place}: {error}") from error
+                raise StateFileError(f"{source.place(VERDICTS_FILE)}: {error}") from error
             found.setdefault(verdict.round, verdict)
     return found
 

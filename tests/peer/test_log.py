@@ -6,18 +6,22 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.peer.checkpoints.making import RUN, RUN_TOML, SIGNER, contents, open_store
+from tests.peer.checkpoints.making import IDENTITY, RUN, RUN_TOML, SIGNER, contents, open_store
 from tests.peer.test_progress import PEERS, PLAN
 from tests.swarm.coordinator.world import World, run_file
+from typer.testing import CliRunner
 
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.cli import app
 from shoal.peer.history import Origin, pack_head, pack_history
 from shoal.peer.hosting import ORIGIN_FILE
 from shoal.peer.log_command import show_log
 from shoal.peer.log_sources import open_log
 from shoal.swarm.coordinator.facts import VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.errors import StateFileError, UserError
-from shoal.swarm.identity import CurveKeys
+from shoal.swarm.errors import SealedForOthers, StateFileError, UserError
+from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.messages import MAX_MEMBERS, PlanMember, Verdict
 from shoal.swarm.verdicts import chain_hash, genesis, signed_bytes
 
@@ -65,10 +69,10 @@ def shown(source: Path, width: int = 160, *, fails: bool = False, as_json: bool 
     console = Console(file=io.StringIO(), width=width, color_system=None)
     if fails:
         with pytest.raises(StateFileError) as refused:
-            show_log(str(source), console, json_lines=as_json, **options)  # type: ignore[arg-type]
+            show_log(open_log(str(source)), console, json_lines=as_json, **options)  # type: ignore[arg-type]
         assert refused.value.exit_code == 17
     else:
-        show_log(str(source), console, json_lines=as_json, **options)  # type: ignore[arg-type]
+        show_log(open_log(str(source)), console, json_lines=as_json, **options)  # type: ignore[arg-type]
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -123,6 +127,22 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert (log.run, log.run_hash, log.coordinator_key) == ("reef", RUN.hash, SIGNER.public_key)
     assert log.verdicts
     assert "✓" in shown(kept.folder)
+
+
+def test_a_sealed_checkpoint(tmp_path: Path) -> None:
+    reader = Identity.load_or_create(tmp_path / "reader")
+    store = CheckpointStore(tmp_path / "checkpoints", RUN.hash, IDENTITY, Retention(), [reader.public_key])
+    folder = store.write(contents(3)).folder
+    assert open_log(str(folder), reader) == open_log(str(folder), IDENTITY)
+    assert len(open_log(str(folder), reader).verdicts) == 4
+    for stranger in (None, Identity.generate()):
+        with pytest.raises(SealedForOthers, match="--identity"):
+            open_log(str(folder), stranger)
+    done = CliRunner().invoke(app, ["log", str(folder), "--json", "--identity", str(tmp_path / "reader")])
+    assert [json.loads(line)["round"] for line in done.output.splitlines()] == [0, 1, 2, 3]
+    done = CliRunner().invoke(app, ["log", str(folder), "--identity", str(tmp_path / "none")])
+    assert isinstance(done.exception, SealedForOthers)
+    assert not (tmp_path / "none").exists(), "reading makes no identity"
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "file"])
@@ -231,7 +251,7 @@ def test_a_changed_verdict_ends_the_table_in_red(tmp_path: Path, number: int) ->
 def in_color(path: Path) -> str:
     console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
     with pytest.raises(StateFileError):
-        show_log(str(path), console, json_lines=False)
+        show_log(open_log(str(path)), console, json_lines=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -1,6 +1,7 @@
 """``shoal replay`` on the folders of simulated runs: every state comes out again, or what is wrong is named."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,16 @@ from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
-from shoal.peer.checkpoints.checkpoint import Contents
+from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint, read_verdicts
 from shoal.peer.checkpoints.manifest import About
 from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.outer_optimizer import Nesterov
 from shoal.peer.replay import peer_folder, replay
 from shoal.peer.state import State
-from shoal.swarm.errors import StateFileError
+from shoal.swarm.errors import SealedForOthers, StateFileError
+from shoal.swarm.identity import Identity
 from shoal.swarm.messages import TensorSpec, Verdict
 
 ELEMENTS = 2 * 4096 + 17
@@ -108,6 +111,26 @@ def test_up_to_one_round_from_the_newest_checkpoint_before_it(
 def test_a_round_that_is_not_there(kept: Path, number: int) -> None:
     with pytest.raises(StateFileError, match=rf"{number:08}.safetensors: round {number} cannot .* is of round 0"):
         list(replay(kept, number))
+
+
+def test_sealed_checkpoints(kept: Path, played: tuple[Path, list[str]], tmp_path: Path) -> None:
+    reader = Identity.load_or_create(tmp_path / "reader")
+    for place in sorted((kept / "checkpoints").iterdir()):
+        made = read_checkpoint(FolderSource(place))
+        fields = {name: getattr(made.manifest, name) for name in About.model_fields}
+        verdicts = read_verdicts(FolderSource(place), made.manifest)
+        store = CheckpointStore(
+            tmp_path / "sealed", bytes.fromhex(made.manifest.run_hash), identity(1), Retention(), [reader.public_key]
+        )
+        store.write(Contents(About(**fields), made.state, None, verdicts))
+    shutil.rmtree(kept / "checkpoints")
+    (tmp_path / "sealed").rename(kept / "checkpoints")
+    assert [row.digest.hex() for row in replay(kept, None, reader)] == played[1][2:]
+    for stranger in (None, identity(2)):
+        with pytest.raises(SealedForOthers, match=r"round-00000000/sealed.json: is sealed"):
+            list(replay(kept, None, stranger))
+    done = shoal("replay", str(kept), "--json", "--identity", str(tmp_path / "reader"))
+    assert [json.loads(line)["equal"] for line in done.stdout.splitlines()] == [True, True, True, None], done.stderr
 
 
 def test_a_missing_record_is_named(kept: Path) -> None:

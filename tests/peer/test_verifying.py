@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.peer.checkpoints.making import IDENTITY, RUN, contents, open_store, signed, state_of, verdict_chain
+from tests.peer.checkpoints.making import IDENTITY, RUN, RUN_TOML, contents, open_store, signed, state_of, verdict_chain
+from tests.swarm.coordinator.world import SIGNER
 from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.cli import app
+from shoal.peer.history import Origin, pack_history
+from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.identity import Identity
+from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.messages import Part, PlanMember, RoundPlan, Verdict
 from shoal.swarm.verdicts import genesis
+
+ORIGIN = Origin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))
 
 
 def planned_chain(
@@ -54,6 +59,20 @@ def write(folder: Path, verdicts: Sequence[Verdict], number: int, first: int = 0
     return store.write(Contents(made.about, state, None, tuple(verdicts[first : number + 1]))).folder
 
 
+def history(folder: Path, verdicts: Sequence[Verdict], owner: Origin = ORIGIN) -> Path:
+    """The peer's, beside its checkpoints."""
+    path = folder / HISTORY_FILE
+    path.write_bytes(pack_history(owner, verdicts))
+    return path
+
+
+def told(folder: Path) -> list[tuple[int, int, int | None]]:
+    """Round, where its chain begins, and who vouches, of whole checkpoints."""
+    found = verify(folder)
+    assert all(isinstance(one, Verified) for one in found), found
+    return [(one.manifest.round, one.first_round, one.vouched_by) for one in found if isinstance(one, Verified)]
+
+
 def verify(folder: Path) -> list[Verified | Refused]:
     return verify_checkpoints(find_checkpoints(folder))
 
@@ -79,6 +98,74 @@ def test_later_plans_vouch_for_states(tmp_path: Path) -> None:
     assert alone.vouched_by is None, "nothing here knows of it"
 
 
+def test_the_history_beside_a_checkpoint_has_its_whole_chain_and_vouches(tmp_path: Path) -> None:
+    verdicts = planned_chain(7)
+    for number in (3, 5):
+        write(tmp_path, verdicts, number, number - 1)
+    assert told(tmp_path) == [(3, 2, None), (5, 4, None)]
+    history(tmp_path, verdicts)
+    assert told(tmp_path) == [(3, 0, 4), (5, 0, 6)]
+    assert told(tmp_path / "checkpoints" / "round-00000003") == [(3, 0, 4)]
+    copy = tmp_path / "copy" / "round-00000003"
+    shutil.copytree(tmp_path / "checkpoints" / "round-00000003", copy)
+    assert told(copy) == [(3, 2, None)], "a copy has no history"
+
+
+def test_a_history_is_not_flushed_and_may_be_behind(tmp_path: Path) -> None:
+    verdicts = planned_chain(6)
+    write(tmp_path, verdicts, 5, 3)
+    for known, first in ((5, 0), (3, 0), (2, 3), (0, 3)):
+        path = history(tmp_path, verdicts[:known])
+        path.write_bytes(path.read_bytes() + b"\x8e\xa5round")  # being written
+        assert told(tmp_path) == [(5, first, None)]
+
+
+def test_a_history_vouches_for_what_other_peers_saved(tmp_path: Path) -> None:
+    verdicts = planned_chain(4, {2: bytes(32)})
+    write(tmp_path / "one", verdicts, 1)
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other", verdicts, 0)
+    history(tmp_path / "other", verdicts)
+    one, other = verify(tmp_path)
+    assert isinstance(one, Refused)
+    assert f"state_digest: expected {bytes(32).hex()}, as the plan of round 2 says" in one.reason
+    assert isinstance(other, Verified)
+
+
+@pytest.mark.parametrize("known", [2, 3, 6])
+def test_a_checkpoint_of_another_history_than_its_peers_is_refused(tmp_path: Path, known: int) -> None:
+    write(tmp_path, planned_chain(4), 3, 2)
+    path = history(tmp_path, planned_chain(6, {1: bytes(32)})[:known])
+    assert f"verdicts.msgpack: round 1: expected the verdict that {path} has, not that of another" in reason(tmp_path)
+    aside = tmp_path / "checkpoints" / "round-00000003"
+    aside.rename(aside.with_name("other-round-00000003-00"))
+    assert told(tmp_path) == [(3, 2, None)], "it was set aside for that"
+
+
+def test_a_history_that_is_wrong_is_named(tmp_path: Path) -> None:
+    verdicts = planned_chain(4)
+    write(tmp_path, verdicts, 3, 2)
+    forged = signed(verdicts[1], Identity.generate())
+    whole = pack_history(ORIGIN, verdicts)
+    elsewhere = pack_history(Origin(run_toml=RUN_TOML.replace("100", "101"), coordinator=ORIGIN.coordinator), ())
+    for data, message in (
+        (pack_history(ORIGIN, [verdicts[0], forged, *verdicts[2:]]), "verdict of round 1 is not signed by the coord"),
+        (pack_history(ORIGIN, [verdicts[0], *verdicts[2:]]), "the verdict of round 1 is missing"),
+        (whole[:-1000] + b"\xc1" + whole[-999:], "damaged at offset"),
+        (b"something else", "its head is not that of a run's history"),
+    ):
+        (tmp_path / HISTORY_FILE).write_bytes(data)
+        checkpoint, wrong = verify(tmp_path)
+        assert isinstance(checkpoint, Verified)
+        assert checkpoint.first_round == 2
+        assert isinstance(wrong, Refused)
+        assert wrong.is_history
+        assert f"{tmp_path / HISTORY_FILE}: " in wrong.reason
+        assert message in wrong.reason
+    (tmp_path / HISTORY_FILE).write_bytes(elsewhere)
+    assert "its head: expected the run and the coordinator of the checkpoint" in reason(tmp_path)
+
+
 def test_a_state_that_the_run_did_not_have_is_refused(tmp_path: Path) -> None:
     verdicts = planned_chain(4, {2: bytes(32)})
     write(tmp_path, verdicts, 1)
@@ -102,13 +189,15 @@ def test_what_came_after_a_rollback_says_nothing_of_the_history_before(tmp_path:
 def test_a_chain_with_a_gap_or_another_signer_is_refused(tmp_path: Path) -> None:
     verdicts = planned_chain(4)
     write(tmp_path / "gap", [verdicts[0], verdicts[2], verdicts[2]], 2)
-    assert "round 1: expected a verdict that goes on from the one before" in reason(tmp_path / "gap")
+    assert "verdicts.msgpack: the verdict of round 1 is missing: that of round 2 is there" in reason(tmp_path / "gap")
     forged = signed(verdicts[1], Identity.generate())
     write(tmp_path / "forged", [verdicts[0], forged], 1)
     assert "the verdict of round 1 is not signed by the coordinator" in reason(tmp_path / "forged")
     elsewhere = verdict_chain(2, bytes(32))
     write(tmp_path / "elsewhere", elsewhere, 1)
-    assert "round 0: expected a verdict that goes on" in reason(tmp_path / "elsewhere")
+    assert "verdicts.msgpack: the verdict of round 0 does not go on from the one before" in reason(
+        tmp_path / "elsewhere"
+    )
     write(tmp_path / "none", verdicts, 1, 2)
     assert "expected verdicts, not none" in reason(tmp_path / "none")
 
@@ -141,6 +230,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert "plan of 2" in done.output
     assert "its peer" in done.output
     assert IDENTITY.peer_id in done.output
+    assert "whole" in done.output
+    assert "From N" not in done.output
+    history(tmp_path / "run" / "peer", verdicts[1:])
+    done = CliRunner().invoke(app, ["verify", str(tmp_path / "run")], env={"COLUMNS": "160"})
+    assert isinstance(done.exception, StateFileError)
+    assert "0 of 2 checkpoints are not what they have to be, and 1 of the histories" in str(done.exception)
+    (tmp_path / "run" / "peer" / HISTORY_FILE).unlink()
     anchor = tmp_path / "run" / "peer" / "checkpoints" / "round-00000001" / "anchor-00001-of-00001.safetensors"
     anchor.write_bytes(anchor.read_bytes()[:-1])
     done = CliRunner().invoke(app, ["verify", str(tmp_path / "run")], env={"COLUMNS": "160"})
