@@ -95,11 +95,13 @@ class Steps:
         )
 
     def recorded(self, records: RoundRecords, verdict: Verdict) -> ResultStore:
-        """What that round's record holds. Raises ``StateFileError`` naming the file, also where it is of a round of that
-        number in another history of the run."""
+        """What that round's record holds. Raises ``StateFileError`` naming the file, also where its round is one of
+        another history of the run."""
         record = records.open(verdict.round)
         if record.verdict.chain != verdict.chain:
-            raise StateFileError(f"{record.path}: field verdict: expected that of the run's chain; it is of another history")
+            raise StateFileError(
+                f"{record.path}: field verdict: expected that of the run's chain; it is of another history"
+            )
         store = ResultStore.of(record.verdict, self.coding)
         try:
             store.adopt(record.read())
