@@ -94,9 +94,14 @@ class Steps:
             store.group.result_bytes(store.codec(chunk), stop - start) for chunk, (start, stop) in enumerate(bounds)
         )
 
-    def recorded(self, records: RoundRecords, number: int) -> ResultStore:
-        """What a record holds. Raises ``StateFileError`` naming the file."""
-        record = records.open(number)
+    def recorded(self, records: RoundRecords, verdict: Verdict) -> ResultStore:
+        """What that round's record holds. Raises ``StateFileError`` naming the file, also where its round is one of
+        another history of the run."""
+        record = records.open(verdict.round)
+        if record.verdict.chain != verdict.chain:
+            raise StateFileError(
+                f"{record.path}: field verdict: expected that of the run's chain; it is of another history"
+            )
         store = ResultStore.of(record.verdict, self.coding)
         try:
             store.adopt(record.read())
@@ -121,7 +126,7 @@ def roll_forward(state: State, records: RoundRecords, steps: Steps, newest: int)
             log.warning("round %d was averaged on another state than the one that its records lead to", verdict.round)
             break
         try:
-            mean = steps.recorded(records, verdict.round).mean()
+            mean = steps.recorded(records, verdict).mean()
         except StateFileError as error:
             log.warning("a round that was kept here cannot be used: %s", error)
             break

@@ -171,7 +171,7 @@ class Member:
             await self.client.heartbeat(heartbeat)
         except NotAdmitted:
             log.warning("the coordinator had given us up; joining again")
-            await self.client.join()
+            await self.client.come_back()
             self.rejoined = True
 
     # Joining ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class MissedRounds:
     async def _results(self, verdict: Verdict) -> ResultStore:
         """From our own record, else from others."""
         try:
-            return await in_thread(self._steps.recorded, self._keeper.records, verdict.round)
+            return await in_thread(self._steps.recorded, self._keeper.records, verdict)
         except StateFileError as error:
             log.debug("round %d is fetched: %s", verdict.round, error)
         assert verdict.plan is not None

@@ -179,7 +179,7 @@ class IncomingFile:
         self._data_offset = len(line) + 1
         self._file.seek(self._data_offset)
         version, digest, shape = about.get("version"), about.get("digest"), about.get("shape")
-        if not isinstance(version, int) or not isinstance(digest, str):
+        if not isinstance(version, int) or version < 0 or not isinstance(digest, str):
             return None
         if not isinstance(shape, list) or [type(size) for size in shape] != [int, int] or min(shape) < 1:
             return None

@@ -87,7 +87,7 @@ def replay(folder: Path, number: int | None = None, identity: Identity | None = 
             raise StateFileError(f"{records.path(verdict.round)}: went from another state than the rounds before give")
         if not records.path(verdict.round).exists():
             raise _missing(records, verdict.round)
-        state = steps.after(state, verdict, steps.recorded(records, verdict.round).mean())
+        state = steps.after(state, verdict, steps.recorded(records, verdict).mean())
         expected, by = vouched.get((verdict.round, state.version), (None, ""))
         done = Replayed(verdict.round, state.version, state.digest, expected, by, time.perf_counter() - began_s)
         yield done

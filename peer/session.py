@@ -214,9 +214,14 @@ class Session:
 
     def close(self) -> None:
         """Write a checkpoint, leave the run and end the network thread."""
-        if self._replica_or_none is not None and self._network.failure is None:
-            self._replica.save()
-            self._say_goodbye(self._replica)
+        try:
+            if self._replica_or_none is not None and self._network.failure is None:
+                self._replica.save()
+                self._say_goodbye(self._replica)
+        finally:
+            self._end_threads()
+
+    def _end_threads(self) -> None:
         self._network.stop()
         if self._copies is not None:
             self._copies.stop()

@@ -119,6 +119,10 @@ class CoordinatorClient:
     async def rejoin(self) -> None:
         """Hand back everything and start as a new member; outlives the coordinator's absence. Raises like ``join``."""
         await self.leave("starts afresh")
+        await self.come_back()
+
+    async def come_back(self) -> None:
+        """Join again, however long the coordinator is away. Raises like ``join``."""
         while True:
             try:
                 await self.join()

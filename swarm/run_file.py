@@ -24,6 +24,9 @@ from shoal.swarm.identity import parse_key
 
 MAX_RUN_FILE_BYTES = 200_000
 
+RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+"""Also a part of folders' names."""
+
 _MAX_SETTINGS_DEPTH = 8
 _MAX_DOTS = 64
 _PIECES = re.compile(r"[=\[\]{},]")
@@ -43,7 +46,7 @@ class RunSection(_Section):
     """``[run]``. The run ends after ``tokens`` committed tokens, ``rounds`` committed rounds or ``max_s``
     seconds, whichever comes first; without any of them it goes on until the host stops it."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    name: RunName
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     tokens: PositiveInt | None = None
     rounds: PositiveInt | None = None

@@ -17,6 +17,7 @@ from shoal.peer.checkpoints.source import Source, refuse
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.identity import Identity, peer_id, verify_signature
 from shoal.swarm.messages import MAX_TENSORS, Count, Record, TensorSpec
+from shoal.swarm.run_file import RunName
 
 MANIFEST = "manifest.json"
 OWN_FILE = "peer.safetensors"
@@ -37,7 +38,7 @@ class About(Record):
     their order; ``outer_vectors``: how many the outer optimizer keeps; ``chain``: of the verdict of ``round``;
     ``tokens``: committed up to it, which is the learning rate's position. Digests and keys are hexadecimal."""
 
-    run: Annotated[str, Field(max_length=100)]
+    run: RunName
     run_hash: Hex32
     run_toml: Annotated[str, Field(max_length=200_000)]
     recipe: dict[str, JsonValue] | None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.harness import (
+    HERE,
     LEAVE_S,
     ROUNDS_S,
     SHOAL,
@@ -68,14 +69,18 @@ def test_peers_agree_whatever_packs_their_contributions(swarm: Swarm, algorithm:
 
 
 def test_exports_of_the_live_run_and_of_a_saved_state_are_the_same(swarm: Swarm) -> None:
-    # One long round: the anchor stays the same while it is fetched.
-    host = swarm.host(run_toml(max_s=3600))
-    member = swarm.member(host.invite, "a", SHOAL)
-    member.event("synced", START_S)
+    # Held within a round that has a long way to go: the anchor stays the same while it is fetched.
+    gate = swarm.folder / "gate"
+    host = swarm.host(run_toml(tokens=12_000, max_s=3600))
+    member = swarm.member(host.invite, "a", (sys.executable, str(HERE / "held_member.py"), str(gate)))
+    member.event("committed", START_S)
+    gate.touch()
     live, saved = swarm.folder / "live.safetensors", swarm.folder / "saved.safetensors"
     export = swarm.command("export", *SHOAL, "export", "--run", host.invite, "--out", str(live))
     assert export.exit_code(START_S) == 0, export.tail()
-    member.leave()
+    member.interrupt()
+    gate.unlink()
+    member.has_left()
     export = swarm.command("export-saved", *SHOAL, "export", "--run", str(member.folder), "--out", str(saved))
     generate = swarm.command("generate", *SHOAL, "generate", str(live), "--prompt", "def ", "--tokens", "20")
     assert export.exit_code(START_S) == 0, export.tail()

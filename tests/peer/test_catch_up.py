@@ -1,5 +1,6 @@
 """States by what rounds committed: rolled forward from records, caught up from other members, all the same bits."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,30 @@ def test_a_state_that_is_not_the_runs_is_not_caught_up(tmp_path: Path) -> None:
     run_virtual(main())
 
 
+def test_a_record_of_another_history_is_not_taken_for_the_run_s(tmp_path: Path) -> None:
+    """As after a host that lost its journal: the same run and key, and other rounds of the same numbers."""
+    toml = run_toml(2 * SAMPLES, "int8")
+
+    async def another_history() -> None:
+        async with stateful_swarm(tmp_path / "other", 2, toml, ELEMENTS) as (_, members):
+            await play_rounds(members, 2, SAMPLES, lambda seed: contribution(seed + 1))
+            records.extend(members[0].keeper.records.path(number) for number in (0, 1))
+
+    async def main() -> None:
+        async with stateful_swarm(tmp_path / "this", 3, toml, ELEMENTS) as (run, members):
+            late = await cut_off_for(2, run, members)
+            late.keeper.records.folder.mkdir(parents=True)
+            for record in records:
+                shutil.copy(record, late.keeper.records.folder)
+                late.keeper.records.open(int(record.stem))  # nothing is wrong with it by itself
+            found = await late.missed(late.state)
+            assert (found.version, found.digest) == (members[0].version, members[0].digest)
+
+    records: list[Path] = []
+    run_virtual(another_history())
+    run_virtual(main())
+
+
 def damage(record: Path) -> None:
     whole = bytearray(record.read_bytes())
     whole[-5] ^= 1
@@ -220,7 +245,7 @@ def test_every_round_of_a_run_can_be_replayed(tmp_path: Path, algorithm: str) ->
                     record = member.keeper.records.open(number)
                     assert record.verdict.plan is not None
                     assert record.verdict.plan.state_digest == state.digest
-                    mean = member.steps.recorded(member.keeper.records, number).mean()
+                    mean = member.steps.recorded(member.keeper.records, record.verdict).mean()
                     after = member.steps.after(state, record.verdict, mean)
                     assert after.digest == digests[number + 1]
                 assert roll_forward(member.initial, member.keeper.records, member.steps, 9).digest == member.digest

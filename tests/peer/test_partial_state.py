@@ -125,6 +125,12 @@ def test_no_damage_of_the_head_is_believed(tmp_path: Path) -> None:
         assert PartialState.resume(wanted_of(state), tmp_path).resumed == 0
 
 
+def test_a_head_that_no_message_could_name_is_no_head(tmp_path: Path) -> None:
+    path = written(make_state(version=13), tmp_path, 0)
+    path.write_bytes(path.read_bytes().replace(b'"version": 13', b'"version": -3'))
+    assert begun_state(tmp_path) is None
+
+
 def test_another_state_s_file_goes_when_this_one_begins(tmp_path: Path) -> None:
     state, other = make_state(), make_state(1, 4)
     path = written(other, tmp_path, 0, 1)

@@ -7,6 +7,7 @@ from tests.peer.checkpoints.making import RUN, contents
 from tests.peer.remote.places import RUN_FOLDER, Killed, Place
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
+from shoal.peer.checkpoints.manifest import read_manifest
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
@@ -103,6 +104,18 @@ def test_a_damaged_one_is_named_and_the_next_older_one_taken(
     assert any("round-00000003: cannot be used" in line and name in line for line in machine.said)
     assert machine.rounds() == [2]
     assert machine.leftovers() == []
+
+
+@pytest.mark.parametrize("run", ["../../../outside", "/proc/outside", "a/b", "..", "reef\n"])
+def test_a_copy_whose_run_would_lead_out_of_the_folder_is_refused(place: Place, machine: Machine, run: str) -> None:
+    # A signature is no protection: whoever may write there has an identity, too.
+    manifest = read_manifest(FolderSource(place.folder / "checkpoints" / "round-00000003"))
+    evil = manifest.model_copy(update={"run": run})
+    evil = evil.model_copy(update={"signature": place.identity.sign(evil.signed_bytes).hex()})
+    place.files.inner.pipe_file(at(place, 3, "manifest.json"), evil.file_bytes)
+    assert machine.restore(place.remote) == machine.checkpoints / "round-00000002"
+    assert any("round-00000003: cannot be used" in line and "field run" in line for line in machine.said)
+    assert not list(machine.runs.parent.rglob("*outside*"))
 
 
 def test_without_a_whole_one_it_is_refused(place: Place, machine: Machine) -> None:

@@ -1,0 +1,30 @@
+"""``shoal``, but no step is made while there is a file at GATE: ``held_member.py GATE join INVITE …``."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from slow_member import slow_down
+
+from shoal.peer.cli import main
+from shoal.peer.inner_loop import InnerLoop
+
+
+def hold_at(gate: Path) -> None:
+    real = InnerLoop.backward
+
+    def backward(self: InnerLoop, batch: Any) -> Any:
+        while gate.exists():
+            time.sleep(0.02)
+        return real(self, batch)
+
+    InnerLoop.backward = backward  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _, gate, *arguments = sys.argv
+    slow_down(0.02)
+    hold_at(Path(gate))
+    sys.argv = ["shoal", *arguments]
+    main()

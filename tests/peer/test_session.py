@@ -1,0 +1,22 @@
+"""How a session ends when something goes wrong at its end."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.peer.session import Session
+
+
+def test_threads_end_although_the_last_checkpoint_fails() -> None:
+    def fail() -> None:
+        raise RuntimeError("for the test")
+
+    ended: list[str] = []
+    session: Any = Session.__new__(Session)
+    session._network = SimpleNamespace(failure=None, stop=lambda: ended.append("network"))
+    session._copies = SimpleNamespace(failure=None, stop=lambda: ended.append("copies"))
+    session._replica_or_none = SimpleNamespace(save=fail)
+    with pytest.raises(RuntimeError, match="for the test"):
+        session.close()
+    assert ended == ["network", "copies"]
