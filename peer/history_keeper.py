@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.peer.history import Origin
 from shoal.peer.history_file import HistoryFile
 from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, RunEnded, StateFileError, StorageError, Superseded
+from shoal.swarm.errors import LinkError, RunEnded, StateFileError, StorageError, Superseded, WireError
 from shoal.swarm.links import in_thread
-from shoal.swarm.messages import CoordinatorToPeerVerdicts, PeerToCoordinatorGetVerdicts, Verdict
+from shoal.swarm.messages import (
+    Acknowledged,
+    CoordinatorToPeerVerdicts,
+    PeerToCoordinatorGetVerdicts,
+    PeerToCoordinatorShowVerdict,
+    Verdict,
+)
+from shoal.swarm.verdicts import check_verdict, genesis
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +59,22 @@ class HistoryKeeper:
                     await self._has_grown.wait()
         except TimeoutError:
             return ()
-        async with self._lock:
-            return await in_thread(self._file.verdicts, 0, round_number + 1)
+        return await self._from_disk(0, round_number + 1)
+
+    async def since(self, first: int) -> list[Verdict]:
+        """The run's verdicts from round ``first`` on: what is kept here, and only the rest from the coordinator.
+
+        Raises like ``fetch_verdicts``."""
+        try:
+            kept = list(await self._from_disk(first)) if self._file is not None else []
+        except StorageError as error:
+            log.warning("going on without what is kept: %s", error)
+            kept = []
+        rest = await fetch_verdicts(self._client, first + len(kept))
+        follows = rest[0].previous_chain if rest else self._client.view.verdict_chain
+        if kept and follows != kept[-1].chain:  # another history than the run's, which will be set aside
+            return await fetch_verdicts(self._client, first)
+        return kept + rest
 
     async def _keep(self) -> None:
         client = self._client
@@ -61,15 +83,19 @@ class HistoryKeeper:
             self._file = await in_thread(HistoryFile, self._path, origin)
             self._has_grown.set()
         file = self._file
-        await client.wait_for(lambda view: view.verdict is not None and view.verdict.chain != file.chain.chain)
-        newest = client.view.verdict
-        assert newest is not None
-        if (newest.round, newest.previous_chain) == (file.chain.rounds, file.chain.chain):
+        start = genesis(client.run_file.hash)
+        view = await client.wait_for(lambda view: (view.verdict.chain if view.verdict else start) != file.chain.chain)
+        newest = view.verdict
+        if newest is None:
+            await self._show()
+        elif (newest.round, newest.previous_chain) == (file.chain.rounds, file.chain.chain):
             await self._append((newest,))
         elif newest.round >= file.chain.rounds:
             await self._fetch()
+        elif await self._from_disk(newest.round, newest.round + 1) == (newest,):
+            await self._show()
         else:
-            await self._compare(newest)
+            await self._set_aside()
 
     async def _fetch(self) -> None:
         """One page of what we missed, then a pause: those of a large swarm hold up the loop, which rounds need."""
@@ -86,17 +112,20 @@ class HistoryKeeper:
         else:
             raise StateFileError("the coordinator's history does not go on from its own beginning")
 
-    async def _compare(self, newest: Verdict) -> None:
-        """The coordinator's newest verdict is older than ours: it goes on from an old copy of its files, or is
-        another one's."""
+    async def _show(self) -> None:
+        """The coordinator speaks of an earlier verdict of ours, or of none: its journal is an old copy. Whoever
+        has just started can tell that by its history alone, and if all have, nobody else shows it."""
+        assert self._file is not None
+        client, before = self._client, self._client.view
+        (newest,) = await self._from_disk(self._file.chain.rounds - 1)
+        log.info("the coordinator does not speak of round %d: it is shown its verdict", newest.round)
+        await client.ask(PeerToCoordinatorShowVerdict(verdict=newest), Acknowledged)
+        await client.wait_for(lambda view: view.verdict_chain != before.verdict_chain, client.deadlines.patience_s)
+
+    async def _from_disk(self, first: int, stop: int | None = None) -> tuple[Verdict, ...]:
         assert self._file is not None
         async with self._lock:
-            ours = await in_thread(self._file.verdicts, newest.round, newest.round + 1)
-        if ours == (newest,):
-            log.warning("the coordinator has lost the rounds after %d, which are in the history here", newest.round)
-            await asyncio.sleep(self._client.deadlines.patience_s)
-        else:
-            await self._set_aside()
+            return await in_thread(self._file.verdicts, first, stop)
 
     async def _set_aside(self) -> None:
         assert self._file is not None
@@ -108,3 +137,25 @@ class HistoryKeeper:
         async with self._lock:
             await in_thread(self._file.append, verdicts)
         self._has_grown.set()
+
+
+async def fetch_verdicts(client: CoordinatorClient, first: int) -> list[Verdict]:
+    """The run's verdicts from round ``first`` on, from the coordinator, signatures checked.
+
+    Raises ``LinkError`` when it answers with something else; waits while it is away."""
+    found: list[Verdict] = []
+    more = True
+    while more:
+        ask = PeerToCoordinatorGetVerdicts(first=first + len(found))
+        page = await client.ask(ask, CoordinatorToPeerVerdicts)
+        await in_thread(_check, page.verdicts, first + len(found), client.coordinator_key)
+        found += page.verdicts
+        more = page.more and bool(page.verdicts)
+    return found
+
+
+def _check(verdicts: Sequence[Verdict], first: int, coordinator_key: bytes) -> None:
+    for number, verdict in enumerate(verdicts, first):
+        if verdict.round != number:
+            raise WireError(f"a verdict of round {verdict.round} where that of round {number} was asked for")
+        check_verdict(verdict, coordinator_key)

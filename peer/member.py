@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shoal.compression import fast
 from shoal.peer.catch_up import Steps
-from shoal.peer.history_keeper import HistoryKeeper
+from shoal.peer.history_keeper import HistoryKeeper, fetch_verdicts
 from shoal.peer.joining import CatchUp, Downloads, agree_on_state
-from shoal.peer.missed_rounds import MissedRounds, fetch_verdicts
+from shoal.peer.missed_rounds import MissedRounds
 from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.own_states import OwnStates
 from shoal.peer.record_keeper import RecordKeeper
@@ -275,7 +275,7 @@ class Member:
             return witnesses(self.node.trainers(), client.peer)
 
         async def verdicts_from(first: int) -> list[Verdict]:
-            return await fetch_verdicts(client, first)
+            return await (self.history.since(first) if self.history else fetch_verdicts(client, first))
 
         progress_s = client.deadlines.request_s
         return MissedRounds(steps, self.node, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)

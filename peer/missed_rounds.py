@@ -10,12 +10,10 @@ from shoal.peer.record_keeper import RecordKeeper
 from shoal.peer.state import State
 from shoal.swarm.averaging.fetching import fetch_committed
 from shoal.swarm.averaging.results import ResultStore
-from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError, StateFileError, WireError
+from shoal.swarm.errors import LinkError, StateFileError
 from shoal.swarm.links import in_thread
-from shoal.swarm.messages import CoordinatorToPeerVerdicts, PeerToCoordinatorGetVerdicts, RunView, Verdict
+from shoal.swarm.messages import RunView, Verdict
 from shoal.swarm.transport import Endpoint
-from shoal.swarm.verdicts import check_verdict
 
 log = logging.getLogger(__name__)
 
@@ -86,25 +84,3 @@ class MissedRounds:
         await fetch_committed(self._endpoint, store, verdict, donors, self._progress_s)
         self._keeper.add(store, verdict)
         return store
-
-
-async def fetch_verdicts(client: CoordinatorClient, first: int) -> list[Verdict]:
-    """The run's verdicts from round ``first`` on, from the coordinator, signatures checked.
-
-    Raises ``LinkError`` when it answers with something else; waits while it is away."""
-    found: list[Verdict] = []
-    more = True
-    while more:
-        ask = PeerToCoordinatorGetVerdicts(first=first + len(found))
-        page = await client.ask(ask, CoordinatorToPeerVerdicts)
-        await in_thread(_check, page.verdicts, first + len(found), client.coordinator_key)
-        found += page.verdicts
-        more = page.more and bool(page.verdicts)
-    return found
-
-
-def _check(verdicts: Sequence[Verdict], first: int, coordinator_key: bytes) -> None:
-    for number, verdict in enumerate(verdicts, first):
-        if verdict.round != number:
-            raise WireError(f"a verdict of round {verdict.round} where that of round {number} was asked for")
-        check_verdict(verdict, coordinator_key)

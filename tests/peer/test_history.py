@@ -1,18 +1,13 @@
-"""The chain of verdicts as a peer keeps it: what is accepted, what a damaged file is worth, what is fetched."""
+"""The chain of verdicts as a peer keeps it: what is accepted, and what a damaged file is worth."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
-from tests.fakes.virtual_clock import run_virtual, until
 from tests.peer.checkpoints.making import RUN, RUN_TOML, verdict_chain
 
 from shoal.peer.history import Origin, check_chain, pack_head, pack_history, unpack_history
 from shoal.peer.history_file import HistoryFile
-from shoal.peer.history_keeper import HistoryKeeper
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.messages import Verdict
@@ -21,7 +16,6 @@ HOST = Identity.generate()
 KEY = HOST.public_key
 ORIGIN = Origin(run_toml=RUN_TOML, coordinator=HOST.certify(CurveKeys.fresh()))
 CHAIN = verdict_chain(6, signer=HOST)
-ELEMENTS = 4096
 
 
 @pytest.fixture
@@ -185,125 +179,3 @@ def test_the_head_says_whose_it_is(path: Path) -> None:
             unpack_history(data, "here")
     with pytest.raises(StateFileError, match="here: field run_toml"):
         unpack_history(pack_history(Origin(run_toml="x = 1", coordinator=ORIGIN.coordinator), ()), "here")
-
-
-# Kept by a member -------------------------------------------------------------------------------------------
-
-
-async def play(run: Swarm, rounds: int) -> None:
-    for _ in range(rounds):
-        await together(*(member.play(torch.ones(ELEMENTS), 4) for member in run.members))
-
-
-class Keeping:
-    """A member's keeper and the file that it writes."""
-
-    def __init__(self, member: SimMember, path: Path, tasks: asyncio.TaskGroup) -> None:
-        self.path = path
-        self.client = member.client
-        self.keeper = HistoryKeeper(member.client, path)
-        self.task = tasks.create_task(self.keeper.run())
-
-    @property
-    def verdicts(self) -> tuple[Verdict, ...]:
-        return unpack_history(self.path.read_bytes(), "").verdicts if self.path.exists() else ()
-
-
-def tear(path: Path) -> None:
-    """As a process leaves it that is killed."""
-    with path.open("ab") as file:
-        file.write(b"\x8e\xa5round")
-
-
-def put_aside(folder: Path) -> int:
-    return len(list(folder.glob("*.old")))
-
-
-def told(run: Swarm) -> tuple[Verdict, ...]:
-    return tuple(fact.verdict for fact in run.coordinator.verdicts(0, 10**6))
-
-
-@pytest.mark.parametrize("from_round", [0, 3])
-def test_a_member_knows_the_whole_history_whenever_it_came(tmp_path: Path, from_round: int) -> None:
-    async def main() -> None:
-        async with swarm(2, run_toml(8), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
-            await play(run, from_round)
-            keeping = Keeping(run[0], tmp_path / "history.msgpack", tasks)
-            await play(run, 2)
-            assert await keeping.keeper.up_to(from_round + 1, 60.0) == told(run)
-            assert keeping.verdicts == told(run)
-            assert len(told(run)) == from_round + 2
-            assert await keeping.keeper.up_to(99, 1.0) == ()
-            keeping.task.cancel()
-
-    run_virtual(main())
-
-
-def test_what_was_missed_while_the_member_was_away_is_fetched(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with swarm(2, run_toml(8), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
-            first = Keeping(run[0], tmp_path / "history.msgpack", tasks)
-            await play(run, 1)
-            await until(lambda: first.verdicts == told(run), 0.1)
-            first.task.cancel()
-            await play(run, 3)
-            tear(tmp_path / "history.msgpack")
-            again = Keeping(run[0], tmp_path / "history.msgpack", tasks)
-            await until(lambda: again.verdicts == told(run), 0.1)
-            assert len(told(run)) == 4
-            again.task.cancel()
-
-    run_virtual(main())
-
-
-def test_the_history_waits_for_a_coordinator_that_is_away(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with swarm(2, run_toml(8), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
-            await play(run, 2)
-            run.coordinator.away = True
-            keeping = Keeping(run[0], tmp_path / "history.msgpack", tasks)
-            await asyncio.sleep(30.0)
-            assert keeping.verdicts == ()
-            run.coordinator.restart()
-            await until(lambda: keeping.verdicts == told(run), 0.1)
-            keeping.task.cancel()
-
-    run_virtual(main())
-
-
-def test_another_history_of_the_same_coordinator_replaces_ours(tmp_path: Path) -> None:
-    path = tmp_path / "history.msgpack"
-
-    async def main(rounds: int, others: int) -> None:
-        async with swarm(2, run_toml(8), ELEMENTS, latency_s=0.01 * rounds) as run, asyncio.TaskGroup() as tasks:
-            run.coordinator.machine.unix_offset_s = rounds
-            keeping = Keeping(run[0], path, tasks)
-            await play(run, rounds)
-            await until(lambda: keeping.verdicts == told(run), 0.1)
-            assert len(told(run)) == rounds
-            assert put_aside(tmp_path) == others
-            keeping.task.cancel()
-
-    run_virtual(main(3, 0))
-    run_virtual(main(2, 1))
-    run_virtual(main(4, 2))
-
-
-def test_a_coordinator_that_has_lost_rounds_takes_none_from_us(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with swarm(2, run_toml(8), ELEMENTS) as run, asyncio.TaskGroup() as tasks:
-            keeping = Keeping(run[0], tmp_path / "history.msgpack", tasks)
-            await play(run, 3)
-            await until(lambda: keeping.verdicts == told(run), 0.1)
-            before = keeping.verdicts
-            newest = run[0].client.view
-            older = newest.model_copy(
-                update={"sequence": newest.sequence + 1, "verdict": before[1], "verdict_chain": before[1].chain}
-            )
-            run[0].client._take(older)
-            await asyncio.sleep(20.0)
-            assert keeping.verdicts == before
-            assert put_aside(tmp_path) == 0
-            keeping.task.cancel()
-
-    run_virtual(main())
