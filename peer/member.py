@@ -183,7 +183,13 @@ class Member:
 
     async def describe(self, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the difference to the run's."""
-        await self.client.ask(model, CoordinatorToPeerModelAccepted)
+        while True:
+            try:
+                await self.client.ask(model, CoordinatorToPeerModelAccepted)
+            except NotAdmitted:  # it has been started again meanwhile, from a journal without us
+                await self.beat()
+            else:
+                return
 
     def hold(self, state: State) -> None:
         """This is our state now: offer it to joiners and tell the coordinator."""

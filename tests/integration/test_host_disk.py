@@ -132,7 +132,9 @@ def test_the_hosts_machine_is_lost_and_another_goes_on_from_the_backup(swarm: Sw
         assert member.events("resync") == [], "the move cost nobody its work"
 
 
-def test_an_outdated_copy_is_stopped_by_the_members(swarm: Swarm) -> None:
+@pytest.mark.parametrize("anew", [False, True])
+def test_an_outdated_copy_is_stopped_by_the_members(swarm: Swarm, anew: bool) -> None:
+    """By what they remember, or, when all were started anew, by what is on their disks."""
     host = swarm.host(run_toml())
     members = swarm.members(host.invite, "a", "b")
     for member in members:
@@ -148,7 +150,11 @@ def test_an_outdated_copy_is_stopped_by_the_members(swarm: Swarm) -> None:
     newest = swarm.folder / "newest"
     host.state.rename(newest)
     older.rename(host.state)
+    for member in members if anew else ():
+        member.kill()
     host.start()
+    for member in members if anew else ():
+        member.start()
     assert host.exit_code(ROUNDS_S) == StorageError.exit_code, host.tail()
     assert "outdated copy" in host.text()
     assert "--state BACKUP" in host.text()

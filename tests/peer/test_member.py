@@ -16,7 +16,7 @@ from shoal.peer.member import Member
 from shoal.peer.state import State
 from shoal.swarm.errors import Busy
 from shoal.swarm.links import Meter
-from shoal.swarm.messages import Blob, PeerToCoordinatorJoinRun, TensorSpec
+from shoal.swarm.messages import Blob, PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun, TensorSpec
 
 ELEMENTS = 4096
 READER = b"a joiner"
@@ -45,6 +45,23 @@ def test_no_state_is_served_while_a_round_is_averaged_here() -> None:
             member.averager.on_exchange(False)
             served.begin(READER)
             served.end(READER)
+
+    run_virtual(main())
+
+
+def test_a_member_that_was_forgotten_before_it_said_what_it_trains_joins_again() -> None:
+    async def main() -> None:
+        coordinator = MemoryCoordinator(run_toml(4))
+        async with a_member(coordinator) as member:
+            coordinator.facts.clear()
+            coordinator.restart()
+            layout = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
+            await member.describe(
+                PeerToCoordinatorDescribeModel(
+                    layout=layout, corpus_digest=None, corpus_about="", tokens_per_sample=1, samples=None
+                )
+            )
+            assert member.client.joins == 2
 
     run_virtual(main())
 
