@@ -119,7 +119,7 @@ def table(rows: Sequence[Replayed]) -> Table:
     for name in ("round", "version", "state", "in the run", "by", "seconds"):
         shown.add_column(name, justify="right" if name in ("round", "version", "seconds") else "left")
     for row in rows:
-        digest, equal = row.digest.hex()[:16], _EQUAL[row.equal]
+        digest, equal = row.digest.hex()[:12], _EQUAL[row.equal]
         shown.add_row(str(row.round), str(row.anchor_version), digest, equal, row.vouched_by, f"{row.seconds:.3f}")
     return shown
 
@@ -216,7 +216,7 @@ def _vouched(
 ) -> dict[tuple[int, int], tuple[bytes, str]]:
     """By round and anchor version, which digest the state after a round had, and who says so."""
     vouched = {
-        (about.round, about.anchor_version): (bytes.fromhex(about.state_digest), f"checkpoint of peer {about.peer}")
+        (about.round, about.anchor_version): (bytes.fromhex(about.state_digest), f"checkpoint of {about.peer}")
         for about in checkpoints
     }
     for verdict in way:
