@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.history import Origin, pack_head
-from shoal.peer.session import SHOAL_HOME
 from shoal.swarm import durable
 from shoal.swarm.coordinator.backup import Backup
 from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.journal_files import JOURNAL
 from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.errors import IdentityError, StorageError
+from shoal.swarm.errors import IdentityError, StorageError, WireError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Address, Invite
 from shoal.swarm.run_file import load_run_file
+from shoal.swarm.verdicts import check_verdict
 
 DEFAULT_PORT = 7707
 IDENTITY_FILE = "identity"
@@ -65,10 +65,15 @@ async def host(
     state = options.state / run.run.name
     identity, pem = host_identity(options.identity, state)
     backup = Backup(options.backup / run.run.name) if options.backup else None
-    if backup is not None:
+    journal = Journal(state, run.hash, text, backup)
+    try:
+        check_keys(identity, journal, options.identity or state / IDENTITY_FILE)
+    except BaseException:
+        journal.close()
+        raise
+    if backup is not None:  # not before the check: it may have the only copy of the right keys
         backup.keep("run.toml", text.encode())
         backup.keep(IDENTITY_FILE, pem, 0o600)
-    journal = Journal(state, run.hash, text, backup)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -109,23 +114,30 @@ def _earlier_port(state: Path) -> int:
 def host_identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
     """The host's keys and their file's bytes.
 
-    A run's own are in its folder, so that the folder is all that another machine needs. A run that earlier releases
-    have begun goes on with this user's, which were theirs."""
+    A run's own are in its folder, so that the folder is all that another machine needs."""
     path = given or state / IDENTITY_FILE
     try:
         if given is None and not path.exists() and (state / JOURNAL).exists():
-            before = SHOAL_HOME / IDENTITY_FILE
-            if not before.exists():
-                raise IdentityError(
-                    f"{path} is missing, and members trust no other: restore it from the backup, or name the file with "
-                    "--identity"
-                )
-            Identity.load_or_create(before)  # refuses what is no identity, or is open to others
-            durable.put(path, before.read_bytes(), 0o600)
+            raise IdentityError(
+                f"{path} is missing, and members trust no other: restore it from the backup, or name the file with "
+                "--identity"
+            )
         identity = Identity.load_or_create(path)
         return identity, path.read_bytes()
     except OSError as error:
         raise StorageError(f"{path}: cannot be used as identity file: {error}") from error
+
+
+def check_keys(identity: Identity, journal: Journal, path: Path) -> None:
+    """Raises ``IdentityError`` when the journal's newest verdict has another host's signature."""
+    for fact in journal.verdicts(max(0, journal.rounds - 1), 1):
+        try:
+            check_verdict(fact.verdict, identity.public_key)
+        except WireError as error:
+            raise IdentityError(
+                f"{path} has not the keys of this run's host, and members trust no other ({error}): restore it from "
+                "the backup, or name the file with --identity"
+            ) from error
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -29,7 +29,8 @@ class Admission(RunState):
             self.record(f.MemberLost(peer=entry.peer, reason="joined again"))
         if not self.membership.places_left(entry.role):
             raise NotAdmitted(f"the run {self.run.run.name} is full; try again later")
-        if known is None or known.entry.certificate.curve_key != entry.certificate.curve_key:
+        is_new = known is None or known.entry.certificate.curve_key != entry.certificate.curve_key
+        if is_new and entry.role != "observer":
             self.sent_bytes.begin(entry.peer, entry.certificate.curve_key)
         self.record(f.MemberJoined(entry=entry, device=device))
 

@@ -91,6 +91,7 @@ class Backup:
         journal, verdicts = self.folder / (JOURNAL + ".new"), self.folder / (VERDICTS + ".new")
         if self._journal is not None:
             self._journal.close()
+            self._journal = None
         self._journal = _Copy(journal, None)
         self._journal.grow(files.journal)
         if self._verdicts is None:

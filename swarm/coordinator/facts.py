@@ -139,22 +139,13 @@ class MemberKept(Record):
     seen_version: Count
 
 
-class RoundKept(Record):
-    """What a journal has to bring back of one committed round behind the anchor (``rollback.CommittedRound``)."""
-
-    round: Count
-    digest: Digest
-    tokens: Count
-    took_s: Seconds
-    ranges: tuple[SampleRange, ...]
-
-
 class RunSnapshot(Fact):
     """All that the facts before it have made of the run, as it was between two rounds: a journal that was compacted
     begins with it. ``members``: in the order in which they joined first; ``replaced``: CURVE keys of processes in whose
     place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples; ``answered``:
-    everybody's last lease; ``history``: the committed rounds behind the anchor; ``lost_again``, ``undone_again``:
-    samples that are trained on once more."""
+    everybody's last lease; ``history``: the committed rounds behind the anchor, packed (``rollback.History``): a record
+    each would hold up the event loop for seconds in a long run; ``lost_again``, ``undone_again``: samples that are
+    trained on once more."""
 
     epoch: Count
     round: Count
@@ -176,7 +167,7 @@ class RunSnapshot(Fact):
     pool: tuple[SampleRange, ...]
     held: dict[str, tuple[SampleRange, ...]]
     answered: tuple[LeaseGranted, ...]
-    history: tuple[RoundKept, ...]
+    history: bytes
     lost_again: tuple[SampleRange, ...]
     undone_again: tuple[SampleRange, ...]
 

@@ -136,7 +136,7 @@ class Journal(JournalFiles):
                     "archive_check": self.archive.check,
                 }
                 durable.write_whole(new, pack_file("journal", head, [(SNAPSHOT, pack_facts([snapshot])[1])]))
-            except OSError as error:
+            except (OSError, StorageError) as error:
                 self._compacted_bytes = self.journal.size_bytes
                 log.warning("%s: stays as long as it is, as it cannot be compacted: %s", self.journal.path, error)
                 return

@@ -52,8 +52,9 @@ class RunMachine(Admission):
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
         self.now_s = now_s
         moved = self.membership.hear(peer, heartbeat, self.round.number, now_s)
-        process = self.membership.members[peer].entry.certificate.curve_key
-        self.sent_bytes.hear(peer, process, heartbeat.bytes_sent)
+        if not self.membership.is_observer(peer):
+            process = self.membership.members[peer].entry.certificate.curve_key
+            self.sent_bytes.hear(peer, process, heartbeat.bytes_sent)
         if moved and self.round.moves_left and peer in self.round.ranges and peer not in self.round.reports:
             self.round.moves_left -= 1
             self.round.progress_s = now_s
@@ -143,7 +144,9 @@ class RunMachine(Admission):
             return True
         fact = taken_over(self, verdict, now_s)
         if fact is not None:
+            covered = self._covered()
             self.record(fact)
+            self._tell_covered(covered)
         return fact is not None
 
     def tick(self, now_s: float) -> None:

@@ -31,8 +31,8 @@ class Member:
     round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what is believed of its link, 0 for
     unknown, whatever it claims. ``failures``: how often since it joined it did not deliver what others had to get from
     it; for the next ``barred_rounds`` committed rounds that it takes part in, it owns nothing. ``kept``: states that it
-    could go back to; ``joined_version`` and ``seen_version``: the run's anchor version when it joined, and the newest
-    one while it was here."""
+    could go back to; ``joined_version`` and ``seen_version``: the run's anchor version when its process joined, or came
+    back after newer ones had been made, and the newest one while it was here."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -118,6 +118,8 @@ class Membership:
             member.tokens_committed = earlier.tokens_committed
             if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
                 self.replaced.add(earlier.entry.certificate.curve_key)
+            elif earlier.seen_version == anchor_version:  # no newer one was made without this process
+                member.joined_version = earlier.joined_version
         self.members[fact.entry.peer] = member
         self.roster_version += 1
 

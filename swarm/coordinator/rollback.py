@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgpack
+
 from shoal.swarm.coordinator.leases import Ranges
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.errors import StorageError
 
 
 class CommittedRound(NamedTuple):
@@ -50,6 +53,19 @@ class History:
         """Forget what came after ``version``; returns how many rounds, their tokens and their samples."""
         undone, self.rounds = self.rounds[version:], self.rounds[:version]
         return len(undone), sum(one.tokens for one in undone), [each for one in undone for each in one.ranges]
+
+    def pack(self) -> bytes:
+        """For the journal."""
+        data: bytes = msgpack.packb(self.rounds)
+        return data
+
+    @classmethod
+    def unpack(cls, data: bytes) -> History:
+        """Raises ``StorageError`` when it is none of ours."""
+        try:
+            return cls([CommittedRound(*one) for one in msgpack.unpackb(data, use_list=False)])
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise StorageError(f"the journal has a history that this release cannot read: {error}") from error
 
 
 @dataclass(frozen=True)

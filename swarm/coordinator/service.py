@@ -70,10 +70,9 @@ class CoordinatorService:
         self._reading = asyncio.Lock()
         self._changed = asyncio.Event()
         self._announced = -1
-        self._rosters: dict[str, int] = {}
-        """The version of the roster that each member has, as it said itself or as it was sent."""
-        self._verdicts: dict[str, bytes | None] = {}
-        """The chain of the verdict that each member has, as it said itself, for what was sent may get lost."""
+        self._known: dict[str, tuple[int, bytes | None]] = {}
+        """What each member has: the version of the roster, as it said itself or as it was sent, and the chain of the
+        verdict, as it said itself, for what was sent may get lost."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[Fact], None]] = []
         self.machine = RunMachine(run, identity.sign, time.monotonic(), self._epoch)
@@ -135,6 +134,8 @@ class CoordinatorService:
         if self.machine.announcements != self._announced:
             self._announced = self.machine.announcements
             self._changed.set()
+            for peer in self._known.keys() - self.machine.membership.members.keys():  # observers that have left
+                del self._known[peer]
         ended = any(isinstance(fact, VerdictGiven) for fact in facts)
         if ended and self._journal.has_grown and (snapshot := self.machine.snapshot()) is not None:
             await in_thread(self._journal.compact, snapshot)  # nobody waits for us when a round has just begun
@@ -185,8 +186,9 @@ class CoordinatorService:
 
     def _view(self, peer: str) -> CoordinatorToPeerView:
         """With the roster, if the member lacks it. Should it get lost, the next heartbeat says so."""
-        view = self.machine.view(peer, time.monotonic(), self._rosters.get(peer, -1), self._verdicts.get(peer))
-        self._rosters[peer] = view.roster_version
+        roster_version, chain = self._known.get(peer, (-1, None))
+        view = self.machine.view(peer, time.monotonic(), roster_version, chain)
+        self._known[peer] = view.roster_version, chain
         return CoordinatorToPeerView(view=view)
 
     # Requests ---------------------------------------------------------------------------------------------
@@ -228,8 +230,7 @@ class CoordinatorService:
         async with self._lock:
             self.machine.join(entry, message.device, time.monotonic())
             await self._flush()
-            self._rosters.pop(peer, None)
-            self._verdicts.pop(peer, None)
+            self._known.pop(peer, None)
             return CoordinatorToPeerJoinAccepted(
                 peer=peer,
                 run_toml=self._run_toml,
@@ -278,8 +279,7 @@ class CoordinatorService:
             peer = self.machine.require_member(channel.remote_key)
             self.machine.heartbeat(peer, message, time.monotonic())
             await self._flush()
-            self._rosters[peer] = message.roster_version
-            self._verdicts[peer] = message.verdict_chain
+            self._known[peer] = message.roster_version, message.verdict_chain
             return self._view(peer)
 
     async def _lease(self, channel: Channel, message: Message) -> Message:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.coverage import Again
-from shoal.swarm.coordinator.facts import MemberKept, RoundKept, RunSnapshot
+from shoal.swarm.coordinator.facts import MemberKept, RunSnapshot
 from shoal.swarm.coordinator.leases import LeaseLedger, from_wire, to_wire
 from shoal.swarm.coordinator.membership import Member
-from shoal.swarm.coordinator.rollback import CommittedRound, History
+from shoal.swarm.coordinator.rollback import History
 from shoal.swarm.coordinator.rounds import Round
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def take(state: RunState) -> RunSnapshot:
         pool=to_wire(state.leases.pool),
         held={peer: to_wire(ranges) for peer, ranges in state.leases.held.items()},
         answered=tuple(state.answered.values()),
-        history=tuple(_round_kept(one) for one in state.history.rounds),
+        history=state.history.pack(),
         lost_again=to_wire(state.again.lost),
         undone_again=to_wire(state.again.undone),
     )
@@ -66,18 +66,8 @@ def restore(state: RunState, snapshot: RunSnapshot) -> None:
     held = {peer: from_wire(ranges) for peer, ranges in snapshot.held.items()}
     state.leases = LeaseLedger(snapshot.fresh, from_wire(snapshot.pool), held)
     state.answered = {one.peer: one for one in snapshot.answered}
-    state.history = History([_committed_round(one) for one in snapshot.history])
+    state.history = History.unpack(snapshot.history)
     state.again = Again(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
-
-
-def _round_kept(one: CommittedRound) -> RoundKept:
-    return RoundKept(
-        round=one.round, digest=one.digest, tokens=one.tokens, took_s=one.took_s, ranges=to_wire(one.ranges)
-    )
-
-
-def _committed_round(kept: RoundKept) -> CommittedRound:
-    return CommittedRound(kept.round, kept.digest, kept.tokens, kept.took_s, tuple(from_wire(kept.ranges)))
 
 
 def _kept(member: Member) -> MemberKept:

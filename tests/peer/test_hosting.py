@@ -1,22 +1,20 @@
 """Whose keys a host uses, and what it leaves in its folder and in the backup."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from tests.swarm.coordinator.stories import RUN, story
+from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer import hosting
-from shoal.peer.hosting import host_identity
+from shoal.peer.hosting import Hosting, HostOptions, check_keys, host, host_identity
+from shoal.swarm.coordinator.backup import Backup
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import IdentityError
 from shoal.swarm.identity import Identity
+from shoal.swarm.run_file import load_run_file
 
 RUN_HASH = b"r" * 32
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(hosting, "SHOAL_HOME", tmp_path / "home")
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -24,33 +22,22 @@ def state(tmp_path: Path) -> Path:
     return tmp_path / "state" / "reef"
 
 
-def test_a_new_run_gets_keys_of_its_own(home: Path, state: Path) -> None:
+def test_a_new_run_gets_keys_of_its_own(state: Path) -> None:
     identity, pem = host_identity(None, state)
     assert (state / "identity").read_bytes() == pem
     assert (state / "identity").stat().st_mode & 0o777 == 0o600
     assert host_identity(None, state)[0].peer_id == identity.peer_id
     assert host_identity(None, state.with_name("other"))[0].peer_id != identity.peer_id
-    assert not home.exists()
 
 
-def test_a_run_that_has_a_journal_goes_on_with_the_users_keys(home: Path, state: Path) -> None:
-    before = Identity.load_or_create(home / "identity")
-    Journal(state, RUN_HASH, "toml").close()
-    assert host_identity(None, state)[0].peer_id == before.peer_id
-    assert (state / "identity").read_bytes() == (home / "identity").read_bytes()
-    assert (state / "identity").stat().st_mode & 0o777 == 0o600
-    (home / "identity").unlink()
-    assert host_identity(None, state)[0].peer_id == before.peer_id, "from now on they are the run's"
-
-
-def test_nobody_else_can_go_on_with_a_journal(home: Path, state: Path) -> None:
+def test_nobody_else_can_go_on_with_a_journal(state: Path) -> None:
     Journal(state, RUN_HASH, "toml").close()
     with pytest.raises(IdentityError, match="restore it from the backup"):
         host_identity(None, state)
     assert not (state / "identity").exists()
 
 
-def test_a_file_that_is_named_is_used(home: Path, state: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_named_is_used(state: Path, tmp_path: Path) -> None:
     given = Identity.load_or_create(tmp_path / "keys")
     host_identity(None, state)
     identity, pem = host_identity(tmp_path / "keys", state)
@@ -58,10 +45,36 @@ def test_a_file_that_is_named_is_used(home: Path, state: Path, tmp_path: Path) -
     assert pem == (tmp_path / "keys").read_bytes()
 
 
-def test_keys_that_others_may_read_are_not_taken_over(home: Path, state: Path) -> None:
-    Identity.load_or_create(home / "identity")
-    (home / "identity").chmod(0o644)
-    Journal(state, RUN_HASH, "toml").close()
-    with pytest.raises(IdentityError, match="chmod 600"):
-        host_identity(None, state)
-    assert not (state / "identity").exists()
+@pytest.mark.parametrize("rounds", [0, 1, 4])
+def test_only_the_keys_that_signed_the_verdicts_go_on_with_them(state: Path, rounds: int) -> None:
+    journal = Journal(state, RUN.hash, "toml")
+    for facts, _ in story():
+        if journal.rounds < rounds:
+            journal.write(facts)
+    assert journal.rounds == rounds
+    check_keys(SIGNER, journal, state / "identity")
+    if rounds:
+        with pytest.raises(IdentityError, match="restore it from the backup"):
+            check_keys(Identity.generate(), journal, state / "identity")
+    journal.close()
+
+
+def test_wrong_keys_change_nothing_in_the_backup(state: Path, tmp_path: Path) -> None:
+    toml = tmp_path / "tiny.toml"
+    toml.write_text('[run]\nname = "reef"\n[recipe]\nname = "own"\n[round]\ntokens = 9\n')
+    text, run = load_run_file(toml)
+    backup = Backup(tmp_path / "backup" / "reef")
+    backup.keep("identity", b"the right keys", 0o600)
+    journal = Journal(state, run.hash, text, backup)
+    for facts, _ in story():
+        journal.write(facts)
+    journal.close()
+    options = HostOptions(tmp_path / "other", tmp_path / "state", ("127.0.0.1", 0), backup=tmp_path / "backup")
+
+    def started(_: Hosting) -> None:
+        raise AssertionError("it has begun")
+
+    with pytest.raises(IdentityError, match="other has not the keys"):
+        asyncio.run(host(toml, options, started, lambda _: None))
+    assert (tmp_path / "backup" / "reef" / "identity").read_bytes() == b"the right keys"
+    Journal(state, run.hash, text).close()

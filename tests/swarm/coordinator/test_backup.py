@@ -173,6 +173,24 @@ def test_a_place_that_is_not_there_yet(place: Place, caplog: pytest.LogCaptureFi
     journal.close()
 
 
+def test_a_place_that_is_gone_when_the_journal_is_compacted(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    journal = place.open()
+    away = place.backup.with_name("away")
+    for number, (facts, snapshot) in enumerate(story()):
+        journal.write(facts)
+        if snapshot is not None and number + 1 == SECOND:
+            place.backup.rename(away)
+            place.backup.write_text("in the way")
+            journal.compact(snapshot)
+            assert "CANNOT BE WRITTEN" in caplog.text
+    assert not place.backup.is_dir()
+    place.backup.unlink()
+    away.rename(place.backup)
+    journal.write(story()[0][0])
+    assert place.same()
+    journal.close()
+
+
 def test_tries_are_not_made_at_every_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backup_module, "_RETRY_S", 3600.0)
     journal = place.open()

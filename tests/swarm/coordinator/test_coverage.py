@@ -1,11 +1,12 @@
 """Epochs: how far each is, and what is said at its end."""
 
 import pytest
-from tests.swarm.coordinator.world import MODEL, TOKENS_PER_SAMPLE, World, run_file
+from tests.swarm.coordinator.world import MODEL, SIGNER, TOKENS_PER_SAMPLE, World, run_file
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.coverage import Again, coverage_of, epochs_covered
 from shoal.swarm.coordinator.leases import LeaseLedger, covers
+from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.messages import MAX_EPOCHS
 
 
@@ -66,6 +67,19 @@ def test_every_epoch_is_told_of_once_and_after_a_restart_goes_on() -> None:
     assert told[0].first == 0
     assert [one.first for one in told[1:]] == [one.stop for one in told[:-1]]
     assert all((one.samples, one.lost, one.undone) == (MODEL.samples, 0, 0) for one in told)
+
+
+def test_an_epoch_that_a_verdict_taken_over_has_covered_is_told_of() -> None:
+    world = World(run_file(), 2)
+    until_covered(world, 1)
+    facts = [f.unpack_fact(one) for one in world.journal]
+    end = next(number for number, one in enumerate(facts) if isinstance(one, f.EpochsCovered))
+    given, told = facts[end - 1 : end + 1]
+    assert isinstance(given, f.VerdictGiven)
+    lacks = RunMachine(world.run, SIGNER.sign, 0.0, 0)
+    lacks.replay(facts[: end - 1], 0.0)
+    assert lacks.take_over(given.verdict, 0.0)
+    assert lacks.take_facts()[1:] == [told]
 
 
 def test_who_dies_in_its_round_has_its_samples_counted_as_done_again() -> None:

@@ -469,3 +469,21 @@ def test_a_journal_is_for_its_owner_and_readers(folder: Path, journal: Journal) 
 def test_a_snapshot_is_what_a_compacted_journal_begins_with(journal: Journal) -> None:
     tell(journal, compact=True)
     assert [type(fact) for fact in journal.read()] == [RunSnapshot]
+
+
+def test_a_record_that_went_bad_meanwhile_is_not_compacted_and_stops_nobody(
+    journal: Journal, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = b""
+    for facts, snapshot in story():
+        journal.write(facts)
+        if snapshot is not None:
+            whole = (folder / JOURNAL).read_bytes()
+            (folder / JOURNAL).write_bytes(whole.replace(b"VerdictGiven", b"VerdictGiveN"))
+            journal.compact(snapshot)
+            assert "cannot be compacted" in caplog.text
+            break
+    journal.write([lost(1)])
+    damaged = (folder / JOURNAL).read_bytes()
+    assert damaged.startswith(whole.replace(b"VerdictGiven", b"VerdictGiveN"))
+    assert len(damaged) > len(whole)

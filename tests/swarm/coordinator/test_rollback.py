@@ -6,6 +6,7 @@ from tests.swarm.coordinator.world import INITIAL, Worker, World, next_state, pe
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import count, merge
 from shoal.swarm.coordinator.rollback import CommittedRound, History
+from shoal.swarm.errors import StorageError
 from shoal.swarm.messages import KeptState
 
 RETURN_S = 12.0
@@ -258,6 +259,38 @@ def test_who_only_says_to_be_making_it_is_not_waited_for_for_ever() -> None:
     assert world.machine.leases.held == {}
 
 
+def test_who_fell_silent_while_it_makes_the_newest_is_waited_for_when_it_is_back() -> None:
+    world = World(run_file(), 1)
+    play(world, 1, members=1)
+    slow = world.workers[0]
+    while len(world.history) == 1:
+        world.behave(slow)
+        world.tick(0.25)
+    wait(world, SILENT_S)
+    assert not world.admitted(slow)
+    before = slow.version, slow.digest
+    world.join(slow, new_process=False)
+    slow.version, slow.digest = before
+    world.beat(slow)
+    world.tick(0.1)
+    assert returned(world) == []
+    world.conclude(slow)
+    world.beat(slow)
+    wait(world, 1.0, 0)
+    assert returned(world) == []
+    assert world.machine.synced().keys() == {slow.peer}
+
+
+def test_who_fell_silent_before_the_newest_was_made_has_not_seen_it() -> None:
+    world = World(run_file(), 3)
+    play(world, 2)
+    absent = world.workers[2]
+    wait(world, SILENT_S, 0, 1)
+    play(world, 3, members=2)
+    world.join(absent, new_process=False)
+    assert world.machine.membership.members[absent.peer].joined_version == 3
+
+
 def test_only_what_a_committed_round_was_planned_on_is_gone_back_to() -> None:
     world = World(run_file(), 2)
     play(world, 3, members=2)
@@ -354,6 +387,14 @@ def test_a_return_that_was_not_journaled_was_none() -> None:
     assert world.machine.anchor_version == 2
     wait(world, 1.0, 0, 1)
     assert world.machine.anchor_version == 1
+
+
+def test_a_history_is_packed_and_unpacked() -> None:
+    made = History([CommittedRound(number, bytes(32), 9, 1.5, ((0, 4), (6, 2**40))) for number in (0, 2)])
+    assert History.unpack(made.pack()) == made
+    for other in (b"", b"\x05", made.pack()[:-1], b"\x91\x91\x01"):
+        with pytest.raises(StorageError, match="cannot read"):
+            History.unpack(other)
 
 
 def test_history_undoes_what_came_after() -> None:

@@ -14,7 +14,7 @@ from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import DeadlineExceeded, StorageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
+from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorLeave, PeerToCoordinatorRequestLease
 from shoal.swarm.run_file import parse_run_file
 
 TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[round]\ntokens = 100000\n'
@@ -87,6 +87,25 @@ def test_no_lease_is_given_that_could_not_be_written(tmp_path: Path) -> None:
                 assert [type(one) for one in answers] == [DeadlineExceeded] * MEMBERS
             with pytest.raises(StorageError):
                 await service.wait(asyncio.Event())
+        journal.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_kept_of_observers_that_have_left(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = _Journal(tmp_path)
+        async with serve_members(journal) as service:
+            admit(service)
+            for number in range(MEMBERS, MEMBERS + 3):
+                observer = entry(number, role="observer")
+                service.machine.join(observer, CPU, service.machine.now_s)
+                channel: Any = SimpleNamespace(remote_key=observer.certificate.curve_key)
+                await service._heartbeat(channel, heartbeat())
+                assert observer.peer in service._known
+                await service._leave(channel, PeerToCoordinatorLeave(reason="observed"))
+            assert service._known.keys() <= service.machine.membership.members.keys()
+            assert len(service.machine.sent_bytes._said) == MEMBERS
         journal.close()
 
     asyncio.run(main())
