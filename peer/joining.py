@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -74,6 +75,7 @@ class Downloads:
         self._report = report
         self._form = form
         self._partial: PartialState | None = None
+        self._forgiving_s = -math.inf
 
     @property
     def done(self) -> float | None:
@@ -96,7 +98,11 @@ class Downloads:
         if partial.resumed:
             log.info("%d of %d chunks of the state are here from before", partial.resumed, wanted.chunks)
         fetch = StateFetch(self._endpoint, partial, self._donors, self._progress_s, self._report, self._form)
-        await fetch.run()
+        try:
+            await fetch.run()
+        except LinkError:
+            self._forgive(partial)
+            raise
         self._report(
             "state_fetched",
             anchor_version=wanted.version,
@@ -106,6 +112,14 @@ class Downloads:
             seconds=asyncio.get_running_loop().time() - began_s,
         )
         return partial.whole()
+
+    def _forgive(self, partial: PartialState) -> None:
+        """Nobody is left to ask: who sent something wrong is asked again, though not all the time. It may have been
+        about to learn that its state was not the run's."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._forgiving_s:
+            partial.refused.clear()
+            self._forgiving_s = now_s + 2 * self._progress_s
 
     async def drop(self) -> None:
         """Nothing of it is needed any more."""

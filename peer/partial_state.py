@@ -48,7 +48,8 @@ class Wanted:
 class PartialState:
     """``missing``: the chunks that are not here. ``unwritten``: those that came and are not in the file yet.
     ``resumed``: how many came from the file that an earlier process left. ``refused``: the donors that sent anything
-    wrong; whoever did is not asked again for this state. ``folder``: where the file is to be, or None."""
+    wrong; whoever did is not asked again for this state while there is anybody else. ``folder``: where the file is to
+    be, or None."""
 
     def __init__(self, wanted: Wanted, folder: Path | None = None, *, only_anchor: bool = False) -> None:
         self.wanted = wanted

@@ -22,6 +22,11 @@ KEPT_RECORDS = 3
 MOST_FOR_OTHERS = 64
 """However small they are: with rounds that tiny, whoever missed more can as well fetch the state."""
 
+MOST_MODELS = 32
+MOST_BYTES = 2**30
+"""Whatever needs them, they do not take more than so many times the anchor's bytes, or a GiB: checkpoints that can no
+longer be written must not fill the disk with records."""
+
 _WAITING_ROUNDS = 2
 """A disk that is slower than the rounds gets no more of them at a time: they wait in memory."""
 
@@ -55,7 +60,7 @@ class RecordKeeper:
 
     ``state_vectors``: of how many vectors of the model's size a state is: records that are fewer bytes together stay,
     as whoever lacks those rounds fetches them. ``needed_since``: the round that made the oldest state that this peer
-    may go on from, None for none: later records stay."""
+    may go on from, None for none: later records stay, as far as there is room for them."""
 
     def __init__(
         self,
@@ -131,24 +136,26 @@ class RecordKeeper:
 
     async def _tidy(self) -> None:
         numbers, since = await in_thread(self.records.numbers), self.needed_since()
-        old = numbers[: -self._worth_keeping(numbers)]
-        old = old if since is None else [number for number in old if number <= since]
+        worth = max(KEPT_RECORDS, min(self._newest_within(numbers, self._state_vectors), MOST_FOR_OTHERS))
+        most = max(worth, self._newest_within(numbers, MOST_MODELS, MOST_BYTES))
+        older, too_old = numbers[:-worth], set(numbers[:-most])
+        old = [number for number in older if since is None or number <= since or number in too_old]
         for number in old:
             if self._offered.pop(number, None) is not None and number not in self._from_memory:
                 self._endpoint.retract(_blob(number))
         await in_thread(self.records.remove, old)
 
-    def _worth_keeping(self, numbers: list[int]) -> int:
-        """How many of the newest stay for others' sake."""
-        worth, size_bytes = 0, 0
+    def _newest_within(self, numbers: list[int], models: int, size_bytes: int = 0) -> int:
+        """How many of the newest are together fewer bytes than so many anchors, or than ``size_bytes``."""
+        count, together_bytes = 0, 0
         for number in reversed(numbers):
             record = self._offered.get(number)
             if record is not None and record.verdict.plan is not None:
-                size_bytes += record.result_bytes
-                if size_bytes >= 4 * self._state_vectors * record.verdict.plan.parts[-1].stop:
+                together_bytes += record.result_bytes
+                if together_bytes >= max(4 * models * record.verdict.plan.parts[-1].stop, size_bytes):
                     break
-            worth += 1
-        return max(KEPT_RECORDS, min(worth, MOST_FOR_OTHERS))
+            count += 1
+        return count
 
     # Serving ------------------------------------------------------------------------------------------------
 

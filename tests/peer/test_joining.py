@@ -80,7 +80,7 @@ class World:
         return [fields["anchor_version"] for event, fields in self.events if event == "state_fetched"]
 
     async def agree(self, candidate: State | None = None, catch_up: CatchUp | None = None) -> State:
-        own: Any = SimpleNamespace(find=lambda version, digest: candidate, tell=lambda: ())
+        own: Any = SimpleNamespace(find=lambda version, digest: candidate, newest=candidate, tell=lambda: ())
         found = await agree_on_state(self, own, SHAPE, self.downloads, catch_up)
         assert (found.version, found.digest) == (self.view.anchor_version, self.view.state_digest)
         assert torch.equal(found.values, STATES[found.version].values)
@@ -211,5 +211,19 @@ def test_the_newest_is_waited_for_with_what_has_come_of_it(tmp_path: Path) -> No
         assert now_s() - came_s < 20.0
         sent = [step.chunk for step in world.network.log if step.blob.kind == "state"]
         assert (sent.count(0), sent.count(1)) == (1, 1), "what had come is not sent again"
+
+    run(main())
+
+
+def test_a_donor_that_had_another_state_is_asked_again_when_there_is_nobody_else(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(1, tmp_path)
+        world.donor.hold(State.of(torch.full(SHAPE, 7.0), 1))
+        joining = asyncio.ensure_future(world.agree())
+        await asyncio.sleep(60.0)
+        refusals = [fields["donor"] for event, fields in world.events if event == "donor_refused"]
+        assert 2 <= len(refusals) <= 4, "named, and not asked all the time"
+        world.donor.hold(STATES[1])
+        await joining
 
     run(main())

@@ -131,6 +131,28 @@ def test_three_stay_and_those_that_a_checkpoint_needs(tmp_path: Path) -> None:
     with_keeper(tmp_path, main)
 
 
+def test_checkpoints_that_are_never_written_do_not_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_keeper, "MOST_MODELS", 2)
+
+    async def main(kept: Kept) -> None:
+        kept.since = 0  # and no other checkpoint since
+        for number in range(12):
+            kept.keeper.add(*round_of(number))
+            await asyncio.sleep(0.01)
+        assert kept.records.numbers() == list(range(1, 12)), "they are so small that all stay"
+        monkeypatch.setattr(record_keeper, "MOST_BYTES", 0)
+        kept.keeper.add(*round_of(12))
+        await asyncio.sleep(0.01)
+        size_bytes = kept.records.open(12).result_bytes
+        rounds = len(kept.records.numbers())
+        assert rounds * size_bytes < 2 * 4 * ELEMENTS <= (rounds + 1) * size_bytes
+        assert kept.records.numbers() == kept.offered == list(range(13 - rounds, 13))
+
+    with_keeper(tmp_path, main)
+
+
 def test_as_many_stay_as_are_fewer_bytes_than_a_state(tmp_path: Path) -> None:
     async def main(kept: Kept) -> None:
         for number in range(12):
