@@ -1,13 +1,14 @@
 """Whose keys a host uses, and what it leaves in its folder and in the backup."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from shoal.peer import hosting
-from shoal.peer.hosting import host_identity
+from shoal.peer.hosting import HostOptions, host, host_identity
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.errors import IdentityError
+from shoal.swarm.errors import IdentityError, UserError
 from shoal.swarm.identity import Identity
 
 RUN_HASH = b"r" * 32
@@ -65,3 +66,12 @@ def test_keys_that_others_may_read_are_not_taken_over(home: Path, state: Path) -
     with pytest.raises(IdentityError, match="chmod 600"):
         host_identity(None, state)
     assert not (state / "identity").exists()
+
+
+def test_a_backup_in_the_same_place_is_none(state: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text('[run]\nname = "reef"\n[recipe]\nname = "own"\n[round]\ntokens = 1\n')
+    options = HostOptions(None, state.parent, backup=tmp_path / "." / "state")
+    with pytest.raises(UserError, match="another disk"):
+        asyncio.run(host(run, options, lambda _: None, lambda _: None))
+    assert not state.exists()

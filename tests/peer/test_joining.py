@@ -80,7 +80,7 @@ class World:
         return [fields["anchor_version"] for event, fields in self.events if event == "state_fetched"]
 
     async def agree(self, candidate: State | None = None, catch_up: CatchUp | None = None) -> State:
-        own: Any = SimpleNamespace(find=lambda version, digest: candidate, tell=lambda: ())
+        own: Any = SimpleNamespace(newest=None, find=lambda version, digest: candidate, tell=lambda: ())
         found = await agree_on_state(self, own, SHAPE, self.downloads, catch_up)
         assert (found.version, found.digest) == (self.view.anchor_version, self.view.state_digest)
         assert torch.equal(found.values, STATES[found.version].values)
