@@ -82,8 +82,10 @@ def host_command(
     def on_start(hosting: Hosting) -> None:
         console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
         console.print(f"Files   {hosting.state}")
+        if backup is not None:
+            console.print(f"Backup  {backup / hosting.invite.run}")
         if hosting.resumed_round:
-            console.print(f"Resumed in round {hosting.resumed_round}")
+            console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
         console.print("Invite  (one command joins a machine)")
         console.print(f"\n  shoal join '{hosting.invite}'\n", soft_wrap=True, highlight=False)
 

@@ -21,7 +21,7 @@ from shoal.peer.replay import Replayed, replay
 from shoal.peer.replay import table as replay_table
 from shoal.peer.session import SHOAL_HOME
 from shoal.peer.verifying import Refused, find_checkpoints, summary, verify_checkpoints, verify_notes, verify_table
-from shoal.swarm.errors import RecipeError, StateFileError, UserError
+from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.identity import Identity, key_text
 from shoal.swarm.invite import Invite
 
@@ -67,6 +67,8 @@ def verify_command(
     wrong = [one for one in results if isinstance(one, Refused)]
     for one in wrong:
         console.print(printable(one.reason), style="red", markup=False, highlight=False, soft_wrap=True)
+    if wrong and all(one.is_for_others for one in wrong):
+        raise SealedForOthers(f"{len(wrong)} of {len(results)} checkpoints are sealed for others, and not checked")
     if wrong:
         raise StateFileError(summary(results))
 

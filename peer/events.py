@@ -86,6 +86,19 @@ def _synced(event: Event) -> str:
     return f"holds version {event.get('anchor_version')} of the anchor · {_short(event.get('digest'))}{source}"
 
 
+def _state_fetched(event: Event) -> str:
+    donors, resumed = event.get("donors") or (), event.get("resumed")
+    words = [
+        f"fetched version {event.get('anchor_version')} of the state",
+        f"{_of(event.get('chunks'), 'chunk')} from {_peers(donors)} in {duration_text(event.get('seconds') or 0)}",
+    ]
+    return " · ".join([*words, *([f"{resumed} were here from before"] if resumed else [])])
+
+
+def _donor_refused(event: Event) -> str:
+    return f"{event.get('donor')} is asked for no more of the state: {event.get('reason')}"
+
+
 def _committed(event: Event) -> str:
     without = "" if event.get("included", True) else " · without this peer's work"
     return " · ".join(
@@ -134,7 +147,7 @@ def _round_reopened(event: Event) -> str:
 
 def _round_planned(event: Event) -> str:
     parts = event.get("parts")
-    return f"round {event.get('round')} averages {_peers(event.get('members'))} in {parts} parts"
+    return f"round {event.get('round')} averages {_peers(event.get('members'))} in {_of(parts, 'part')}"
 
 
 def _verdict(event: Event) -> str:
@@ -184,6 +197,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "status": _words,
     "joined": _joined,
     "synced": _synced,
+    "state_fetched": _state_fetched,
+    "donor_refused": _donor_refused,
     "committed": _committed,
     "aborted": _aborted,
     "resync": _resync,
@@ -200,8 +215,11 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
 
 
 def _peers(members: Any) -> str:
-    number = len(members) if isinstance(members, list | tuple) else members or 0
-    return f"{number} peer{'' if number == 1 else 's'}"
+    return _of(len(members) if isinstance(members, list | tuple | dict) else members, "peer")
+
+
+def _of(number: Any, what: str) -> str:
+    return f"{number or 0} {what}{'' if number == 1 else 's'}"
 
 
 def _short(digest: Any) -> str:

@@ -23,7 +23,7 @@ from shoal.peer.recipes import load_model, load_recipe
 from shoal.peer.rounded_anchor import fetch_rounded_anchor
 from shoal.peer.state_fetch import StateFetch
 from shoal.peer.state_forms import form_named
-from shoal.swarm.errors import RecipeError, StateFileError, StorageError
+from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, StorageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.observer import observe
@@ -39,14 +39,17 @@ def newest_checkpoint(source: Path, identity: Identity | None = None) -> Checkpo
     Raises ``StateFileError``."""
     if any((source / name).exists() for name in (MANIFEST, ENVELOPE)):
         return read_checkpoint(opened(FolderSource(source), identity))
-    damaged = ""
+    refused: StateFileError | None = None
     found = [path.parent for name in (MANIFEST, ENVELOPE) for path in source.glob(f"**/round-*/{name}")]
     for place in sorted(found, key=lambda folder: folder.name, reverse=True):
         try:
             return read_checkpoint(opened(FolderSource(place), identity))
         except StateFileError as error:
-            log.warning("a checkpoint is damaged, an older one may do: %s", error)
-            damaged = f" that is whole; {error}"
+            log.warning("a checkpoint cannot be used, an older one may do: %s", error)
+            refused = error
+    if isinstance(refused, SealedForOthers):
+        raise refused
+    damaged = f" that is whole; {refused}" if refused else ""
     raise StateFileError(
         f"{source}: no checkpoint here{damaged}; give a run's folder (~/.shoal/runs/RUN-HASH), a checkpoint's, or the "
         "run's invite while it is running"

@@ -16,7 +16,7 @@ from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.journal_files import JOURNAL
 from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.errors import IdentityError, StorageError, WireError
+from shoal.swarm.errors import IdentityError, StorageError, UserError, WireError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Address, Invite
 from shoal.swarm.run_file import load_run_file
@@ -52,6 +52,7 @@ class Hosting:
     run_hash: bytes
     state: Path
     resumed_round: int
+    resumed_version: int
 
 
 async def host(
@@ -63,6 +64,8 @@ async def host(
     """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …"""
     text, run = load_run_file(run_path)
     state = options.state / run.run.name
+    if options.backup is not None and options.backup.resolve() == options.state.resolve():
+        raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
     identity, pem = host_identity(options.identity, state)
     backup = Backup(options.backup / run.run.name) if options.backup else None
     journal = Journal(state, run.hash, text, backup)
@@ -97,7 +100,7 @@ async def host(
                     backup.keep(name, data)
             _write(state / "run.toml", text.encode())
             service.observe(on_fact)
-            on_start(Hosting(invite, run.hash, state, service.machine.round.number))
+            on_start(Hosting(invite, run.hash, state, service.machine.round.number, service.machine.anchor_version))
             await service.wait(stop)
     finally:
         journal.close()

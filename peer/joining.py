@@ -145,6 +145,7 @@ async def agree_on_state(
     What was begun to be fetched is fetched to its end while somebody serves it, if ``catch_up`` can bring it up to the
     newest; without that only the newest will do."""
     tried: State | None = None
+    missing: int | None = None
     while True:
         view = holder.client.view
         mine = await in_thread(own.find, view.anchor_version, view.state_digest)
@@ -159,8 +160,11 @@ async def agree_on_state(
                 continue
         view = holder.client.view
         if view.state_digest is None:
-            log.info("nobody holds version %d yet; waiting for a peer that does", view.anchor_version)
-            await holder.tell(await in_thread(own.tell))
+            kept = await in_thread(own.tell)
+            if missing != view.anchor_version:
+                missing = view.anchor_version
+                log.info("%s", _waiting_for(missing, kept))
+            await holder.tell(kept)
             await _until_news(holder.client, view.anchor_version)
             continue
         newest = Wanted(view.anchor_version, view.state_digest, shape)
@@ -180,6 +184,14 @@ async def agree_on_state(
             if wanted != newest:
                 await downloads.drop()
         await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+def _waiting_for(version: int, kept: Sequence[KeptState]) -> str:
+    words = f"nobody holds version {version} now; waiting for a peer that does"
+    if not kept:
+        return words
+    newest = kept[0].anchor_version
+    return f"{words}, or until the run goes back (here is version {newest}; `shoal status` says when)"
 
 
 async def _until_news(client: CoordinatorClient, version: int) -> None:
@@ -208,5 +220,5 @@ async def _caught_up(state: State, catch_up: CatchUp) -> State | None:
     try:
         return await catch_up(state)
     except LinkError as error:
-        log.info("version %d cannot be caught up from: %s", state.version, error)
+        log.info("version %d is not caught up from: %s", state.version, error)
         return None

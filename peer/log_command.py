@@ -9,7 +9,7 @@ from rich.text import Text
 
 from shoal.peer.history import ChainCheck
 from shoal.peer.log_sources import Log
-from shoal.peer.log_view import log_head, log_table, round_details, verdict_json
+from shoal.peer.log_view import log_foot, log_head, log_table, round_details, verdict_json
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.messages import Verdict
 
@@ -31,7 +31,7 @@ def show_log(log: Log, console: Console, last: int = 0, round_number: int | None
             error = {"error": str(broken), "round": checked[-1].round + 1 if checked else 0, "signature_ok": False}
             console.out(json.dumps(error), highlight=False)
     else:
-        _print(log, shown, console, in_detail=round_number is not None)
+        _print(log, shown, checked, console, in_detail=round_number is not None)
     if broken is not None:
         if not json_lines:
             console.print(Text(f"the chain is broken: {broken}", style="bold red"), soft_wrap=True)
@@ -53,7 +53,7 @@ def _check(log: Log) -> tuple[list[Verdict], StateFileError | None]:
     return checked, StateFileError(log.damage) if log.damage else None
 
 
-def _print(log: Log, shown: list[Verdict], console: Console, *, in_detail: bool) -> None:
+def _print(log: Log, shown: list[Verdict], checked: list[Verdict], console: Console, *, in_detail: bool) -> None:
     console.print(log_head(log.run, log.run_hash, log.coordinator_key))
     if in_detail:
         for verdict in shown:
@@ -62,6 +62,8 @@ def _print(log: Log, shown: list[Verdict], console: Console, *, in_detail: bool)
         console.print(log_table(shown, console.width))
     else:
         console.print(Text("\nno round has ended yet", style="yellow"))
+    if shown and not in_detail:
+        console.print(Text(log_foot(checked, console.width), style="dim"))
     if log.note:
         console.print(Text(log.note, style="yellow"), soft_wrap=True)
 

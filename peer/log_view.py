@@ -50,6 +50,12 @@ def log_table(verdicts: Sequence[Verdict], width: int) -> Table:
     return table
 
 
+def log_foot(checked: Sequence[Verdict], width: int) -> str:
+    """What was checked, shown or not; at least one verdict."""
+    which = f"Rounds {checked[0].round} to {checked[-1].round}: all hashes, links and signatures are right."
+    return which if width >= WIDE else f"{which}\nv: anchor version; members: how many, and the largest share"
+
+
 def _row(verdict: Verdict, wide: bool) -> list[RenderableType]:
     void = verdict.digests.count(None)
     cells: list[RenderableType] = [

@@ -68,7 +68,7 @@ class MissedRounds:
         sizes = {chain: await in_thread(self._steps.results_bytes, verdict) for chain, verdict in each.items()}
         size_bytes = sum(sizes[verdict.chain] for verdict in verdicts)
         if size_bytes >= state.values.nbytes:
-            raise LinkError(f"{len(verdicts)} rounds are {size_bytes} bytes: no fewer than a state")
+            raise LinkError(f"the {len(verdicts)} rounds since then are no fewer bytes than a state")
         return size_bytes
 
     async def _results(self, verdict: Verdict) -> ResultStore:

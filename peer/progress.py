@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _REFRESHES_A_SECOND = 4
 _LINE_EVERY_S = 10.0
 _HANDLER = "shoal-console"
+_LASTING = frozenset({"joined", "state_fetched", "donor_refused", "synced"})
+"""Events that stay above the live panel, whose few lines the next rounds push out."""
 
 
 def setup_logging(console: Console, verbose: bool) -> None:
@@ -128,10 +130,11 @@ class Reporter:
         """Log it and show it. From any thread."""
         self.record(event)
         line = plain_line(event)
+        if event.get("event") in _LASTING or not self._console.is_terminal:
+            self._print(line)
+            return
         with self._lock:
             self._lines.append(line)
-        if not self._console.is_terminal:
-            self._print(line)
 
     def watch(self, session: Session) -> None:
         """Show this session from now on; read it four times a second in a terminal, else every ten seconds."""

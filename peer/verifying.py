@@ -16,7 +16,7 @@ from shoal.peer.checkpoints.store import CHECKPOINTS
 from shoal.peer.events import bytes_text, count_text, printable
 from shoal.peer.history import check_chain, unpack_history
 from shoal.peer.history_file import HISTORY_FILE
-from shoal.swarm.errors import RunFileError, StateFileError
+from shoal.swarm.errors import RunFileError, SealedForOthers, StateFileError
 from shoal.swarm.identity import Identity
 from shoal.swarm.messages import Verdict
 from shoal.swarm.run_file import parse_run_file
@@ -37,10 +37,11 @@ class Verified:
 
 @dataclass(frozen=True)
 class Refused:
-    """A checkpoint, or a history, that is not what it has to be."""
+    """A checkpoint, or a history, that is not what it has to be; or is sealed for others, so that nobody can tell."""
 
     place: Path
     reason: str
+    is_for_others: bool = False
 
     @property
     def is_history(self) -> bool:
@@ -76,8 +77,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint in this folder, or all below it. Raises ``StateFileError`` when there is none."""
     if any((folder / name).exists() for name in (MANIFEST, ENVELOPE)):
         return [folder]
-    found = sorted({path for path in folder.glob(f"**/{CHECKPOINTS}/*round-*") if not path.name.startswith(".")})
-    found = found or sorted(path for path in folder.glob("*round-*") if not path.name.startswith("."))
+    # Copies lie right below a peer's folder, a peer's own in one for all checkpoints.
+    found = sorted(path for path in folder.glob("**/*round-*/") if not path.name.startswith("."))
     if not found:
         raise StateFileError(f"{folder}: no checkpoint here; give its folder, a peer's, or a run's (~/.shoal/runs/…)")
     return found
@@ -92,7 +93,7 @@ def verify_checkpoints(folders: Iterable[Path], identity: Identity | None = None
         try:
             whole.append(_Read(folder, *_check(folder, identity)))
         except StateFileError as error:
-            results[folder] = Refused(folder, str(error))
+            results[folder] = Refused(folder, str(error), isinstance(error, SealedForOthers))
     histories: dict[Path, _History] = {}
     for path in sorted({one.history for one in whole if one.history and one.history.exists()}):
         try:

@@ -105,7 +105,7 @@ class CheckpointStore:
                 try:
                     return self.load(kept)
                 except StateFileError as error:
-                    log.warning("a checkpoint is damaged, an older one may do: %s", error)
+                    log.warning("a checkpoint cannot be used, an older one may do: %s", error)
         return None
 
     @contextmanager

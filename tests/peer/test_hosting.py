@@ -10,7 +10,7 @@ from tests.swarm.coordinator.world import SIGNER
 from shoal.peer.hosting import Hosting, HostOptions, check_keys, host, host_identity
 from shoal.swarm.coordinator.backup import Backup
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.errors import IdentityError
+from shoal.swarm.errors import IdentityError, UserError
 from shoal.swarm.identity import Identity
 from shoal.swarm.run_file import load_run_file
 
@@ -78,3 +78,12 @@ def test_wrong_keys_change_nothing_in_the_backup(state: Path, tmp_path: Path) ->
         asyncio.run(host(toml, options, started, lambda _: None))
     assert (tmp_path / "backup" / "reef" / "identity").read_bytes() == b"the right keys"
     Journal(state, run.hash, text).close()
+
+
+def test_a_backup_in_the_same_place_is_none(state: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text('[run]\nname = "reef"\n[recipe]\nname = "own"\n[round]\ntokens = 1\n')
+    options = HostOptions(None, state.parent, backup=tmp_path / "." / "state")
+    with pytest.raises(UserError, match="another disk"):
+        asyncio.run(host(run, options, lambda _: None, lambda _: None))
+    assert not state.exists()

@@ -194,6 +194,14 @@ def test_the_last_rounds_only(tmp_path: Path) -> None:
     assert CHAIN[2].chain.hex()[:12] not in text
 
 
+def test_it_says_what_was_checked(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    for width in (80, 160):
+        words = "Rounds 0 to 4: all hashes, links and signatures are right."
+        assert words in shown(path, width, last=2)
+    assert "members: how many" in shown(path, 80)
+
+
 def test_one_round_in_detail(tmp_path: Path) -> None:
     path = written(tmp_path)
     text = shown(path, round_number=1)

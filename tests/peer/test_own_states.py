@@ -1,5 +1,6 @@
 """Which of its own states a peer goes on from, and what it tells of them while nobody holds the run's."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,12 +118,15 @@ def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run(caplog: pytest.Lo
     mine = own(state(5, 0.5), before, initial=initial)
     mine._keeper.store = SimpleNamespace(kept=lambda: kept(before))  # type: ignore[union-attr,assignment]
     run.view.anchor_version = 6
+    caplog.set_level(logging.INFO)
     downloads: Any = NoDownloads()
     holder: Any = run
     found = run_virtual(agree_on_state(holder, mine, (2, 4), downloads, None))
     assert found is before is run.held
     assert run.told == [kept(state(5, 0.5), before, initial)]
     assert "the run went back: nobody holds it any more" in caplog.text
+    assert "nobody holds version 6 now" in caplog.text
+    assert "here is version 5" in caplog.text
 
 
 def test_a_state_that_is_not_the_runs_is_let_go() -> None:

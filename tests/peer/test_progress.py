@@ -296,6 +296,8 @@ def test_a_plan_carries_the_tokens_of_its_members() -> None:
     [
         {"event": "joined", "run": "whale", "peer": PEERS[0], "reachable": False},
         {"event": "synced", "anchor_version": 3, "digest": "ab" * 32},
+        {"event": "state_fetched", "anchor_version": 3, "chunks": 1, "resumed": 1, "donors": {}, "seconds": 1.2},
+        {"event": "donor_refused", "donor": PEERS[0], "anchor_version": 3, "reason": "why"},
         {"event": "committed", "round": 1, "loss": None, "tokens": 5, "members": 1, "digest": "ab" * 32},
         {"event": "aborted", "round": 1, "reason": "why"},
         {"event": "resync", "reason": "why"},
@@ -306,6 +308,15 @@ def test_a_plan_carries_the_tokens_of_its_members() -> None:
 )
 def test_every_event_has_words(event: dict[str, Any]) -> None:
     assert len(sentence(event)) > 0
+
+
+def test_what_was_fetched_is_told_in_words() -> None:
+    fetched = {"event": "state_fetched", "anchor_version": 3, "chunks": 9, "resumed": 0, "seconds": 4.2}
+    fetched["donors"] = {PEERS[0]: 8, PEERS[1]: 1}
+    assert sentence(fetched) == "fetched version 3 of the state · 9 chunks from 2 peers in 4 s"
+    assert sentence(fetched | {"resumed": 5}).endswith(" · 5 were here from before")
+    refused = {"event": "donor_refused", "donor": PEERS[0], "anchor_version": 3, "reason": "a wrong chunk"}
+    assert sentence(refused) == f"{PEERS[0]} is asked for no more of the state: a wrong chunk"
 
 
 def test_names_cannot_move_the_cursor() -> None:
@@ -397,6 +408,20 @@ def test_live_view_of_a_session() -> None:
     ):
         assert words in shown
     assert "round 6 committed" in shown
+
+
+def test_what_it_goes_on_from_stays_above_the_panel() -> None:
+    console = terminal()
+    with Reporter(console, None) as reporter:
+        watch(reporter, FakeSession())
+        reporter.on_event({"event": "synced", "time": 1.0, "anchor_version": 95, "digest": "ab" * 32, "checkpoint": 94})
+        for number in range(9):
+            reporter.on_event({"event": "committed", "time": 1.0, "round": number, "loss": 2.6, "members": 4})
+        panel = Console(file=io.StringIO(), width=100)
+        panel.print(reporter.render())
+    assert "holds version 95 of the anchor · abababab · with the checkpoint of round 94" in output(console)
+    assert "round 8 committed" in output(panel)
+    assert "holds version" not in output(panel)
 
 
 def test_a_failed_session_keeps_its_last_view_and_is_not_asked_again() -> None:

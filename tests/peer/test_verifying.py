@@ -248,6 +248,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert isinstance(done.exception, StateFileError)
 
 
+def test_copies_are_found_from_any_folder_above(tmp_path: Path) -> None:
+    place = write(tmp_path / "peer", planned_chain(2), 1)
+    copy = tmp_path / "copies" / "reef-12345678" / "peer" / place.name
+    shutil.copytree(place, copy)
+    for folder in (copy, *copy.parents[:3]):
+        assert find_checkpoints(folder) == [copy]
+
+
 def test_a_checkpoint_that_was_set_aside_can_be_verified(tmp_path: Path) -> None:
     place = write(tmp_path, planned_chain(2), 1)
     aside = place.rename(place.with_name(f"other-{place.name}-00"))

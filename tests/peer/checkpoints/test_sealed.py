@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.peer.checkpoints.making import IDENTITY, RUN, MemorySource, contents
+from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
@@ -12,6 +13,7 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.sealed_file import HEADER_BYTES, SEGMENT_BYTES, TAG_BYTES, seal, sealed_bytes, unseal
 from shoal.peer.checkpoints.sealed_folder import ENVELOPE, SealedSource, opened
 from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.cli import app
 from shoal.peer.export import export_model
 from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import SealedForOthers, StateFileError
@@ -208,7 +210,23 @@ def test_it_is_verified_and_exported_by_its_readers(tmp_path: Path) -> None:
             (refused,) = verify_checkpoints(find_checkpoints(folder), nobody)
             assert isinstance(refused, Refused)
             assert "sealed" in refused.reason
+            assert refused.is_for_others
         out = tmp_path / "out" / "model.safetensors"
         assert export_model(folder, out, READER) == 3
-        with pytest.raises(StateFileError, match="sealed"):
+        with pytest.raises(SealedForOthers, match="sealed"):
             export_model(folder, tmp_path / "other" / "model.safetensors")
+
+
+def test_to_be_sealed_for_others_is_no_damage(tmp_path: Path) -> None:
+    kept = sealing_store(tmp_path / "run" / "checkpoints").write(contents(2, OWN))
+    stranger = str(tmp_path / "stranger")
+    Identity.load_or_create(Path(stranger))
+    done = CliRunner().invoke(app, ["verify", str(tmp_path), "--identity", stranger])
+    assert isinstance(done.exception, SealedForOthers)
+    done = CliRunner().invoke(app, ["replay", str(tmp_path), "--identity", stranger])
+    assert isinstance(done.exception, SealedForOthers)
+    envelope = kept.folder / ENVELOPE
+    envelope.write_bytes(envelope.read_bytes()[:-1])
+    done = CliRunner().invoke(app, ["verify", str(tmp_path), "--identity", stranger])
+    assert isinstance(done.exception, StateFileError)
+    assert not isinstance(done.exception, SealedForOthers)
