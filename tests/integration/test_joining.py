@@ -23,14 +23,14 @@ STILL = (sys.executable, str(HERE / "slow_member.py"), "3600")
 """``shoal`` that never gets to the end of a step: the round stays as it is, and its state is served."""
 
 WIDTH = 256
-"""The state has seven chunks."""
+"""The state has seven chunks. It is fetched where two rounds have no fewer bytes, so they go as float32."""
 
 
 def test_a_killed_joiner_goes_on_where_it_was(swarm: Swarm) -> None:
     # A round closes by tokens, so that none does once its only member stands still.
-    host = swarm.host(run_toml(width=WIDTH, tokens=512, max_s=3600))
+    host = swarm.host(run_toml(width=WIDTH, codec="float32", tokens=512, max_s=3600))
     donor = swarm.member(host.invite, "donor")
-    donor.committed(within_s=START_S + ROUNDS_S)
+    donor.committed(after=donor.committed(within_s=START_S + ROUNDS_S)["round"])
     donor.leave()
     donor.command = [*STILL, *donor.command[donor.command.index("join") :]]
     donor.start()
@@ -60,12 +60,12 @@ def test_a_killed_joiner_goes_on_where_it_was(swarm: Swarm) -> None:
 
 
 def test_a_donor_is_killed_in_the_midst_of_a_download(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(width=WIDTH))
+    host = swarm.host(run_toml(width=WIDTH, codec="float32"))
     armed = swarm.folder / "armed"
     other = swarm.member(host.invite, "other")
     doomed = swarm.member(host.invite, "doomed", launcher=(*DOOMED_MEMBER, "sharing", "2", str(armed)))
     for member in (other, doomed):
-        member.committed(within_s=START_S + ROUNDS_S)
+        member.committed(after=member.committed(within_s=START_S + ROUNDS_S)["round"])
     armed.touch()
     joiner = swarm.member(host.invite, "joiner")
     assert doomed.exit_code(START_S + ROUNDS_S) == KILLED, doomed.tail()
