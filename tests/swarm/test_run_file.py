@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from shoal.swarm.errors import RunFileError
-from shoal.swarm.identity import Identity, key_text, parse_key
+from shoal.swarm.identity import parse_key
 from shoal.swarm.run_file import MAX_RUN_FILE_BYTES, RunFile, load_run_file, parse_run_file
 
 LEAST = """
@@ -327,7 +327,7 @@ def test_a_run_file_never_changes() -> None:
     assert RunFile.model_validate(run.model_dump()) == run
 
 
-READER = key_text(Identity.generate().public_key)
+READER = "aoqqpp7tzyil4hlq3umoos6atft6jvrqtosq2xy53sdgiesvgg4a"
 
 
 def test_readers_of_sealed_checkpoints() -> None:
