@@ -101,8 +101,10 @@ class RoundRecords:
         return self.folder / f"{number:08d}.safetensors"
 
     def numbers(self) -> list[int]:
-        """The rounds that there are files of, lowest first."""
-        return sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdecimal())
+        """The rounds that there are files of, lowest first; none where the folder cannot be read."""
+        with suppress(OSError):
+            return sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdecimal())
+        return []
 
     def open(self, number: int) -> RoundRecord:
         """Raises ``StateFileError`` naming the file and what is wrong with it."""
@@ -131,8 +133,8 @@ class RoundRecords:
 
     def clean(self) -> None:
         """Remove what killed writers left."""
-        for path in self.folder.glob(".*.safetensors.new"):
-            with suppress(OSError):
+        with suppress(OSError):
+            for path in self.folder.glob(".*.safetensors.new"):
                 path.unlink(missing_ok=True)
 
 

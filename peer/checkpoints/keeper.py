@@ -42,17 +42,21 @@ class Subject:
     outer_vectors: int
     coordinator_key: bytes
 
-    def about(self, state: State, verdict: Verdict) -> About:
-        """``state`` is what ``verdict`` made. Raises ``RecipeError`` for a config that is no JSON."""
+    def __post_init__(self) -> None:
+        """Raises ``RecipeError`` for a config that is no JSON: now, and not after the first round."""
         try:
             recipe = json.loads(json.dumps(self.recipe_config, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise RecipeError(f"the recipe's config has to be JSON, to stand in checkpoints: {error}") from error
+        object.__setattr__(self, "recipe_config", recipe)
+
+    def about(self, state: State, verdict: Verdict) -> About:
+        """``state`` is what ``verdict`` made."""
         return About(
             run=self.run.run.name,
             run_hash=self.run.hash.hex(),
             run_toml=self.run_toml,
-            recipe=recipe,
+            recipe=self.recipe_config,
             layout=self.layout,
             outer_vectors=self.outer_vectors,
             round=verdict.round,

@@ -71,7 +71,7 @@ def test_rounds_that_are_more_bytes_than_a_state_are_not_fetched(tmp_path: Path)
     async def main() -> None:
         async with stateful_swarm(tmp_path, 3, run_toml(2 * SAMPLES, "int8"), ELEMENTS) as (run, members):
             late = await cut_off_for(8, run, members)
-            with pytest.raises(LinkError, match="no fewer than a state"):
+            with pytest.raises(LinkError, match="no fewer bytes than a state"):
                 await late.missed(late.state)
             assert run.network.log == []
 

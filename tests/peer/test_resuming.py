@@ -17,13 +17,14 @@ from tests.peer.test_replica import FakeNetwork
 from torch import Tensor, nn
 
 from shoal.peer.checkpoints.checkpoint import unpack_verdicts
+from shoal.peer.checkpoints.keeper import Subject
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout
 from shoal.peer.replica import Brought, Replica
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed
-from shoal.swarm.errors import StorageError
+from shoal.swarm.errors import RecipeError, StorageError
 from shoal.swarm.messages import Verdict
 from shoal.swarm.run_file import parse_run_file
 from shoal.swarm.verdicts import genesis
@@ -366,3 +367,10 @@ def test_the_residual_belongs_to_its_state_and_the_optimizer_to_the_peer(tmp_pat
     expected = [one["exp_avg"] for one in life.optimizer.state_dict()["state"].values()]
     assert all(torch.equal(one, two) for one, two in zip(moments, expected, strict=True))
     assert moments
+
+
+def test_a_recipes_config_that_cannot_stand_in_a_checkpoint_is_refused_at_the_start() -> None:
+    run = Run("diloco").file
+    for config in ({"layers": {1, 2}}, {"lr": float("nan")}):
+        with pytest.raises(RecipeError, match="has to be JSON"):
+            Subject(run, "", config, (), 1, bytes(32))

@@ -162,3 +162,14 @@ def test_what_killed_writers_left_is_removed(records: RoundRecords) -> None:
     assert len(list(records.folder.iterdir())) == 1
     records.remove([3, 9])
     assert records.numbers() == []
+
+
+def test_a_folder_that_cannot_be_read_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = RoundRecords(tmp_path, OWNER)
+
+    def refused(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "glob", refused)
+    records.clean()
+    assert records.numbers() == []
