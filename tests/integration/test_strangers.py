@@ -105,7 +105,7 @@ def test_strangers(swarm: Swarm) -> None:
         ]
         command = (sys.executable, str(HERE / "strangers.py"), str(swarm.folder))
         strangers = swarm.command("strangers", *command, *[invite for invite, _, _ in tries])
-        with socket.create_connection(("127.0.0.1", Invite.parse(host.invite).port)) as connection:
+        with socket.create_connection(("127.0.0.1", Invite.parse(host.invite).addresses[0][1])) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: shoal\r\n\r\n" + bytes(10_000))
             assert strangers.exit_code(START_S + SOON_S) == 0, strangers.tail()
     found = [json.loads(line) for line in strangers.text().splitlines() if line.startswith("{")]
