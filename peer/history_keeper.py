@@ -35,7 +35,6 @@ class HistoryKeeper:
         self._path = path
         self._file: HistoryFile | None = None
         self._lock = asyncio.Lock()
-        self._has_grown = asyncio.Event()
 
     async def run(self) -> None:
         """For as long as the membership lasts. A disk that refuses is a warning, and tried again."""
@@ -47,19 +46,6 @@ class HistoryKeeper:
             except (LinkError, StateFileError, StorageError) as error:
                 log.warning("the history of the run has to wait: %s", error)
                 await asyncio.sleep(self._client.deadlines.patience_s)
-
-    async def up_to(self, round_number: int, timeout_s: float) -> tuple[Verdict, ...]:
-        """The verdicts of all rounds up to and with this one; none when they are not there in time.
-
-        Raises ``StorageError``."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._file is None or self._file.chain.rounds <= round_number:
-                    self._has_grown.clear()
-                    await self._has_grown.wait()
-        except TimeoutError:
-            return ()
-        return await self._from_disk(0, round_number + 1)
 
     async def since(self, first: int) -> list[Verdict]:
         """The run's verdicts from round ``first`` on: what is kept here, and only the rest from the coordinator.
@@ -81,7 +67,6 @@ class HistoryKeeper:
         if self._file is None:
             origin = Origin(run_toml=client.run_toml, coordinator=client.coordinator)
             self._file = await in_thread(HistoryFile, self._path, origin)
-            self._has_grown.set()
         file = self._file
         start = genesis(client.run_file.hash)
         view = await client.wait_for(lambda view: (view.verdict.chain if view.verdict else start) != file.chain.chain)
@@ -136,7 +121,6 @@ class HistoryKeeper:
         assert self._file is not None
         async with self._lock:
             await in_thread(self._file.append, verdicts)
-        self._has_grown.set()
 
 
 async def fetch_verdicts(client: CoordinatorClient, first: int) -> list[Verdict]:

@@ -111,10 +111,6 @@ class RecordFile:
             raise StorageError(f"{self.path}: {_other_title(name, found)}")
         self.size_bytes = len(title)
 
-    def read_on(self) -> None:
-        """Take in what another process has appended since; for reading only."""
-        self._scan()
-
     def _scan(self) -> _Damage | None:
         """Read on until the end, or the first damage."""
         with open(self._descriptor, "rb", buffering=_BUFFER_BYTES, closefd=False) as file:
@@ -171,11 +167,6 @@ class RecordFile:
         if pack_record(self.kinds[number], data[9 : _HEADER.size], payload) != data:
             raise StorageError(f"{self.path}: record {number} at byte {start} is damaged. {RESTORE}")
         return payload
-
-    @property
-    def inode(self) -> int:
-        """Which file this is, whatever its name has come to stand for."""
-        return os.fstat(self._descriptor).st_ino
 
     def check_after(self, records: int) -> bytes:
         """The check of the last of the first so many records: two files with the same one have the same records."""

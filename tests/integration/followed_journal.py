@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from shoal.swarm.coordinator.facts import Fact
@@ -24,8 +25,8 @@ class FollowedJournal:
             if self._file is None:
                 self._file, self._taken = RecordFile(self._path, "journal", writable=False), 0
                 assert self._file.head["first"] == self._transactions, "compacted twice since we looked"
-            latest = self._path.stat().st_ino == self._file.inode
-            self._file.read_on()
+            latest = self._path.stat().st_ino == os.fstat(self._file._descriptor).st_ino
+            self._file._scan()  # what was appended since
             for number in range(self._taken, len(self._file.offsets)):
                 if self._file.kinds[number] != SNAPSHOT:
                     facts += facts_of(self._file, number)
