@@ -89,9 +89,10 @@ def run_peer(site: Site, invite: str, folder: Path, step_s: float) -> None:
     torch.set_num_threads(1)
     from shoal.peer.data import DataAbout
     from shoal.peer.inner_loop import make_inner
+    from shoal.peer.options import SessionOptions
     from shoal.peer.recipes import load_recipe
     from shoal.peer.replica import Brought
-    from shoal.peer.session import Session, SessionOptions
+    from shoal.peer.session import Session
 
     options = SessionOptions(identity=folder / "identity", state=folder / "state", bind=(site.address, 0))
     with Session.connect(invite, options) as session:

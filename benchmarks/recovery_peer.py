@@ -23,8 +23,9 @@ from torch.utils.data import TensorDataset
 
 from shoal.peer.checkpoints import keeper
 from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.options import SessionOptions
 from shoal.peer.replica import Brought
-from shoal.peer.session import Session, SessionOptions
+from shoal.peer.session import Session
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.messages import Blob, Role, Verdict
 from shoal.swarm.transport import Node, Sink

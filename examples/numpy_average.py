@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.peer.array_averager import ArrayAverager
-from shoal.peer.session import SHOAL_HOME, SessionOptions
+from shoal.peer.options import SHOAL_HOME, SessionOptions
 
 SAMPLES, INPUTS = 256, 20
 TRUE = np.linspace(-1.0, 1.0, INPUTS)

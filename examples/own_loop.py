@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.peer.session import SHOAL_HOME, Session, SessionOptions
+from shoal.peer.options import SHOAL_HOME, SessionOptions
+from shoal.peer.session import Session
 
 
 def load() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:

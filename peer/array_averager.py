@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.peer.network_thread import Interrupted
+from shoal.peer.options import SessionOptions
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.replica import Brought
-from shoal.peer.session import Session, SessionOptions
+from shoal.peer.session import Session
 from shoal.swarm.errors import UserError
 
 

@@ -19,9 +19,9 @@ from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
 from shoal.peer.descriptors import allow_descriptors, warn_host
 from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
+from shoal.peer.options import SHOAL_HOME, SessionOptions
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
 from shoal.peer.remote.commands import parse_copy_to
-from shoal.peer.session import SHOAL_HOME, SessionOptions
 from shoal.swarm.coordinator.facts import Fact
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.invite import Invite, parse_address, parse_addresses

@@ -15,11 +15,11 @@ from shoal.peer.events import printable
 from shoal.peer.export import export_from_run, export_model, read_model
 from shoal.peer.log_command import show_log
 from shoal.peer.log_sources import open_log
+from shoal.peer.options import SHOAL_HOME
 from shoal.peer.recipes.gpt import Gpt, generate
 from shoal.peer.remote.commands import list_copies, restore
 from shoal.peer.replay import Replayed, replay
 from shoal.peer.replay import table as replay_table
-from shoal.peer.session import SHOAL_HOME
 from shoal.peer.verifying import Refused, find_checkpoints, summary, verify_checkpoints, verify_notes, verify_table
 from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.identity import Identity, key_text

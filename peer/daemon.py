@@ -17,9 +17,10 @@ from shoal.peer.capability import autocast, choose_device, free_bytes, samples_t
 from shoal.peer.data import DataAbout
 from shoal.peer.inner_loop import InnerLoop, make_inner, optimizer_states
 from shoal.peer.network_thread import Interrupted
+from shoal.peer.options import SessionOptions
 from shoal.peer.recipes import load_recipe
 from shoal.peer.replica import Brought
-from shoal.peer.session import Session, SessionOptions
+from shoal.peer.session import Session
 from shoal.swarm.errors import RecipeError
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,14 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.peer.capability import describe_device
-from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
-from shoal.peer.closing import is_due
+from shoal.peer.closing import is_due, least_s
 from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
-from shoal.peer.remote.copying import CopyTo, RemoteCopies
+from shoal.peer.options import SessionOptions
+from shoal.peer.remote.copying import RemoteCopies
 from shoal.peer.replica import Brought, Replica
 from shoal.peer.round_records import RECORDS
 from shoal.peer.sample_order import SampleOrder
@@ -42,31 +41,10 @@ from shoal.swarm.coordinator_client import MemberInfo
 from shoal.swarm.errors import UserError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
-from shoal.swarm.messages import Role, RunView
+from shoal.swarm.messages import RunView
 from shoal.swarm.run_file import RunFile
 
 log = logging.getLogger(__name__)
-
-SHOAL_HOME = Path.home() / ".shoal"
-Event = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """Where this member lives. ``bind`` is where it listens (port 0: any free one, data on the next);
-    ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
-    whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``);
-    ``checkpoints``: which are kept, below ``state``; None: none; ``copy_to``: where they are copied to."""
-
-    identity: Path = SHOAL_HOME / "identity"
-    state: Path = SHOAL_HOME / "runs"
-    name: str = ""
-    bind: tuple[str, int] = ("0.0.0.0", 0)
-    advertise: tuple[str, int] = ("", 0)
-    role: Role = "trainer"
-    checkpoints: Retention | None = field(default_factory=Retention)
-    copy_to: CopyTo | None = None
-    on_event: Callable[[Event], None] | None = None
 
 
 class Session:
@@ -266,7 +244,7 @@ class Session:
             replica.start_afresh("the coordinator had given this peer up")
         elif view.must_resync and not self._stopping:
             replica.start_afresh("its state is not the run's")
-        elif self._is_due(0.0) or (self._stopping and view.phase == "closing"):
+        elif self._is_due(self._least_s()) or (self._stopping and view.phase == "closing"):
             return False if self._act(replica.close_round) else None
         else:
             return None if self._stopping else True
@@ -287,7 +265,9 @@ class Session:
 
     def wait_for_change(self) -> None:
         """Until the round or its phase changes, or half a second. Raises ``Interrupted`` when asked to stop."""
-        self._network.call(self._member.wait_for_change(0.5), interruptible=True)
+        closes_at_s = self._member.client.closes_at_s
+        left_s = 0.5 if closes_at_s is None else closes_at_s - time.monotonic()
+        self._network.call(self._member.wait_for_change(min(0.5, max(0.02, left_s))), interruptible=True)
 
     def report_progress(self) -> None:
         """Let the next heartbeats tell what is done."""
@@ -311,8 +291,12 @@ class Session:
             step_s,
             round_number=replica.round,
             exchanging=replica.exchanging,
-            has_samples=replica.samples.left > 0,
         )
+
+    def _least_s(self) -> float:
+        asks = self.options.role != "validator" and self.run_file.algorithm != "virtual_batch"
+        unknown_s = self._member.client.deadlines.heartbeat_s
+        return least_s(self._replica.samples.left, self._clock.step_s, unknown_s, may_ask=asks)
 
     def _act(self, on_round: Callable[[], object]) -> bool:
         """Close or conclude a round. Returns False when the wait for its end was given up, to stop."""

@@ -71,7 +71,7 @@ class RunMachine(Admission):
             self.announcements += 1
 
     def request_lease(self, peer: str, ask: PeerToCoordinatorRequestLease, now_s: float) -> Ranges:
-        """Samples for this peer; none when the round has all it needs or is not training. With ``overlap``, whoever
+        """Samples for this peer; none when the round has all it needs or has been closed. With ``overlap``, whoever
         has done its part of a round that closes is given samples for the next one.
 
         The same request again gets the same answer: the first one was lost, with the connection or with us."""
@@ -85,7 +85,7 @@ class RunMachine(Admission):
                 return ranges
         if ask.round == self.round.number:
             member.tokens_done = ask.tokens_done
-            is_open = self.round.phase in ("training", "waiting")
+            is_open = self.round.phase in ("training", "waiting") or self._has_time_left(peer)
         elif ask.round == self.round.number + 1:
             member.tokens_ahead = ask.tokens_done
             is_open = self.run.averaging.overlap and (self.round.phase == "averaging" or peer in self.round.ready)
@@ -99,6 +99,12 @@ class RunMachine(Admission):
         ranges = self.leases.choose(samples)
         self.record(f.LeaseGranted(peer=peer, round=ask.round, tokens_done=ask.tokens_done, ranges=to_wire(ranges)))
         return ranges
+
+    def _has_time_left(self, peer: str) -> bool:
+        """Whether it can still do something for a round whose closing is announced: where rounds are short, that is
+        most of their time."""
+        in_time = self.round.phase == "closing" and self.now_s < self.round.closes_s
+        return in_time and peer not in self.round.ready and not self.goal().exact
 
     def ready(self, peer: str, ready: PeerToCoordinatorRoundReady, now_s: float) -> None:
         """A contribution is waiting. Raises ``StaleWork`` when its samples are not this peer's (any more)."""

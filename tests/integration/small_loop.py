@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shoal.peer.session import Session, SessionOptions
+from shoal.peer.options import SessionOptions
+from shoal.peer.session import Session
 from shoal.swarm.errors import ShoalError
 
 

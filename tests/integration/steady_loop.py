@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.session import Session, SessionOptions
+from shoal.peer.options import SessionOptions
+from shoal.peer.session import Session
 from shoal.swarm.invite import parse_address
 
 BATCH, BATCHES = 8, 4

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shoal.peer.session import Session, SessionOptions
+from shoal.peer.options import SessionOptions
+from shoal.peer.session import Session
 from shoal.swarm.errors import ShoalError
 
 

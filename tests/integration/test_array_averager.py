@@ -8,7 +8,7 @@ import pytest
 from tests.integration.harness import ROUNDS_S, START_S, Swarm, run_toml
 
 from shoal.peer.array_averager import ArrayAverager
-from shoal.peer.session import SessionOptions
+from shoal.peer.options import SessionOptions
 from shoal.swarm.errors import ModelMismatch, UserError
 
 pytestmark = pytest.mark.integration

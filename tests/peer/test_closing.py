@@ -1,7 +1,9 @@
+import math
+
 import pytest
 from tests.swarm.coordinator.world import World, run_file
 
-from shoal.peer.closing import is_due
+from shoal.peer.closing import is_due, least_s
 from shoal.swarm.messages import Phase, RunView
 
 
@@ -10,11 +12,9 @@ def view(round_number: int, phase: Phase) -> RunView:
     return world.view(world.workers[0]).model_copy(update={"round": round_number, "phase": phase})
 
 
-def due(
-    now: RunView, closes_at_s: float | None = None, step_s: float = 1.0, exchanging: bool = False, samples: bool = True
-) -> bool:
+def due(now: RunView, closes_at_s: float | None = None, step_s: float = 1.0, exchanging: bool = False) -> bool:
     """Of a member that works for round 3 when it is 100 s."""
-    return is_due(now, closes_at_s, 100.0, step_s, round_number=3, exchanging=exchanging, has_samples=samples)
+    return is_due(now, closes_at_s, 100.0, step_s, round_number=3, exchanging=exchanging)
 
 
 @pytest.mark.parametrize("exchanging", [False, True])
@@ -28,9 +28,16 @@ def test_the_announced_moment_leaves_time_for_whole_steps(exchanging: bool) -> N
 
 @pytest.mark.parametrize("exchanging", [False, True])
 def test_without_samples_there_is_nothing_to_wait_for(exchanging: bool) -> None:
-    assert due(view(3, "closing"), 200.0, step_s=0.0, samples=False, exchanging=exchanging)
+    assert due(view(3, "closing"), 200.0, step_s=math.inf, exchanging=exchanging)
     assert not due(view(3, "closing"), 200.0, step_s=0.0, exchanging=exchanging)
-    assert not due(view(3, "training"), 200.0, step_s=0.0, samples=False, exchanging=exchanging)
+    assert not due(view(3, "training"), 200.0, step_s=math.inf, exchanging=exchanging)
+
+
+def test_there_has_to_be_time_for_a_step_that_samples_are_asked_for() -> None:
+    assert least_s(4, 2.0, 5.0, may_ask=True) == least_s(4, 0.0, 5.0, may_ask=False) == 0.0
+    assert least_s(0, 2.0, 5.0, may_ask=True) == 2.0
+    assert least_s(0, 0.0, 5.0, may_ask=True) == 5.0, "of the first step nobody knows how long it takes"
+    assert least_s(0, 2.0, 5.0, may_ask=False) == math.inf
 
 
 @pytest.mark.parametrize("exchanging", [False, True])
@@ -41,4 +48,4 @@ def test_whoever_is_late_closes_at_once(exchanging: bool) -> None:
 
 @pytest.mark.parametrize("phase", ["closing", "averaging"])
 def test_the_round_before_is_no_reason_to_stop_while_it_is_averaged(phase: Phase) -> None:
-    assert not due(view(2, phase), 99.0, step_s=0.0, samples=False, exchanging=True)
+    assert not due(view(2, phase), 99.0, step_s=math.inf, exchanging=True)

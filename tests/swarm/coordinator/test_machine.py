@@ -409,11 +409,28 @@ def test_ready_counts_only_while_the_round_closes() -> None:
     assert world.machine.round.ready == {}
 
 
-def test_who_joined_while_closing_is_not_waited_for() -> None:
+def test_who_joins_while_closing_takes_part_in_time() -> None:
     world = World(run_file(), 1)
     until(world, "closing", 1)
     world.join(world.workers[1])
     world.sync(world.workers[1])
+    assert world.machine.round.closes_s > world.now_s
+    work(world, 1, 4)
+    world.ready(world.workers[1])
+    assert world.ask(world.workers[1], 4) == [], "it has said that it is done"
+    plan = averaging(world, 1)
+    assert [one.weight_tokens for one in plan.members if one.peer == peer_name(1)] == [4 * TOKENS_PER_SAMPLE]
+
+
+def test_who_joins_after_the_closing_is_not_waited_for() -> None:
+    world = World(run_file(), 1)
+    until(world, "closing", 1)
+    world.join(world.workers[1])
+    world.sync(world.workers[1])
+    while world.now_s < world.machine.round.closes_s:
+        world.beat(world.workers[0])
+        world.tick(0.25)
+    assert world.machine.round.phase == "closing"
     assert world.ask(world.workers[1], 4) == []
     plan = averaging(world, 1)
     assert [one.peer for one in plan.members] == [peer_name(0)]

@@ -57,6 +57,8 @@ def test_whoever_is_ready_gets_samples_for_the_next_round() -> None:
     one.left = other.left = []
     offer(world, one)
     assert world.ask(one, 4)
+    world.pass_time(world.machine.round.closes_s - world.now_s)
+    assert world.machine.round.phase == "closing"
     assert world.ask(other, 4) == []
     other.offered = True  # as it says
     assert world.ask(other, 4) == [], "its part of this round comes first"
@@ -153,8 +155,8 @@ def test_who_has_not_applied_the_last_verdict_yet_is_waited_for() -> None:
     world.beat(one)
     world.tick(0.25)
     assert world.machine.round.phase == "closing"
-    assert world.ask(other, 2) == [], "closing"
     world.pass_time(world.machine.round.closes_s - world.now_s)
+    assert world.ask(other, 2) == [], "closing"
     offer(world, one)
     world.tick(0.25)
     assert world.machine.round.phase == "closing"

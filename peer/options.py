@@ -1,0 +1,33 @@
+"""Where a member of a run lives on its machine, and what of it is kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.remote.copying import CopyTo
+from shoal.swarm.messages import Role
+
+SHOAL_HOME = Path.home() / ".shoal"
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """Where this member lives. ``bind`` is where it listens (port 0: any free one, data on the next);
+    ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
+    whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``);
+    ``checkpoints``: which are kept, below ``state``; None: none; ``copy_to``: where they are copied to."""
+
+    identity: Path = SHOAL_HOME / "identity"
+    state: Path = SHOAL_HOME / "runs"
+    name: str = ""
+    bind: tuple[str, int] = ("0.0.0.0", 0)
+    advertise: tuple[str, int] = ("", 0)
+    role: Role = "trainer"
+    checkpoints: Retention | None = field(default_factory=Retention)
+    copy_to: CopyTo | None = None
+    on_event: Callable[[Event], None] | None = None
