@@ -295,7 +295,7 @@ class Session:
 
     def _least_s(self) -> float:
         asks = self.options.role != "validator" and self.run_file.algorithm != "virtual_batch"
-        unknown_s = self._member.client.deadlines.heartbeat_s
+        unknown_s = self._member.client.deadlines.first_step_s
         return least_s(self._replica.samples.left, self._clock.step_s, unknown_s, may_ask=asks)
 
     def _act(self, on_round: Callable[[], object]) -> bool:

@@ -36,6 +36,12 @@ class Deadlines:
         return 2 * self.heartbeat_s
 
     @property
+    def first_step_s(self) -> float:
+        """What a member that has not made a step yet leaves for one before a closing: half of what the closing is
+        announced ahead at least, so that it is in time wherever rounds are as short as they can be."""
+        return self.announce_s / 4
+
+    @property
     def ready_s(self) -> float:
         """From the announced closing until the round goes on without those who are not ready."""
         return self.patience_s
