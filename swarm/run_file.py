@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -16,18 +15,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from shoal.compression.codec import CodecError
+from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding, Shapes
-from shoal.compression.registry import get_coding
 from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.identity import parse_key
+from shoal.swarm.run_values import check_plain, make_codec, make_coding
 
 MAX_RUN_FILE_BYTES = 200_000
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 """Also a part of folders' names."""
 
-_MAX_SETTINGS_DEPTH = 8
 _MAX_DOTS = 64
 _PIECES = re.compile(r"[=\[\]{},]")
 
@@ -64,7 +62,7 @@ class RecipeSection(_Section):
     @field_validator("settings")
     @classmethod
     def _plain(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        _check_plain(settings, "", _MAX_SETTINGS_DEPTH)
+        check_plain(settings, "")
         return settings
 
 
@@ -133,7 +131,7 @@ class AveragingSection(_Section):
     @classmethod
     def _known(cls, codec: str | dict[str, Any]) -> str | dict[str, Any]:
         try:
-            _coding(codec, ())
+            make_coding(codec, ())
         except CodecError as error:
             raise ValueError(str(error)) from error
         return codec
@@ -181,6 +179,32 @@ class CheckpointsSection(_Section):
         return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
+class PipelineSection(_Section):
+    """``[pipeline]``: the model is cut into stages, each held by some peers. ``stages``: how many, or ``auto``: by what
+    the first peers can hold. ``micro_batch``: samples that go through the stages together. ``activations``: the codec
+    of activations and their gradients, a name or a table as in ``averaging.codec``. ``max_in_flight``: up to so many
+    micro-batches wait at a peer for their gradients."""
+
+    stages: Literal["auto"] | Annotated[int, Field(ge=2, le=1024)] = "auto"
+    micro_batch: Annotated[int, Field(gt=0, le=2**20)]
+    activations: str | dict[str, Any] = "int8"
+    max_in_flight: Annotated[int, Field(gt=0, le=1024)] = 4
+
+    @field_validator("activations")
+    @classmethod
+    def _known(cls, activations: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            make_codec(activations)
+        except CodecError as error:
+            raise ValueError(str(error)) from error
+        return activations
+
+    @property
+    def codec(self) -> Codec:
+        """What activations and their gradients are packed with."""
+        return make_codec(self.activations)
+
+
 _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "sparseloco": {
         "averaging": {"codec": "topk", "residual_decay": 0.95},
@@ -203,6 +227,7 @@ class RunFile(_Section):
     outer: OuterSection = OuterSection()
     round: RoundSection
     checkpoints: CheckpointsSection = CheckpointsSection()
+    pipeline: PipelineSection | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -226,49 +251,45 @@ class RunFile(_Section):
             )
         if self.schedule.kind != "constant" and self.run.tokens is None:
             raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, to know where it ends")
+        if self.pipeline is not None and self.algorithm != "virtual_batch":
+            raise ValueError(
+                f'[pipeline] needs algorithm = "virtual_batch", not {self.algorithm!r}: with local optimizers the '
+                f"stages that a micro-batch goes through would hold weights of different moments"
+            )
+        if self.data.tokens_per_sample is not None:
+            self._check_micro_batches(self.data.tokens_per_sample)
         return self
+
+    def _check_micro_batches(self, tokens_per_sample: int) -> None:
+        if self.pipeline is None:
+            return
+        micro_batch_tokens = self.pipeline.micro_batch * tokens_per_sample
+        if self.round.tokens % micro_batch_tokens:
+            fewer = self.round.tokens // micro_batch_tokens * micro_batch_tokens
+            raise ValueError(
+                f"round.tokens: expected a whole number of micro-batches, of {self.pipeline.micro_batch} samples of "
+                f"{tokens_per_sample} tokens each, such as {fewer or micro_batch_tokens}, not {self.round.tokens}"
+            )
+
+    def check_micro_batches(self, tokens_per_sample: int) -> None:
+        """Raises ``RunFileError`` unless a pipeline's round is a whole number of micro-batches; for callers who know
+        from the recipe what a sample is."""
+        try:
+            self._check_micro_batches(tokens_per_sample)
+        except ValueError as error:
+            raise RunFileError(f"run {self.run.name}: {error}") from error
 
     def coding(self, shapes: Shapes) -> Coding:
         """What contributions and results are packed with, for a model of these tensors."""
-        return _coding(self.averaging.codec, shapes)
+        return make_coding(self.averaging.codec, shapes)
 
     @property
     def hash(self) -> bytes:
         """SHA-256 of the canonical JSON of the validated content."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        # Runs without a pipeline have the hash that they had before there were any.
+        content = self.model_dump(mode="json", exclude={"pipeline"} if self.pipeline is None else None)
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()
-
-
-def _coding(codec: str | dict[str, Any], shapes: Shapes) -> Coding:
-    """Raises ``CodecError``."""
-    if isinstance(codec, str):
-        return get_coding(codec, None, shapes)
-    options = dict(codec)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise CodecError('a table of a codec has its name, as in { name = "int8", block = 4096 }')
-    return get_coding(name, options, shapes)
-
-
-def _check_plain(value: Any, where: str, depth: int) -> None:
-    """Settings have one JSON, the same on every machine, as the hash needs it."""
-    if depth == 0:
-        raise ValueError(f"{where[:80]}: expected at most {_MAX_SETTINGS_DEPTH} levels")
-    match value:
-        case dict():
-            for key, inner in value.items():
-                _check_plain(inner, f"{where}.{key}" if where else key, depth - 1)
-        case list():
-            for index, inner in enumerate(value):
-                _check_plain(inner, f"{where}.{index}", depth - 1)
-        case bool() | str():
-            pass
-        case int() if -(2**63) <= value < 2**63:
-            pass
-        case float() if math.isfinite(value):
-            pass
-        case _:
-            raise ValueError(f"{where}: expected a text, truth value, finite number, array or table")
 
 
 def parse_run_file(text: str, where: str = "run file") -> RunFile:

@@ -93,10 +93,11 @@ def load_recipe(run_file: RunFile) -> Recipe:
     """The recipe that the run names, with its data opened.
 
     Raises ``RecipeError`` if it is not installed or refuses its settings, ``CorpusError`` if it refuses its
-    data.
+    data, ``RunFileError`` if a pipeline's round is no whole number of its micro-batches.
     """
-    recipe_class = find_recipe(run_file.recipe.name)
-    return recipe_class(run_file.recipe.settings, run_file.data)
+    recipe = find_recipe(run_file.recipe.name)(run_file.recipe.settings, run_file.data)
+    run_file.check_micro_batches(recipe.tokens_per_sample)
+    return recipe
 
 
 def load_model(config: Mapping[str, Any]) -> nn.Module:

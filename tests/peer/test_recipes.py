@@ -9,7 +9,7 @@ import torch
 from shoal.peer import recipes
 from shoal.peer.recipes import Recipe, find_recipe, load_model, load_recipe
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
-from shoal.swarm.errors import RecipeError
+from shoal.swarm.errors import RecipeError, RunFileError
 from shoal.swarm.run_file import RunFile
 
 TINY = {"layers": 1, "heads": 1, "width": 8, "context": 12}
@@ -34,6 +34,13 @@ def test_loads_the_named_recipe() -> None:
     assert recipe.tokens_per_sample == 12
     assert len(recipe.corpus_digest) == 32
     assert len(recipe.training_data()[0]) == 13
+
+
+def test_a_pipelines_round_is_a_whole_number_of_the_recipes_micro_batches() -> None:
+    content = run_file().model_dump() | {"algorithm": "virtual_batch", "pipeline": {"micro_batch": 4}}
+    with pytest.raises(RunFileError, match=r"round\.tokens: .*4 samples of 12 tokens each, such as 96, not 100"):
+        load_recipe(RunFile.model_validate(content | {"round": {"tokens": 100}}))
+    load_recipe(RunFile.model_validate(content | {"round": {"tokens": 96}}))
 
 
 def test_ours_are_those_that_the_distribution_registers() -> None:

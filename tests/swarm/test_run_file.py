@@ -94,6 +94,7 @@ def test_defaults_of_every_section() -> None:
         },
         "round": {"tokens": 1000, "max_s": 600.0, "patience_s": 20.0},
         "checkpoints": {"transfer": "raw", "sealed": False, "readers": ()},
+        "pipeline": None,
     }
 
 
@@ -132,6 +133,73 @@ def test_the_codec_is_made_for_the_models_tensors() -> None:
     run = parse_run_file('averaging.codec = { name = "topk", k = 5 }\n' + LEAST)
     assert run.coding(shapes).contribution(0, 10_100).name == "topk(k=5)"
     assert run.coding(shapes).result(0, 10_100, 3).name == "topk(k=15)"
+
+
+# The pipeline -------------------------------------------------------------------------------------------
+
+PIPELINE = """algorithm = "virtual_batch"
+[pipeline]
+micro_batch = 4
+"""
+
+
+def test_a_pipelines_defaults() -> None:
+    pipeline = parse_run_file(PIPELINE + LEAST).pipeline
+    assert pipeline is not None
+    assert pipeline.model_dump() == {"stages": "auto", "micro_batch": 4, "activations": "int8", "max_in_flight": 4}
+    assert pipeline.codec.name == "int8"
+
+
+def test_a_whole_pipeline() -> None:
+    more = 'stages = 3\nactivations = { name = "int8", block = 64 }\nmax_in_flight = 2\n'
+    pipeline = parse_run_file(PIPELINE + more + LEAST).pipeline
+    assert pipeline is not None
+    assert (pipeline.stages, pipeline.max_in_flight, pipeline.codec.name) == (3, 2, "int8(block=64)")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("stages = 1", r"pipeline\.stages.*greater than or equal to 2"),
+        ('stages = "many"', r"pipeline\.stages.*'auto'"),
+        ("max_in_flight = 0", r"pipeline\.max_in_flight: .*greater than 0"),
+        ('activations = "gzip"', r"pipeline\.activations: expected one of float32, .*'gzip'"),
+        ('activations = "auto"', r"pipeline\.activations: expected one of float32, .*'auto'"),
+        ("activations = { block = 64 }", r"pipeline\.activations: a table of a codec has its name"),
+        ("depth = 2", r"pipeline\.depth: .*not permitted"),
+    ],
+)
+def test_a_bad_pipeline_is_refused(line: str, expected: str) -> None:
+    assert re.search(expected, refusal(f"{PIPELINE}{line}\n{LEAST}"))
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "sparseloco"])
+def test_a_pipeline_takes_one_global_batch(algorithm: str) -> None:
+    assert re.search(
+        f"needs algorithm = \"virtual_batch\", not '{algorithm}'",
+        refusal(PIPELINE.replace("virtual_batch", algorithm) + LEAST),
+    )
+    assert "pipeline.micro_batch: Field required" in refusal('algorithm = "virtual_batch"\n[pipeline]\n' + LEAST)
+
+
+def test_a_pipelines_round_is_a_whole_number_of_micro_batches() -> None:
+    fits = parse_run_file(f"{PIPELINE}[data]\ntokens_per_sample = 10\n{LEAST}")
+    fits.check_micro_batches(10)
+    with pytest.raises(RunFileError, match=r"run tiny: round\.tokens: .* of 4 samples of 16 .* such as 960, not 1000"):
+        fits.check_micro_batches(16)
+    assert "such as 990, not 1000" in refusal(
+        f"{PIPELINE}[data]\ntokens_per_sample = 11\n{LEAST}".replace("= 4", "= 9")
+    )
+    assert "such as 2000, not 1000" in refusal(f"{PIPELINE}[data]\ntokens_per_sample = 500\n{LEAST}")
+    parse_run_file(LEAST).check_micro_batches(16)
+
+
+def test_runs_with_a_pipeline_have_another_hash() -> None:
+    without = parse_run_file('algorithm = "virtual_batch"\n' + LEAST)
+    run = parse_run_file(PIPELINE + LEAST)
+    more = parse_run_file(PIPELINE + "max_in_flight = 5\n" + LEAST)
+    assert len({without.hash, run.hash, more.hash}) == 3
+    assert run.hash == parse_run_file(PIPELINE + "max_in_flight = 4\n" + LEAST).hash
 
 
 # The hash -----------------------------------------------------------------------------------------------
