@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.peer.recipes.gpt import Gpt, GptRecipe, generate, rotary_table, rotate
+from shoal.peer.recipes.gpt import Gpt, GptRecipe, generate
+from shoal.peer.recipes.gpt_model import rotary_table, rotate
 from shoal.swarm.errors import CorpusError, RecipeError
 from shoal.swarm.run_file import DataSection
 

@@ -1,0 +1,61 @@
+"""Random numbers that are a function of what they are for, whoever draws them, whenever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def derived_seed(*numbers: int) -> int:
+    """A seed of 63 bits, another one for other ``numbers`` (each of -2**63 to 2**63 - 1)."""
+    packed = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, the global generators of the CPU and of ``device`` start from ``seed``; afterwards they are what they
+    were. They are the process's: what other threads draw meanwhile comes from the same stream."""
+    state, device_state = _states(device)
+    torch.default_generator.manual_seed(seed)
+    if device_state is not None:
+        _set_on_device(device, device_state=None, seed=seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        if device_state is not None:
+            _set_on_device(device, device_state, seed)
+
+
+def random_states(device: torch.device) -> tuple[bytes, bytes]:
+    """Of the CPU's global generator and of the device's (empty where that is the CPU), to see whether anybody drew."""
+    state, device_state = _states(device)
+    return state.numpy().tobytes(), b"" if device_state is None else device_state.cpu().numpy().tobytes()
+
+
+def _states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    match device.type:
+        case "cuda":
+            return torch.get_rng_state(), torch.cuda.get_rng_state(device)
+        case "mps":
+            return torch.get_rng_state(), torch.mps.get_rng_state()
+        case _:
+            return torch.get_rng_state(), None
+
+
+def _set_on_device(device: torch.device, device_state: torch.Tensor | None, seed: int) -> None:
+    """To that state, or where there is none to the seed."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            if device_state is None:
+                torch.cuda.manual_seed(seed)
+            else:
+                torch.cuda.set_rng_state(device_state, device)
+    elif device_state is None:
+        torch.mps.manual_seed(seed)
+    else:
+        torch.mps.set_rng_state(device_state)
