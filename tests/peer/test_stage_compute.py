@@ -1,5 +1,5 @@
 from collections.abc import Callable, Collection
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -25,8 +25,10 @@ from shoal.peer.parameters import ParameterVector
 from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
 from shoal.swarm.errors import WireError
 
-MICRO_BATCH, MICRO_BATCHES = 2, 6
-BATCH = MICRO_BATCH * MICRO_BATCHES
+SIZES = (2, 3, 1, 2, 1, 3)
+"""Of a round's micro-batches, in samples: unequal, so that weights matter."""
+
+BATCH = sum(SIZES)
 CUT = (0, 2, 4, 6)
 """Both models have six layers."""
 
@@ -40,8 +42,8 @@ recipes = pytest.mark.parametrize("make", [gpt, shapes])
 
 
 def micro_batches(number: int) -> list[Key]:
-    starts = range(number * BATCH, (number + 1) * BATCH, MICRO_BATCH)
-    return [Key(number, start, start + MICRO_BATCH) for start in starts]
+    stops = [number * BATCH + stop for stop in accumulate(SIZES)]
+    return [Key(number, stop - size, stop) for size, stop in zip(SIZES, stops, strict=True)]
 
 
 def train_round(line: Line, recipe: LayeredAndWhole, number: int, ways: tuple[tuple[int, ...], ...]) -> float:
@@ -49,8 +51,8 @@ def train_round(line: Line, recipe: LayeredAndWhole, number: int, ways: tuple[tu
     total = 0.0
     for index, key in enumerate(micro_batches(number)):
         batch = batch_of(recipe.training_data(), key.start, key.stop)
-        total += line.drive(key, batch, ways[index % len(ways)])
-    return total / MICRO_BATCHES
+        total += line.drive(key, batch, ways[index % len(ways)]) * (key.stop - key.start)
+    return total / BATCH
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
@@ -164,7 +166,7 @@ def test_passing_through_adds_nothing(spans: Any, granted: Collection[int]) -> N
         both.drive(key, batch, way)
     alone_means, before = alone.means(), both.means()
     assert all(torch.equal(one, other) for one, other in zip(alone_means, before, strict=True))
-    more = Key(0, BATCH, BATCH + MICRO_BATCH)
+    more = Key(0, BATCH, BATCH + 2)
     batch = batch_of(recipe.training_data(), more.start, more.stop)
     for way in WAYS[spans]:
         both.drive(more, batch, way, granted)
@@ -179,10 +181,10 @@ def test_a_span_passes_on_the_same_gradient_whoever_counts() -> None:
     key, given = Key(0, 0, 2), torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2))
     targets = recipe.targets_of(batch_of(recipe.training_data(), 0, 2))
     gradients = []
-    for accumulate in ((1, 2), (2,), (1,), ()):
+    for granted in ((1, 2), (2,), (1,), ()):
         span = Line(recipe, CUT, [(1, 2)]).computes[0]
         assert span.forward(key, given) is None
-        gradients.append(span.backward(key, targets, accumulate).input_gradient)
+        gradients.append(span.backward(key, targets, granted).input_gradient)
     for one in gradients:
         assert one is not None
         assert torch.equal(one, gradients[0])  # type: ignore[arg-type]
@@ -193,11 +195,9 @@ def test_a_first_stage_has_no_input_gradient_and_a_last_one_the_loss() -> None:
     whole = Line(recipe, CUT, [(0, 2)]).computes[0]
     batch = batch_of(recipe.training_data(), 0, 2)
     key = Key(0, 0, 2)
-    assert whole.forward(key, recipe.input_of(batch)) is None
-    for accumulate in ((), (0, 1, 2)):
-        if key not in whole._kept:
-            whole.forward(key, recipe.input_of(batch))
-        done = whole.backward(key, recipe.targets_of(batch), accumulate)
+    for granted in ((), (0, 1, 2)):
+        assert whole.forward(key, recipe.input_of(batch)) is None
+        done = whole.backward(key, recipe.targets_of(batch), granted)
         assert done.input_gradient is None
         assert done.loss is not None
         assert float(done.loss) == pytest.approx(recipe.loss(recipe.build_model(1), batch).item(), rel=1e-6)
