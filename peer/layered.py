@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,27 @@ class Layered:
     def parameters_bytes(self, layer: int) -> int:
         """Of its trainable parameters, float32."""
         return 4 * sum(spec.elements for spec in self.layouts[layer])
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The layers, but the first, that a stage may begin with: no weights are shared across there, and there are
+        parameters on both sides."""
+        return tuple(
+            at
+            for at in range(1, len(self))
+            if not any(tie.first < at <= tie.second for tie in self._ties)
+            and any(self.layouts[:at])
+            and any(self.layouts[at:])
+        )
+
+    def check_stages(self, stages: int) -> None:
+        """Raises ``RecipeError`` when the model cannot be cut into that many stages wherever it is cut."""
+        if len(self.cuts) + 1 < stages:
+            shared = "".join(f"; {self._shared(tie)}: {self._untie}" for tie in self._ties[:1])
+            raise RecipeError(
+                f"pipeline.stages: a model of {len(self)} layers that can be cut at {len(self.cuts)} places gives no "
+                f"{stages} stages{shared}"
+            )
 
     def check_boundaries(self, boundaries: Sequence[int]) -> None:
         """Whether the model can be cut there (first layer of each stage, the number of layers last).
@@ -131,11 +152,14 @@ class Layered:
         for tie in self._ties:
             if (first <= tie.first < stop) != (first <= tie.second < stop):
                 raise RecipeError(
-                    f"layers {self.names[tie.first]} and {self.names[tie.second]} share the parameter {tie.parameter}, "
-                    f"and would be in two stages, which are averaged apart: {self._untie}"
+                    f"{self._shared(tie)}, and would be in two stages, which are averaged apart: {self._untie}"
                 )
 
+    def _shared(self, tie: _Tie) -> str:
+        return f"layers {self.names[tie.first]} and {self.names[tie.second]} share the parameter {tie.parameter}"
 
+
+@runtime_checkable
 class LayeredRecipe(Protocol):
     """What a recipe has besides (``Recipe``) so that its models train in a pipeline. ``loss(model, batch)`` is
     ``loss_of(model(input_of(batch)), targets_of(batch))``."""

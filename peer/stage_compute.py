@@ -100,7 +100,7 @@ class StageCompute:
         self._trainable = {
             stage.number: [one for one in stage.model.parameters() if one.requires_grad] for stage in stages
         }
-        self._persistent = [_persistent_buffers(stage.model) for stage in stages]
+        self._persistent = [stage.model.state_dict().keys() for stage in stages]
         self._kept: dict[MicroBatch, _Kept] = {}
         self._draws: dict[int, bool] = {}
 
@@ -122,7 +122,7 @@ class StageCompute:
         output = None
         if self._loss is None:
             if self._settings.recompute:
-                kept.buffers = [{name: one.clone() for name, one in of.items()} for of in self._persistent]
+                kept.buffers = [self._copied_buffers(number) for number in range(len(self._stages))]
             with torch.set_grad_enabled(not self._settings.recompute):
                 output = self._run(key, kept.given, None)
             kept.output_shape = output.shape
@@ -205,6 +205,11 @@ class StageCompute:
             if before is not None:
                 self._draws[number] = random_states(device) != before
 
+    def _copied_buffers(self, number: int) -> dict[str, Tensor]:
+        """Those that layers may change, such as running statistics; the others, which are not saved, are constants."""
+        named = self._stages[number].model.named_buffers()
+        return {name: one.clone() for name, one in named if name in self._persistent[number]}
+
     def _check_input(self, given: Tensor, samples: int) -> None:
         expected = self._settings.input_shape
         if given.shape[:1] != (samples,) or (expected is not None and tuple(given.shape[1:]) != expected):
@@ -224,9 +229,3 @@ class StageCompute:
             raise WireError(
                 f"a gradient of {tuple(received.shape)} {received.dtype}; expected one of {kept.output_shape}"
             )
-
-
-def _persistent_buffers(model: StageModel) -> dict[str, Tensor]:
-    """Those that layers may change, such as running statistics; the others are constants."""
-    saved = model.state_dict().keys()
-    return {name: one for name, one in model.named_buffers() if name in saved}

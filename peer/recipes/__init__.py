@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
+from shoal.peer.layered import LayeredRecipe
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.run_file import DataSection, RunFile
 
@@ -92,11 +93,24 @@ class Recipe(Protocol):
 def load_recipe(run_file: RunFile) -> Recipe:
     """The recipe that the run names, with its data opened.
 
-    Raises ``RecipeError`` if it is not installed or refuses its settings, ``CorpusError`` if it refuses its
-    data, ``RunFileError`` if a pipeline's round is no whole number of its micro-batches.
+    Raises ``RecipeError`` if it is not installed, refuses its settings or cannot be a pipeline where the run is one,
+    ``CorpusError`` if it refuses its data, ``RunFileError`` if a round is no whole number of micro-batches.
     """
     recipe = find_recipe(run_file.recipe.name)(run_file.recipe.settings, run_file.data)
-    run_file.check_micro_batches(recipe.tokens_per_sample)
+    if run_file.pipeline is not None:
+        run_file.check_micro_batches(recipe.tokens_per_sample)
+        stages = run_file.pipeline.stages
+        layered_recipe(recipe, run_file).layers(run_file.run.seed).check_stages(2 if stages == "auto" else stages)
+    return recipe
+
+
+def layered_recipe(recipe: Recipe, run_file: RunFile) -> LayeredRecipe:
+    """The same, for a pipeline. Raises ``RecipeError`` unless it gives its model in layers."""
+    if not isinstance(recipe, LayeredRecipe):
+        raise RecipeError(
+            f"recipe.name: {run_file.recipe.name!r} does not give its model in layers, which [pipeline] needs: take a "
+            f"recipe that does (docs/pipeline.md), or leave the section out"
+        )
     return recipe
 
 
@@ -143,4 +157,4 @@ def check_settings(settings_type: type[SettingsT], settings: Any, where: str = "
         raise RecipeError("; ".join(problems)) from error
 
 
-__all__ = ["Recipe", "Samples", "check_settings", "find_recipe", "load_model", "load_recipe"]
+__all__ = ["Recipe", "Samples", "check_settings", "find_recipe", "layered_recipe", "load_model", "load_recipe"]

@@ -62,9 +62,9 @@ class SquaredError:
         return F.mse_loss(output.float(), targets)
 
 
-def held(layered: Layered, boundaries: tuple[int, ...], number: int) -> HeldStage:
+def held(layered: Layered, boundaries: tuple[int, ...], number: int, device: torch.device) -> HeldStage:
     first, stop = boundaries[number : number + 2]
-    model = layered.build(first, stop)
+    model = layered.build(first, stop).to(device)
     return HeldStage(number, first, model, AccumulatedGradient(ParameterVector(model)))
 
 
@@ -87,20 +87,19 @@ class Line:
         boundaries: tuple[int, ...],
         spans: Sequence[tuple[int, int]],
         activations: str = "float32",
-        seed: int = 1,
+        device: torch.device = CPU,
         **settings: Any,
     ) -> None:
         self._recipe = recipe
-        layered = recipe.layers(seed)
+        layered = recipe.layers(1)
         self.stages = len(boundaries) - 1
         self.peers: list[list[HeldStage]] = []
         self.computes: list[StageCompute] = []
         for first, last in spans:
-            held_stages = [held(layered, boundaries, number) for number in range(first, last + 1)]
-            self.peers.append(held_stages)
-            self.computes.append(
-                StageCompute(held_stages, ComputeSettings(CPU, **settings), recipe if last + 1 == self.stages else None)
-            )
+            stages = [held(layered, boundaries, number, device) for number in range(first, last + 1)]
+            self.peers.append(stages)
+            loss = recipe if last + 1 == self.stages else None
+            self.computes.append(StageCompute(stages, ComputeSettings(device, **settings), loss))
         self._codec = get_codec(activations)
         self.weights: dict[tuple[int, int], int] = {}
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.peer.layered_models import Key, Line, SquaredError, batch_of, gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.peer.capability import autocast, choose_device, describe_device, free_bytes, samples_that_fit
 from shoal.peer.checkpoints.own_state import Snapshots, own_tree
 from shoal.peer.inner_loop import InnerLoop, make_inner
+from shoal.peer.layered import layered_from_sequential
 from shoal.peer.local_work import AccumulatedGradient, PseudoGradient
 from shoal.peer.parameters import ParameterVector
+from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
 from shoal.swarm.averaging.outcomes import Carried
 from shoal.swarm.run_file import InnerSection
 
@@ -116,3 +119,54 @@ def test_a_snapshot_waits_for_nobody_and_is_as_it_was_taken() -> None:
             copy = own.tensors[f"optimizer/state/0/{name}"]
             assert torch.equal(copy, tensor), name
         assert own.tensors["optimizer/state/0/exp_avg"].is_pinned()
+
+
+# Pipeline stages ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_stages_on_cuda_have_the_gradient_of_the_whole(precision: str) -> None:
+    recipe, device = gpt(), torch.device("cuda")
+    batch = batch_of(recipe.training_data(), 0, 4)
+    model = recipe.build_model(1).to(device)
+    InnerLoop(model, recipe.loss, autocast(device, precision), 4).backward(batch)
+    expected = ParameterVector(model).take_gradients().cpu()
+    for recompute in (False, True):
+        line = Line(
+            recipe,
+            (0, 2, 4, 6),
+            [(0, 0), (1, 1), (2, 2)],
+            device=device,
+            recompute=recompute,
+            autocast=autocast(device, precision),
+        )
+        line.drive(Key(0, 0, 4), batch, (0, 1, 2))
+        difference = torch.linalg.vector_norm(torch.cat(line.means()) - expected)
+        assert float(difference / torch.linalg.vector_norm(expected)) < (1e-5 if precision == "float32" else 1e-2)
+
+
+def test_what_layers_draw_on_cuda_is_drawn_again() -> None:
+    device = torch.device("cuda")
+    contributions = []
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 2))
+        layered = layered_from_sequential(model)
+        stages = [layered.build(0, 2).to(device), layered.build(2, 3).to(device)]
+        works = [AccumulatedGradient(ParameterVector(one)) for one in stages]
+        settings = ComputeSettings(device, recompute=recompute, seed=5)
+        first = StageCompute([HeldStage(0, 0, stages[0], works[0])], settings, None)
+        last = StageCompute([HeldStage(1, 2, stages[1], works[1])], settings, SquaredError())
+        key = Key(0, 0, 4)
+        torch.rand(3, device=device)
+        state = torch.cuda.get_rng_state(device)
+        output = first.forward(key, torch.ones(4, 8))
+        assert output is not None
+        assert last.forward(key, output) is None
+        gradient = last.backward(key, torch.zeros(4, 2), {1}).input_gradient
+        assert gradient is not None
+        first.backward(key, gradient, {0})
+        assert torch.equal(torch.cuda.get_rng_state(device), state)
+        contributions.append([one.contribution(torch.zeros(0)) for one in works])
+    for one, other in zip(*contributions, strict=True):
+        torch.testing.assert_close(one, other)

@@ -238,6 +238,10 @@ def test_tied_weights_in_two_stages_are_refused() -> None:
 def test_tied_weights_in_one_stage_are_fine() -> None:
     layered = tied()
     layered.check_boundaries((0, 1, 3, 4))
+    assert layered.cuts == (1, 3)
+    layered.check_stages(3)
+    with pytest.raises(RecipeError, match="of 4 layers that can be cut at 2 places gives no 4 stages; layers 1 and 2"):
+        layered.check_stages(4)
     assert [spec.name for spec in ParameterVector(layered.build(1, 3)).layout] == ["1.weight", "1.bias", "2.bias"]
     assert [spec.name for spec in layered.layouts[2]] == ["2.bias"]
 
@@ -259,8 +263,10 @@ def test_boundaries_of_another_model_are_refused(boundaries: tuple[int, ...]) ->
 def test_a_stage_without_parameters_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].requires_grad_(False)
+    layered = layered_from_sequential(model)
     with pytest.raises(RecipeError, match="layers 1 would have no trainable parameters"):
-        layered_from_sequential(model).check_boundaries((0, 1, 2))
+        layered.check_boundaries((0, 1, 2))
+    assert layered.cuts == ()
 
 
 def test_another_model_than_the_layers_is_refused() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from shoal.peer import recipes
-from shoal.peer.recipes import Recipe, find_recipe, load_model, load_recipe
+from shoal.peer.recipes import Recipe, find_recipe, layered_recipe, load_model, load_recipe
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
 from shoal.swarm.errors import RecipeError, RunFileError
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.run_file import DataSection, RunFile
 
 TINY = {"layers": 1, "heads": 1, "width": 8, "context": 12}
 
@@ -37,10 +37,47 @@ def test_loads_the_named_recipe() -> None:
 
 
 def test_a_pipelines_round_is_a_whole_number_of_the_recipes_micro_batches() -> None:
-    content = run_file().model_dump() | {"algorithm": "virtual_batch", "pipeline": {"micro_batch": 4}}
+    content = run_file(tie_embedding=False).model_dump() | {
+        "algorithm": "virtual_batch",
+        "pipeline": {"micro_batch": 4},
+    }
     with pytest.raises(RunFileError, match=r"round\.tokens: .*4 samples of 12 tokens each, such as 96, not 100"):
         load_recipe(RunFile.model_validate(content | {"round": {"tokens": 100}}))
     load_recipe(RunFile.model_validate(content | {"round": {"tokens": 96}}))
+
+
+def pipeline(stages: int | str, **settings: Any) -> RunFile:
+    section = {"micro_batch": 1, "stages": stages}
+    content = {"algorithm": "virtual_batch", "pipeline": section, "round": {"tokens": 12}}
+    return RunFile.model_validate(run_file(**settings).model_dump() | content)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_at_once() -> None:
+    load_recipe(pipeline("auto", tie_embedding=False))
+    load_recipe(pipeline(3, tie_embedding=False))
+    with pytest.raises(RecipeError, match=r"pipeline\.stages: a model of 3 layers .* at 2 places gives no 4 stages$"):
+        load_recipe(pipeline(4, tie_embedding=False))
+    with pytest.raises(RecipeError, match=r"no 2 stages; .*share .*embedding\.weight: set .*tie_embedding = false"):
+        load_recipe(pipeline("auto"))
+
+
+class WholeOnly:
+    """Of a package that knows nothing of layers."""
+
+    tokens_per_sample = 12
+
+    def __init__(self, settings: dict[str, Any], data: DataSection) -> None:
+        """Takes anything."""
+
+
+def test_a_pipelines_recipe_gives_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(pipeline("auto", tie_embedding=False))
+    assert layered_recipe(recipe, run_file()) is recipe
+    install(monkeypatch, "whole", f"{__name__}:WholeOnly")
+    run = pipeline("auto").model_dump() | {"recipe": {"name": "whole"}}
+    with pytest.raises(RecipeError, match="'whole' does not give its model in layers, which"):
+        load_recipe(RunFile.model_validate(run))
+    load_recipe(RunFile.model_validate(run | {"pipeline": None}))
 
 
 def test_ours_are_those_that_the_distribution_registers() -> None:

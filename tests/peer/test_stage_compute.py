@@ -366,18 +366,21 @@ def test_another_micro_batch_draws_something_else() -> None:
 
 
 class Counting(nn.Module):
-    """Scales by how often it has been run, which it counts."""
+    """Scales by how often it has been run, which it counts, in place and not."""
 
     count: Tensor
+    again: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("again", torch.zeros(()))
         self.linear = nn.Linear(3, 3, bias=False)
 
     def forward(self, given: Tensor) -> Tensor:
         self.count.add_(1.0)
-        scaled: Tensor = self.linear(given) * float(self.count)
+        self.again = self.again + 2.0
+        scaled: Tensor = self.linear(given) * float(self.count) * float(self.again)
         return scaled
 
 
