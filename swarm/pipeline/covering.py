@@ -15,12 +15,13 @@ MOST_WAYS = 200
 """Ways to do it with equally few moves, of which the fastest is taken."""
 
 
-def cover(table: SpanTable, choice: Indices) -> Indices | None:
+def cover(table: SpanTable, choice: Indices, tired: Flags | None = None) -> Indices | None:
     """``choice`` with the fewest peers that had a span moved such that no stage is empty.
 
-    Among equally few moves: the highest rate; then the first peers. None: there is no way, or none was found by a
-    search that would have taken too long.
+    Among equally few moves: the fewest of the ``tired``, who have just moved; then the highest rate; then the first
+    peers. None: there is no way, or none was found by a search that would have taken too long.
     """
+    tired = np.zeros(len(choice), dtype=np.bool_) if tired is None else tired
     holders = np.zeros(table.stages, dtype=np.int64)
     for span in choice[choice >= 0]:
         holders[table.first[span] : table.last[span] + 1] += 1
@@ -28,10 +29,12 @@ def cover(table: SpanTable, choice: Indices) -> Indices | None:
     for moves in range(int((choice >= 0).sum()) + 1):
         if search.budget.nodes <= 0:
             break
-        best: Indices | None = None
+        best, best_score = None, (-len(choice), -1.0)
         for count, way in enumerate(search.ways(moves, choice.copy(), holders)):
-            if best is None or table.rate(way) > table.rate(best):
-                best = way
+            changed = (choice >= 0) & (way != choice)
+            score = (-int((changed & tired).sum()), table.rate(way))
+            if score > best_score:
+                best, best_score = way, score
             if count >= MOST_WAYS:
                 break
         if best is not None:
@@ -77,6 +80,7 @@ class _Cover:
             choice[row] = old
 
     def _in_order(self, stage: int, choice: Indices, holders: Indices) -> list[tuple[int, int]]:
+        # Those without a place first, they cost no move; then those whose leaving leaves nothing empty.
         def harm(option: tuple[int, int]) -> tuple[int, int]:
             row = option[0]
             if not self._placed[row]:

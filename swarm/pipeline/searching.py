@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from math import comb
 from typing import TypeAlias
 
 import numpy as np
 
-from shoal.swarm.pipeline.assigning import assign, in_pairs, prices
+from shoal.swarm.pipeline.assigning import LARGE, assign, in_pairs, prices
 from shoal.swarm.pipeline.covering import cover
 from shoal.swarm.pipeline.cutting import Ranges, neighbours
 from shoal.swarm.pipeline.exact import Budget, best_of
@@ -21,6 +21,10 @@ EXACT_CUTS = 300
 """Up to so many cuts, of up to so many peers, are searched for the certain optimum."""
 EXACT_PEERS = 8
 EXACT_LAYERS = 8
+NUMBERS, NUMBERS_OF_LARGE = 6, 3
+"""Of stages that are tried with "auto", besides some special ones: those that look best."""
+REFINED, REFINED_OF_LARGE = 3, 1
+"""Of those: the ones with the best seeds."""
 EXACT_NODES = 4_000
 """Assignments, whole or begun, that it may look at for one number of stages."""
 EFFORT = 300_000
@@ -34,9 +38,10 @@ class Search:
     def __init__(self, swarm: Swarm) -> None:
         self.swarm = swarm
         self.ranges = Ranges(swarm)
+        self.is_large = len(swarm.peers) >= LARGE
         self.is_small = len(swarm.peers) <= EXACT_PEERS and swarm.layers <= EXACT_LAYERS
 
-    def numbers(self, most_tried: int, worth: float) -> list[int]:
+    def numbers(self, worth: float) -> list[int]:
         """Of stages to try: all in a small swarm, else those that look best when peers share their time."""
         peers, layers = len(self.swarm.peers), self.swarm.layers
         if self.is_small:
@@ -46,10 +51,20 @@ class Search:
         costs, _ = self.ranges.cuts(self.ranges.cost, most, add=True)
         ranked = [count for count in range(1, most + 1) if np.isfinite(costs[count - 1])]
         ranked.sort(key=lambda count: (float(costs[count - 1]), count))
-        fair = [count for count in ranked if costs[count - 1] <= costs[ranked[0] - 1] * (1 + worth)]
-        # As many stages as peers, or nearly: where everybody can hold but a little, that is the only way.
-        tight = [count for count in (peers, peers - 1, peers // 2) if 1 <= count <= most]
-        return sorted({*([min(fair)] if fair else []), *ranked[: most_tried - len(tight)], *tight})
+        chosen = ranked[: NUMBERS_OF_LARGE if self.is_large else NUMBERS]
+        if ranked:
+            chosen.append(min(count for count in ranked if costs[count - 1] <= costs[ranked[0] - 1] * (1 + worth)))
+        if not self.is_large:
+            # As many stages as peers, or nearly: where everybody can hold but a little, that is the only way.
+            chosen += [count for count in (peers, peers - 1, peers // 2) if 1 <= count <= most]
+        return sorted(set(chosen))
+
+    def promising(self, rates: Mapping[int, float]) -> list[int]:
+        """Of the numbers tried, with the rates of their seeds, those to refine."""
+        if self.is_small:
+            return sorted(rates)
+        ranked = sorted(rates, key=lambda count: (-rates[count], count))
+        return sorted(ranked[: REFINED_OF_LARGE if self.is_large else REFINED])
 
     def seed(self, stages: int) -> Found | None:
         """The best of a few cuts."""
@@ -76,8 +91,9 @@ class Search:
                 first, last = cut.index(start), cut.index(stop) - 1
                 choice[row] = first * stages - first * (first - 1) // 2 + last - first
             yield cut, choice
-        cuts = {}
-        for costs, add in ((self.ranges.cost, True), (self.ranges.cost, False), (self.ranges.least_bytes, False)):
+        cuts: dict[tuple[int, ...], None] = {}
+        kinds = [(self.ranges.cost, True), (self.ranges.least_bytes, False), (self.ranges.cost, False)]
+        for costs, add in kinds if not self.is_large else kinds[:2]:
             if (cut_found := self.ranges.cuts(costs, stages, add=add)[1][-1]) is not None:
                 cuts[cut_found] = None
         yield from cuts.items()

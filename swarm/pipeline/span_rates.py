@@ -118,9 +118,9 @@ class Swarm:
 
     def _fixed_bytes(self, starts: Indices, stops: Indices) -> Floats:
         """State, and what is kept as sent until a neighbour has it for good: outputs and gradients."""
-        state = self._copies * (self._parameters[stops] - self._parameters[starts])
-        sent: Floats = self.in_flight * (self._crossing[starts] + self._crossing[stops])
-        return state + sent
+        fixed: Floats = self._copies * (self._parameters[stops] - self._parameters[starts])
+        fixed += self.in_flight * (self._crossing[starts] + self._crossing[stops])
+        return fixed
 
     def _plain_bytes(self, starts: Indices, stops: Indices) -> Floats:
         kept: Floats = self.in_flight * (self._kept[stops] - self._kept[starts])
