@@ -26,8 +26,8 @@ __all__ = [
     "replan",
 ]
 
-WORTH_MORE_STAGES = 0.01
-"""With "auto", more stages have to be so much faster: each costs rounds, messages and hops of its own."""
+CLEARLY = 1 + 1e-6
+"""More stages have to be faster by this: each costs rounds, messages and hops of its own."""
 
 
 def plan_stages(
@@ -38,7 +38,7 @@ def plan_stages(
     max_in_flight: int,
     optimizer_values: int,
 ) -> StagePlan | Infeasible:
-    """Cut into so many ``stages`` (None: the number with the highest rate, few ones rather than many).
+    """Cut into so many ``stages`` (None: the number with the highest rate, the fewest of equally good ones).
 
     ``optimizer_values``: float32 values that the optimizer keeps for each parameter. Raises ``ValueError`` for
     inputs that fit no plan at all, as more stages than layers.
@@ -47,7 +47,7 @@ def plan_stages(
         raise ValueError(f"{stages} stages cannot be cut from {len(layers)} layers")
     swarm = Swarm(layers, peers, max_in_flight, optimizer_values)
     search = Search(swarm)
-    numbers = [stages] if stages is not None else search.numbers(WORTH_MORE_STAGES)
+    numbers = [stages] if stages is not None else search.numbers()
     begun = {count: search.seed(count) for count in numbers}
     rates = {count: found[0].rate(found[1]) if found else 0.0 for count, found in begun.items()}
     numbers = search.promising(rates)
@@ -56,7 +56,7 @@ def plan_stages(
     if not good:
         return _why_not(search, stages)
     fastest = max(table.rate(choice) for table, choice in good)
-    return as_plan(swarm, *next(one for one in good if one[0].rate(one[1]) * (1 + WORTH_MORE_STAGES) >= fastest))
+    return as_plan(swarm, *next(one for one in good if one[0].rate(one[1]) * CLEARLY >= fastest))
 
 
 def plan_rate(

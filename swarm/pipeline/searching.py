@@ -41,7 +41,7 @@ class Search:
         self.is_large = len(swarm.peers) >= LARGE
         self.is_small = len(swarm.peers) <= EXACT_PEERS and swarm.layers <= EXACT_LAYERS
 
-    def numbers(self, worth: float) -> list[int]:
+    def numbers(self) -> list[int]:
         """Of stages to try: all in a small swarm, else those that look best when peers share their time."""
         peers, layers = len(self.swarm.peers), self.swarm.layers
         if self.is_small:
@@ -52,8 +52,6 @@ class Search:
         ranked = [count for count in range(1, most + 1) if np.isfinite(costs[count - 1])]
         ranked.sort(key=lambda count: (float(costs[count - 1]), count))
         chosen = ranked[: NUMBERS_OF_LARGE if self.is_large else NUMBERS]
-        if ranked:
-            chosen.append(min(count for count in ranked if costs[count - 1] <= costs[ranked[0] - 1] * (1 + worth)))
         if not self.is_large:
             # As many stages as peers, or nearly: where everybody can hold but a little, that is the only way.
             chosen += [count for count in (peers, peers - 1, peers // 2) if 1 <= count <= most]
