@@ -87,15 +87,15 @@ def best_of_cut(table: SpanTable) -> float:
     return float(sums.min(axis=1).max())
 
 
-def best_greedy(swarm: Swarm, plan: StagePlan, seed: int) -> float:
-    """The best that Petals' rule makes: of layers or of the plan's stages, of as many as fit or one each."""
+def best_greedy(swarm: Swarm, cuts: Iterable[tuple[int, ...]], seed: int) -> float:
+    """The best that Petals' rule makes with any of the cuts, of as many blocks as fit or one; 0 if none is complete."""
     order = list(range(len(swarm.peers)))
     random.Random(seed).shuffle(order)
-    rates = []
-    for boundaries in {tuple(range(swarm.layers + 1)), plan.boundaries}:
-        table = swarm.table(boundaries)
-        rates += [table.rate(greedy(table, order, most)) for most in (None, 1)]
-    return max(rates)
+    tables = [swarm.table(cut) for cut in dict.fromkeys(cuts)]
+    return max(
+        (table.rate(greedy(table, order, most)) for table in tables for most in (None, 1)),
+        default=0.0,
+    )
 
 
 def measured(kind: Kind, peers: int, layers: int, stages: int | None, seed: int) -> dict[str, Any]:
@@ -109,12 +109,15 @@ def measured(kind: Kind, peers: int, layers: int, stages: int | None, seed: int)
     swarm = Swarm(costs, members, **LIMITS)
     if (peers, layers, stages) in SMALL:
         row["optimal"] = optimal(swarm, stages) or None
+    # With "auto" Petals' rule may take single layers, as it does at home.
+    cuts = [tuple(range(layers + 1))] if stages is None else []
     if isinstance(plan, StagePlan):
+        cuts.append(plan.boundaries)
         row["stages"] = plan.stages
         row["plan"] = plan_rate(plan, costs, members, **LIMITS)
-        row["greedy"] = best_greedy(swarm, plan, seed) or None
         if peers >= LARGE:
             row["bound"] = prices(swarm.table(range(layers + 1)), BOUND_STEPS)[1]
+    row["greedy"] = best_greedy(swarm, cuts, seed) or None
     return row | {
         "vs optimal": over(row["plan"] or 0.0, row["optimal"]),
         "vs greedy": over(row["plan"] or 0.0, row["greedy"]),

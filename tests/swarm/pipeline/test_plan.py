@@ -42,7 +42,7 @@ def check(layers: Layers, peers: list[PeerCapability], plan: StagePlan) -> None:
     assert plan_rate(plan, layers, peers, **LIMITS) == pytest.approx(rate(layers, peers, plan))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(small_swarms())
 def test_small_swarms_get_the_fastest_plan(swarm: Swarm) -> None:
     layers, peers = swarm
