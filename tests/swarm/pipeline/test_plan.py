@@ -7,13 +7,16 @@ from tests.swarm.pipeline.plan_cases import (
     LIMITS,
     Layers,
     best_rate,
+    cuts,
     rate,
     small_swarms,
     span_rate,
     swarm_of,
 )
 
+from shoal.swarm.pipeline.exact import Budget, best_of
 from shoal.swarm.pipeline.plan import Infeasible, LayerCost, PeerCapability, StagePlan, plan_rate, plan_stages
+from shoal.swarm.pipeline.span_rates import Swarm as SpanRates
 
 Swarm = tuple[Layers, list[PeerCapability]]
 
@@ -55,6 +58,18 @@ def test_small_swarms_get_the_fastest_plan(swarm: Swarm) -> None:
             check(layers, peers, planned(plan))
             assert planned(plan).stages == stages
             assert rate(layers, peers, planned(plan)) == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_swarms())
+def test_the_exact_search_alone_finds_the_fastest_plan(swarm: Swarm) -> None:
+    layers, peers = swarm
+    stages = min(3, len(layers))
+    arrays = SpanRates(layers, peers, **LIMITS)
+    budget = Budget(4_000)
+    found = best_of([arrays.table(cut) for cut in cuts(len(layers), stages)], None, budget)
+    assert budget.nodes > 0
+    assert (found[0].rate(found[1]) if found else 0.0) == pytest.approx(best_rate(layers, peers, stages))
 
 
 @settings(max_examples=60, deadline=None)

@@ -124,6 +124,14 @@ def test_who_has_just_moved_is_not_moved_again_if_another_can() -> None:
         assert moved_between(previous, plan) == {other}
 
 
+def test_a_slow_newcomer_rather_than_a_move() -> None:
+    layers = [LayerCost(MB, 1, 1)] * 2
+    peers = [peer("b", 9, 1, 1), peer("c", 9, 1, 1), peer("slow", 9, 100, 100)]
+    previous = StagePlan((0, 1, 2), {"a": (0, 0), "b": (1, 1), "c": (1, 1)})
+    plan = replanned(replan(previous, layers, peers, **LIMITS))
+    assert plan.spans == {"b": (1, 1), "c": (1, 1), "slow": (0, 0)}
+
+
 def test_two_moves_where_one_does_not_do() -> None:
     # Only the big one can hold stage 0, and the small one has to take over from it.
     layers = [LayerCost(3 * MB, 1, 1), LayerCost(MB, 1, 1), LayerCost(MB, 1, 1)]
