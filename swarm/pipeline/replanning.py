@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.swarm.pipeline.answers import as_choice, as_plan, missing
-from shoal.swarm.pipeline.assigning import assign, smooth_least, with_everybody
+from shoal.swarm.pipeline.assigning import assign, smooth_least
 from shoal.swarm.pipeline.covering import cover
 from shoal.swarm.pipeline.span_rates import Flags, Floats, Indices, SpanTable, Swarm
 from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
@@ -58,10 +58,7 @@ def replan(
             # Of those that are empty now, what nobody can hold; else that they are too few for all.
             empty = [int(stage) for stage in np.flatnonzero(table.load(before) <= 0)]
             return missing(swarm, previous.boundaries, empty)
-    assert choice is not None
-    choice = with_everybody(table, choice, homeless)
-    if homeless.any():
-        choice = assign(table, choice, homeless)
+    choice = assign(table, choice, homeless)
     if rebalancing is not None and _rested(rebalancing) and (choice[~homeless] == before[~homeless]).all():
         choice = _rebalanced(table, choice, ~homeless, rebalancing.gain)
     return as_plan(swarm, table, choice)
