@@ -1,0 +1,161 @@
+"""What a span of layers takes of a peer's memory, and how many micro-batches a second it gives (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.swarm.pipeline.stage_plan import LayerCost, PeerCapability
+
+Floats: TypeAlias = NDArray[np.float64]
+Indices: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+AVERAGER_COPIES = 3.2
+"""What the averager adds at most, in contributions: the README's figure for a round of int8, "in all"."""
+STATE_COPIES = 3.0 + AVERAGER_COPIES
+"""Of the parameters, without optimizer values: themselves, gradients, the anchor; and the averager."""
+RECOMPUTE_TIME = 4 / 3
+"""Forward takes about half of backward (Chen et al. 2016, arXiv:1604.06174), so once more is a third on top."""
+
+
+@dataclass(frozen=True)
+class SpanTable:
+    """Every span of one cut: what each peer would give there."""
+
+    boundaries: tuple[int, ...]
+    first: Indices
+    """``(spans,)`` first stages; spans are ordered by first, then last stage."""
+    last: Indices
+    rates: Floats
+    """``(peers, spans)`` micro-batches a second; 0 where the span does not fit into the peer's memory."""
+    recomputes: Flags
+    """``(peers, spans)``: fits only if forward is computed again."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.boundaries) - 1
+
+    def index_of(self, span: tuple[int, int]) -> int:
+        """Where a span stands in the table."""
+        first, last = span
+        return first * self.stages - first * (first - 1) // 2 + last - first
+
+    def load(self, choice: Indices) -> Floats:
+        """``(stages,)``: the sum of the replicas' rates, for ``choice`` ``(peers,)`` of spans, -1 for none."""
+        steps = np.zeros(self.stages + 1)
+        placed = np.flatnonzero(choice >= 0)
+        chosen = choice[placed]
+        rates = self.rates[placed, chosen]
+        np.add.at(steps, self.first[chosen], rates)
+        np.subtract.at(steps, self.last[chosen] + 1, rates)
+        counts = np.zeros(self.stages + 1, dtype=np.int64)
+        useful = rates > 0
+        np.add.at(counts, self.first[chosen][useful], 1)
+        np.subtract.at(counts, self.last[chosen][useful] + 1, 1)
+        # What cancels out is not always exactly zero.
+        return np.where(np.cumsum(counts)[:-1] > 0, np.cumsum(steps)[:-1], 0.0)
+
+    def rate(self, choice: Indices) -> float:
+        """Of the slowest stage."""
+        return float(self.load(choice).min())
+
+
+class Swarm:
+    """Layers and peers as arrays. Peers are ordered by id, so that equal inputs give equal plans."""
+
+    def __init__(
+        self, layers: Sequence[LayerCost], peers: Sequence[PeerCapability], max_in_flight: int, optimizer_values: int
+    ) -> None:
+        """Raises ``ValueError`` for inputs that fit no plan at all: no layers, lengths that differ, a peer twice."""
+        if not layers:
+            raise ValueError("a pipeline needs at least one layer")
+        if max_in_flight < 1 or optimizer_values < 0:
+            raise ValueError("max_in_flight is 1 or more, optimizer_values 0 or more")
+        self.peers = sorted(peers, key=lambda one: one.peer)
+        if len({one.peer for one in peers}) < len(peers):
+            raise ValueError("a peer stands twice in the list")
+        for one in self.peers:
+            if len(one.layer_s) != len(layers) or min(one.layer_s) < 0 or one.bandwidth_bps <= 0:
+                raise ValueError(f"{one.peer}: expected seconds of {len(layers)} layers and a bandwidth above 0")
+        self.layers = len(layers)
+        self.in_flight = max_in_flight
+        self._parameters = _sums([[one.parameters_bytes for one in layers]])[0]
+        self._kept = _sums([[one.kept_bytes for one in layers]])[0]
+        self._seconds = _sums([one.layer_s for one in self.peers]) if self.peers else np.zeros((0, self.layers + 1))
+        # (layers + 1,): what crosses the boundary before each layer. Samples and the loss are next to nothing.
+        self._crossing = np.array([0, *(one.activation_bytes for one in layers[:-1]), 0], dtype=np.float64)
+        self._memory = np.array([one.memory_bytes for one in self.peers], dtype=np.float64)
+        self._bandwidth = np.array([one.bandwidth_bps for one in self.peers], dtype=np.float64)
+        self._rtt_s = np.array([one.rtt_s for one in self.peers], dtype=np.float64)
+        self._copies = STATE_COPIES + optimizer_values
+
+    def stages(self, starts: Indices, stops: Indices) -> tuple[Floats, Flags]:
+        """As ``SpanTable.rates`` and ``recomputes``, for single stages of the layers [start, stop)."""
+        return self._rates(starts, stops, self._again_bytes(starts, stops))
+
+    def table(self, boundaries: Sequence[int]) -> SpanTable:
+        """Of all spans of a cut."""
+        cut = np.array(boundaries, dtype=np.int64)
+        count = len(cut) - 1
+        first, last = (index.astype(np.int64) for index in np.triu_indices(count))
+        rates, recomputes = self._rates(cut[first], cut[last + 1], self._span_again_bytes(cut, first, last))
+        return SpanTable(tuple(int(one) for one in cut), first, last, rates, recomputes)
+
+    def least_bytes(self, starts: Indices, stops: Indices) -> Floats:
+        """The memory that the stages of the layers [start, stop) take at least: with or without recomputation."""
+        again = np.minimum(self._again_bytes(starts, stops), self._plain_bytes(starts, stops))
+        least: Floats = self._fixed_bytes(starts, stops) + again
+        return least
+
+    def most_memory(self) -> float:
+        """Of any peer; 0 without one."""
+        return float(self._memory.max(initial=0.0))
+
+    def _fixed_bytes(self, starts: Indices, stops: Indices) -> Floats:
+        """State, and what is kept as sent until a neighbour has it for good: outputs and gradients."""
+        fixed: Floats = self._copies * (self._parameters[stops] - self._parameters[starts])
+        fixed += self.in_flight * (self._crossing[starts] + self._crossing[stops])
+        return fixed
+
+    def _plain_bytes(self, starts: Indices, stops: Indices) -> Floats:
+        kept: Floats = self.in_flight * (self._kept[stops] - self._kept[starts])
+        return kept
+
+    def _again_bytes(self, starts: Indices, stops: Indices) -> Floats:
+        """With recomputation: each micro-batch's input, and what autograd keeps of the one at work."""
+        kept: Floats = self.in_flight * self._crossing[starts] + (self._kept[stops] - self._kept[starts])
+        return kept
+
+    def _span_again_bytes(self, cut: Indices, first: Indices, last: Indices) -> Floats:
+        """As above, stage after stage: the inputs of all of them, and the largest one at work."""
+        inputs = _sums([self._crossing[cut[:-1]]])[0]
+        kept = self._kept[cut[1:]] - self._kept[cut[:-1]]
+        largest = np.concatenate([np.maximum.accumulate(kept[start:]) for start in range(len(kept))])
+        again: Floats = self.in_flight * (inputs[last + 1] - inputs[first]) + largest
+        return again
+
+    def _rates(self, starts: Indices, stops: Indices, again_bytes: Floats) -> tuple[Floats, Flags]:
+        fixed = self._fixed_bytes(starts, stops)
+        plain = self._memory[:, None] >= fixed + self._plain_bytes(starts, stops)
+        again = ~plain & (self._memory[:, None] >= fixed + again_bytes)
+        compute_s = self._seconds[:, stops] - self._seconds[:, starts]
+        compute_s[again] *= RECOMPUTE_TIME
+        # Each way: activations in and gradients out at the one side, gradients in and activations out at the other.
+        one_way_s = 8 * (self._crossing[starts] + self._crossing[stops]) / self._bandwidth[:, None]
+        sides = (starts > 0).astype(np.float64) + (stops < self.layers)
+        # Little's law: so many micro-batches at a time, each of which stays at least so long.
+        stay_s = compute_s + 2 * one_way_s + sides * self._rtt_s[:, None]
+        micro_batch_s = np.maximum(np.maximum(compute_s, one_way_s), stay_s / self.in_flight)
+        rates = np.where(plain | again, 1 / np.maximum(micro_batch_s, 1e-9), 0.0)
+        return rates, again
+
+
+def _sums(rows: Sequence[Sequence[float]] | Sequence[Floats]) -> Floats:
+    """``(rows, n + 1)``: sums of the first 0 to n values."""
+    values = np.array(rows, dtype=np.float64)
+    return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
