@@ -107,10 +107,13 @@ class Replica(Generic[KeyT]):
 
     def refused(self, key: KeyT, now_s: float, pause_s: float) -> None:
         """Full: it is asked again when it has finished one of ours, or after ``pause_s``, doubled each time."""
-        del self._pending[key]
+        self.withdrawn(key)
         pause_s = min(pause_s * 2**self._refusals, self._patience_s / _LONGEST_PAUSE)
         self._full_until_s = now_s + pause_s
         self._refusals = min(self._refusals + 1, 16)
+
+    def withdrawn(self, key: KeyT) -> None:
+        del self._pending[key]
 
     def failed(self, key: KeyT, now_s: float) -> None:
         """Timed out, or its link broke: about halves the throughput that it is believed to have, or more."""

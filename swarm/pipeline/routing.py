@@ -19,8 +19,7 @@ from shoal.swarm.pipeline.replicas import KeyT, Replica, Standing
 @dataclass
 class _Hop:
     """The replicas of one stage. ``clock_s``: where the latest turn ended; ``turns``: where each one's last turn ended,
-    at most one of its micro-batches behind the clock and never ahead of it, so that nobody saves up turns that it could
-    not use, and nobody pays for long for having been slow."""
+    at most one of its micro-batches behind the clock, so that nobody saves up turns that it could not use."""
 
     clock_s: float = 0.0
     turns: dict[str, float] = field(default_factory=dict)
@@ -37,8 +36,8 @@ class ReplicaView:
 
 class Router(Generic[KeyT]):
     """One sender's choice of replicas. A ``key`` names one attempt at one micro-batch; after ``sent`` it is pending
-    until it is finished, failed, refused or its replica retired, whichever is first; what is said of it later counts
-    for nothing (False). Its gradient comes back the way that it went, ``way(key)``, as long as it is pending."""
+    until it is finished, failed, refused or withdrawn, or its replica retired, whichever is first; what is said of it
+    later counts for nothing (False). Its gradient comes back the way that it went, ``way(key)``."""
 
     def __init__(self, me: str, patience_s: float) -> None:
         """``me`` only decides where a sender begins: they would all begin with the same replica."""
@@ -98,6 +97,13 @@ class Router(Generic[KeyT]):
         self._replicas[peer].refused(key, now_s, self._interval_s(peer, self._replicas, now_s))
         return True
 
+    def withdrawn(self, peer: str, key: KeyT) -> bool:
+        """Nobody wants it from there any more, which says nothing of the peer."""
+        if not self._settle(peer, key):
+            return False
+        self._replicas[peer].withdrawn(key)
+        return True
+
     def failed(self, peer: str, key: KeyT, now_s: float) -> bool:
         """It took too long, or the link broke. After this a replica is on probation; if it fails on that, banned."""
         if not self._settle(peer, key):
@@ -143,7 +149,7 @@ class Router(Generic[KeyT]):
         hop.clock_s = max(hop.clock_s, hop.turns[peer] + self._interval_s(peer, hop.turns, now_s))
         hop.turns[peer] = hop.clock_s
         for other, turn in hop.turns.items():
-            hop.turns[other] = min(hop.clock_s, max(turn, hop.clock_s - self._interval_s(other, hop.turns, now_s)))
+            hop.turns[other] = max(turn, hop.clock_s - self._interval_s(other, hop.turns, now_s))
 
     def _interval_s(self, peer: str, among: Iterable[str], now_s: float) -> float:
         """Of one that nothing is known of: as the middle one ``among`` the others."""

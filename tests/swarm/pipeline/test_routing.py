@@ -1,5 +1,7 @@
 """Which replica a micro-batch goes to: shares, bans and time-outs, on a virtual clock."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -314,6 +316,18 @@ def test_who_delivers_others_is_waited_for_but_not_for_ever() -> None:
     assert late_s[0] == PATIENCE_S + 0.5
 
 
+def test_what_is_withdrawn_says_nothing_of_the_replica() -> None:
+    made = router("a")
+    made.sent("a", 1, 0.0)
+    before = made.view(1, 0.0)["a"]
+    assert made.withdrawn("a", 1)
+    assert made.way(1) is None
+    assert not made.withdrawn("a", 1)
+    assert made.pick(1, 0.0) == "a", "nobody is full"
+    after = made.view(1, 30.0)["a"]
+    assert (after.rate, after.queue, after.standing) == (before.rate, 0, "trusted")
+
+
 def test_a_full_replica_is_asked_again_later_and_later() -> None:
     made, now_s, pauses_s = router("a"), 0.0, []
     made.set_replicas(2, {"b": 10.0}, now_s)
@@ -370,10 +384,15 @@ class Anything(RuleBasedStateMachine):
             self.pending[self.sent] = peer
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data(), how=st.sampled_from(["finished", "failed", "refused"]))
+    @rule(data=st.data(), how=st.sampled_from(["finished", "failed", "refused", "withdrawn"]))
     def settle(self, data: st.DataObject, how: str) -> None:
         key = data.draw(st.sampled_from(sorted(self.pending)))
-        tell = {"finished": self.router.finished, "failed": self.router.failed, "refused": self.router.refused}
+        tell: dict[str, Callable[[str, int, float], bool]] = {
+            "finished": self.router.finished,
+            "failed": self.router.failed,
+            "refused": self.router.refused,
+            "withdrawn": lambda peer, key, now_s: self.router.withdrawn(peer, key),
+        }
         assert not tell[how]("somebody else", key, self.now_s)
         peer = self.pending.pop(key)
         assert tell[how](peer, key, self.now_s)
