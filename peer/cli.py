@@ -161,7 +161,9 @@ def doctor_command(
     max_memory: Annotated[str, typer.Option(help="As for `shoal join`, such as 8G.")] = "",
 ) -> None:
     """Show what this machine can do for a run: memory, speed layer by layer, and what would make it better."""
-    console.print(report(examine(run, device, _memory(max_memory))))
+    with console.status("Looking at this machine, and measuring the model's layers"):
+        found = examine(run, device, _memory(max_memory))
+    console.print(report(found))
 
 
 @app.command("demo")

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from shoal.compression.codec import Codec
 from shoal.peer.capability import autocast, describe_device
 from shoal.peer.layer_costs import Bench, LayerMeasure, measure_layers
-from shoal.peer.layered import LayeredRecipe
 from shoal.peer.options import SHOAL_HOME
-from shoal.peer.recipes import Recipe
+from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.swarm import durable
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.pipeline.plan import LayerCost, PeerCapability
@@ -136,7 +135,7 @@ def _ways_to_measure(
 ) -> tuple[tuple[str, ...], str, Callable[[], tuple[LayerMeasure, ...]]]:
     """Names, why it is one layer if it is, and how to measure."""
     try:
-        in_layers = _in_layers(recipe)
+        in_layers = layered_recipe(recipe, run)
         layered = in_layers.layers(run.run.seed)
         layered.check_boundaries(range(len(layered) + 1))
     except RecipeError as error:
@@ -161,12 +160,6 @@ def _ways_to_measure(
             bench,
         ),
     )
-
-
-def _in_layers(recipe: Recipe) -> LayeredRecipe:
-    if not callable(getattr(recipe, "layers", None)):
-        raise RecipeError(f"the recipe {type(recipe).__name__} gives no layers, which a pipeline needs")
-    return cast(LayeredRecipe, recipe)
 
 
 class _WithLoss(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from shoal.peer import measured
 from shoal.peer.layer_costs import LayerMeasure
 from shoal.peer.measured import cached, measured_model
-from shoal.peer.recipes import load_recipe
+from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.pipeline.plan import LayerCost
 from shoal.swarm.run_file import RunFile, parse_run_file
@@ -114,7 +114,7 @@ def test_a_model_in_layers_is_measured_by_layers(tmp_path: Path) -> None:
     found = measured_model(run, load_recipe(run), CPU, 0.0, tmp_path / "measured.json")
     assert found.names == ("embedding", "blocks.0", "blocks.1", "blocks.2", "head")
     assert len({one.kind for one in found.layers}) == 3
-    layered = load_recipe(run).layers(run.run.seed)  # type: ignore[attr-defined]
+    layered = layered_recipe(load_recipe(run), run).layers(run.run.seed)
     assert [one.cost.parameters_bytes for one in found.layers] == [layered.parameters_bytes(i) for i in range(5)]
     assert run.pipeline is not None
     assert found.layers[0].cost.activation_bytes == run.pipeline.codec.packed_bytes(2 * 8 * 16)
@@ -153,4 +153,4 @@ def test_a_model_that_cannot_be_cut_is_measured_whole_where_no_pipeline_needs_it
     )
     tied = run_file(tied=True)
     with pytest.raises(RecipeError, match="tie_embedding"):
-        measured_model(tied, load_recipe(tied), CPU, 0.0, tmp_path / "measured.json")
+        measured_model(tied, load_recipe(run), CPU, 0.0, tmp_path / "measured.json")
