@@ -112,3 +112,22 @@ def test_a_device_without_room_is_a_device_error() -> None:
 
     with pytest.raises(DeviceError, match="does not fit through one layer"):
         measured([Large()], torch.zeros(2, 8))
+
+
+def test_the_first_layer_makes_no_gradient_of_its_input_and_the_last_has_the_loss() -> None:
+    wanted: list[bool] = []
+
+    class Asks(nn.Linear):
+        def forward(self, given: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                wanted.append(given.requires_grad)
+            return super().forward(given)
+
+    layers = [Asks(8, 8) for _ in range(2)]
+    given = torch.ones(3, 8)
+    found = measure_layers(
+        [(one,) for one in layers], layers.__getitem__, given, lambda output: output.square().sum(), Bench(CPU)
+    )
+    half = len(wanted) // 2
+    assert wanted == [False] * half + [True] * half
+    assert [one.cost.kept_bytes for one in found] == [4 * 3 * 8, 2 * 4 * 3 * 8], "its input; and what is squared"
