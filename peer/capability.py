@@ -1,12 +1,14 @@
-"""What this machine trains on: the device, its memory, what precision it has, how many samples fit at once."""
+"""What this machine trains on: the device, its memory and what is free of it, its precision, what fits at once."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +54,66 @@ def memory_bytes(device: torch.device) -> int:
         return 0
 
 
+def available_bytes(device: torch.device) -> int:
+    """Of the device's memory, what nobody uses now; the machine's for the CPU and MPS, within a container's limit.
+
+    All of the memory where the system does not tell.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [
+        free
+        for free in (
+            _meminfo_bytes(_read("/proc/meminfo")),
+            _cgroup_bytes(_read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")),
+            _vm_stat_bytes(_vm_stat()) if platform.system() == "Darwin" else None,
+        )
+        if free is not None
+    ]
+    return min(found, default=memory_bytes(device))
+
+
+def usable_bytes(device: torch.device, limit: int | None) -> int:
+    """Of what is available as much as a member takes: all but a tenth, which others may want meanwhile, and at most
+    ``limit`` (``--max-memory``)."""
+    usable = int(0.9 * available_bytes(device))
+    return usable if limit is None else min(usable, limit)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _meminfo_bytes(text: str) -> int | None:
+    """Linux's ``/proc/meminfo``: what programs can have without swapping."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _cgroup_bytes(most: str, current: str) -> int | None:
+    """A container's limit (cgroup v2) less what it uses; None without a limit."""
+    if not (most.strip().isdecimal() and current.strip().isdecimal()):
+        return None
+    return max(0, int(most) - int(current))
+
+
+def _vm_stat_bytes(text: str) -> int | None:
+    """macOS's ``vm_stat``: pages that are free, or can be at once."""
+    page = re.search(r"page size of (\d+) bytes", text)
+    pages = re.findall(r"^Pages (?:free|inactive|speculative):\s+(\d+)\.$", text, re.MULTILINE)
+    return int(page[1]) * sum(map(int, pages)) if page and pages else None
+
+
+def _vm_stat() -> str:
+    try:
+        return subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def describe_device(name: str) -> DeviceInfo:
     """For the others to read."""
     device = torch.device(name)
@@ -73,12 +135,8 @@ def autocast(device: torch.device, precision: str) -> Callable[[], AbstractConte
     return nullcontext
 
 
-def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int) -> int:
-    """How many of ``batch`` samples may run at once, a divisor-free count of at least one.
-
-    Measured: the bytes that autograd keeps for one sample's backward pass, on any device. Raises ``DeviceError``
-    when even one sample does not fit.
-    """
+def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """What autograd keeps of ``forward`` for its backward pass, beside the parameters of ``model``."""
     seen: dict[int, int] = {}
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
 
@@ -89,10 +147,19 @@ def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = sample_loss()
-    del loss
+        output = forward()
+    del output
+    return sum(seen.values())
+
+
+def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int) -> int:
+    """How many of ``batch`` samples may run at once, a divisor-free count of at least one.
+
+    Measured: the bytes that autograd keeps for one sample's backward pass, on any device. Raises ``DeviceError``
+    when even one sample does not fit.
+    """
     # Half as much again for what the backward pass itself makes.
-    per_sample = max(1, int(1.5 * sum(seen.values())))
+    per_sample = max(1, int(1.5 * kept_bytes(model, sample_loss)))
     fits = free_bytes // per_sample
     if fits < 1:
         raise DeviceError(
@@ -103,13 +170,9 @@ def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch:
 
 
 def free_bytes(device: torch.device, model: nn.Module, limit: int | None, states: int) -> int:
-    """What is left for activations after the parameters, their gradients and ``states`` optimizer values each.
-
-    On CUDA the free memory counts as the upper limit; elsewhere the machine's.
-    """
+    """What is left for activations after the parameters, which are there already, their gradients and ``states``
+    optimizer values each."""
     static = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    total = memory_bytes(device)
-    if device.type == "cuda":
-        total = int(torch.cuda.mem_get_info(device)[0]) + static
+    total = available_bytes(device) + static
     allowed = min(total, limit) if limit else int(0.9 * total)
     return allowed - static * (2 + states)

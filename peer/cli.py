@@ -1,4 +1,4 @@
-"""The command line: ``shoal host | join | status | demo`` and those of ``cli_files``; errors become exit codes."""
+"""The command line: ``host join status doctor demo`` and those of ``cli_files``; errors become exit codes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from shoal.peer.cli_files import app as file_commands
 from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
 from shoal.peer.descriptors import allow_descriptors, warn_host
+from shoal.peer.doctor import examine, report
 from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
 from shoal.peer.options import SHOAL_HOME, SessionOptions
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
@@ -151,6 +152,18 @@ def status_command(
         console.print_json(data=status_json(status))
     else:
         console.print(status_table(status))
+
+
+@app.command("doctor")
+def doctor_command(
+    run: Annotated[Path | None, typer.Argument(help="A run file, for its model; a small gpt by default.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    max_memory: Annotated[str, typer.Option(help="As for `shoal join`, such as 8G.")] = "",
+) -> None:
+    """Show what this machine can do for a run: memory, speed layer by layer, and what would make it better."""
+    with console.status("Looking at this machine, and measuring the model's layers"):
+        found = examine(run, device, _memory(max_memory))
+    console.print(report(found))
 
 
 @app.command("demo")

@@ -64,6 +64,10 @@ class Layered:
         """That of the whole model."""
         return tuple(spec for layout in self.layouts for spec in layout)
 
+    def outline(self, layer: int) -> tuple[nn.Module, ...]:
+        """What it is made of, perhaps on the meta device: for kinds and shapes only."""
+        return tuple(part for _, part in self._outline[layer].parts)
+
     def parameters_bytes(self, layer: int) -> int:
         """Of its trainable parameters, float32."""
         return 4 * sum(spec.elements for spec in self.layouts[layer])

@@ -1,7 +1,9 @@
-"""Every deadline of a run, derived from its one number ``patience_s``: how long we wait for the silent."""
+"""How long we wait: every deadline of a run, derived from its one number ``patience_s``."""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass
 
 CONNECT_S = 8.0
@@ -91,3 +93,37 @@ class Deadlines:
     def lease_s(self) -> float:
         """How many seconds of work one lease should hold: enough to ride out a coordinator's restart."""
         return 2 * self.heartbeat_s
+
+
+class Delays:
+    """How long others have lately been taking for one thing, and so how long it is worth waiting for it.
+
+    Median and median deviation, which the odd straggler does not move; after too few of them, the whole patience.
+    """
+
+    _FEWEST, _MOST = 8, 256
+    _SPREADS = 4.0
+
+    def __init__(self, longest_s: float) -> None:
+        self._seen: deque[float] = deque(maxlen=self._MOST)
+        self._longest_s = longest_s
+        self._usual_s: float | None = None
+
+    def saw(self, seconds: float) -> None:
+        self._seen.append(max(0.0, seconds))
+        self._usual_s = None
+
+    @property
+    def usual_s(self) -> float | None:
+        """What all but the odd straggler take; None after too few of them."""
+        if self._usual_s is None and len(self._seen) >= self._FEWEST:
+            median_s = statistics.median(self._seen)
+            spread_s = statistics.median(abs(seconds - median_s) for seconds in self._seen)
+            self._usual_s = median_s + self._SPREADS * spread_s
+        return self._usual_s
+
+    @property
+    def wait_s(self) -> float:
+        """Between a third of the longest, for nobody's clock is that even, and all of it."""
+        usual_s = self.usual_s
+        return self._longest_s if usual_s is None else min(self._longest_s, self._longest_s / 3 + usual_s)

@@ -16,8 +16,9 @@ from shoal.swarm.coordinator.grouping import plan_round
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, to_wire
 from shoal.swarm.coordinator.outdated import is_known, taken_over
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
-from shoal.swarm.coordinator.rounds import Delays, Judgement, closing_moment, judge, lost_work, weighted_mean
+from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, lost_work, weighted_mean
 from shoal.swarm.coordinator.status import status_of
+from shoal.swarm.deadlines import Delays
 from shoal.swarm.errors import StaleWork, WireError
 from shoal.swarm.messages import (
     CoordinatorToPeerStatus,
@@ -41,8 +42,8 @@ class RunMachine(Admission):
         super().__init__(run, now_s, epoch)
         self._sign = sign
         self._ticked_s = now_s
-        self._ready_delays = Delays(self.deadlines)
-        self._report_delays = Delays(self.deadlines)
+        self._ready_delays = Delays(self.deadlines.ready_s)
+        self._report_delays = Delays(self.deadlines.ready_s)
         self._bandwidths = Bandwidths()
         self._outage = Outage(self.deadlines)
         self._outlook: Return | None = None

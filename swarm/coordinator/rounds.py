@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -95,33 +94,6 @@ def closing_moment(
     at_goal = now_s + missing / speed if speed else (now_s if missing <= 0 else at_limit)
     moment = min(at_goal, at_limit)
     return max(moment, now_s + deadlines.announce_s / 2) if moment <= now_s + ahead_s else None
-
-
-class Delays:
-    """How long members have lately been taking for one thing, and so how long it is worth waiting for it.
-
-    Median and median deviation, which the odd straggler does not move; after too few of them, the whole patience.
-    """
-
-    _FEWEST, _MOST = 8, 256
-    _SPREADS = 4.0
-
-    def __init__(self, deadlines: Deadlines) -> None:
-        self._seen: deque[float] = deque(maxlen=self._MOST)
-        self._deadlines = deadlines
-
-    def saw(self, seconds: float) -> None:
-        self._seen.append(max(0.0, seconds))
-
-    @property
-    def wait_s(self) -> float:
-        """Between a third of the patience, for nobody's clock is that even, and all of it."""
-        longest_s = self._deadlines.ready_s
-        if len(self._seen) < self._FEWEST:
-            return longest_s
-        median_s = statistics.median(self._seen)
-        spread_s = statistics.median(abs(seconds - median_s) for seconds in self._seen)
-        return min(longest_s, longest_s / 3 + median_s + self._SPREADS * spread_s)
 
 
 def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:

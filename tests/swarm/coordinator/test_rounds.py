@@ -6,8 +6,8 @@ from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer
 from shoal.swarm.coordinator.facts import MemberJoined
 from shoal.swarm.coordinator.grouping import plan_round
 from shoal.swarm.coordinator.membership import Member, Membership, majority
-from shoal.swarm.coordinator.rounds import Delays, Goal, Work, closing_moment, judge, weighted_mean
-from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.coordinator.rounds import Goal, Work, closing_moment, judge, weighted_mean
+from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan
 
 DEADLINES = Deadlines(30.0)
@@ -326,7 +326,7 @@ def test_different_bytes_that_one_holds_each_are_void() -> None:
 
 
 def test_little_is_known_at_first() -> None:
-    delays = Delays(DEADLINES)
+    delays = Delays(DEADLINES.ready_s)
     for _ in range(7):
         delays.saw(0.1)
         assert delays.wait_s == DEADLINES.ready_s
@@ -335,14 +335,14 @@ def test_little_is_known_at_first() -> None:
 
 
 def test_one_straggler_does_not_make_everybody_wait() -> None:
-    delays = Delays(DEADLINES)
+    delays = Delays(DEADLINES.ready_s)
     for seconds in [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 29.0]:
         delays.saw(seconds)
     assert delays.wait_s == pytest.approx(10.0 + 2.0 + 4 * 1.0)
 
 
 def test_it_follows_what_rounds_take_now_and_never_exceeds_the_patience() -> None:
-    delays = Delays(DEADLINES)
+    delays = Delays(DEADLINES.ready_s)
     for _ in range(300):
         delays.saw(25.0)
     assert delays.wait_s == DEADLINES.ready_s
