@@ -35,7 +35,10 @@ class Accepting(Hops):
             if is_moved and job.fetch.number != offer.number:
                 return "accepted", [self._fetch_input(job, offer)]
             return "accepted", []
-        if job is not None or self._free_places() <= self._rooms.held(now_s, besides=sender):
+        is_full = self._free_places() <= self._rooms.held(now_s, besides=sender)
+        # Who has samples of its own to drive is there for others only when they have nobody else.
+        has_own = self._driving.has_more and not self._rooms.is_called(sender)
+        if job is not None or is_full or has_own:
             self._rooms.refused(sender)
             return "busy", []
         self._rooms.leave(sender)

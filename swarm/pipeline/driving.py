@@ -34,6 +34,11 @@ class Driving:
         self._asked: AskToDrive | None = None
         self._ask_again_s = 0.0
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to drive that was not begun."""
+        return bool(self._queue)
+
     def ask(self, free: int, now_s: float) -> list[AskToDrive]:
         """``free``: places for a forward. Nothing while an answer is due, or soon after there was nothing to do."""
         samples = max(0, free + 1 - len(self._queue)) * self._samples

@@ -16,6 +16,9 @@ class Rooms:
         self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if now_s < until_s}
         return sum(peer != besides for peer in self._until_s)
 
+    def is_called(self, peer: str) -> bool:
+        return peer in self._until_s
+
     def refused(self, peer: str) -> None:
         self._line.setdefault(peer)
 

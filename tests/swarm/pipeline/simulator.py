@@ -211,6 +211,7 @@ class SimulatedPeer:
 
     def _computed(self, compute: Compute) -> None:
         self.computing = None
+        self.simulation.finished_s = self.simulation.now_s
         micro_batch, stages = compute.micro_batch, range(compute.from_stage, self.span.stop)
         if isinstance(compute, ComputeForward):
             self.simulation.computed.update(("forward", micro_batch, stage) for stage in stages)
@@ -227,7 +228,8 @@ class SimulatedPeer:
 
 
 class Simulation:
-    """``run`` it, then look at ``commits`` (virtual moments), ``computed`` and the peers."""
+    """``run`` it, then look at ``commits`` (virtual moments), ``finished_s`` (the last computation's end), ``computed``
+    and the peers."""
 
     def __init__(
         self,
@@ -237,7 +239,7 @@ class Simulation:
         make_router: Callable[[str], NextHop] | None = None,
     ) -> None:
         self.world = world
-        self.now_s = 0.0
+        self.now_s = self.finished_s = 0.0
         self.events = 0
         self.random = random.Random(seed)
         self.make_router = make_router or (lambda name: Turns(world.patience_s, world.retry_s))
