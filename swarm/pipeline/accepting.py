@@ -31,23 +31,22 @@ class Accepting(Hops):
         job = self._jobs.get(micro_batch)
         if job is not None and job.from_stage == offer.stage:
             job.upstreams[sender] = offer
-            is_moved = job.fetch is not None and job.phase == "input" and job.fetch.peer == sender
-            if is_moved and job.fetch.number != offer.number:
-                return "accepted", [self._fetch_input(job, offer)]
+            fetch = job.fetch if job.phase == "input" else None
+            if fetch is not None and fetch.peer == sender and fetch.number != offer.number:
+                return "accepted", [self._fetch_input(job, offer)]  # it began anew, and keeps it elsewhere now
             return "accepted", []
+        if job is not None:
+            return "busy", []  # it came in by another stage; when that one is done, not when there is room
         is_full = self._free_places() <= self._rooms.held(now_s, besides=sender)
         # Who has samples of its own to drive is there for others only when they have nobody else.
         has_own = self._driving.has_more and not self._rooms.is_called(sender)
-        if job is not None or is_full or has_own:
+        if is_full or has_own:
             self._rooms.refused(sender)
             return "busy", []
         self._rooms.leave(sender)
         job = self._new_job(micro_batch, offer.stage)
         job.upstreams[sender] = offer
-        effects: list[Effect] = [self._fetch_input(job, offer)]
-        if self.is_last:
-            effects += self._claims.ask(micro_batch, job.stages(self.span))
-        return "accepted", effects
+        return "accepted", [self._fetch_input(job, offer)]
 
     def _take_gradient(self, offer: Offer) -> tuple[Answer, list[Effect]]:
         if (early := self._out_of_round(offer.micro_batch)) is not None:

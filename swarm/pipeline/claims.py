@@ -38,7 +38,7 @@ class Claims:
         return claims
 
     def answered(self, claim: Claim, granted: Ranges, is_wanted: bool) -> list[Release]:
-        """``is_wanted``: somebody still works on it. A part of a micro-batch cannot count, and goes back."""
+        """``is_wanted``: it is under way in that stage still. A part of a micro-batch cannot count, and goes back."""
         key = (claim.stage, claim.micro_batch)
         if self._states.get(key) != "asked":
             return []

@@ -96,7 +96,9 @@ class StageEngine(Accepting):
     def claim_answered(self, claim: Claim, granted: Ranges, now_s: float) -> list[Effect]:
         """``granted``: the part of it that is ours now."""
         if claim.micro_batch.round == self._round:
-            self._emit(*self._claims.answered(claim, granted, claim.micro_batch in self._jobs))
+            job = self._jobs.get(claim.micro_batch)
+            is_wanted = job is not None and claim.stage in job.stages(self.span)
+            self._emit(*self._claims.answered(claim, granted, is_wanted))
         return self._go_on(now_s)
 
     # Other peers ----------------------------------------------------------------------------------------------
@@ -269,8 +271,6 @@ class StageEngine(Accepting):
             if micro_batch is not None:
                 job = self._new_job(micro_batch, 0)
                 job.is_own, job.phase = True, "forward"
-                if self.is_last:
-                    self._emit(*self._claims.ask(micro_batch, job.stages(self.span)))
                 self._forward(job)
 
     def _may_go_back(self, job: Job) -> bool:
@@ -280,6 +280,8 @@ class StageEngine(Accepting):
     def _forward(self, job: Job) -> None:
         self._running = ComputeForward(job.number, job.micro_batch, job.from_stage)
         self._emit(self._running)
+        if self.is_last:  # as late as hides the answer's way: who dies with a claim has it driven again
+            self._emit(*self._claims.ask(job.micro_batch, job.stages(self.span)))
 
     def _backward(self, job: Job) -> None:
         if not job.is_own:

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from itertools import count as numbers
 from typing import Any
 
+from tests.swarm.pipeline.ledger import Ledger
+from tests.swarm.pipeline.turns import Turns
+
 from shoal.swarm.pipeline.effects import (
     Answer,
     AskToDrive,
@@ -36,8 +39,6 @@ from shoal.swarm.pipeline.effects import (
 )
 from shoal.swarm.pipeline.hops import NextHop, Settings, Span
 from shoal.swarm.pipeline.stage import StageEngine
-from tests.swarm.pipeline.ledger import Ledger
-from tests.swarm.pipeline.turns import Turns
 
 Tensor = tuple[str, MicroBatch, int]
 """("activation", whose, the stage that it is the input of) or ("gradient", whose, the stage whose input's it is)."""
@@ -242,7 +243,7 @@ class Simulation:
         self.now_s = self.finished_s = 0.0
         self.events = 0
         self.random = random.Random(seed)
-        self.make_router = make_router or (lambda name: Turns(world.patience_s, world.retry_s))
+        self.make_router = make_router or (lambda name: Turns(2 * world.patience_s, world.retry_s))
         self.computed: Counter[tuple[str, MicroBatch, int]] = Counter()
         self.done: Counter[MicroBatch] = Counter()
         self.commits: list[float] = []
@@ -267,8 +268,12 @@ class Simulation:
 
     def run(self, until_s: float = 10_000.0) -> Simulation:
         """Until all rounds are committed. Progress must be made within ``until_s`` of virtual time."""
+        before_s, at_once = -1.0, 0
         while len(self.commits) < self.world.rounds:
             self.now_s, _, what, arguments = heapq.heappop(self._heap)
+            at_once = at_once + 1 if self.now_s == before_s else 0
+            before_s = self.now_s
+            assert at_once < 10_000, f"{what} {arguments} goes round in circles"
             assert self.now_s <= until_s, f"no verdict within {until_s} s: {self.coordinator.outlook()}"
             self.events += 1
             what(*arguments)

@@ -208,6 +208,7 @@ def test_the_same_micro_batch_from_another_stage_waits() -> None:
     peer = Peer(first=1, last=2, stages=4)
     peer.arrive(0)
     assert peer.answer(activation(0, sender="left", stage=2)) == "busy"
+    assert not peer.some(Note)  # a place would not help
 
 
 def test_stages_that_we_do_not_hold_are_refused() -> None:
@@ -346,15 +347,20 @@ def test_what_counted_here_counts_no_second_time() -> None:
 def test_overlapping_micro_batches_under_way_do_not_both_count() -> None:
     """The coordinator would grant both: it knows the samples that they share as ours."""
     peer = Peer(first=2, last=2)
-    peer.answer(activation(0, stage=2))
+    peer.stage = 2
+    peer.arrive(0)
     assert peer.only(Claim) == Claim(2, batch(0))
+    running = peer.only(ComputeForward)
     peer.answer(Offer("activation", "up", MicroBatch(ROUND, 1, 3), 2, 1, 7))
+    peer.do("tensor_arrived", peer.only(Fetch))
+    peer.do("computed", running)
+    assert peer.only(ComputeForward).micro_batch.start == 1
     assert not peer.some(Claim)
 
 
 def test_an_abandoned_micro_batch_releases_its_claim() -> None:
     peer = Peer(first=2, last=2)
-    peer.answer(activation(0, stage=2))
+    peer.arrive(0)
     peer.do("claim_answered", peer.only(Claim), as_range(batch(0)))
     peer.do("noted", Note("cancel", "up", batch(0), 2, 1))
     assert peer.last == [Release(2, ROUND, ((0, 2),)), Drop(100)]
@@ -363,7 +369,7 @@ def test_an_abandoned_micro_batch_releases_its_claim() -> None:
 
 def test_a_claim_that_is_granted_after_all_is_given_up_goes_back() -> None:
     peer = Peer(first=2, last=2)
-    peer.answer(activation(0, stage=2))
+    peer.arrive(0)
     claim = peer.only(Claim)
     peer.do("noted", Note("cancel", "up", batch(0), 2, 1))
     assert not peer.some(Release)
@@ -373,16 +379,18 @@ def test_a_claim_that_is_granted_after_all_is_given_up_goes_back() -> None:
 
 def test_a_claim_under_way_serves_the_next_attempt() -> None:
     peer = Peer(first=2, last=2)
-    peer.answer(activation(0, stage=2))
-    claim = peer.only(Claim)
+    peer.arrive(0)
+    claim, running = peer.only(Claim), peer.only(ComputeForward)
     peer.do("noted", Note("cancel", "up", batch(0), 2, 1))
     peer.answer(activation(0, stage=2, attempt=2))
     fetch = peer.only(Fetch)
+    peer.do("tensor_arrived", fetch)
+    peer.do("computed", running)
     assert not peer.some(Claim)
+    forward = peer.only(ComputeForward)
     peer.do("claim_answered", claim, as_range(batch(0)))
     assert not peer.last
-    peer.do("tensor_arrived", fetch)
-    peer.do("computed", peer.only(ComputeForward))
+    peer.do("computed", forward)
     assert peer.only(ComputeBackward).accumulate == {2}
 
 
@@ -686,3 +694,20 @@ def test_answers_to_what_was_given_up_count_for_nothing() -> None:
     assert not peer.last
     peer.do("tensor_arrived", again)
     assert peer.only(ComputeForward).job == again.job
+
+
+def test_a_claim_of_a_stage_that_the_next_attempt_does_not_go_through_goes_back() -> None:
+    peer = Peer(first=1, last=2)
+    peer.arrive(0)
+    first, second = peer.some(Claim)
+    running = peer.only(ComputeForward)
+    peer.do("noted", Note("cancel", "up", batch(0), 1, 1))
+    peer.answer(activation(0, sender="heir", stage=2))
+    fetch = peer.only(Fetch)
+    peer.do("claim_answered", first, as_range(batch(0)))
+    assert peer.last == [Release(1, ROUND, ((0, 2),))]
+    peer.do("claim_answered", second, as_range(batch(0)))
+    peer.do("computed", running)
+    peer.do("tensor_arrived", fetch)
+    peer.do("computed", peer.only(ComputeForward))
+    assert peer.only(ComputeBackward).accumulate == {2}

@@ -10,8 +10,8 @@ from shoal.swarm.pipeline.hops import Key
 class Turns:
     """The one that was sent something longest ago is next."""
 
-    def __init__(self, patience_s: float, pause_s: float) -> None:
-        self._patience_s, self._pause_s = patience_s, pause_s
+    def __init__(self, overdue_s: float, pause_s: float) -> None:
+        self._overdue_s, self._pause_s = overdue_s, pause_s
         self._replicas: dict[int, list[str]] = {}
         self._paused_s: dict[str, float] = {}
         self._pending: dict[Key, tuple[str, float]] = {}
@@ -54,7 +54,7 @@ class Turns:
         return lost
 
     def overdue(self, now_s: float) -> tuple[Key, ...]:
-        return tuple(key for key, (_, sent_s) in self._pending.items() if now_s >= sent_s + self._patience_s)
+        return tuple(key for key, (_, sent_s) in self._pending.items() if now_s >= sent_s + self._overdue_s)
 
     def _pause(self, peer: str, key: Key, now_s: float) -> bool:
         if self._settle(peer, key):
