@@ -175,9 +175,10 @@ class Ledger:
         """The averaging takes its time, and everybody who is in it."""
         if not self._is_complete(self.ready) or self.averaging_since_s is None:
             self.averaging_since_s = now_s
-        elif now_s >= self.averaging_since_s + self.world.averaging_s:
-            if all(not peer.is_dead and not peer.is_frozen for peer in self.live.values()):
-                self._commit()
+        elif now_s >= self.averaging_since_s + self.world.averaging_s and not any(
+            peer.is_dead or peer.is_frozen for peer in self.live.values()
+        ):
+            self._commit()
 
     def _commit(self) -> None:
         check_exactly_once(self.live.values(), self.batch, self.world.stages)
@@ -212,4 +213,5 @@ def check_exactly_once(peers: Any, batch: range, stages: int) -> None:
             for sample, times in peer.accumulated.get(stage, {}).items():
                 total[sample] = total.get(sample, 0) + times
         wrong = {sample: total.get(sample, 0) for sample in set(batch) | set(total) if total.get(sample, 0) != 1}
-        assert not wrong and set(total) == set(batch), f"stage {stage}: counted so often: {wrong}"
+        assert set(total) <= set(batch), f"stage {stage}: samples of other rounds counted"
+        assert not wrong, f"stage {stage}: counted so often: {wrong}"

@@ -468,6 +468,15 @@ def test_where_all_are_full_it_waits_for_room_or_a_while() -> None:
     assert peer.only(Send).attempt == 4
 
 
+def test_a_gradient_of_an_attempt_given_up_is_ignored_while_nobody_has_the_next() -> None:
+    peer = Peer()
+    peer.do("replicas_changed", 2, {"down": None})
+    sent = peer.forward(0)
+    peer.do("send_failed", sent)
+    assert not peer.some(Send)
+    assert peer.answer(peer.gradient_of(sent)) == "outdated"
+
+
 def test_room_at_a_stranger_is_no_room() -> None:
     peer = Peer()
     peer.do("refused", peer.forward(0), "busy")
