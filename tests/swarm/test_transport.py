@@ -121,7 +121,7 @@ async def test_errors_travel_and_leave_the_node_alive(
         async def handler(channel: control.Channel, message: Message) -> Message:
             raise raised
 
-        a_handler = b.node.control._handlers[PeerToPeerPing]
+        a_handler = b.node.control._handlers[0, PeerToPeerPing]
         b.node.control.handle(PeerToPeerPing, handler)
         with pytest.raises(LinkError) as caught:
             await ping(a, b)
@@ -148,7 +148,7 @@ async def test_deadline_and_late_replies() -> None:
             await release.wait()
             return PeerToPeerPong()
 
-        honest = b.node.control._handlers[PeerToPeerPing]
+        honest = b.node.control._handlers[0, PeerToPeerPing]
         b.node.control.handle(PeerToPeerPing, handler)
         channel = dial(a, b)
         await channel.connected(LONG_S)
@@ -687,7 +687,7 @@ async def test_an_absent_blob_may_still_come() -> None:
         assert time.monotonic() - start >= 2.0
         source, sink = Source(5), Sink()
         requests: list[Message] = []
-        handler = b.node.control._handlers[PeerToPeerOpenStream]
+        handler = b.node.control._handlers[0, PeerToPeerOpenStream]
 
         async def counting(channel: control.Channel, message: Message) -> Message | None:
             requests.append(message)
