@@ -292,5 +292,6 @@ class CoordinatorClient:
     async def _looks_for(self, curve_key: bytes) -> bool:
         if self._view is not None:
             self._roster_version = 0  # no run has that one: the next view brings the roster
-            await self.wait_for(lambda view: self.node.knows_key(curve_key), self.deadlines.heartbeat_s)
+            # The next heartbeat asks for it, and its answer takes a moment.
+            await self.wait_for(lambda view: self.node.knows_key(curve_key), 1.5 * self.deadlines.heartbeat_s)
         return self.node.knows_key(curve_key)

@@ -87,6 +87,8 @@ async def test_stages_are_entered_and_left_at_any_time() -> None:
             await members.leave(1)
             assert list(members.stages) == [0]
             assert trainers(coordinator) == {0: 1, 1: 1, 2: 0}
+            assert members.run.client._clients == [members.run.client, first.client]
+            assert {scope for scope, _ in members.run.node.control._handlers} == {0, 1}
             await first.beat()
             await members.run.beat()
             await members.enter(1)

@@ -159,6 +159,24 @@ def test_who_comes_back_to_a_scope_is_a_new_member_of_it() -> None:
     run_virtual(main())
 
 
+def test_the_clients_of_all_scopes_go_to_another_address_together() -> None:
+    async def main() -> None:
+        SimMember.ports = (1, 2)
+        try:
+            async with scopes(1) as runs:
+                runs[0].coordinator.at = 2
+                stage, run = runs[1].members[0], runs[0].members[0]
+                await stage.beat()
+                assert run.client._line.channel is stage.client._line.channel
+                assert run.client._line.channel.port == 2
+                await rounds(0, runs[0], range(1))
+                await rounds(1, runs[1], range(1))
+        finally:
+            SimMember.ports = (1,)
+
+    run_virtual(main())
+
+
 def test_who_is_superseded_in_a_scope_hears_it_there() -> None:
     async def main() -> None:
         async with scopes(1) as runs:
