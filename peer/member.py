@@ -1,4 +1,5 @@
-"""A trainer's life in the run, on the event loop: heartbeats, leases, state, rounds. ``session.py`` drives it."""
+"""A trainer's life in the run, or in a stage of it, on the event loop: heartbeats, leases, state, rounds.
+``session.py`` drives it; ``stage_members.py`` holds one for each stage."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ from shoal.swarm.messages import (
     Verdict,
 )
 from shoal.swarm.probing import PROBE, ProbeSource, probe_between_rounds, witnesses
+from shoal.swarm.scoped_endpoint import ScopedEndpoint
 from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport import Node
+from shoal.swarm.transport import Endpoint, Node
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Member:
     def __init__(self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup) -> None:
         self.node = node
         self.client = client
+        self.endpoint: Endpoint = ScopedEndpoint(node, client.scope) if client.scope else node
         self.progress = Progress()
         self.state: State | None = None
         self.compression = 1.0
@@ -79,19 +82,18 @@ class Member:
         self._background: list[asyncio.Task[None]] = []
         self._beat_now = asyncio.Event()
         self._form = form_named(client.run_file.checkpoints.transfer)
-        self._donor = DonorState(node, client.deadlines.patience_s, self._form)
+        self._donor = DonorState(self.endpoint, client.deadlines.patience_s, self._form)
         self._downloads: Downloads | None = None
         self._earlier: State | None = None
         self._kept: tuple[KeptState, ...] = ()
         self.rejoined = False
-        self._probed_bps = 0.0
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
     ) -> AsyncIterator[Member]:
-        """Bind, join, and heartbeat until the context ends; leaves the run then."""
+        """Bind, join the run, and heartbeat until the context ends; leaves it then."""
         keys = CurveKeys.fresh()
         client: CoordinatorClient | None = None
 
@@ -101,18 +103,26 @@ class Member:
         ports = (bind[1], bind[1] + 1 if bind[1] else 0)
         async with Node.open(keys, bind[0], ports, admit) as node:
             client = CoordinatorClient(node, identity, keys, invite, describe())
-            await client.join()
-            node.connections_per_link = client.run_file.averaging.streams
-            async with task_scope() as tasks:
-                member = cls(node, client, tasks)
+            async with cls.joined(client) as member:
+                node.connections_per_link = client.run_file.averaging.streams
                 node.publish(PROBE, ProbeSource())
-                member._background += [tasks.create_task(member._beat()), tasks.create_task(member._probe())]
-                try:
-                    yield member
-                finally:
-                    for task in member._background:
-                        task.cancel()
-                    await client.leave("done")
+                member._background.append(member._tasks.create_task(member._probe()))
+                yield member
+
+    @classmethod
+    @asynccontextmanager
+    async def joined(cls, client: CoordinatorClient) -> AsyncIterator[Member]:
+        """Join what the client is for, on its node, and heartbeat until the context ends; leaves it then."""
+        await client.join()
+        async with task_scope() as tasks:
+            member = cls(client.node, client, tasks)
+            member._background.append(tasks.create_task(member._beat()))
+            try:
+                yield member
+            finally:
+                for task in member._background:
+                    task.cancel()
+                await client.leave("done")
 
     # Heartbeats ---------------------------------------------------------------------------------------------
 
@@ -134,11 +144,11 @@ class Member:
         client = self.client
         if client.me.role != "trainer" or not client.reachable:
             return
-        asked = witnesses(self.node.trainers(), client.peer)
-        self._probed_bps = await probe_between_rounds(client, self.node, asked)
-        if self._probed_bps:
+        asked = witnesses(self.node.trainers(client.scope), client.peer)
+        probed_bps = self.node.meter.probed_bps = await probe_between_rounds(client, self.endpoint, asked)
+        if probed_bps:
             self._beat_now.set()
-            log.info("the link carries about %.0f Mbit/s", self._probed_bps / 1e6)
+            log.info("the link carries about %.0f Mbit/s", probed_bps / 1e6)
 
     @property
     def activity(self) -> str:
@@ -150,7 +160,8 @@ class Member:
 
     async def beat(self) -> None:
         """Tell the coordinator how we are, now. A coordinator that forgot us gets us anew, without our work."""
-        progress, state, averager = self.progress, self.state, self._averager
+        progress, state, averager, meter = self.progress, self.state, self._averager, self.node.meter
+        sent_bytes, received_bytes = meter.of(self.client.scope)
         heartbeat = PeerToCoordinatorHeartbeat(
             round=progress.round,
             activity=self.activity,
@@ -161,9 +172,9 @@ class Member:
             step_s=progress.step_s,
             loss=progress.loss,
             chunks_moved=averager.chunks_moved if averager else 0,
-            bytes_sent=self.node.meter.sent_bytes,
-            bytes_received=self.node.meter.received_bytes,
-            bandwidth_bps=max(self.node.meter.bandwidth_bps, self._probed_bps),
+            bytes_sent=sent_bytes,
+            bytes_received=received_bytes,
+            bandwidth_bps=max(meter.bandwidth_bps, meter.probed_bps),
             roster_version=0,
             kept=self._kept if state is None else (),
         )
@@ -212,10 +223,10 @@ class Member:
         client, own.earlier = self.client, self._earlier
 
         def donors() -> list[str]:
-            return witnesses(self.node.trainers(), client.peer)
+            return witnesses(self.node.trainers(client.scope), client.peer)
 
         silent_s = client.deadlines.patience_s / 2
-        self._downloads = Downloads(self.node, donors, silent_s, folder, report, self._form)
+        self._downloads = Downloads(self.endpoint, donors, silent_s, folder, report, self._form)
         try:
             return await agree_on_state(self, own, shape, self._downloads, catch_up)
         finally:
@@ -263,7 +274,7 @@ class Member:
         """Keep what rounds commit there, and offer what is there. Before ``prepare_averaging``."""
         owner = Owner(self.client.run_file.hash, self.client.coordinator_key)
         vectors = 1 + outer_of(self.client.run_file.outer).slots
-        self._keeper = RecordKeeper(RoundRecords(folder, owner), self.node, self._tasks, vectors, needed_since)
+        self._keeper = RecordKeeper(RoundRecords(folder, owner), self.endpoint, self._tasks, vectors, needed_since)
         await self._keeper.start()
 
     @property
@@ -278,13 +289,13 @@ class Member:
         client = self.client
 
         def donors() -> list[str]:
-            return witnesses(self.node.trainers(), client.peer)
+            return witnesses(self.node.trainers(client.scope), client.peer)
 
         async def verdicts_from(first: int) -> list[Verdict]:
             return await (self.history.since(first) if self.history else fetch_verdicts(client, first))
 
         progress_s = client.deadlines.request_s
-        return MissedRounds(steps, self.node, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)
+        return MissedRounds(steps, self.endpoint, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)
 
     # Rounds -------------------------------------------------------------------------------------------------
 
@@ -295,7 +306,7 @@ class Member:
         self.compression = 4 * elements / coding.contribution(0, elements).packed_bytes(elements)
         if elements >= _COMPILED_ELEMENTS:
             fast.compile_ahead(coding.kernels)
-        self._averager = Averager(self.client, self.node, coding, elements, self._keeper)
+        self._averager = Averager(self.client, self.endpoint, coding, elements, self._keeper)
         self._averager.on_exchange = self._donor.pause
 
     @property

@@ -1,4 +1,4 @@
-"""This peer's copy of the run: the state it holds, the local work on it, and how a round changes both.
+"""This peer's copy of the run, or of a stage: the state it holds, the local work on it, how a round changes both.
 
 On the training thread; everything asynchronous is done by ``member.py`` on the network thread.
 """
@@ -20,6 +20,7 @@ from shoal.peer.catch_up import Steps, roll_forward
 from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout, LeasedSamples
+from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.local_work import AccumulatedGradient, LocalWork, OverlappedPseudoGradient, PseudoGradient
 from shoal.peer.member import Member
 from shoal.peer.missed_rounds import MissedRounds
@@ -62,19 +63,21 @@ class _Exchange:
 
 
 class Replica:
-    """``sync`` before anything else. ``round`` is the round that the local work is for: with ``overlap`` the one after
-    the round that is being averaged."""
+    """``take_part`` before anything else. ``round`` is the round that the local work is for: with ``overlap`` the one
+    after the round that is being averaged."""
 
     def __init__(
         self,
         run: RunFile,
         brought: Brought,
-        network: NetworkThread[Member],
+        network: NetworkThread[Any],
+        member: Member,
         folder: Path,
         store: CheckpointStore | None,
         emit: Emit,
     ) -> None:
-        """``folder``: of this peer in this run; ``store``: None to keep no checkpoints.
+        """``member``: of the run, or of the stage whose module is brought, living on ``network``; ``folder``: of this
+        peer in that; ``store``: None to keep no checkpoints.
 
         Raises ``ModelMismatch`` and ``UserError`` for a model or optimizer that cannot take part."""
         self.vector = ParameterVector(brought.model)
@@ -90,7 +93,7 @@ class Replica:
         coding = run.coding([(spec.name, spec.shape) for spec in self.vector.layout])
         self._steps = Steps(run, coding, self._outer)
         self._network = network
-        self._member = network.resource
+        self._member = member
         self._missed: MissedRounds = self._member.missed_rounds(self._steps)
         self._emit = emit
         self._exchange: _Exchange | None = None
@@ -104,6 +107,14 @@ class Replica:
     def state(self) -> State | None:
         """The state held now; None before ``sync``."""
         return getattr(self, "_state", None)
+
+    def take_part(self, data: DataAbout | None) -> None:
+        """Agree on the model and get the current state; once, and before anything else. Raises as ``describe`` and
+        ``sync``."""
+        self.describe(data)
+        self._network.tell(lambda: self._member.keep_history(self._folder / HISTORY_FILE))
+        self._member.prepare_averaging(self.vector.layout)
+        self.sync()
 
     def describe(self, data: DataAbout | None) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the run's."""
@@ -174,13 +185,19 @@ class Replica:
     def close_round(self) -> None:
         """Offer the local work, and ``conclude``; with ``overlap`` that is due later, and work for the next round may
         go on. Raises ``Interrupted``."""
+        if self.offer() and not self._run.averaging.overlap:
+            self.conclude()
+
+    def offer(self) -> bool:
+        """The first half of ``close_round``: who holds several stages offers them all before it concludes any, as their
+        rounds end together. False when the local work was lost instead, and there is nothing to conclude."""
         if self.exchanging and not self.conclude():
-            return
+            return False
         self._member.progress.activity = "ready"
         contribution = self.work.contribution(self._state.anchor)
         if not bool(torch.isfinite(contribution).all()):
             self.start_afresh("the local work had become infinite or not a number")
-            return
+            return False
         offer = Offer(
             round=self.round,
             anchor_version=self._state.version,
@@ -194,8 +211,7 @@ class Replica:
         self.samples.offer()
         if self._run.averaging.overlap:
             self._enter_round(self.round + 1)
-        else:
-            self.conclude()
+        return True
 
     def conclude(self) -> bool:
         """Await the verdict of the closed round and act on it; False when that cost the local work. Raises

@@ -26,7 +26,6 @@ from shoal.peer.capability import describe_device
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.closing import is_due, least_s
 from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
-from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.options import SessionOptions
@@ -101,11 +100,8 @@ class Session:
         store = self._open_checkpoints(folder)
         needed_since = store.oldest_of_newest if store else lambda: None
         self._network.call(self._member.keep_records(folder / RECORDS, needed_since))
-        self._replica_or_none = Replica(self.run_file, brought, self._network, folder, store, self._emit)
-        self._replica.describe(brought.data)
-        self._network.tell(lambda: self._member.keep_history(folder / HISTORY_FILE))
-        self._member.prepare_averaging(self._replica.vector.layout)
-        self._replica.sync()
+        self._replica_or_none = Replica(self.run_file, brought, self._network, self._member, folder, store, self._emit)
+        self._replica.take_part(brought.data)
 
     def _open_checkpoints(self, folder: Path) -> CheckpointStore | None:
         retention = self.options.checkpoints

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from shoal.swarm.errors import BlobUnavailable, LinkClosed, ShoalError, WireError
-from shoal.swarm.links import MAX_STREAMS_PER_LINK, MOST_CREDIT, Incoming, Link, Meter, Outgoing
+from shoal.swarm.links import MAX_STREAMS_PER_LINK, MOST_CREDIT, Frame, Incoming, Link, Meter, Outgoing
 from shoal.swarm.messages import Blob, PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerOpenStream
 from shoal.swarm.pump import MAX_CONNECTIONS_PER_LINK, Pump
 from shoal.swarm.sealing import SealedLink, preferred_cipher
@@ -27,7 +27,7 @@ from shoal.swarm.tasks import task_scope
 log = logging.getLogger(__name__)
 
 _SOON_S = 0.5
-_URGENT = ("contribution", "partial")  # what it is reduced with waits for it
+_URGENT = ("contribution", "partial", "activation", "gradient")  # what it is reduced with, or a stage, waits for it
 
 
 class ChunkSource(Protocol):
@@ -93,6 +93,10 @@ class DataPlane:
     def retract(self, blob: Blob) -> None:
         """Stop offering a blob; streams of it that are under way still finish."""
         self._sources.pop(blob, None)
+
+    def leave(self, scope: int) -> None:
+        """Retract all blobs of that scope."""
+        self._sources = {blob: source for blob, source in self._sources.items() if blob.scope != scope}
 
     # Links ----------------------------------------------------------------------------------------------
 
@@ -212,7 +216,8 @@ class DataPlane:
             for index in range(ask.first, ask.stop):
                 await stream.take()
                 chunk = await source.chunk(index)
-                self._pump.send(link, ask.stream, index, chunk, urgent=ask.blob.kind in _URGENT)
+                frame = Frame(ask.stream, index, chunk, ask.blob.scope)
+                self._pump.send(link, frame, urgent=ask.blob.kind in _URGENT)
         except ShoalError as error:
             log.debug("stream of %s ended early: %s", ask.blob, error)
         finally:

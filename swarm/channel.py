@@ -42,8 +42,8 @@ class Channel:
     _decided: asyncio.Event = field(default_factory=asyncio.Event)
     _trouble: LinkError | None = None
 
-    async def request(self, message: Message, reply: type[M], deadline_s: float) -> M:
-        """Send and await the reply; while the other side is away, wait for it.
+    async def request(self, message: Message, reply: type[M], deadline_s: float, scope: int = 0) -> M:
+        """Send and await the reply; while the other side is away, wait for it. ``scope``: the run's, or a stage's.
 
         Raises the other side's typed error, ``Unreachable`` when the connection was lost or never there,
         ``DeadlineExceeded``, or another ``LinkError``.
@@ -53,7 +53,7 @@ class Channel:
         self._waiting[number] = future
         try:
             async with asyncio.timeout(deadline_s):
-                await self.send(Envelope("request", number, message))
+                await self.send(Envelope("request", number, message, scope))
                 self._sent.add(number)
                 answer = await future
         except TimeoutError as error:
@@ -69,12 +69,12 @@ class Channel:
             raise WireError(f"{self.label} answered with {type(answer).__name__} instead of {reply.__name__}")
         return answer
 
-    async def notify(self, message: Message) -> None:
+    async def notify(self, message: Message, scope: int = 0) -> None:
         """Send without waiting for an answer. Raises ``Unreachable`` when the other side is away."""
         try:
             # A connected socket takes it at once; one that reconnects would hold us until it is back.
             async with asyncio.timeout(_NOTIFY_S):
-                await self.send(Envelope("notice", 0, message))
+                await self.send(Envelope("notice", 0, message, scope))
         except TimeoutError as error:
             raise Unreachable(f"{self.label} is away") from error
 

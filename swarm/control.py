@@ -58,15 +58,19 @@ class ControlPlane:
         self.keys = keys
         self._context = context
         self._tasks = tasks
-        self._handlers: dict[type[Message], Handler] = {}
+        self._handlers: dict[tuple[int, type[Message]], Handler] = {}
         self._router = context.socket(zmq.ROUTER)
         self._incoming: dict[bytes, Channel] = {}  # by key, those that were silent the longest first
         self._dialed: dict[tuple[str, bytes], Channel] = {}
         self._running_handlers = 0
 
-    def handle(self, kind: type[Message], handler: Handler) -> None:
-        """Answer messages of this class; the handler returns the reply, or None for a notice."""
-        self._handlers[kind] = handler
+    def handle(self, kind: type[Message], handler: Handler, scope: int = 0) -> None:
+        """Answer messages of this class in this scope; the handler returns the reply, or None for a notice."""
+        self._handlers[scope, kind] = handler
+
+    def leave(self, scope: int) -> None:
+        """Nothing of that scope is for this side any more."""
+        self._handlers = {of: handler for of, handler in self._handlers.items() if of[0] != scope}
 
     def start(self, host: str, port: int) -> int:
         """Bind; returns the port. Raises ``Unreachable`` when the address is taken or not ours."""
@@ -192,7 +196,7 @@ class ControlPlane:
         except ProtocolMismatch as error:
             if channel.routing is not None:
                 # In our version, which the caller cannot read either, but it sees the number and can say so.
-                await self._reply(channel, 0, _failed(error))
+                await self._reply(channel, Envelope("reply", 0, _failed(error)))
             self._drop(channel, error)
             return
         except WireError as error:
@@ -217,10 +221,11 @@ class ControlPlane:
 
     async def _run_handler(self, channel: Channel, envelope: Envelope) -> None:
         name = type(envelope.message).__name__
-        handler = self._handlers.get(type(envelope.message))
+        handler = self._handlers.get((envelope.scope, type(envelope.message)))
         try:
             if handler is None:
-                raise WireError(f"{name} is not for this side")
+                where = f" (in scope {envelope.scope})" if envelope.scope else ""
+                raise WireError(f"{name} is not for this side{where}")
             answer = await handler(channel, envelope.message) or Acknowledged()
         except ShoalError as error:
             answer = _failed(error)
@@ -232,12 +237,12 @@ class ControlPlane:
             channel.running_handlers -= 1
             self._running_handlers -= 1
         if envelope.kind == "request":
-            await self._reply(channel, envelope.number, answer)
+            await self._reply(channel, Envelope("reply", envelope.number, answer, envelope.scope))
 
-    async def _reply(self, channel: Channel, number: int, answer: Message) -> None:
+    async def _reply(self, channel: Channel, reply: Envelope) -> None:
         try:
             async with asyncio.timeout(_SILENCE_MS / 1000):
-                await channel.send(Envelope("reply", number, answer))
+                await channel.send(reply)
         except (LinkError, TimeoutError) as error:
             log.debug("%s went away before its answer: %s", channel.label, error)
 

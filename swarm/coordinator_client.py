@@ -31,6 +31,7 @@ from shoal.swarm.messages import (
     RunView,
 )
 from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 from shoal.swarm.verdicts import check_verdict
 
@@ -55,10 +56,14 @@ class MemberInfo:
 
 
 class CoordinatorClient:
-    """``join`` first, then ``run`` in a task group for as long as the membership lasts."""
+    """``join`` first. ``scope``: what it is a member of, the run, or one of its stages (``in_scope``)."""
 
-    def __init__(self, node: Node, identity: Identity, keys: CurveKeys, invite: Invite, me: MemberInfo) -> None:
+    def __init__(
+        self, node: Node, identity: Identity, keys: CurveKeys, invite: Invite, me: MemberInfo, scope: int = 0
+    ) -> None:
         self.node = node
+        self.scope = scope
+        self._identity, self._keys = identity, keys
         self.invite = invite
         self.peer = identity.peer_id
         self.me = me
@@ -80,8 +85,17 @@ class CoordinatorClient:
         self._roster_version = 0  # no run has that one: the next view brings the roster
         self._changed = asyncio.Event()
         self._superseded = False
-        node.control.handle(CoordinatorToPeerView, self._on_view)
-        node.control.handle(CoordinatorToPeerSuperseded, self._on_superseded)
+        self._clients = [self]
+        """Of all scopes that this process is a member of."""
+        node.control.handle(CoordinatorToPeerView, self._on_view, scope)
+        node.control.handle(CoordinatorToPeerSuperseded, self._on_superseded, scope)
+
+    def in_scope(self, scope: int) -> CoordinatorClient:
+        """This process in another scope, over the same connection: ``join``, at last ``leave`` and ``withdraw``."""
+        client = CoordinatorClient(self.node, self._identity, self._keys, self.invite, self.me, scope)
+        client._line, client._clients = self._line, self._clients
+        self._clients.append(client)
+        return client
 
     # Joining ----------------------------------------------------------------------------------------------
 
@@ -98,7 +112,7 @@ class CoordinatorClient:
             control_port=control,
             data_port=data,
         )
-        answer = await self._line.request_anywhere(ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S)
+        answer = await self._line.request_anywhere(ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S, self.scope)
         verify_certificate(answer.coordinator)
         if answer.coordinator.curve_key != self.invite.key:
             raise WireError("the coordinator's certificate is for another key than the invite's")
@@ -135,9 +149,15 @@ class CoordinatorClient:
     async def leave(self, reason: str) -> None:
         """Tell the coordinator; never fails: it would find out by itself."""
         try:
-            await self._line.request(PeerToCoordinatorLeave(reason=reason), Acknowledged, _LEAVE_S)
+            await self._line.request(PeerToCoordinatorLeave(reason=reason), Acknowledged, _LEAVE_S, self.scope)
         except LinkError as error:
             log.debug("left without a goodbye: %s", error)
+
+    def withdraw(self) -> None:
+        """Nothing of this scope, a stage's, is for this process any more."""
+        assert self.scope, "the run's own membership ends with the node"
+        self._clients.remove(self)
+        self.node.leave(self.scope)
 
     @property
     def coordinator_key(self) -> bytes:
@@ -187,7 +207,7 @@ class CoordinatorClient:
         if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
             check_verdict(verdict, self._coordinator_key)
         if view.roster is not None:
-            self.node.update_roster(view.roster)
+            self.node.update_roster(view.roster, self.scope)
             self._roster_version = view.roster_version
         self._view = view
         loop = asyncio.get_running_loop()
@@ -217,7 +237,7 @@ class CoordinatorClient:
         """
         while True:
             try:
-                answer = await self._line.request(message, reply, self.deadlines.request_s)
+                answer = await self._line.request(message, reply, self.deadlines.request_s, self.scope)
             except (DeadlineExceeded, Unreachable) as error:
                 await self._bear_absence(error)
                 continue
@@ -257,9 +277,21 @@ class CoordinatorClient:
             raise Superseded
 
     async def admit(self, curve_key: bytes) -> bool:
-        """Whether a caller's key is on the roster; asks for a fresh one when it is not."""
+        """Whether a caller's key is on the roster of any of our scopes; asks for fresh ones when it is not."""
         if curve_key == self.invite.key or self.node.knows_key(curve_key):
             return True
-        self._roster_version = 0  # no run has that one: the next view brings the roster
-        await self.wait_for(lambda view: self.node.knows_key(curve_key), self.deadlines.heartbeat_s)
+        async with task_scope() as tasks:
+            asked = [tasks.create_task(client._looks_for(curve_key)) for client in self._clients]
+            for found in asyncio.as_completed(asked):
+                if await found:
+                    break
+            for task in asked:
+                task.cancel()
+        return self.node.knows_key(curve_key)
+
+    async def _looks_for(self, curve_key: bytes) -> bool:
+        if self._view is not None:
+            self._roster_version = 0  # no run has that one: the next view brings the roster
+            # The next heartbeat asks for it, and its answer takes a moment.
+            await self.wait_for(lambda view: self.node.knows_key(curve_key), 1.5 * self.deadlines.heartbeat_s)
         return self.node.knows_key(curve_key)

@@ -25,7 +25,7 @@ of them, as a slow coordinator must be heard in the end."""
 
 
 class Line:
-    """``channel``: the one that was asked last, None before the first request."""
+    """``channel``: the one that was asked last, None before the first request. The clients of all scopes share one."""
 
     def __init__(self, control: ControlPlane, invite: Invite) -> None:
         self.channel: Channel | None = None
@@ -36,7 +36,7 @@ class Line:
         self._is_silent = False
         self._failures = 0
 
-    async def request(self, message: Message, reply: type[M], limit_s: float) -> M:
+    async def request(self, message: Message, reply: type[M], limit_s: float, scope: int = 0) -> M:
         """One try: connect to whoever is there, and ask. ``limit_s``: for either of the two.
 
         Raises ``Unreachable``, ``DeadlineExceeded``, or what the coordinator answers."""
@@ -45,23 +45,25 @@ class Line:
         except LinkError as error:
             # Another key, a refusal: somebody else is there now, and the coordinator may come back.
             raise Unreachable(str(error)) from error
-        return await self._ask(channel, message, reply, self._answer_s(limit_s))
+        return await self._ask(channel, message, reply, self._answer_s(limit_s), scope)
 
-    async def request_anywhere(self, message: Message, reply: type[M], connect_s: float, answer_s: float) -> M:
+    async def request_anywhere(
+        self, message: Message, reply: type[M], connect_s: float, answer_s: float, scope: int = 0
+    ) -> M:
         """Ask at one address after the other until somebody answers; for the first request of all.
 
         Raises as ``request``, and ``WrongKey`` or ``NotAdmitted`` when that is all that was found."""
         for _ in self._addresses[1:]:
             channel = await self._connect(connect_s)
             try:
-                return await self._ask(channel, message, reply, min(answer_s, connect_s))
+                return await self._ask(channel, message, reply, min(answer_s, connect_s), scope)
             except (DeadlineExceeded, Unreachable) as error:
                 log.info("%s; trying the invite's next address", error)
-        return await self._ask(await self._connect(connect_s), message, reply, answer_s)
+        return await self._ask(await self._connect(connect_s), message, reply, answer_s, scope)
 
-    async def _ask(self, channel: Channel, message: Message, reply: type[M], limit_s: float) -> M:
+    async def _ask(self, channel: Channel, message: Message, reply: type[M], limit_s: float, scope: int) -> M:
         try:
-            answer = await channel.request(message, reply, limit_s)
+            answer = await channel.request(message, reply, limit_s, scope)
         except (DeadlineExceeded, Unreachable):
             if channel is self.channel and len(self._addresses) > 1:
                 self._failures += 1

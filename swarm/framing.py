@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket as sockets
 
 from shoal.swarm.errors import WireError
-from shoal.swarm.links import Link
+from shoal.swarm.links import Frame, Link
 from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES
 
 MAX_CHUNK_BYTES = 2**21 + 2**16
@@ -82,15 +82,16 @@ class Connection:
             raise ConnectionResetError("closed by the other side")
         return got
 
-    def put(self, link: Link, stream: int, chunk: int, payload: memoryview) -> int:
+    def put(self, link: Link, unsealed: Frame) -> int:
         """Seal a frame for sending; returns its bytes. Everything before must have been sent."""
-        header, size = link.sealed.next_header(stream, chunk), payload.nbytes + TAG_BYTES
+        header = link.sealed.next_header(unsealed.stream, unsealed.chunk, unsealed.scope)
+        size = unsealed.payload.nbytes + TAG_BYTES
         if len(self._sealed) < PREFIX_BYTES + size:
             self._sealed = bytearray(PREFIX_BYTES + size)
         frame = memoryview(self._sealed)[: PREFIX_BYTES + size]
         frame[:_SIZE_BYTES] = size.to_bytes(_SIZE_BYTES, "big")
         frame[_SIZE_BYTES:PREFIX_BYTES] = header
-        link.sealed.seal(header, payload, frame[PREFIX_BYTES:])
+        link.sealed.seal(header, unsealed.payload, frame[PREFIX_BYTES:])
         self._unsent = frame
         return PREFIX_BYTES + size
 

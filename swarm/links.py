@@ -7,10 +7,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shoal.swarm.errors import LinkClosed, LinkError
 from shoal.swarm.sealing import SealedLink
@@ -39,7 +39,9 @@ class Incoming:
     Filled on the data plane's thread, taken on the event loop.
     """
 
-    def __init__(self, chunks: range, sink: Sink) -> None:
+    def __init__(self, chunks: range, sink: Sink, scope: int = 0) -> None:
+        """``scope``: the blob's; what comes for another one is not this stream's."""
+        self.scope = scope
         self._chunks = chunks
         self._sink = sink
         self._next = chunks.start
@@ -148,8 +150,13 @@ class Outgoing:
             self.task.cancel()
 
 
-Frame = tuple[int, int, memoryview]
-"""Stream, chunk, and the chunk's bytes."""
+class Frame(NamedTuple):
+    """A chunk's bytes that are to be sent in a stream, or credit; ``scope``: of the blob that they are of."""
+
+    stream: int
+    chunk: int
+    payload: memoryview
+    scope: int = 0
 
 
 class FrameQueue:
@@ -167,14 +174,14 @@ class FrameQueue:
         return self._put_bytes - self._taken_bytes
 
     def put(self, frame: Frame, rank: int) -> None:
-        self._put_bytes += frame[2].nbytes
+        self._put_bytes += frame.payload.nbytes
         self._frames[rank].append(frame)
 
     def take(self) -> Frame | None:
         for frames in self._frames:
             if frames:
                 frame = frames.popleft()
-                self._taken_bytes += frame[2].nbytes
+                self._taken_bytes += frame.payload.nbytes
                 return frame
         return None
 
@@ -183,8 +190,8 @@ class FrameQueue:
         for frames in self._frames:
             for _ in range(len(frames)):
                 frame = frames.popleft()
-                if frame[0] == stream:
-                    self._taken_bytes += frame[2].nbytes
+                if frame.stream == stream:
+                    self._taken_bytes += frame.payload.nbytes
                 else:
                     frames.append(frame)
 
@@ -211,11 +218,11 @@ class Link:
     queue: FrameQueue = field(default_factory=FrameQueue)
     is_flushing: bool = False
 
-    def open_incoming(self, chunks: range, sink: Sink) -> tuple[int, Incoming]:
-        """A place for a stream's chunks; returns its number too."""
+    def open_incoming(self, chunks: range, sink: Sink, scope: int) -> tuple[int, Incoming]:
+        """A place for the chunks of a stream of that scope; returns its number too."""
         number = self.next_stream
         self.next_stream += 1
-        incoming = self.incoming[number] = Incoming(chunks, sink)
+        incoming = self.incoming[number] = Incoming(chunks, sink, scope)
         return number, incoming
 
     def close_incoming(self, number: int) -> None:
@@ -250,16 +257,27 @@ class Meter:
     received_bytes: int = 0
     bandwidth_bps: float = 0.0
     """Of the busiest quarter seconds lately, both directions together; 0 before anything large has moved."""
+    probed_bps: float = 0.0
+    """What a probe has shown, before anything large has moved."""
+    sent_in: Counter[int] = field(default_factory=Counter)
+    received_in: Counter[int] = field(default_factory=Counter)
+    """The same bytes by scope."""
     _bucket: int = -1
     _bucket_bytes: int = 0
 
-    def sent(self, size: int, now_s: float) -> None:
+    def sent(self, size: int, now_s: float, scope: int = 0) -> None:
         self.sent_bytes += size
+        self.sent_in[scope] += size
         self._count(size, now_s)
 
-    def received(self, size: int, now_s: float) -> None:
+    def received(self, size: int, now_s: float, scope: int = 0) -> None:
         self.received_bytes += size
+        self.received_in[scope] += size
         self._count(size, now_s)
+
+    def of(self, scope: int) -> tuple[int, int]:
+        """Bytes sent and received, of a stage's scope; for the run all that there were."""
+        return (self.sent_in[scope], self.received_in[scope]) if scope else (self.sent_bytes, self.received_bytes)
 
     def _count(self, size: int, now_s: float) -> None:
         bucket = int(now_s / _BUCKET_S)

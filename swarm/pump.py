@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES, Connection
-from shoal.swarm.links import FrameQueue, Link, Meter
+from shoal.swarm.links import Frame, FrameQueue, Link, Meter
 from shoal.swarm.sealing import CREDIT_STREAM, HELLO_STREAM, TAG_BYTES, Header
 from shoal.swarm.sockets import tune_stream
 from shoal.swarm.uplink import TICK_S, Pacing
@@ -81,12 +81,12 @@ class Pump:
         """A connection of a link that we opened; says which link it is."""
         self._order(lambda: self._attach(link, socket))
 
-    def send(self, link: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool = False) -> None:
-        """Queue a frame; ``payload`` must not change until it is sent.
+    def send(self, link: Link, frame: Frame, *, urgent: bool = False) -> None:
+        """Queue a frame; its chunk's bytes must not change until it is sent.
 
         Streams' credit bounds the queue of those that read what they give credit for; others are cut off."""
-        assert payload.nbytes <= MAX_CHUNK_BYTES, "the other side would refuse it"
-        link.queue.put((stream, chunk, payload), FrameQueue.URGENT if urgent else FrameQueue.USUAL)
+        assert frame.payload.nbytes <= MAX_CHUNK_BYTES, "the other side would refuse it"
+        link.queue.put(frame, FrameQueue.URGENT if urgent else FrameQueue.USUAL)
         if link.queue.waiting_bytes > _MOST_WAITING_BYTES:
             self._order(lambda: self._break(link, WireError("it does not read what it asks for")))
         self._flush_soon(link)
@@ -97,7 +97,7 @@ class Pump:
 
     def grant(self, link: Link, stream: int, credit: int) -> None:
         """Let the other side send that many chunks more."""
-        link.queue.put((CREDIT_STREAM | stream, credit, memoryview(b"")), FrameQueue.CREDIT)
+        link.queue.put(Frame(CREDIT_STREAM | stream, credit, memoryview(b"")), FrameQueue.CREDIT)
         self._flush_soon(link)
 
     def share_uplink(self, shares: Mapping[bytes, float]) -> None:
@@ -220,7 +220,7 @@ class Pump:
         try:
             tune_stream(socket)
             connection = Connection(socket, link, time.monotonic())
-            connection.put(link, HELLO_STREAM, 0, memoryview(b""))
+            connection.put(link, Frame(HELLO_STREAM, 0, memoryview(b"")))
             connection.send()
         except OSError as error:
             socket.close()
@@ -283,8 +283,10 @@ class Pump:
         incoming = link.incoming.get(header.stream)
         if incoming is None:
             return  # nobody waits for it any more
+        if header.scope != incoming.scope:
+            raise WireError("a chunk of another scope than its stream's")
         if incoming.receive(header.chunk, size, lambda place: link.sealed.open(header_bytes, body, place)):
-            self._meter.received(PREFIX_BYTES + body.nbytes, now_s)
+            self._meter.received(PREFIX_BYTES + body.nbytes, now_s, header.scope)
         if not incoming.is_announced:
             incoming.is_announced = True
             self._tell(incoming.notify)
@@ -312,10 +314,9 @@ class Pump:
                 frame = link.queue.take()
                 if frame is None:
                     return
-                stream, chunk, payload = frame
-                size = connection.put(link, stream, chunk, payload)
-                if not stream & CREDIT_STREAM:
-                    self._meter.sent(size, time.monotonic())
+                size = connection.put(link, frame)
+                if not frame.stream & CREDIT_STREAM:
+                    self._meter.sent(size, time.monotonic(), frame.scope)
             connection.send()
         except BlockingIOError:
             connection.is_blocked = True

@@ -30,7 +30,7 @@ CREDIT_STREAM = 0x80000000
 """Set in the stream number of the empty frames that grant credit: as many chunks as their header's ``chunk``."""
 
 TAG_BYTES = 16
-_HEADER = struct.Struct("!8sQII")
+_HEADER = struct.Struct("!8sQHII")
 HEADER_BYTES = _HEADER.size
 _WINDOW = 2**16
 """Wide: a frame of a slow consumer may wait while gigabytes of other streams of its link go past."""
@@ -38,15 +38,16 @@ _WINDOW = 2**16
 
 @dataclass(frozen=True)
 class Header:
-    """Plain, authenticated: which link, its frame counter, which stream of it, which chunk of the stream."""
+    """Plain, authenticated: which link, its frame counter, whose blob (a scope), which stream, which chunk of it."""
 
     link: bytes
     counter: int
+    scope: int
     stream: int
     chunk: int
 
     def pack(self) -> bytes:
-        return _HEADER.pack(self.link, self.counter, self.stream, self.chunk)
+        return _HEADER.pack(self.link, self.counter, self.scope, self.stream, self.chunk)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header:
@@ -96,7 +97,7 @@ class SealedLink:
 
     def __init__(self, link: bytes, secrets: bytes, cipher: Cipher, *, opener: bool) -> None:
         """``secrets``: the opener's 32 bytes, then the acceptor's."""
-        keys = HKDF(hashes.SHA256(), 64, link, b"shoal bulk frames, version 2").derive(secrets)
+        keys = HKDF(hashes.SHA256(), 64, link, b"shoal bulk frames, version 3").derive(secrets)
         make = AESGCM if cipher == "aes-256-gcm" else ChaCha20Poly1305
         first, second = make(keys[:32]), make(keys[32:])
         self.link = link
@@ -105,8 +106,8 @@ class SealedLink:
         self._window = ReplayWindow()
         self._lock = threading.Lock()
 
-    def next_header(self, stream: int, chunk: int) -> bytes:
-        return Header(self.link, next(self._counter), stream, chunk).pack()
+    def next_header(self, stream: int, chunk: int, scope: int = 0) -> bytes:
+        return Header(self.link, next(self._counter), scope, stream, chunk).pack()
 
     def seal(self, header: bytes, payload: memoryview, out: memoryview) -> None:
         """Write ciphertext and tag: ``out`` is ``TAG_BYTES`` longer than ``payload``."""

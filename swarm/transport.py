@@ -11,20 +11,21 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import zmq.asyncio
 
 from shoal.swarm.bulk import ChunkSource, DataPlane
 from shoal.swarm.channel import Channel
 from shoal.swarm.control import ControlPlane
-from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
+from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, Unreachable
 from shoal.swarm.gate import Admit, Gate
-from shoal.swarm.identity import CurveKeys, verify_certificate
+from shoal.swarm.identity import CurveKeys
 from shoal.swarm.links import CREDIT, Link, Meter, Sink
 from shoal.swarm.messages import (
     Acknowledged,
     Blob,
+    Message,
     PeerToPeerCloseStream,
     PeerToPeerLinkOpened,
     PeerToPeerOpenLink,
@@ -32,9 +33,13 @@ from shoal.swarm.messages import (
     PeerToPeerStreamOpened,
     RosterEntry,
 )
+from shoal.swarm.rosters import Rosters
 from shoal.swarm.serving import answer_members
+from shoal.swarm.uplink import together
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
 
 _ATTEMPTS = 3
 _RETRY_S = 0.02
@@ -50,7 +55,7 @@ class Endpoint(Protocol):
 
     def retract(self, blob: Blob) -> None: ...
 
-    def share_uplink(self, shares: Mapping[str, float]) -> None: ...
+    def share_uplink(self, shares: Mapping[str, float], scope: int = 0) -> None: ...
 
     def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
@@ -63,8 +68,8 @@ class Node:
     def __init__(self, control: ControlPlane, data: DataPlane) -> None:
         self.control = control
         self._data = data
-        self._roster: dict[str, RosterEntry] = {}
-        self._peers_by_key: dict[bytes, str] = {}
+        self._rosters = Rosters()
+        self._shares: dict[int, dict[bytes, float]] = {}
         self._link_locks: dict[str, asyncio.Lock] = {}
         self.control_port = 0
         self.data_port = 0
@@ -117,40 +122,39 @@ class Node:
     def connections_per_link(self, number: int) -> None:
         self._data.connections_per_link = number
 
-    def update_roster(self, roster: tuple[RosterEntry, ...]) -> None:
-        """Replace the set of members that may talk to us. Entries whose certificate is wrong are left out.
+    def update_roster(self, roster: tuple[RosterEntry, ...], scope: int = 0) -> None:
+        """Replace the set of a scope's members. Entries whose certificate is wrong are left out.
 
-        Connections with those that are not on it any more, or elsewhere or under another key, are closed.
+        Those of all scopes may talk to us. Connections with those that are on no roster any more, or elsewhere or under
+        another key, are closed.
         """
-        earlier, entries = self._roster, {}
-        for entry in roster:
-            known = earlier.get(entry.peer)
-            try:
-                # Known certificates are not checked again: 256 of them take a while.
-                is_known = known is not None and known.certificate == entry.certificate
-                if is_known or verify_certificate(entry.certificate) == entry.peer:
-                    entries[entry.peer] = entry
-            except NotAdmitted as error:
-                log.warning("roster entry %s left out: %s", entry.peer, error)
-        for peer, known in earlier.items():
-            now = entries.get(peer)
-            if now is None or _address(now) != _address(known):
-                self._part_from(known.certificate.curve_key)
-        self._link_locks = {peer: lock for peer, lock in self._link_locks.items() if peer in entries or lock.locked()}
-        self._roster = entries
-        self._peers_by_key = {entry.certificate.curve_key: peer for peer, entry in entries.items()}
+        self._part_from(self._rosters.update(roster, scope))
 
-    def _part_from(self, key: bytes) -> None:
-        self.control.forget(key)
-        for link in self._data.links_with(key):
-            self._data.close_link(link)
+    def leave(self, scope: int) -> None:
+        """Take no part in that scope any more: its members, handlers and blobs are forgotten."""
+        self.control.leave(scope)
+        self._data.leave(scope)
+        self.share_uplink({}, scope)
+        self._part_from(self._rosters.leave(scope))
+
+    def _part_from(self, keys: set[bytes]) -> None:
+        for key in keys:
+            self.control.forget(key)
+            for link in self._data.links_with(key):
+                self._data.close_link(link)
+        locks = self._link_locks.items()
+        self._link_locks = {peer: lock for peer, lock in locks if peer in self._rosters or lock.locked()}
 
     def knows_key(self, curve_key: bytes) -> bool:
-        return curve_key in self._peers_by_key
+        return self.peer_with(curve_key) is not None
 
-    def trainers(self) -> list[str]:
+    def peer_with(self, curve_key: bytes) -> str | None:
+        """The member, of any scope, that holds that key."""
+        return self._rosters.peer_with(curve_key)
+
+    def trainers(self, scope: int = 0) -> list[str]:
         """The members that train, in the roster's order: who has been here longest first."""
-        return [peer for peer, entry in self._roster.items() if entry.role in ("trainer", "contributor")]
+        return self._rosters.trainers(scope)
 
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self._data.publish(blob, source)
@@ -158,12 +162,14 @@ class Node:
     def retract(self, blob: Blob) -> None:
         self._data.retract(blob)
 
-    def share_uplink(self, shares: Mapping[str, float]) -> None:
-        """Of what we send, each of these members is to get that share from now on; none: as TCP sees fit."""
-        roster = self._roster
-        self._data.share_uplink(
-            {roster[peer].certificate.curve_key: share for peer, share in shares.items() if peer in roster}
-        )
+    def share_uplink(self, shares: Mapping[str, float], scope: int = 0) -> None:
+        """Of what we send in that scope's round, each of these members is to get that share from now on; none: as TCP
+        sees fit. Of rounds of several scopes each one gets as much."""
+        entries = {peer: entry for peer in shares if (entry := self._rosters.entry(peer, scope)) is not None}
+        self._shares.pop(scope, None)
+        if entries:
+            self._shares[scope] = {entry.certificate.curve_key: shares[peer] for peer, entry in entries.items()}
+        self._data.share_uplink(together(list(self._shares.values())))
 
     async def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
@@ -197,9 +203,9 @@ class Node:
     async def _attempt(
         self, peer: str, blob: Blob, chunks: range, sink: Sink, wait_s: float
     ) -> AsyncGenerator[int, None]:
-        channel = self._channel(peer)
-        link = await self._link(peer, channel, wait_s)
-        number, incoming = link.open_incoming(chunks, sink)
+        entry, channel = self._known(peer, blob.scope)
+        link = await self._link(entry, channel, wait_s)
+        number, incoming = link.open_incoming(chunks, sink, blob.scope)
         name = link.sealed.link
         ask = PeerToPeerOpenStream(
             stream=number, link=name, blob=blob, first=chunks.start, stop=chunks.stop, credit=CREDIT
@@ -214,7 +220,7 @@ class Node:
                 self._data.grant(link, number, incoming)
             finished = True
         except TimeoutError as error:
-            self._suspect(peer, link, wait_s)
+            self._suspect(entry, link, wait_s)
             raise LinkError(f"{peer} sent no chunk of {blob.kind} {blob.number} for {wait_s:.1f} s") from error
         except LinkClosed:
             self._data.close_link(link)
@@ -224,11 +230,9 @@ class Node:
             if not finished:
                 await self._stop_stream(channel, link, number)
 
-    def _suspect(self, peer: str, link: Link, silent_s: float) -> None:
+    def _suspect(self, entry: RosterEntry, link: Link, silent_s: float) -> None:
         """Give up a link over which nothing came at all, if we can have another one."""
-        entry = self._roster.get(peer)
-        can_replace = link.is_ours or (entry is not None and entry.reachable)
-        if can_replace and time.monotonic() - link.last_frame_s >= silent_s:
+        if (link.is_ours or entry.reachable) and time.monotonic() - link.last_frame_s >= silent_s:
             self._data.close_link(link)
 
     async def _stop_stream(self, channel: Channel, link: Link, number: int) -> None:
@@ -238,20 +242,25 @@ class Node:
         except (TimeoutError, LinkError):
             log.debug("could not tell %s to stop a stream", channel.label)
 
-    def _channel(self, peer: str) -> Channel:
-        entry = self._roster.get(peer)
+    async def ask(self, peer: str, message: Message, reply: type[M], wait_s: float, scope: int = 0) -> M:
+        """Have a member answer a message of that scope. Raises ``MemberGone``, ``Unreachable``, and as
+        ``Channel.request``."""
+        _, channel = self._known(peer, scope)
+        return await channel.request(message, reply, wait_s, scope)
+
+    def _known(self, peer: str, scope: int) -> tuple[RosterEntry, Channel]:
+        entry = self._rosters.entry(peer, scope)
         if entry is None:
             raise MemberGone(f"{peer} is not a member of the run (any more)")
         if entry.reachable:
-            return self.control.dial(entry.host, entry.control_port, entry.certificate.curve_key)
+            return entry, self.control.dial(entry.host, entry.control_port, entry.certificate.curve_key)
         channel = self.control.incoming(entry.certificate.curve_key)
         if channel is None:
             raise Unreachable(f"{peer} cannot be reached from here and has not called yet")
-        return channel
+        return entry, channel
 
-    async def _link(self, peer: str, channel: Channel, wait_s: float) -> Link:
+    async def _link(self, entry: RosterEntry, channel: Channel, wait_s: float) -> Link:
         """The link with that peer; opens one when there is none and the peer can be reached."""
-        entry = self._roster[peer]
 
         async def agree(ask: PeerToPeerOpenLink) -> PeerToPeerLinkOpened:
             await channel.connected(wait_s)
@@ -259,31 +268,27 @@ class Node:
 
         try:
             # One at a time, or every stream that starts would open a link of its own.
-            async with asyncio.timeout(wait_s), self._link_locks.setdefault(peer, asyncio.Lock()):
+            async with asyncio.timeout(wait_s), self._link_locks.setdefault(entry.peer, asyncio.Lock()):
                 for link in self._data.links_with(channel.remote_key):
                     if link.attached.is_set():
                         return link
                 if not entry.reachable:
-                    raise Unreachable(f"{peer} has not opened a link yet")
+                    raise Unreachable(f"{entry.peer} has not opened a link yet")
                 return await self._data.open_link(channel.remote_key, (entry.host, entry.data_port), agree)
         except TimeoutError as error:
             raise channel.diagnosis(wait_s) from error
 
     async def call_on(self, peer: str, wait_s: float) -> None:
         """Make sure that there is a link with ``peer``: it can fetch from us though it cannot reach us."""
-        channel = self._channel(peer)
-        link = await self._link(peer, channel, wait_s)
+        entry, channel = self._known(peer, 0)
+        link = await self._link(entry, channel, wait_s)
         # To close a stream that cannot exist asks no more than whether the link still does, over there.
         probe = PeerToPeerCloseStream(stream=_NO_STREAM, link=link.sealed.link)
         try:
             await channel.request(probe, Acknowledged, wait_s)
         except LinkClosed:
             self._data.close_link(link)
-            await self._link(peer, channel, wait_s)
-
-
-def _address(entry: RosterEntry) -> tuple[bytes, str, int, int]:
-    return entry.certificate.curve_key, entry.host, entry.control_port, entry.data_port
+            await self._link(entry, channel, wait_s)
 
 
 class _Ended(Exception):

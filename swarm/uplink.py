@@ -8,7 +8,7 @@ all are done at one moment, and no queue grows on the way (minimum allocation fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.sockets import acked_bytes, pace
@@ -83,6 +83,12 @@ class Uplink:
             steps = max(0, self._reached - _USUAL_REACHES)
             self._headroom = min(_HEADROOM * _STEEPNESS**steps, _MOST_HEADROOM)
         self._base_bps = figure_bps
+
+
+def together(rounds: Sequence[Mapping[bytes, float]]) -> dict[bytes, float]:
+    """The shares of several rounds at once, by key: stages are cut to be equally large, so each round gets as much."""
+    keys = {key for shares in rounds for key in shares}
+    return {key: sum(shares.get(key, 0.0) for shares in rounds) / len(rounds) for key in sorted(keys)}
 
 
 class Pacing:

@@ -13,12 +13,14 @@ from pydantic import ValidationError
 
 from shoal.swarm.errors import ProtocolMismatch, WireError
 from shoal.swarm.messages import (
+    MAX_STAGES,
     MAX_TENSORS,
     MESSAGES,
     PROTOCOL_VERSION,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerView,
     Message,
+    PipelineView,
     Record,
     RosterEntry,
     RoundPlan,
@@ -35,26 +37,30 @@ Kind = Literal["request", "reply", "notice"]
 _KINDS: tuple[Kind, ...] = ("request", "reply", "notice")
 
 
-_ARRAY_OF_5 = bytes(msgpack.Packer().pack_array_header(5))
-_SHARED = 4
+_ARRAY_OF_6 = bytes(msgpack.Packer().pack_array_header(6))
+_SHARED = 32
 _shared: tuple[tuple[tuple[Record, ...], bytes], ...] = ()
-"""The records that were packed last, and their bytes: a plan, a verdict, a roster, and one that is on its way out."""
+"""The records that were packed last, and their bytes: of each scope a plan, a verdict, a roster, and one that is on its
+way out."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """``number`` pairs a reply with its request; it is 0 in a notice, which has no reply."""
+    """``number`` pairs a reply with its request; it is 0 in a notice, which has no reply. ``scope``: 0 for the run,
+    s + 1 for its stage s; a reply has its request's."""
 
     kind: Kind
     number: int
     message: Message
+    scope: int = 0
 
 
 def encode(envelope: Envelope) -> bytes:
     """Raises ``WireError`` when the message is larger than the other side would accept."""
     message = envelope.message
-    head = [PROTOCOL_VERSION, _KINDS.index(envelope.kind), envelope.number, type(message).__name__]
-    data = b"".join([_ARRAY_OF_5, *map(_packb, head), _pack(message)])
+    kind = _KINDS.index(envelope.kind)
+    head = [PROTOCOL_VERSION, kind, envelope.number, envelope.scope, type(message).__name__]
+    data = b"".join([_ARRAY_OF_6, *map(_packb, head), _pack(message)])
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"{type(message).__name__} of {len(data)} bytes is too large to send")
     return data
@@ -68,7 +74,7 @@ def _pack(value: Any) -> bytes:
         case CoordinatorToPeerView() | CoordinatorToPeerJoinAccepted() | RunView():
             header, names = _packed_names(type(value))
             return header + b"".join([packed + _pack(getattr(value, name)) for name, packed in names])
-        case RoundPlan() | Verdict():
+        case RoundPlan() | Verdict() | PipelineView():
             return _pack_shared((value,), value.model_dump)
         case (RosterEntry(), *_):
             return _pack_shared(value, lambda: tuple(entry.model_dump() for entry in value))
@@ -125,8 +131,8 @@ def decode(data: bytes | memoryview) -> Envelope:
             "install the same release of shoal on both machines"
         )
     match fields:
-        case (_, int(kind), int(number), str(name), dict(body)):
-            return Envelope(_kind(kind), _number(number), _message(name, body))
+        case (_, int(kind), int(number), int(scope), str(name), dict(body)):
+            return Envelope(_kind(kind), _number(number), _message(name, body), _scope(scope))
     raise WireError("not a Shoal message")
 
 
@@ -140,6 +146,12 @@ def _number(number: int) -> int:
     if isinstance(number, bool) or not 0 <= number < 2**63:
         raise WireError("request number out of range")
     return number
+
+
+def _scope(scope: int) -> int:
+    if isinstance(scope, bool) or not 0 <= scope <= MAX_STAGES:
+        raise WireError("scope out of range")
+    return scope
 
 
 def _message(name: str, body: dict[Any, Any]) -> Message:

@@ -24,7 +24,7 @@ MAY_IMPORT = {
 
 MAX_LINES = 350
 # Longer by design: the protocol is read in one place.
-MAX_LINES_OF = {"swarm/messages.py": 540}
+MAX_LINES_OF = {"swarm/messages.py": 400}
 
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve"}
 # These unpickle or run what they read.

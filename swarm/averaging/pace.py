@@ -68,8 +68,8 @@ class PacedEndpoint:
     def retract(self, blob: Blob) -> None:
         self._endpoint.retract(blob)
 
-    def share_uplink(self, shares: Mapping[str, float]) -> None:
-        self._endpoint.share_uplink(shares)
+    def share_uplink(self, shares: Mapping[str, float], scope: int = 0) -> None:
+        self._endpoint.share_uplink(shares, scope)
 
     async def fetch(
         self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float

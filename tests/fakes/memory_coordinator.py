@@ -15,7 +15,7 @@ from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.outdated import check_ours
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable
+from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable, WireError
 from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
@@ -55,10 +55,14 @@ class MemoryCoordinator:
     """``away``: it hears nothing. ``deaf_to``: messages of these classes are lost. ``stopped``: it does nothing, and
     hears later what came meanwhile. ``at``: the port that it is at; at ``deaf_ports`` connections are taken and nobody
     answers. ``watch`` sees facts twice, before they are journaled and before they are told;
-    when it stops or kills the coordinator then, they go no further."""
+    when it stops or kills the coordinator then, they go no further. ``scopes``: who answers for each scope on the same
+    channels (``add_scope``), as long as this one is there and hears."""
+
+    scope = 0
 
     def __init__(self, run_toml: str) -> None:
         self.run_toml = run_toml
+        self.scopes: dict[int, MemoryCoordinator] = {0: self}
         self.run = parse_run_file(run_toml)
         self.identity = identity(1_000_000)
         self.keys = curve_keys(199)
@@ -78,6 +82,12 @@ class MemoryCoordinator:
         self.machine: RunMachine
         self._announced = -1
         self._start()
+
+    def add_scope(self, scope: int, run_toml: str) -> "MemoryCoordinator":
+        """A run of its own on the same channels; ``serve`` it, too."""
+        other = self.scopes[scope] = MemoryCoordinator(run_toml)
+        other.scope, other.scopes = scope, self.scopes
+        return other
 
     def _start(self) -> None:
         self.machine = RunMachine(self.run, self.identity.sign, now_s(), self._epoch)
@@ -127,7 +137,7 @@ class MemoryCoordinator:
                     if member.alive and channel is not None:
                         known = self._verdicts.get(channel.own_keys.public)
                         view = self.machine.view(peer, now_s(), verdict_chain=known)
-                        await channel.push(CoordinatorToPeerView(view=view))
+                        await channel.push(CoordinatorToPeerView(view=view), self.scope)
 
     async def answer(self, channel: "MemoryChannel", message: Message) -> Message:
         key = channel.own_keys.public
@@ -208,7 +218,7 @@ class MemoryChannel:
         self._coordinator = coordinator
         self._latency_s = latency_s
         self._main = self
-        self.handlers: dict[type[Message], Callable[[Any, Any], Awaitable[None]]] = {}
+        self.handlers: dict[tuple[int, type[Message]], Callable[[Any, Any], Awaitable[None]]] = {}
 
     def at(self, port: int) -> "MemoryChannel":
         """The same member's connection to another port; ``open`` and ``silent`` are this one's."""
@@ -229,7 +239,7 @@ class MemoryChannel:
                 raise Unreachable(f"nothing answers at port {self.port}")
             await asyncio.sleep(0.1)
 
-    async def request(self, message: Message, reply: type[Message], deadline_s: float) -> Message:
+    async def request(self, message: Message, reply: type[Message], deadline_s: float, scope: int = 0) -> Message:
         start = now_s()
         await asyncio.sleep(self._latency_s)
         if not self.is_connected:
@@ -240,9 +250,11 @@ class MemoryChannel:
         while self._coordinator.stopped:
             await asyncio.sleep(0.01)
             if now_s() > start + deadline_s:
-                self._coordinator.unheard.append((self, message))
+                self._coordinator.scopes[scope].unheard.append((self, message))
                 raise DeadlineExceeded("the coordinator did not answer")
-        answer = await self._coordinator.answer(self, message)
+        if scope not in self._coordinator.scopes:
+            raise WireError(f"{type(message).__name__} is not for this side (in scope {scope})")
+        answer = await self._coordinator.scopes[scope].answer(self, message)
         await asyncio.sleep(self._latency_s)
         coordinator = self._coordinator
         if not self.is_connected:
@@ -257,9 +269,10 @@ class MemoryChannel:
         here = self._main.open and self.port == self._coordinator.at
         return here and not self._coordinator.away and type(message) not in self._coordinator.deaf_to
 
-    async def push(self, message: Message) -> None:
-        if self._main.open and not self._main.silent:
-            await self.handlers[type(message)](self, message)
+    async def push(self, message: Message, scope: int = 0) -> None:
+        handler = self.handlers.get((scope, type(message)))
+        if self._main.open and not self._main.silent and handler is not None:
+            await handler(self, message)
 
 
 class _Control:
@@ -270,8 +283,12 @@ class _Control:
     def dial(self, host: str, port: int, key: bytes) -> MemoryChannel:
         return self._dialed.setdefault(port, self._channel.at(port))
 
-    def handle(self, kind: type[Message], handler: Any) -> None:
-        self._channel.handlers[kind] = handler
+    def handle(self, kind: type[Message], handler: Any, scope: int = 0) -> None:
+        self._channel.handlers[scope, kind] = handler
+
+    def leave(self, scope: int) -> None:
+        for of in [of for of in self._channel.handlers if of[0] == scope]:
+            del self._channel.handlers[of]
 
 
 class MemoryNode:
@@ -282,9 +299,17 @@ class MemoryNode:
     def __init__(self, channel: MemoryChannel, endpoint: MemoryEndpoint) -> None:
         self.control = _Control(channel)
         self._endpoint = endpoint
+        self._rosters: dict[int, set[str]] = {}
 
-    def update_roster(self, roster: tuple[RosterEntry, ...]) -> None:
-        self._endpoint.roster = {entry.peer for entry in roster}
+    def update_roster(self, roster: tuple[RosterEntry, ...], scope: int = 0) -> None:
+        self._rosters[scope] = {entry.peer for entry in roster}
+        self._endpoint.roster = set().union(*self._rosters.values())
+
+    def leave(self, scope: int) -> None:
+        self.control.leave(scope)
+        self._endpoint.leave(scope)
+        self._rosters.pop(scope, None)
+        self._endpoint.roster = set().union(*self._rosters.values())
 
     def knows_key(self, key: bytes) -> bool:
         return True

@@ -100,9 +100,12 @@ class MemoryEndpoint:
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self.blobs[blob] = source
 
-    def share_uplink(self, shares: Mapping[str, float]) -> None:
+    def share_uplink(self, shares: Mapping[str, float], scope: int = 0) -> None:
         """Links are even here: only remembered."""
         self.uplink_shares = dict(shares)
+
+    def leave(self, scope: int) -> None:
+        self.blobs = {blob: source for blob, source in self.blobs.items() if blob.scope != scope}
 
     def retract(self, blob: Blob) -> None:
         self.blobs.pop(blob, None)

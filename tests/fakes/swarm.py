@@ -1,10 +1,12 @@
 """A whole run on the virtual clock: a coordinator and members that contribute what a test tells them to."""
 
 import asyncio
+import copy
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tests.fakes.memory_coordinator import MemoryCoordinator, curve_keys, identity, make_client
@@ -25,6 +27,7 @@ from shoal.swarm.messages import (
     RunView,
     TensorSpec,
 )
+from shoal.swarm.scoped_endpoint import ScopedEndpoint
 
 PATIENCE_S = 6.0
 
@@ -56,10 +59,21 @@ class SimMember:
 
     def __init__(self, swarm: "Swarm", number: int, latency_s: float) -> None:
         self.identity, keys = identity(number), curve_keys(number + 50 * self.processes_before)
-        self.endpoint = swarm.network.endpoint(self.identity.peer_id)
+        self.endpoint: Any = swarm.network.endpoint(self.identity.peer_id)
         self.client, self.channel = make_client(
             swarm.coordinator, self.endpoint, self.identity, keys, latency_s, self.ports
         )
+        self._begin(swarm)
+
+    def in_scope(self, swarm: "Swarm") -> "SimMember":
+        """The same process as a member of another scope's run."""
+        scope, other = swarm.coordinator.scope, copy.copy(self)
+        other.client, other.endpoint = self.client.in_scope(scope), ScopedEndpoint(self.endpoint, scope)
+        other._begin(swarm)
+        swarm.members.append(other)
+        return other
+
+    def _begin(self, swarm: "Swarm") -> None:
         self.swarm = swarm
         self.elements = swarm.elements
         self.anchor, self.version = torch.zeros(self.elements), 0

@@ -115,6 +115,7 @@ class Side:
             self.run,
             Brought(self.model, optimizer, about),
             network,
+            network.resource,
             tmp_path,
             None,
             lambda event, **_: self.events.append(event),

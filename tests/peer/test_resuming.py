@@ -102,6 +102,7 @@ class Life:
             run.file,
             Brought(model, self.optimizer if run.file.algorithm == "diloco" else None, DataAbout(bytes(32), "", 10)),
             network,
+            network.resource,
             folder,
             self.store if keeps else None,
             lambda event, **fields: self.events.append({"event": event, **fields}),

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
-from shoal.swarm.messages import MESSAGES, Message, RoundPlan
+from shoal.swarm.messages import (
+    MESSAGES,
+    Message,
+    PeerToCoordinatorShowCapability,
+    PipelineView,
+    RoundPlan,
+    Span,
+)
 
 
 def _flat(metadata: typing.Iterable[Any]) -> list[Any]:
@@ -63,7 +70,7 @@ def records(cls: type[BaseModel]) -> st.SearchStrategy[Any]:
         if name in cls.model_fields
     }
     made = st.fixed_dictionaries(fields)
-    return (made.map(_fitting) if cls is RoundPlan else made).map(lambda kwargs: cls(**kwargs))
+    return (made.map(_FITTING[cls]) if cls in _FITTING else made).map(lambda kwargs: cls(**kwargs))
 
 
 def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
@@ -89,5 +96,24 @@ def _fitting(plan: dict[str, Any]) -> dict[str, Any]:
         ),
     }
 
+
+def _staged(view: dict[str, Any]) -> dict[str, Any]:
+    """A pipeline whose boundaries rise and whose spans are of its stages."""
+    stages = len(view["boundaries"]) - 1
+    by_peer = {span.peer: span for span in view["spans"]}
+    ends = {peer: sorted((span.first % stages, span.last % stages)) for peer, span in by_peer.items()}
+    return view | {
+        "boundaries": tuple(range(stages + 1)),
+        "spans": tuple(Span(peer=peer, first=ends[peer][0], last=ends[peer][1]) for peer in sorted(ends)),
+    }
+
+
+def _measured(shown: dict[str, Any]) -> dict[str, Any]:
+    """As many layers as have their seconds."""
+    seconds = (1.0,) * len(shown["layers"])
+    return shown | {"capability": shown["capability"].model_copy(update={"layer_s": seconds})}
+
+
+_FITTING = {RoundPlan: _fitting, PipelineView: _staged, PeerToCoordinatorShowCapability: _measured}
 
 messages: st.SearchStrategy[Message] = st.sampled_from(sorted(MESSAGES)).flatmap(lambda name: records(MESSAGES[name]))

@@ -23,8 +23,8 @@ class _Heard:
         async def requested(*arguments: Any) -> Message:
             return self._note(await request(*arguments))
 
-        async def pushed(message: Message) -> None:
-            await push(self._note(message))
+        async def pushed(message: Message, scope: int = 0) -> None:
+            await push(self._note(message), scope)
 
         channel.request, channel.push = requested, pushed  # type: ignore[method-assign]
 

@@ -144,10 +144,10 @@ def test_a_slow_coordinator_is_heard_though_there_is_another_address() -> None:
         client, channel = a_client(coordinator, latency_s=2.4)
         request = channel.request
 
-        async def impatient(message: Message, reply: type[Message], deadline_s: float) -> Message:
+        async def impatient(message: Message, reply: type[Message], deadline_s: float, scope: int) -> Message:
             try:
                 async with asyncio.timeout(deadline_s):
-                    return await request(message, reply, deadline_s)
+                    return await request(message, reply, deadline_s, scope)
             except TimeoutError:
                 raise DeadlineExceeded("too slow") from None
 

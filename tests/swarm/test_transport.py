@@ -35,7 +35,17 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES
 from shoal.swarm.identity import CurveKeys
-from shoal.swarm.links import CREDIT, MAX_STREAMS_PER_LINK, MOST_CREDIT, FrameQueue, Incoming, Link, Outgoing, in_thread
+from shoal.swarm.links import (
+    CREDIT,
+    MAX_STREAMS_PER_LINK,
+    MOST_CREDIT,
+    Frame,
+    FrameQueue,
+    Incoming,
+    Link,
+    Outgoing,
+    in_thread,
+)
 from shoal.swarm.messages import (
     PROTOCOL_VERSION,
     Acknowledged,
@@ -121,7 +131,7 @@ async def test_errors_travel_and_leave_the_node_alive(
         async def handler(channel: control.Channel, message: Message) -> Message:
             raise raised
 
-        a_handler = b.node.control._handlers[PeerToPeerPing]
+        a_handler = b.node.control._handlers[0, PeerToPeerPing]
         b.node.control.handle(PeerToPeerPing, handler)
         with pytest.raises(LinkError) as caught:
             await ping(a, b)
@@ -148,7 +158,7 @@ async def test_deadline_and_late_replies() -> None:
             await release.wait()
             return PeerToPeerPong()
 
-        honest = b.node.control._handlers[PeerToPeerPing]
+        honest = b.node.control._handlers[0, PeerToPeerPing]
         b.node.control.handle(PeerToPeerPing, handler)
         channel = dial(a, b)
         await channel.connected(LONG_S)
@@ -549,11 +559,11 @@ async def test_resumes_when_a_chunk_never_comes(lost: int, monkeypatch: pytest.M
         b.node.publish(STATE, source)
         send, sent = b.node._data._pump.send, []
 
-        def lossy(link: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool) -> None:
-            sent.append(chunk)
-            if sent.count(lost) == 1 and chunk == lost:
+        def lossy(link: Link, frame: Frame, *, urgent: bool) -> None:
+            sent.append(frame.chunk)
+            if sent.count(lost) == 1 and frame.chunk == lost:
                 return
-            send(link, stream, chunk, payload)
+            send(link, frame)
 
         monkeypatch.setattr(b.node._data._pump, "send", lossy)
         assert await fetch(a, b, sink, range(20), progress_s=3) == list(range(20))
@@ -568,10 +578,10 @@ async def test_resumes_after_a_damaged_frame_without_a_hole(monkeypatch: pytest.
         b.node.publish(STATE, source)
         put, damaged = pump.Connection.put, False
 
-        def damage(self: pump.Connection, link: Link, stream: int, chunk: int, payload: memoryview) -> int:
+        def damage(self: pump.Connection, link: Link, frame: Frame) -> int:
             nonlocal damaged
-            size = put(self, link, stream, chunk, payload)
-            if not damaged and chunk == 5:
+            size = put(self, link, frame)
+            if not damaged and frame.chunk == 5:
                 damaged = True
                 self._unsent[PREFIX_BYTES + 3] ^= 1
             return size
@@ -687,7 +697,7 @@ async def test_an_absent_blob_may_still_come() -> None:
         assert time.monotonic() - start >= 2.0
         source, sink = Source(5), Sink()
         requests: list[Message] = []
-        handler = b.node.control._handlers[PeerToPeerOpenStream]
+        handler = b.node.control._handlers[0, PeerToPeerOpenStream]
 
         async def counting(channel: control.Channel, message: Message) -> Message | None:
             requests.append(message)
@@ -770,9 +780,9 @@ async def test_a_silent_link_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
         (link,) = b.node._data._links.values()
         send = b.node._data._pump.send
 
-        def mute(which: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool) -> None:
+        def mute(which: Link, frame: Frame, *, urgent: bool) -> None:
             if which is not link:  # nothing will ever come over it
-                send(which, stream, chunk, payload)
+                send(which, frame)
 
         monkeypatch.setattr(b.node._data._pump, "send", mute)
         assert await fetch(a, b, sink, range(5), progress_s=1.5) == list(range(5))
@@ -1021,10 +1031,8 @@ async def test_an_oversized_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         assert await fetch(a, b, sink, range(2), blob=largest) == [0, 1]
         honest = MAX_CHUNK_BYTES
 
-        def careless(
-            self: pump.Pump, link: Link, stream: int, chunk: int, payload: memoryview, *, urgent: bool
-        ) -> None:
-            link.queue.put((stream, chunk, payload), FrameQueue.USUAL)
+        def careless(self: pump.Pump, link: Link, frame: Frame, *, urgent: bool) -> None:
+            link.queue.put(frame, FrameQueue.USUAL)
             self._flush_soon(link)
 
         monkeypatch.setattr(pump.Pump, "send", careless)
@@ -1081,7 +1089,7 @@ def test_frames_are_put_together_from_whatever_pieces() -> None:
     with recorder, other:
         writer, frames = pump.Connection(recorder, opener, 0.0), bytearray()
         for chunk, size in enumerate(sizes):
-            writer.put(opener, 3, chunk, memoryview(bytes([chunk]) * size))
+            writer.put(opener, Frame(3, chunk, memoryview(bytes([chunk]) * size)))
             frames += writer._unsent
     rng = random.Random(1)
     for most in (1, 7, 50, 5000, 10**6):
@@ -1238,8 +1246,8 @@ async def test_a_sink_that_fails_ends_its_stream_only() -> None:
 def test_dropped_frames_count_no_more() -> None:
     queue = FrameQueue()
     for chunk in range(4):
-        queue.put((chunk % 2, chunk, memoryview(bytes(10))), FrameQueue.USUAL)
-    queue.put((1, 9, memoryview(bytes(5))), FrameQueue.URGENT)
+        queue.put(Frame(chunk % 2, chunk, memoryview(bytes(10))), FrameQueue.USUAL)
+    queue.put(Frame(1, 9, memoryview(bytes(5))), FrameQueue.URGENT)
     queue.drop(1)
     assert queue.waiting_bytes == 20
     assert [queue.take(), queue.take(), queue.take()][2] is None

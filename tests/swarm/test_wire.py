@@ -10,6 +10,7 @@ from tests.swarm.samples import messages, records
 from shoal.swarm import wire
 from shoal.swarm.errors import ProtocolMismatch, WireError
 from shoal.swarm.messages import (
+    MAX_STAGES,
     MESSAGES,
     PROTOCOL_VERSION,
     Blob,
@@ -45,9 +46,9 @@ def only_refuses(data: bytes) -> None:
 @pytest.mark.parametrize("name", sorted(MESSAGES))
 def test_every_class_round_trips(name: str) -> None:
     @settings(max_examples=10, deadline=None)
-    @given(records(MESSAGES[name]), KINDS, st.integers(0, 2**63 - 1))
-    def check(message: Message, kind: Any, number: int) -> None:
-        envelope = Envelope(kind, number, message)
+    @given(records(MESSAGES[name]), KINDS, st.integers(0, 2**63 - 1), st.integers(0, MAX_STAGES))
+    def check(message: Message, kind: Any, number: int, scope: int) -> None:
+        envelope = Envelope(kind, number, message, scope)
         assert decode(encode(envelope)) == envelope
         assert decode(memoryview(encode(envelope))) == envelope
 
@@ -86,11 +87,11 @@ def test_mutated_bytes(message: Message, data: st.DataObject) -> None:
 @settings(deadline=None)
 @given(messages, PLAIN, st.data())
 def test_replaced_values(message: Message, value: Any, data: st.DataObject) -> None:
-    envelope: list[Any] = [PROTOCOL_VERSION, 0, 1, type(message).__name__, message.model_dump()]
-    if envelope[4] and data.draw(st.booleans()):
-        envelope[4][data.draw(st.sampled_from(sorted(envelope[4])))] = value
+    envelope: list[Any] = [PROTOCOL_VERSION, 0, 1, 0, type(message).__name__, message.model_dump()]
+    if envelope[5] and data.draw(st.booleans()):
+        envelope[5][data.draw(st.sampled_from(sorted(envelope[5])))] = value
     else:
-        envelope[data.draw(st.integers(0, 4))] = value
+        envelope[data.draw(st.integers(0, 5))] = value
     only_refuses(msgpack.packb(envelope))
 
 
@@ -107,7 +108,7 @@ def body(**changes: Any) -> bytes:
     fields: dict[str, Any] = {"stream": 1, "link": bytes(8), "first": 0, "stop": 9, "credit": 8}
     fields["blob"] = {"kind": "state", "number": 3}
     fields.update(changes)
-    return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerOpenStream", fields]))
+    return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerOpenStream", fields]))
 
 
 def test_fields_are_strict() -> None:
@@ -127,13 +128,15 @@ def test_fields_are_strict() -> None:
         {"blob": {"kind": "other", "number": 3}},
         {"blob": {"kind": "state", "number": 2**62 + 1}},
         {"blob": {"kind": "state"}},
+        {"blob": {"kind": "state", "number": 3, "scope": -1}},
+        {"blob": {"kind": "state", "number": 3, "scope": MAX_STAGES + 1}},
         {"blob": []},
         {"extra": 1},
         {"x" * 10_000: 1},
     )
     for changes in cases:
         refuses(body(**changes))
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToCoordinatorLeave", {"reason": "x" * 2001}]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorLeave", {"reason": "x" * 2001}]))
 
 
 def test_envelopes_are_strict() -> None:
@@ -148,16 +151,20 @@ def test_envelopes_are_strict() -> None:
         (0, 1, "Blob"),
         (0, 1, b"PeerToPeerPing"),
     ):
-        refuses(msgpack.packb([PROTOCOL_VERSION, kind, number, name, {}]))
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing", {}, 0]))
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing"]))
-    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing", []]))
+        refuses(msgpack.packb([PROTOCOL_VERSION, kind, number, 0, name, {}]))
+    for scope in (-1, MAX_STAGES + 1, True, "0", None, 0.0):
+        refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, scope, "PeerToPeerPing", {}]))
+    decode(msgpack.packb([PROTOCOL_VERSION, 0, 1, MAX_STAGES, "PeerToPeerPing", {}]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToPeerPing", {}]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerPing", {}, 0]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerPing"]))
+    refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerPing", []]))
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x00\x00\x01"])
 def test_deep_nesting(opening: bytes) -> None:
     refuses(opening * 300_000)
-    refuses(b"\x95\x01\x00\x01\xaePeerToPeerPing" + opening * 100_000)
+    refuses(b"\x96\x03\x00\x01\x00\xaePeerToPeerPing" + opening * 100_000)
 
 
 def test_huge_declared_lengths() -> None:
@@ -206,7 +213,7 @@ def test_other_versions(version: int) -> None:
 def test_what_is_logged_has_no_control_characters() -> None:
     for data in (
         body(**{"\x1b[2J\n": 1}),
-        msgpack.packb([PROTOCOL_VERSION, 0, 1, "\x1b[2J\n", {}]),
+        msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "\x1b[2J\n", {}]),
     ):
         with pytest.raises(WireError) as caught:
             decode(data)
@@ -218,7 +225,7 @@ def test_many_problems_are_counted_not_spelled_out() -> None:
     digests = [1] * 250
     fields = {"round": 0, "digests": digests, "dropped": [], "trouble": ""}
     with pytest.raises(WireError, match="250 problems"):
-        decode(msgpack.packb([PROTOCOL_VERSION, 0, 1, "PeerToCoordinatorRoundReport", fields]))
+        decode(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorRoundReport", fields]))
 
 
 def test_failures_travel() -> None:

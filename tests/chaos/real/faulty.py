@@ -117,11 +117,11 @@ class Process:
                 raise AssertionError(order)
 
     def key_of(self, peer: str) -> bytes:
-        key: bytes = self.node._roster[peer].certificate.curve_key
+        key: bytes = self.node._rosters.entry(peer, 0).certificate.curve_key
         return key
 
     def peer_of(self, key: bytes) -> str:
-        return str(self.node._peers_by_key[key])
+        return str(self.node.peer_with(key))
 
     # Steps of the exchange ------------------------------------------------------------------------------------
 

@@ -1,0 +1,229 @@
+"""The values that messages are made of, with the range of every field: who is who, samples, tensors, stages."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+MAX_MEMBERS = 1024
+MAX_PARTS = 2 * MAX_MEMBERS  # rows of unequal size have some more parts than members
+MAX_STAND_INS = 3
+MAX_RANGES = 4096
+MAX_TENSORS = 65_536
+MAX_LAYERS = 4096
+MAX_STAGES = 256
+MAX_DIMENSIONS = 16
+MAX_DELIVERIES = 16
+MAX_VERDICTS = 256
+MAX_KEPT = 16
+MAX_EPOCHS = 16
+
+PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
+"""Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
+
+Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+Key = Annotated[bytes, Field(min_length=32, max_length=32)]
+Text = Annotated[str, Field(max_length=2000)]
+Host = Annotated[str, Field(min_length=1, max_length=255)]
+Port = Annotated[int, Field(ge=1, le=65_535)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+UnixTime = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+"""Seconds since 1970, UTC."""
+Rate = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+Shape = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
+Dtype = Annotated[str, Field(max_length=32)]
+Role = Literal["trainer", "contributor", "validator", "observer"]
+"""``trainer``: trains and reduces parts; ``contributor``: trains, and reduces nothing; ``validator``: follows the
+anchor and brings nothing; ``observer``: looks at the run and is not recorded."""
+Index = Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
+Stage = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
+Scope = Annotated[int, Field(ge=0, le=MAX_STAGES)]
+"""0: the run; s + 1: its stage s, whose replicas average like a run of their own."""
+
+Column = Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
+Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
+
+
+class Record(BaseModel):
+    """A value inside messages; frozen, strict, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class SampleRange(Record):
+    """Samples ``start <= s < stop`` of the run's endless, permuted sequence of samples."""
+
+    start: Count
+    stop: Count
+
+
+class Certificate(Record):
+    """An identity's signature under the CURVE key that one of its processes uses."""
+
+    identity_key: Key
+    curve_key: Key
+    signature: Annotated[bytes, Field(min_length=64, max_length=64)]
+
+
+class DeviceInfo(Record):
+    """What a member trains on, for people to read."""
+
+    kind: Annotated[str, Field(max_length=16)]
+    name: Annotated[str, Field(max_length=100)]
+    memory_bytes: Count
+
+
+class RosterEntry(Record):
+    """Everything that one member must know to talk to another."""
+
+    peer: PeerId
+    certificate: Certificate
+    name: Annotated[str, Field(max_length=64)]
+    role: Role
+    host: Host
+    control_port: Port
+    data_port: Port
+    reachable: bool
+
+
+class TensorSpec(Record):
+    """One parameter of the model."""
+
+    name: Annotated[str, Field(max_length=500)]
+    shape: Shape
+    dtype: Dtype
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class TensorForm(Record):
+    """What raw bytes are."""
+
+    shape: Shape
+    dtype: Dtype
+
+
+class KeptState(Record):
+    """A state that a peer could go back to: it is on its disk, or can be made again."""
+
+    anchor_version: Count
+    digest: Digest
+
+
+class Coverage(Record):
+    """What has become of one epoch's samples: committed, with somebody (``leased``), or given back by somebody who went
+    and free again (``returned``). The rest has not been given out yet."""
+
+    epoch: Count
+    samples: Count
+    committed: Count
+    leased: Count
+    returned: Count
+
+
+class LayerSize(Record):
+    """What one layer takes, by one micro-batch: its float32 parameters, its output as sent, and what autograd keeps."""
+
+    parameters_bytes: Count
+    activation_bytes: Count
+    kept_bytes: Count
+
+
+class Capability(Record):
+    """What a peer could do in a pipeline: its free memory, seconds of each layer's forward and backward of a
+    micro-batch, and its link."""
+
+    memory_bytes: Count
+    layer_s: Annotated[tuple[Seconds, ...], Field(max_length=MAX_LAYERS)]
+    bandwidth_bps: Rate
+    rtt_s: Seconds
+
+
+class Span(Record):
+    """The stages ``first <= s <= last`` that a peer holds."""
+
+    peer: PeerId
+    first: Stage
+    last: Stage
+
+
+class PipelineView(Record):
+    """How the layers are cut into stages, for the whole run, and who holds which; each change has a higher ``version``.
+
+    Stage s has the layers ``boundaries[s] <= l < boundaries[s + 1]``. Spans are ordered by peer id; who has no place is
+    not among them."""
+
+    boundaries: Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_STAGES + 1)]
+    spans: Annotated[tuple[Span, ...], Field(max_length=MAX_MEMBERS)]
+    version: Count
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PipelineView:
+        if self.boundaries[0] != 0 or any(one >= two for one, two in pairwise(self.boundaries)):
+            raise ValueError("boundaries rise from layer 0 on")
+        if any(one.peer >= two.peer for one, two in pairwise(self.spans)):
+            raise ValueError("spans are ordered by peer id, one of each peer")
+        if any(not span.first <= span.last < len(self.boundaries) - 1 for span in self.spans):
+            raise ValueError("spans are of the run's stages")
+        return self
+
+
+class Delivery(Record):
+    """How fast a member of the plan delivered to whoever reports it, bits a second."""
+
+    member: Index
+    bps: Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]
+
+
+class MemberStatus(Record):
+    """One line of ``shoal status``. ``share`` is the member's part of all committed tokens, 0 to 1."""
+
+    peer: PeerId
+    name: Annotated[str, Field(max_length=64)]
+    device: DeviceInfo
+    activity: Annotated[str, Field(max_length=32)]
+    alive: bool
+    synced: bool
+    reachable: bool
+    tokens_per_s: Rate
+    tokens_committed: Count
+    share: Annotated[float, Field(ge=0, le=1)]
+    loss: Loss | None
+    bytes_sent: Count
+    bytes_received: Count
+
+
+class Blob(Record):
+    """The name of chunked bytes that a member offers.
+
+    ``contribution``: what it brings to the round; ``partial``: a relay's means of its row, for the owners; ``result``:
+    means of a round, each as soon as it is held here; ``held``: the same as they are now, empty where there is none
+    yet; ``state``: anchor and outer optimizer state of an anchor version; ``state_lossless``: the same, packed;
+    ``state_digests``: those of its chunks; ``anchor_bfloat16`` and its digests: the anchor rounded; ``probe``: random
+    bytes, to learn what a link carries; ``activation`` and ``gradient``: a tensor that was offered for a micro-batch.
+    ``scope``: whose; a run and its stages have rounds and anchor versions of the same numbers.
+    """
+
+    kind: Literal[
+        "contribution",
+        "partial",
+        "result",
+        "held",
+        "state",
+        "state_lossless",
+        "state_digests",
+        "anchor_bfloat16",
+        "anchor_bfloat16_digests",
+        "probe",
+        "activation",
+        "gradient",
+    ]
+    number: Count
+    scope: Scope = 0

@@ -1,0 +1,55 @@
+"""A ``MemoryCoordinator`` behind a real node: real members, sockets and clock, and the machine that tests know."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
+
+from tests.fakes.memory_coordinator import MemoryCoordinator
+
+from shoal.swarm.control import Channel
+from shoal.swarm.errors import LinkError
+from shoal.swarm.invite import Invite
+from shoal.swarm.messages import MESSAGES, Message
+from shoal.swarm.transport import Node
+
+HOST = "127.0.0.1"
+
+
+class _Caller:
+    """What the coordinator needs of a member's channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.own_keys = SimpleNamespace(public=channel.remote_key)
+        self._channel = channel
+
+    async def push(self, message: Message, scope: int) -> None:
+        with suppress(LinkError):
+            await self._channel.notify(message, scope)
+
+
+@asynccontextmanager
+async def serve(coordinator: MemoryCoordinator) -> AsyncIterator[Invite]:
+    """Answer in all scopes that the coordinator has by now."""
+
+    async def admit(key: bytes) -> bool:
+        return True
+
+    async with (
+        Node.open(coordinator.keys, HOST, (0, None), admit) as node,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for scope, one in coordinator.scopes.items():
+
+            async def answer(channel: Channel, message: Message, one: MemoryCoordinator = one) -> Message:
+                return await one.answer(_Caller(channel), message)  # type: ignore[arg-type]
+
+            for name, kind in MESSAGES.items():
+                if name.startswith("PeerToCoordinator"):
+                    node.control.handle(kind, answer, scope)
+        running = [tasks.create_task(one.serve()) for one in coordinator.scopes.values()]
+        try:
+            yield Invite(((HOST, node.control_port),), coordinator.run.run.name, coordinator.keys.public)
+        finally:
+            for task in running:
+                task.cancel()
