@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from shoal.swarm.coordinator import facts as f
@@ -36,6 +37,17 @@ def describe_fact(fact: f.Fact) -> Event | None:
             about |= {"digest": back.digest.hex(), "vouched_round": back.vouched_round, "keepers": list(back.keepers)}
         case f.VerdictGiven():
             about = _describe_verdict(fact)
+        case f.StagesCut():
+            about = {"event": "stages_cut", "boundaries": list(fact.boundaries)}
+        case f.SpanAssigned():
+            about = {"event": "span_assigned", "peer": fact.peer, "first": fact.first, "last": fact.last}
+        case f.SpanTaken():
+            about = {"event": "span_taken", "peer": fact.peer}
+        case f.InScope():
+            inner = describe_fact(fact.fact)
+            if inner is None:
+                return None
+            about = {**inner, "stage": fact.scope - 1}
         case f.EpochsCovered():
             about = {"event": "epochs_covered", **fact.model_dump()}
         case _:
@@ -71,7 +83,8 @@ def plain_line(event: Event) -> str:
 def sentence(event: Event) -> str:
     """The event in a few words, of printable characters only: names and reasons come from other machines."""
     say = _SENTENCES.get(str(event.get("event")), _any_event)
-    return printable(say(event))
+    where = f"stage {event['stage']}: " if "stage" in event else ""
+    return printable(where + say(event))
 
 
 def _joined(event: Event) -> str:
@@ -135,6 +148,18 @@ def _member_joined(event: Event) -> str:
 
 def _member_lost(event: Event) -> str:
     return f"{event.get('name') or event.get('peer')} is gone: {event.get('reason')}"
+
+
+def _stages_cut(event: Event) -> str:
+    boundaries = event.get("boundaries") or ()
+    layers = ", ".join(f"{first} to {stop - 1}" for first, stop in pairwise(boundaries))
+    return f"the model is cut into {_of(len(boundaries) - 1, 'stage')}: layers {layers}"
+
+
+def _span_assigned(event: Event) -> str:
+    first, last = event.get("first"), event.get("last")
+    stages = f"stage {first}" if first == last else f"stages {first} to {last}"
+    return f"{event.get('name') or event.get('peer')} is to hold {stages}"
 
 
 def _round_closing(event: Event) -> str:
@@ -205,6 +230,9 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "left": _left,
     "member_joined": _member_joined,
     "member_lost": _member_lost,
+    "stages_cut": _stages_cut,
+    "span_assigned": _span_assigned,
+    "span_taken": lambda event: f"{event.get('name') or event.get('peer')} holds no stage any more",
     "round_closing": _round_closing,
     "round_reopened": _round_reopened,
     "round_planned": _round_planned,

@@ -100,7 +100,7 @@ async def host(
                     backup.keep(name, data)
             _write(state / "run.toml", text.encode())
             service.observe(on_fact)
-            on_start(Hosting(invite, run.hash, state, service.machine.round.number, service.machine.anchor_version))
+            on_start(Hosting(invite, run.hash, state, service.machine.round_number, service.machine.anchor_version))
             await service.wait(stop)
     finally:
         journal.close()

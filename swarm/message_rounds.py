@@ -97,6 +97,8 @@ class Verdict(Record):
     word for when that was; ``sent_bytes`` are what members said that they sent since the verdict before.
     ``anchor_version`` is the run's from now on: one more when committed, the same when aborted, and lower where an
     aborted round ends with the run going back; ``tokens_total`` goes back with it.
+    ``together``, of a pipeline's stage: the hash of what the verdicts of all stages say on this round
+    (``verdicts.tied_together``).
     """
 
     round: Count
@@ -112,6 +114,7 @@ class Verdict(Record):
     sent_bytes: Count
     run_hash: Digest = bytes(32)
     previous_chain: Digest
+    together: Digest | None = None
     chain: Digest
     signature: Annotated[bytes, Field(max_length=64)]
 

@@ -175,6 +175,20 @@ class PipelineView(Record):
         return self
 
 
+class StageStatus(Record):
+    """One stage of a pipeline in ``shoal status``: its layers ``first_layer <= l < stop_layer`` and the bytes of their
+    float32 parameters; ``replicas`` that hold its newest state; what they say to do in a second, together; ``queue``:
+    samples that they have claimed in this round and not done yet. ``is_bottleneck``: no other stage is slower."""
+
+    first_layer: Count
+    stop_layer: Count
+    parameters_bytes: Count
+    replicas: Annotated[tuple[PeerId, ...], Field(max_length=MAX_MEMBERS)]
+    tokens_per_s: Rate
+    queue: Count
+    is_bottleneck: bool
+
+
 class Delivery(Record):
     """How fast a member of the plan delivered to whoever reports it, bits a second."""
 

@@ -62,6 +62,7 @@ from shoal.swarm.message_values import (
     Shape as Shape,
     Span as Span,
     Stage as Stage,
+    StageStatus as StageStatus,
     TensorForm as TensorForm,
     TensorSpec as TensorSpec,
     Text as Text,
@@ -174,8 +175,10 @@ class PeerToCoordinatorShowCapability(Message):
 
 
 class PeerToCoordinatorDrive(Message):
-    """Ask for samples to drive through the stages, about so many; ``done``: those of this round that this peer has
-    driven to their end since it asked last. Answered with a lease."""
+    """Ask for samples to drive through the stages: about ``samples`` in hand in all, with those that this peer drives
+    already. ``done``: those of this round that it has driven to their end, since it asked last at least. Answered with
+    a lease of all that it is to drive, one range a micro-batch: the same question has the same answer. What it has
+    named as done and stands there all the same is to be driven once more, as a stage has lost it."""
 
     round: Count
     samples: Annotated[int, Field(ge=1, le=2**31)]
@@ -269,7 +272,8 @@ class CoordinatorToPeerVerdicts(Message):
 class CoordinatorToPeerStatus(Message):
     """The run at a glance. ``rounds_undone``: committed ones that the run went back behind; they count as committed no
     longer. ``outlook``: a sentence on what the run waits for while nobody holds its newest state, else empty.
-    ``coverage``: of the newest epochs, the oldest first; none while nobody has told how long one is."""
+    ``coverage``: of the newest epochs, the oldest first; none while nobody has told how long one is. ``stages``: of a
+    pipeline, once they are planned."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -289,6 +293,7 @@ class CoordinatorToPeerStatus(Message):
     outlook: Text = ""
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
+    stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()
 
 
 # Peer to peer -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgpack
 
@@ -13,16 +14,29 @@ from shoal.swarm.messages import Verdict
 _CONTEXT = b"shoal verdict, version 1\0"
 
 
-def genesis(run_hash: bytes) -> bytes:
-    """The chain before the first round."""
-    return hashlib.sha256(b"shoal chain, version 1\0" + run_hash).digest()
+_TOGETHER = b"shoal verdicts of all stages, version 1\0"
+
+
+def genesis(run_hash: bytes, scope: int = 0) -> bytes:
+    """The chain before the first round: of the run, or of its stage ``scope - 1``."""
+    stage = b"stage" + (scope - 1).to_bytes(4, "big") if scope else b""
+    return hashlib.sha256(b"shoal chain, version 1\0" + run_hash + stage).digest()
 
 
 def chain_hash(verdict: Verdict) -> bytes:
     """SHA-256 over the previous chain and everything the verdict says, but for its own hash and signature."""
-    content = verdict.model_dump(exclude={"chain", "signature"})
+    # Verdicts of runs without stages have the hash that they had before there were any.
+    content = verdict.model_dump(exclude={"chain", "signature", *(("together",) if verdict.together is None else ())})
     packed: bytes = msgpack.packb([sorted(content), [content[key] for key in sorted(content)]])
     return hashlib.sha256(_CONTEXT + packed).digest()
+
+
+def tied_together(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of all stages on one round, in their order, each with ``together``: SHA-256 over what all of them
+    say. So each one's signature covers the others."""
+    bare = [verdict.model_copy(update={"together": None}) for verdict in verdicts]
+    together = hashlib.sha256(_TOGETHER + b"".join(chain_hash(verdict) for verdict in bare)).digest()
+    return [verdict.model_copy(update={"together": together}) for verdict in bare]
 
 
 def signed_bytes(chain: bytes) -> bytes:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.state import RunState
+from shoal.swarm.coordinator.scope import Scope
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, Superseded
 from shoal.swarm.messages import DeviceInfo, PeerToCoordinatorDescribeModel, RosterEntry, TensorSpec
 
 _MAX_ELEMENTS = 2**40
 
 
-class Admission(RunState):
-    """The run's door. All but ``leave`` may raise a typed error for the peer that knocked."""
+class Admission(Scope):
+    """A scope's door. All but ``leave`` may raise a typed error for the peer that knocked."""
 
     def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float) -> None:
         """Admit a member. The same identity with another key is a new process: the old one's work is free again."""
         self.now_s = now_s
         self.refuse_replaced(entry.certificate.curve_key)
-        if self.round.phase == "ended" and entry.role != "observer":
+        if self.has_ended and entry.role != "observer":
             raise RunEnded(f"the run {self.run.run.name} is over; `shoal export` still gives its model")
         known = self.membership.members.get(entry.peer)
         if known is not None and known.entry.role != "observer" and entry.role == "observer":

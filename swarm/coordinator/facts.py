@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgpack
 
 from shoal.swarm.errors import StorageError
 from shoal.swarm.messages import (
+    Capability,
     Count,
     DeviceInfo,
     Digest,
     Key,
+    LayerSize,
     Loss,
     PeerId,
     PeerToCoordinatorDescribeModel,
@@ -172,24 +175,126 @@ class RunSnapshot(Fact):
     undone_again: tuple[SampleRange, ...]
 
 
-FACTS: dict[str, type[Fact]] = {cls.__name__: cls for cls in Fact.__subclasses__()}
+# Of a pipeline ----------------------------------------------------------------------------------------------
+
+
+class InScope(Fact):
+    """A fact of the stage ``scope - 1``; all others are of the run's own scope."""
+
+    scope: Count
+    fact: Fact
+
+
+class LayersDescribed(Fact):
+    """What each of the model's layers takes."""
+
+    layers: tuple[LayerSize, ...]
+
+
+class CapabilityShown(Fact):
+    """What a peer has measured of itself."""
+
+    peer: PeerId
+    capability: Capability
+
+
+class StagesCut(Fact):
+    """Where the model is cut, for the whole run: the first layer of each stage, then the number of layers."""
+
+    boundaries: tuple[Count, ...]
+
+
+class SpanAssigned(Fact):
+    """This peer holds the stages ``first <= s <= last`` from now on, in place of those that it held."""
+
+    peer: PeerId
+    first: Count
+    last: Count
+
+
+class SpanTaken(Fact):
+    """This peer holds no stage any more."""
+
+    peer: PeerId
+
+
+class SamplesDriven(Fact):
+    """``ranges``, one a micro-batch, are with this peer to be driven through the stages; ``done`` no longer."""
+
+    peer: PeerId
+    ranges: tuple[SampleRange, ...]
+    done: tuple[SampleRange, ...]
+
+
+class SamplesClaimed(Fact):
+    """In a stage: the gradient of these samples counts at this replica, and at no other."""
+
+    peer: PeerId
+    ranges: tuple[SampleRange, ...]
+
+
+class SamplesReleased(Fact):
+    """In a stage: what this replica had claimed is for others again."""
+
+    peer: PeerId
+    ranges: tuple[SampleRange, ...]
+
+
+class PipelineSnapshot(Fact):
+    """As ``RunSnapshot``, of a pipeline: its own scope and all its stages. ``former``: the last span of every peer."""
+
+    epoch: Count
+    model: PeerToCoordinatorDescribeModel | None
+    members: tuple[MemberKept, ...]
+    replaced: tuple[Key, ...]
+    layers: tuple[LayerSize, ...]
+    capabilities: tuple[CapabilityShown, ...]
+    boundaries: tuple[Count, ...]
+    spans: tuple[SpanAssigned, ...]
+    former: tuple[SpanAssigned, ...]
+    version: Count
+    driven: tuple[SampleRange, ...]
+    in_flight: dict[str, tuple[SampleRange, ...]]
+    stages: tuple[RunSnapshot, ...]
+
+    @property
+    def round(self) -> int:
+        return self.stages[0].round if self.stages else 0
+
+
+def verdicts_in(facts: Iterable[Fact]) -> dict[int, VerdictGiven]:
+    """Those among them, by scope."""
+    found: dict[int, VerdictGiven] = {}
+    for fact in facts:
+        scope, fact = (fact.scope, fact.fact) if isinstance(fact, InScope) else (0, fact)
+        if isinstance(fact, VerdictGiven):
+            assert scope not in found, "a round's verdict is told before the next round ends"
+            found[scope] = fact
+    return found
+
+
+FACTS: dict[str, type[Fact]] = {cls.__name__: cls for cls in Fact.__subclasses__() if cls is not InScope}
 
 
 def pack_fact(fact: Fact) -> bytes:
-    """The journal's bytes of a fact."""
-    data: bytes = msgpack.packb([type(fact).__name__, fact.model_dump()])
+    """The journal's bytes of a fact: its name and its fields, and its scope where that is a stage."""
+    scope: list[int] = []
+    if isinstance(fact, InScope):
+        scope, fact = [fact.scope], fact.fact
+    data: bytes = msgpack.packb([type(fact).__name__, fact.model_dump(), *scope])
     return data
 
 
 def unpack_fact(data: bytes) -> Fact:
     """Raises ``StorageError`` when the record is of a later release, or none of ours."""
     try:
-        name, body = _pair(msgpack.unpackb(data, use_list=False))
-        return FACTS[name].model_validate(body)
+        name, body, scope = _fields(msgpack.unpackb(data, use_list=False))
+        fact = FACTS[name].model_validate(body)
+        return InScope(scope=scope, fact=fact) if scope is not None else fact
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise StorageError(f"the journal has a record that this release cannot read: {error}") from error
 
 
-def _pair(value: Any) -> tuple[str, dict[str, Any]]:
-    name, body = value
-    return name, body
+def _fields(value: Any) -> tuple[str, dict[str, Any], int | None]:
+    name, body, *scope = value
+    return name, body, *(scope or [None])

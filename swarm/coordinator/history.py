@@ -19,15 +19,15 @@ _READ_AT_ONCE = 16
 class Verdicts(Protocol):
     """What is needed of a journal."""
 
-    def verdicts(self, first: int, limit: int) -> list[VerdictGiven]: ...
+    def verdicts(self, first: int, limit: int, scope: int | None) -> list[VerdictGiven]: ...
 
 
-def read_page(journal: Verdicts, first: int) -> CoordinatorToPeerVerdicts:
-    """The verdicts from round ``first`` on. Raises ``StorageError``."""
+def read_page(journal: Verdicts, first: int, scope: int | None = None) -> CoordinatorToPeerVerdicts:
+    """The verdicts from round ``first`` on: a scope's, or of each round the first one. Raises ``StorageError``."""
     page: list[Verdict] = []
     size = 0
     while True:
-        read = [fact.verdict for fact in journal.verdicts(first + len(page), _READ_AT_ONCE)]
+        read = [fact.verdict for fact in journal.verdicts(first + len(page), _READ_AT_ONCE, scope)]
         for verdict in read:
             if len(page) == MAX_VERDICTS or size >= PAGE_BYTES:
                 return CoordinatorToPeerVerdicts(verdicts=tuple(page), more=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.swarm import durable
 from shoal.swarm.coordinator.backup import Backup
-from shoal.swarm.coordinator.facts import Fact, RunSnapshot, VerdictGiven
+from shoal.swarm.coordinator.facts import Fact, PipelineSnapshot, RunSnapshot, verdicts_in
 from shoal.swarm.coordinator.folder_lock import FolderLock
 from shoal.swarm.coordinator.journal_files import (
     JOURNAL,
@@ -18,6 +18,7 @@ from shoal.swarm.coordinator.journal_files import (
     JournalFiles,
     check_run,
     pack_facts,
+    pack_verdicts,
 )
 from shoal.swarm.coordinator.records import NO_CHECK, RESTORE, RecordFile, pack_file
 from shoal.swarm.errors import StorageError
@@ -75,8 +76,8 @@ class Journal(JournalFiles):
             if not facts:
                 return
             kind, payload = pack_facts(facts)
-            given = [fact.verdict.round for fact in facts if isinstance(fact, VerdictGiven)]
-            assert given in ([], [self.rounds]), "one verdict a round, in their order"
+            given = {fact.verdict.round for fact in verdicts_in(facts).values()}
+            assert given in (set(), {self.rounds}), "one verdict a round, in their order"
             try:
                 self.journal.append([(kind, payload)])
             except OSError as error:
@@ -116,7 +117,7 @@ class Journal(JournalFiles):
         grown_bytes = self.journal.size_bytes - self._compacted_bytes
         return grown_bytes >= max(self.compact_at_bytes, self._compacted_bytes)
 
-    def compact(self, snapshot: RunSnapshot) -> None:
+    def compact(self, snapshot: RunSnapshot | PipelineSnapshot) -> None:
         """Let the snapshot stand for all facts so far; the verdicts among them go to the verdicts' file, for ever.
 
         A crash leaves the journal as it was, or compacted. Never fails: when the disk refuses, the journal stays as it
@@ -128,7 +129,7 @@ class Journal(JournalFiles):
             new = self.journal.path.with_name(JOURNAL + ".new")
             try:
                 missing = range(len(self.archive.offsets), self.rounds)
-                self.archive.append([pack_facts([self._fresh_verdict(number)]) for number in missing])
+                self.archive.append([(VERDICT, pack_verdicts(self._fresh_verdicts(number))) for number in missing])
                 head = self.journal.head | {
                     "first": self.transactions,
                     "previous": self.journal.check,

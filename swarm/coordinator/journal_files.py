@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgpack
 
-from shoal.swarm.coordinator.facts import Fact, VerdictGiven, pack_fact, unpack_fact
+from shoal.swarm.coordinator.facts import Fact, InScope, VerdictGiven, pack_fact, unpack_fact, verdicts_in
 from shoal.swarm.coordinator.records import RESTORE, RecordFile
 from shoal.swarm.errors import RunFileError, StorageError
 
 JOURNAL, VERDICTS = "journal.records", "verdicts.records"
 FACTS, VERDICT, SNAPSHOT = 1, 2, 3
-"""Kinds of records: a transaction, one that has a verdict, and the snapshot that a compacted journal begins with."""
+"""Kinds of records: a transaction, one with a round's verdicts, and the snapshot that a compacted one begins with."""
 
 _PAGE = 256
 
@@ -62,7 +62,7 @@ class JournalFiles:
                     f"{archive.path}: has {len(archive.offsets)} verdicts, of which {self.journal.path} knows "
                     f"{self.archived + len(self.fresh)}: the journal is an outdated copy, or its end is lost. {RESTORE}"
                 )
-            if self._archived_verdict(round_number) != self._fresh_verdict(round_number):
+            if self._archived_verdicts(round_number) != self._fresh_verdicts(round_number):
                 raise StorageError(f"{archive.path}: tells another history than {self.journal.path}. {RESTORE}")
 
     @property
@@ -86,28 +86,31 @@ class JournalFiles:
             records = range(len(self.journal.offsets))
             return [fact for number in records for fact in facts_of(self.journal, number)]
 
-    def verdicts(self, first: int = 0, limit: int | None = None) -> list[VerdictGiven]:
-        """The run's verdicts from round ``first`` on, oldest first, at most ``limit``."""
+    def verdicts(self, first: int = 0, limit: int | None = None, scope: int | None = None) -> list[VerdictGiven]:
+        """The run's verdicts from round ``first`` on, oldest first, at most ``limit``: those of a scope, or of each
+        round the first one, as all stages' rounds end alike."""
         found: list[VerdictGiven] = []
         with self._lock:
             stop = self.rounds if limit is None else min(self.rounds, first + limit)
         for page in range(first, stop, _PAGE):
             with self._lock:  # not for all of them: the journal is written under it
-                found += [self._verdict(number) for number in range(page, min(stop, page + _PAGE))]
+                given = [self._verdicts_of(number) for number in range(page, min(stop, page + _PAGE))]
+            wanted = [(by_scope, min(by_scope) if scope is None else scope) for by_scope in given]
+            found += [by_scope[at] for by_scope, at in wanted if at in by_scope]
         return found
 
-    def _verdict(self, round_number: int) -> VerdictGiven:
+    def _verdicts_of(self, round_number: int) -> dict[int, VerdictGiven]:
+        """By scope."""
         if round_number < len(self.archive.offsets):
-            return self._archived_verdict(round_number)
-        return self._fresh_verdict(round_number)
+            return self._archived_verdicts(round_number)
+        return self._fresh_verdicts(round_number)
 
-    def _archived_verdict(self, round_number: int) -> VerdictGiven:
-        (fact,) = facts_of(self.archive, round_number)
-        return _of_round(fact, round_number, self.archive)
+    def _archived_verdicts(self, round_number: int) -> dict[int, VerdictGiven]:
+        return _of_round(facts_of(self.archive, round_number), round_number, self.archive)
 
-    def _fresh_verdict(self, round_number: int) -> VerdictGiven:
+    def _fresh_verdicts(self, round_number: int) -> dict[int, VerdictGiven]:
         facts = facts_of(self.journal, self.fresh[round_number - self.archived])
-        return _of_round(next(one for one in facts if isinstance(one, VerdictGiven)), round_number, self.journal)
+        return _of_round(facts, round_number, self.journal)
 
     def check_at(self, transactions: int) -> bytes | None:
         """What tells the first so many transactions from all others; None for more than there are, or too few to be in
@@ -135,10 +138,13 @@ def check_run(files: JournalFiles, run_hash: bytes) -> None:
 
 def pack_facts(facts: Sequence[Fact]) -> tuple[int, bytes]:
     """Kind and payload of a transaction's record."""
-    verdicts = sum(isinstance(fact, VerdictGiven) for fact in facts)
-    assert verdicts <= 1, "a round's verdict is told before the next round ends"
     data: bytes = msgpack.packb([pack_fact(fact) for fact in facts])
-    return VERDICT if verdicts else FACTS, data
+    return VERDICT if verdicts_in(facts) else FACTS, data
+
+
+def pack_verdicts(given: Mapping[int, VerdictGiven]) -> bytes:
+    """Payload of a round's record in the verdicts' file."""
+    return pack_facts([InScope(scope=scope, fact=fact) if scope else fact for scope, fact in given.items()])[1]
 
 
 def facts_of(file: RecordFile, number: int) -> list[Fact]:
@@ -154,10 +160,12 @@ def facts_of(file: RecordFile, number: int) -> list[Fact]:
         raise StorageError(f"{file.path}: record {number} cannot be read: {error}") from error
 
 
-def _of_round(fact: Fact, round_number: int, file: RecordFile) -> VerdictGiven:
-    if not isinstance(fact, VerdictGiven) or fact.verdict.round != round_number:
+def _of_round(facts: Sequence[Fact], round_number: int, file: RecordFile) -> dict[int, VerdictGiven]:
+    """Those among the facts of a record, by scope."""
+    given = verdicts_in(facts)
+    if {fact.verdict.round for fact in given.values()} != {round_number}:
         raise StorageError(f"{file.path}: the verdict of round {round_number} is not where it should be. {RESTORE}")
-    return fact
+    return given
 
 
 def _number(file: RecordFile, name: str) -> int:

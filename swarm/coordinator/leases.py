@@ -48,6 +48,16 @@ def covers(ranges: Ranges, wanted: Ranges) -> bool:
     return not subtract(wanted, ranges)
 
 
+def overlap(ranges: Ranges, others: Ranges) -> Ranges:
+    """What lies in both; both merged."""
+    return subtract(ranges, subtract(ranges, others))
+
+
+def union(ranges: Ranges, others: Ranges) -> Ranges:
+    """What lies in one of them or in both; both merged."""
+    return merge([*ranges, *subtract(others, ranges)])
+
+
 def is_tidy(ranges: Ranges) -> bool:
     """Whether no range is empty and no sample is named twice, so that ``count`` counts samples."""
     ordered = sorted(ranges)
@@ -100,9 +110,10 @@ class LeaseLedger:
         return merge(chosen)
 
     def grant(self, peer: str, ranges: Ranges) -> None:
-        """``ranges`` as ``choose`` gave them are with ``peer`` now."""
-        self.pool = subtract(self.pool, ranges)
-        self.fresh = max([self.fresh, *(stop for _, stop in ranges)])
+        """``ranges`` that were in the pool, or new, are with ``peer`` now; what new ones skip is in the pool."""
+        fresh = max([self.fresh, *(stop for _, stop in ranges)])
+        self.pool = subtract(merge([*self.pool, (self.fresh, fresh)]), merge(ranges))
+        self.fresh = fresh
         self.held[peer] = merge([*self.held.get(peer, []), *ranges])
 
     def holds(self, peer: str, ranges: Ranges) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shoal.swarm.coordinator.coverage import Again
 from shoal.swarm.coordinator.facts import MemberKept, RunSnapshot
 from shoal.swarm.coordinator.leases import LeaseLedger, from_wire, to_wire
-from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.rollback import History
 from shoal.swarm.coordinator.rounds import Round
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def take(state: RunState) -> RunSnapshot:
     """Of a run whose round is neither closing nor averaging."""
     assert state.round.phase not in ("closing", "averaging")
-    members = state.membership.members.values()
+    members, replaced = members_of(state.membership)
     return RunSnapshot(
         epoch=state.epoch,
         round=state.round.number,
@@ -37,8 +37,8 @@ def take(state: RunState) -> RunSnapshot:
         tokens_undone=state.tokens_undone,
         loss=state.loss,
         elapsed_s=state.elapsed_before_s,
-        members=tuple(_kept(one) for one in members if one.entry.role != "observer"),
-        replaced=tuple(sorted(state.membership.replaced)),
+        members=members,
+        replaced=replaced,
         fresh=state.leases.fresh,
         pool=to_wire(state.leases.pool),
         held={peer: to_wire(ranges) for peer, ranges in state.leases.held.items()},
@@ -59,15 +59,28 @@ def restore(state: RunState, snapshot: RunSnapshot) -> None:
     state.rounds_aborted, state.rounds_undone = snapshot.rounds_aborted, snapshot.rounds_undone
     state.tokens_committed, state.tokens_undone = snapshot.tokens_committed, snapshot.tokens_undone
     state.elapsed_before_s, state.started_s = snapshot.elapsed_s, state.now_s
-    for kept in snapshot.members:
-        state.membership.members[kept.entry.peer] = _member(kept, state.now_s)
-    state.membership.replaced = set(snapshot.replaced)
-    state.membership.roster_version = state.epoch + len(snapshot.members)
+    restore_members(state.membership, snapshot.members, snapshot.replaced, state.epoch, state.now_s)
     held = {peer: from_wire(ranges) for peer, ranges in snapshot.held.items()}
     state.leases = LeaseLedger(snapshot.fresh, from_wire(snapshot.pool), held)
     state.answered = {one.peer: one for one in snapshot.answered}
     state.history = History.unpack(snapshot.history)
     state.again = Again(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
+
+
+def members_of(membership: Membership) -> tuple[tuple[MemberKept, ...], tuple[bytes, ...]]:
+    """All but observers, and the keys of processes in whose place others have come."""
+    members = tuple(_kept(one) for one in membership.members.values() if one.entry.role != "observer")
+    return members, tuple(sorted(membership.replaced))
+
+
+def restore_members(
+    membership: Membership, members: tuple[MemberKept, ...], replaced: tuple[bytes, ...], epoch: int, now_s: float
+) -> None:
+    """``membership`` is new."""
+    for kept in members:
+        membership.members[kept.entry.peer] = _member(kept, now_s)
+    membership.replaced = set(replaced)
+    membership.roster_version = epoch + len(members)
 
 
 def _kept(member: Member) -> MemberKept:

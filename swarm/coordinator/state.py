@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import singledispatchmethod
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator import snapshot
+from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.coverage import Again
 from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, merge, subtract
-from shoal.swarm.coordinator.membership import Member, Membership
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.coordinator.rounds import Goal, Round, Work, is_over
-from shoal.swarm.coordinator.sent_bytes import SentBytes
 from shoal.swarm.coordinator.tally import Tally
-from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel, RunView, Verdict
+from shoal.swarm.messages import RunView, Verdict
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
 _MAX_COUNT = 2**62
-_EPOCH_STEP = 2**30
-"""At least so much the epoch grows: the versions of as many rosters fit in between."""
-
 _LEASED_ROUNDS = 64
 """What one member can hold at most, in rounds' worth of samples (or batches, where those are larger)."""
 
 
-class RunState:
-    """One run. Changed by facts alone (``record``, ``replay``), but for what heartbeats say and moments."""
+class RunState(Admission):
+    """A scope with rounds: one run, or one stage of a run."""
 
     def __init__(self, run: RunFile, now_s: float, epoch: int) -> None:
-        """``epoch`` grows from start to start; roster versions go on from it, as observers are not journaled."""
-        self.run = run
-        self.epoch = epoch
-        self.deadlines = Deadlines(run.round.patience_s)
-        self.membership = Membership(roster_version=epoch)
+        """``epoch`` grows from start to start."""
+        super().__init__(run, now_s, epoch)
         self.leases = LeaseLedger()
         self.again = Again()
         self.answered: dict[str, f.LeaseGranted] = {}
         self.round = Round(0, opened_s=now_s)
-        self.model: PeerToCoordinatorDescribeModel | None = None
-        self.anchor_version = 0
         self.agreed_digest: bytes | None = None
         self.chain = genesis(run.hash)
         self.verdict: Verdict | None = None
@@ -49,106 +39,67 @@ class RunState:
         self.rounds_aborted = self.rounds_undone = 0
         self.tokens_committed = self.tokens_undone = 0
         self.loss: float | None = None
-        self.announcements = 0
-        self.now_s = now_s
-        self.unix_offset_s = 0.0
-        """Unix time less the clock of all moments here; whoever has the clocks keeps it right."""
-        self.sent_bytes = SentBytes()
         self.started_s = now_s
         self.elapsed_before_s = 0.0
-        self._facts: list[f.Fact] = []
         self._tally = Tally()
 
+    @property
+    def has_ended(self) -> bool:
+        return self.round.phase == "ended"
+
+    @property
+    def round_number(self) -> int:
+        return self.round.number
+
+    @property
+    def moment(self) -> tuple[int, str, int]:
+        """What members have to hear of at once when it changes."""
+        return self.round.number, self.round.phase, 0
+
     # Facts ----------------------------------------------------------------------------------------------
-
-    def take_facts(self) -> list[f.Fact]:
-        """The facts since the last call, for the journal."""
-        taken, self._facts = self._facts, []
-        return taken
-
-    def replay(self, journal: list[f.Fact], now_s: float) -> None:
-        """Take over a journal; whoever was alive gets the whole patience to be heard again."""
-        self.now_s = now_s
-        for fact in journal:
-            self._apply(fact)
-
-    def begin(self) -> None:
-        """Once the journal is taken over: whoever takes it over next shall know of us."""
-        self.record(f.CoordinatorStarted(epoch=self.epoch))
 
     def snapshot(self) -> f.RunSnapshot | None:
         """What stands for all facts so far; None while a round is about to end, and while facts are to be taken."""
         return None if self._facts or self.round.phase in ("closing", "averaging") else snapshot.take(self)
 
-    def record(self, fact: f.Fact) -> None:
-        """Observers are no part of the run's history."""
-        match fact:
-            case f.MemberJoined(entry=entry):
-                passing = entry.role == "observer"
-            case f.MemberLost(peer=peer):
-                passing = self.membership.is_observer(peer)
-            case _:
-                passing = False
-        self._apply(fact)
-        if not passing:
-            self._facts.append(fact)
-        if not isinstance(fact, f.LeaseGranted):
-            self.announcements += 1
-
-    @singledispatchmethod
     def _apply(self, fact: f.Fact) -> None:
-        raise AssertionError(f"no rule for {type(fact).__name__}")
+        match fact:
+            case f.RunSnapshot():
+                snapshot.restore(self, fact)
+            case f.StateAgreed():
+                assert fact.anchor_version == self.anchor_version
+                self.agreed_digest = fact.digest
+            case f.MemberLost():
+                super()._apply(fact)
+                self._lose_work(fact.peer)
+            case f.LeaseGranted():
+                self.leases.grant(fact.peer, from_wire(fact.ranges))
+                self.answered[fact.peer] = fact
+            case f.RoundClosing():
+                self.round.phase = "closing"
+                self.round.closes_s = self.now_s
+            case f.RoundReopened():
+                self.round.phase = "training" if self.membership.trainers() else "waiting"
+                self.round.ready.clear()
+            case f.RoundPlanned():
+                self._begin_averaging(fact)
+            case f.VerdictGiven():
+                self._end_round(fact)
+            case f.EpochsCovered():
+                self.again.forget(fact.stop * fact.samples)
+            case _:
+                super()._apply(fact)
 
-    @_apply.register
-    def _(self, fact: f.RunSnapshot) -> None:
-        snapshot.restore(self, fact)
-
-    @_apply.register
-    def _(self, fact: f.ModelDescribed) -> None:
-        self.model = fact.model
-
-    @_apply.register
-    def _(self, fact: f.StateAgreed) -> None:
-        assert fact.anchor_version == self.anchor_version
-        self.agreed_digest = fact.digest
-
-    @_apply.register
-    def _(self, fact: f.MemberJoined) -> None:
-        self.membership.join(fact, self.now_s, self.anchor_version)
-
-    @_apply.register
-    def _(self, fact: f.MemberLost) -> None:
-        self.membership.lose(fact.peer)
-        self.answered.pop(fact.peer, None)
-        averaged = self.round.ranges.get(fact.peer)
+    def _lose_work(self, peer: str) -> None:
+        self.answered.pop(peer, None)
+        averaged = self.round.ranges.get(peer)
         if averaged is not None:
-            self.round.orphans.add(fact.peer)  # the verdict decides on these samples
-        self.leases.give_back(fact.peer, keep=averaged)
-        self.round.ready.pop(fact.peer, None)
-        self.round.reports.pop(fact.peer, None)
+            self.round.orphans.add(peer)  # the verdict decides on these samples
+        self.leases.give_back(peer, keep=averaged)
+        self.round.ready.pop(peer, None)
+        self.round.reports.pop(peer, None)
 
-    @_apply.register
-    def _(self, fact: f.LeaseGranted) -> None:
-        self.leases.grant(fact.peer, from_wire(fact.ranges))
-        self.answered[fact.peer] = fact
-
-    @_apply.register
-    def _(self, fact: f.CoordinatorStarted) -> None:
-        self.epoch = max(self.epoch, fact.epoch + _EPOCH_STEP)
-        self.membership.roster_version = max(self.membership.roster_version, self.epoch)
-
-    @_apply.register
-    def _(self, fact: f.RoundClosing) -> None:
-        self.round.phase = "closing"
-        self.round.closes_s = self.now_s
-
-    @_apply.register
-    def _(self, fact: f.RoundReopened) -> None:
-        self.round.phase = "training" if self.membership.trainers() else "waiting"
-        self.round.ready.clear()
-
-    @_apply.register
-    def _(self, fact: f.RoundPlanned) -> None:
+    def _begin_averaging(self, fact: f.RoundPlanned) -> None:
         self.round.phase = "averaging"
         self.round.plan = fact.plan
         self.round.loss = fact.loss
@@ -158,8 +109,7 @@ class RunState:
         self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)}
         self.agreed_digest = fact.plan.state_digest
 
-    @_apply.register
-    def _(self, fact: f.VerdictGiven) -> None:
+    def _end_round(self, fact: f.VerdictGiven) -> None:
         verdict = fact.verdict
         assert verdict.round == self.round.number, "one verdict a round"
         assert verdict.previous_chain == self.chain, "an unbroken chain"
@@ -220,10 +170,6 @@ class RunState:
         self.again.undo(ranges)
         self.answered.clear()
         self.membership.go_back(self.anchor_version)
-
-    @_apply.register
-    def _(self, fact: f.EpochsCovered) -> None:
-        self.again.forget(fact.stop * fact.samples)
 
     @property
     def rounds_committed(self) -> int:

@@ -116,7 +116,7 @@ class MemoryCoordinator:
             with suppress(ShoalError):
                 await self.answer(channel, message)
 
-    def verdicts(self, first: int, limit: int) -> list[VerdictGiven]:
+    def verdicts(self, first: int, limit: int, scope: int | None = None) -> list[VerdictGiven]:
         """As a journal's."""
         return [fact for fact in self.facts if isinstance(fact, VerdictGiven)][first : first + limit]
 

@@ -27,14 +27,17 @@ from shoal.peer.session import Session
 from shoal.peer.snapshot import Snapshot
 from shoal.peer.views import session_panel, sparkline, status_line
 from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.coordinator.snapshot import take
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.errors import StorageError, Unreachable
 from shoal.swarm.messages import (
+    Capability,
     Certificate,
     CoordinatorToPeerStatus,
     Coverage,
     DeviceInfo,
+    LayerSize,
     MemberStatus,
     Part,
     PeerToCoordinatorDescribeModel,
@@ -90,6 +93,15 @@ def entry(name: str = "dolphin") -> RosterEntry:
 
 
 TOML = '[run]\nname = "whale"\n[recipe]\nname = "own"\n[round]\ntokens = 100\n'
+CAPABILITY = Capability(memory_bytes=2**30, layer_s=(0.1,), bandwidth_bps=1e8, rtt_s=0.01)
+
+
+def pipeline_snapshot() -> f.PipelineSnapshot:
+    taken = PipelineState(parse_run_file(TOML), lambda data: data, 0.0, 0).snapshot()
+    assert taken is not None
+    return taken
+
+
 FACTS: dict[str, f.Fact] = {
     "ModelDescribed": f.ModelDescribed(
         model=PeerToCoordinatorDescribeModel(
@@ -109,6 +121,15 @@ FACTS: dict[str, f.Fact] = {
     "RoundReopened": f.RoundReopened(round=3),
     "RoundPlanned": f.RoundPlanned(plan=PLAN, ranges=((), ()), loss=2.3456),
     "VerdictGiven": f.VerdictGiven(verdict=VERDICT, elapsed_s=12.5, lost=()),
+    "StagesCut": f.StagesCut(boundaries=(0, 3, 5)),
+    "SpanAssigned": f.SpanAssigned(peer=PEERS[0], first=0, last=1),
+    "SpanTaken": f.SpanTaken(peer=PEERS[0]),
+    "LayersDescribed": f.LayersDescribed(layers=(LayerSize(parameters_bytes=1, activation_bytes=2, kept_bytes=3),)),
+    "CapabilityShown": f.CapabilityShown(peer=PEERS[0], capability=CAPABILITY),
+    "SamplesDriven": f.SamplesDriven(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),), done=()),
+    "SamplesClaimed": f.SamplesClaimed(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),)),
+    "SamplesReleased": f.SamplesReleased(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),)),
+    "PipelineSnapshot": pipeline_snapshot(),
     "EpochsCovered": f.EpochsCovered(first=3, stop=4, samples=51_200, lost=64, undone=0),
 }
 
@@ -208,6 +229,28 @@ def watch(reporter: Reporter, session: FakeSession) -> None:
 # Facts and words --------------------------------------------------------------------------------------------
 
 
+QUIET = (
+    "LeaseGranted",
+    "RunSnapshot",
+    "PipelineSnapshot",
+    "CoordinatorStarted",
+    "LayersDescribed",
+    "CapabilityShown",
+    "SamplesDriven",
+    "SamplesClaimed",
+    "SamplesReleased",
+)
+"""What nobody wants to read."""
+
+
+def test_what_happens_in_a_stage_names_it() -> None:
+    event = describe_fact(f.InScope(scope=3, fact=FACTS["RoundPlanned"]))
+    assert event is not None
+    assert event["stage"] == 2
+    assert sentence(event).startswith("stage 2: ")
+    assert describe_fact(f.InScope(scope=3, fact=FACTS["LeaseGranted"])) is None
+
+
 def test_every_kind_of_fact_is_tried() -> None:
     assert set(FACTS) == set(f.FACTS)
 
@@ -216,7 +259,7 @@ def test_every_kind_of_fact_is_tried() -> None:
 def test_facts_become_json_and_one_line(name: str) -> None:
     event = describe_fact(FACTS[name])
     if event is None:
-        assert name in ("ModelDescribed", "StateAgreed", "LeaseGranted", "RunSnapshot", "CoordinatorStarted")
+        assert name in ("ModelDescribed", "StateAgreed", *QUIET)
         return
     assert json.loads(json.dumps(event)) == event
     line = plain_line(event)

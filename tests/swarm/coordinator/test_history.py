@@ -111,7 +111,7 @@ class Kept:
     all: list[VerdictGiven]
     read: int = 0
 
-    def verdicts(self, first: int, limit: int) -> list[VerdictGiven]:
+    def verdicts(self, first: int, limit: int, scope: int | None = None) -> list[VerdictGiven]:
         found = self.all[first : first + limit]
         self.read += len(found)
         return found

@@ -100,7 +100,7 @@ def test_work_of_an_aborted_round_and_work_done_ahead_both_count() -> None:
     world = averaging()
     offered = sum(worker.tokens_done for worker in world.workers[:2])
     ahead(world, world.workers[0], 4)
-    world.machine._give_verdict(Judgement(reason="for the test"), world.now_s)
+    world.machine.give_verdict(world.machine.verdict_of(Judgement(reason="for the test")))
     world.settle()
     expected = offered + 4 * TOKENS_PER_SAMPLE
     assert sum(work.tokens for work in world.machine.works()) == expected

@@ -1,0 +1,216 @@
+"""How a round of one scope closes, is planned and ends: what can be said at a moment, and what follows from it. Pure.
+
+Whoever has one scope does both at once (``machine.py``); the stages of a pipeline wait for each other in between
+(``pipeline_barrier.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.bandwidth import Bandwidths
+from shoal.swarm.coordinator.coverage import epochs_covered
+from shoal.swarm.coordinator.grouping import plan_round
+from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
+from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
+from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, lost_work, weighted_mean
+from shoal.swarm.coordinator.state import RunState
+from shoal.swarm.deadlines import Delays
+from shoal.swarm.messages import RoundPlan, Verdict
+from shoal.swarm.run_file import RunFile
+from shoal.swarm.verdicts import chain_hash, signed_bytes
+
+Sign = Callable[[bytes], bytes]
+
+
+class Ending(RunState):
+    """A scope's rounds, as far as moments and what members say decide on them."""
+
+    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
+        super().__init__(run, now_s, epoch)
+        self._sign = sign
+        self._ready_delays = Delays(self.deadlines.ready_s)
+        self._report_delays = Delays(self.deadlines.ready_s)
+        self._bandwidths = Bandwidths()
+        self._outage = Outage(self.deadlines)
+        self._outlook: Return | None = None
+
+    def excuse_own_silence(self, now_s: float) -> float:
+        stood_s = super().excuse_own_silence(now_s)
+        self.round.closes_s += stood_s
+        self.round.progress_s += stood_s
+        self.round.reported_s += stood_s
+        self._outage.excuse(stood_s)
+        return stood_s
+
+    # Going back -----------------------------------------------------------------------------------------
+
+    def look_for_holders(self, now_s: float) -> Return | None:
+        """Where to go back to: nobody holds the newest state, and it is not worth waiting for anybody any more. A round
+        that closes or is averaged ends by itself first."""
+        self._outlook = None
+        if not self._is_without_state():
+            self._outage.end()
+            return None
+        self._outlook = self._outage.look(now_s, self.history, self.agreed_digest, self.membership.members)
+        is_due = self._outlook is not None and self._outlook.is_due and self.round.phase in ("waiting", "training")
+        return self._outlook if is_due else None
+
+    def go_back_to(self, version: int, keepers: tuple[str, ...], judgement: Judgement) -> f.VerdictGiven:
+        """To an earlier version of the anchor, by a round that ends with this judgement."""
+        made = self.history.rounds[version]
+        went_back = f.WentBack(
+            from_version=self.anchor_version, digest=made.digest, vouched_round=made.round, keepers=keepers
+        )
+        self._outage.end()
+        self._outlook = None
+        return self.verdict_of(judgement, went_back)
+
+    def say_return(self, back: Return) -> str:
+        """The reason of the verdict with which the run goes back."""
+        return say_return(back, self.history, len(self.membership.trainers()))
+
+    def say_outlook(self) -> str:
+        """What the run waits for while nobody holds its newest state, else empty."""
+        if not self._is_without_state() or self.has_ended:
+            return ""
+        return say_outlook(self.anchor_version, self.agreed_digest, self._outlook, self.membership.members)
+
+    def _is_without_state(self) -> bool:
+        """Members are here, and none of them holds the run's newest state. The first one they make themselves."""
+        return bool(self.anchor_version and self.membership.trainers() and not self.synced())
+
+    # Closing --------------------------------------------------------------------------------------------
+
+    def closing_moment(self, now_s: float) -> float | None:
+        """The moment to announce; None while it is too early to tell."""
+        return closing_moment(self.round.opened_s, self.goal(), self.works(), now_s, self.deadlines)
+
+    def close(self, moment_s: float) -> None:
+        self.record(f.RoundClosing(round=self.round.number))
+        self.round.closes_s = moment_s
+
+    def reopen(self) -> None:
+        self.record(f.RoundReopened(round=self.round.number))
+
+    def is_gathered(self, now_s: float) -> bool:
+        """Whoever holds no samples brings none: nobody waits for them. Once half of those who do are ready, the others
+        get as long as it has been taking; one that takes longer brings its work to the next round."""
+        ready, working, unheard = self.round.ready, self.working(), self.unheard()
+        awaited = [one for one in self.leases.held if one not in ready and (one in working or one in unheard)]
+        return now_s >= self.round.closes_s + self._worth_waiting_s(len(awaited))
+
+    def _worth_waiting_s(self, awaited: int) -> float:
+        ready = len(self.round.ready)
+        if ready and not awaited:
+            return 0.0
+        # A batch that has to be whole is worth all the patience: without the straggler it begins anew.
+        prompt = ready > awaited and not self.goal().exact
+        return self._ready_delays.wait_s if prompt else self.deadlines.ready_s
+
+    def can_reopen(self, now_s: float) -> bool:
+        """Whether there is time left for samples that a complete batch lacks."""
+        return now_s < self.round.opened_s + self.goal().max_s and not self.is_late(now_s)
+
+    def proposal(self) -> f.RoundPlanned | None:
+        """The plan for whoever is ready; None when nobody has anything to contribute."""
+        ready = self.round.ready
+        elements = sum(spec.elements for spec in self.model.layout) if self.model else 0
+        self._measure()
+        number, trainers, run = self.round.number, self.membership.trainers(), self.run
+        size, seed = run.averaging.group_size, run.run.seed
+        plan = plan_round(number, self.anchor_version, elements, ready, trainers, size, seed)
+        if plan is None:
+            return None
+        peers = [member.peer for member in plan.members]
+        losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in peers]
+        loss = weighted_mean([(loss, weight) for loss, weight in losses if loss is not None])
+        ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
+        return f.RoundPlanned(plan=plan, ranges=ranges, loss=loss)
+
+    def _measure(self) -> None:
+        """Make up our mind about everybody's link."""
+        trainers = self.membership.trainers()
+        believed = self._bandwidths.believed({peer: one.claimed_bps for peer, one in trainers.items()})
+        for peer, bps in believed.items():
+            trainers[peer].bandwidth_bps = bps
+
+    def free_kept_samples(self, plan: RoundPlan | None) -> None:
+        """A batch that has to be complete lacks samples: members that keep some and bring nothing usable lose them."""
+        fine = {peer for peer, one in self.round.ready.items() if not one.weight_tokens}
+        fine |= {member.peer for member in plan.members} if plan else set()
+        for peer in [one for one in self.leases.held if one not in fine]:
+            self.record(f.MemberLost(peer=peer, reason="kept samples from the others"))
+
+    # Ending ---------------------------------------------------------------------------------------------
+
+    def judgement(self, now_s: float) -> Judgement | None:
+        """How the round ends by what members report; None while it is worth waiting for more."""
+        assert self.round.plan is not None
+        return judge(
+            self.round.plan,
+            self.round.reports,
+            self.averaging(),
+            overdue=now_s > self.round.progress_s + self.deadlines.report_s,
+            enough=now_s > self.round.reported_s + self._report_delays.wait_s,
+            whole=self.goal().exact,
+        )
+
+    def verdict_of(self, judgement: Judgement, went_back: f.WentBack | None = None) -> f.VerdictGiven:
+        """As it is before it is signed. ``went_back`` only with a judgement that aborts the round; the version is the
+        one of its vouched round."""
+        plan, lost = self.round.plan, lost_work(self.round, judgement.digests)
+        weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
+        tokens = sum(weight for peer, weight in weights.items() if peer not in lost) if judgement.committed else 0
+        version, total = self.anchor_version + judgement.committed, self.tokens_committed + tokens
+        if went_back is not None:
+            version, total = self.history.before(went_back.vouched_round)
+        unsigned = Verdict(
+            round=self.round.number,
+            committed=judgement.committed,
+            reason=judgement.reason[:2000],
+            anchor_version=version,
+            plan=plan,
+            digests=judgement.digests,
+            tokens=tokens,
+            tokens_total=total,
+            loss=self.round.loss if judgement.committed else None,
+            ended_s=round(max(0.0, self.now_s + self.unix_offset_s), 3),
+            sent_bytes=self.sent_bytes.take(),
+            run_hash=self.run.hash,
+            previous_chain=self.chain,
+            chain=bytes(32),
+            signature=b"",
+        )
+        return f.VerdictGiven(
+            verdict=unsigned,
+            elapsed_s=self.elapsed_s(self.now_s),
+            lost=lost,
+            failed=judgement.failed,
+            went_back=went_back,
+        )
+
+    def give_verdict(self, unsigned: f.VerdictGiven) -> None:
+        """Sign it: the round has ended."""
+        if self.round.plan is not None:
+            self._bandwidths.learn(self.round.plan, self.round.reports)
+        chain = chain_hash(unsigned.verdict)
+        signed = unsigned.verdict.model_copy(update={"chain": chain, "signature": self._sign(signed_bytes(chain))})
+        self.end_round(unsigned.model_copy(update={"verdict": signed}))
+
+    def end_round(self, fact: f.VerdictGiven) -> None:
+        covered = self._covered()
+        self.record(fact)
+        self._tell_covered(covered)
+
+    def _covered(self) -> int:
+        return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0
+
+    def _tell_covered(self, first: int) -> None:
+        """Which epochs this verdict has completed, ``first`` having been covered before."""
+        stop = self._covered()
+        if stop > first:
+            samples = self.model.samples if self.model else None
+            assert samples is not None
+            lost, undone = self.again.within(first * samples, stop * samples)
+            self.record(f.EpochsCovered(first=first, stop=stop, samples=samples, lost=lost, undone=undone))

@@ -1,0 +1,45 @@
+"""The planner of a run file's pipeline: what ``swarm/pipeline`` proposes, at this run's settings. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.swarm.coordinator.pipeline_spans import Planner
+from shoal.swarm.pipeline.plan import plan_stages
+from shoal.swarm.pipeline.replanning import Rebalancing, replan
+from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.run_file import OuterSection, RunFile
+
+
+def planner_of(run: RunFile) -> Planner:
+    """Of a run that has a pipeline."""
+    assert run.pipeline is not None
+    stages = None if run.pipeline.stages == "auto" else run.pipeline.stages
+    max_in_flight, values = run.pipeline.max_in_flight, optimizer_values(run.outer)
+
+    def plan(
+        previous: StagePlan | None,
+        layers: Sequence[LayerCost],
+        peers: Sequence[PeerCapability],
+        rebalancing: Rebalancing | None,
+    ) -> StagePlan | Infeasible:
+        if previous is not None:
+            return replan(
+                previous, layers, peers, max_in_flight=max_in_flight, optimizer_values=values, rebalancing=rebalancing
+            )
+        if stages is not None and stages > len(layers):
+            return Infeasible(f"the run file asks for {stages} stages, and the model has {len(layers)} layers")
+        return plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, optimizer_values=values)
+
+    return plan
+
+
+def optimizer_values(outer: OuterSection) -> int:
+    """Float32 values that the outer optimizer keeps for each parameter."""
+    match outer.optimizer:
+        case "adamw":
+            return 2
+        case "nesterov":
+            return 1
+        case "sgd":
+            return 1 if outer.momentum else 0

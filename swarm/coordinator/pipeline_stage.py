@@ -1,0 +1,109 @@
+"""One stage of a pipeline: a scope whose replicas average like the members of a run of their own, and whose rounds end
+with those of all other stages (``pipeline_barrier.py``). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.ending import Sign
+from shoal.swarm.coordinator.hearing import Hearing
+from shoal.swarm.coordinator.leases import Ranges, covers, from_wire, is_tidy, merge, overlap, subtract, to_wire
+from shoal.swarm.coordinator.pipeline_drives import Batch
+from shoal.swarm.errors import WireError
+from shoal.swarm.messages import PeerToCoordinatorClaim, PeerToCoordinatorRelease
+from shoal.swarm.run_file import RunFile
+from shoal.swarm.verdicts import genesis
+
+
+class StageMachine(Hearing):
+    """Leases are claims: whoever is the first to claim a sample of the round's batch has it, until it gives it back,
+    dies, or the round ends. An aborted round leaves nobody anything."""
+
+    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int, stage: int) -> None:
+        super().__init__(run, sign, now_s, epoch)
+        self.stage = stage
+        self.chain = genesis(run.hash, self.scope)
+        self.keep: Callable[[f.InScope], None] = lambda fact: None
+        """Takes its facts, in the order of those of all scopes."""
+
+    @property
+    def scope(self) -> int:
+        return self.stage + 1
+
+    def _keep(self, fact: f.Fact) -> None:
+        self.keep(f.InScope(scope=self.scope, fact=fact))
+
+    # Claims ---------------------------------------------------------------------------------------------
+
+    def batch(self) -> Batch | None:
+        """The samples of this round; None before anybody has said how many tokens one is."""
+        if self.model is None:
+            return None
+        assert self.run.pipeline is not None
+        samples = self.goal_samples()
+        start = self.anchor_version * samples
+        return Batch(start, start + samples, self.run.pipeline.micro_batch)
+
+    def claim(self, peer: str, claim: PeerToCoordinatorClaim, now_s: float) -> Ranges:
+        """Those of the claimed ranges that are this peer's, each as a whole; the same again gets the same answer.
+
+        Raises ``WireError`` for ranges that overlap or are of no micro-batch of this round."""
+        self.now_s = now_s
+        member = self.membership.members[peer]
+        member.heard_s = now_s
+        batch, ranges = self.batch(), from_wire(claim.ranges)
+        if batch is None or claim.round != self.round.number or peer in self.round.orphans:
+            return []
+        if not is_tidy(ranges) or not covers(batch.ranges, merge(ranges)):
+            raise WireError("claimed samples must be of this round's batch, each named once")
+        mine = self.leases.held.get(peer, [])
+        others = merge(one for holder, held in self.leases.held.items() if holder != peer for one in held)
+        is_open = self.round.phase == "training" and peer in self.working()
+        granted = [one for one in ranges if covers(mine, [one]) or (is_open and not overlap([one], others))]
+        fresh = subtract(merge(granted), mine)
+        if fresh:
+            self.record(f.SamplesClaimed(peer=peer, ranges=to_wire(fresh)))
+        return granted
+
+    def release(self, peer: str, release: PeerToCoordinatorRelease, now_s: float) -> None:
+        """What it claimed will not be done there. Once a plan counts on it, it is too late."""
+        self.now_s = now_s
+        self.membership.members[peer].heard_s = now_s
+        if release.round != self.round.number or self.round.phase == "averaging":
+            return
+        ranges = from_wire(release.ranges)
+        if not is_tidy(ranges):
+            raise WireError("the sample ranges of a release must not be empty or overlap")
+        freed = overlap(merge(ranges), self.leases.held.get(peer, []))
+        if freed:
+            self.record(f.SamplesReleased(peer=peer, ranges=to_wire(freed)))
+
+    def unclaimed(self, batch: Batch) -> Ranges:
+        """What of the batch is no live replica's."""
+        return subtract(batch.ranges, merge(one for held in self.leases.held.values() for one in held))
+
+    def queue(self) -> int:
+        """Samples that were claimed and, as far as their replicas have told, are not done."""
+        tokens = sum(work.leased_tokens - work.tokens for work in self.works())
+        return tokens // self.model.tokens_per_sample if self.model else 0
+
+    # Facts ----------------------------------------------------------------------------------------------
+
+    def _apply(self, fact: f.Fact) -> None:
+        match fact:
+            case f.SamplesClaimed():
+                self.leases.grant(fact.peer, from_wire(fact.ranges))
+            case f.SamplesReleased():
+                self.leases.give_back(fact.peer, subtract(self.leases.held.get(fact.peer, []), from_wire(fact.ranges)))
+                self.round.ready.pop(fact.peer, None)  # what it had offered is another contribution now
+            case _:
+                super()._apply(fact)
+
+    def _end_round(self, fact: f.VerdictGiven) -> None:
+        super()._end_round(fact)
+        if not fact.verdict.committed:  # what is committed in one stage has to be in all: every round begins anew
+            for peer in list(self.leases.held):
+                self.leases.give_back(peer)
+            for member in self.membership.members.values():
+                member.forget_progress()

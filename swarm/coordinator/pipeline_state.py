@@ -1,0 +1,206 @@
+"""What the facts make of a pipeline run: its own scope, who holds which stages, and the stages themselves. Pure."""
+
+from __future__ import annotations
+
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import snapshot
+from shoal.swarm.coordinator.admission import Admission
+from shoal.swarm.coordinator.ending import Sign
+from shoal.swarm.coordinator.leases import Ranges, from_wire, to_wire, union
+from shoal.swarm.coordinator.pipeline_drives import Batch, Drives
+from shoal.swarm.coordinator.pipeline_stage import StageMachine
+from shoal.swarm.messages import Capability, LayerSize, Phase, PipelineView, RunView, Span
+from shoal.swarm.run_file import RunFile
+
+
+class PipelineState(Admission):
+    """The run's own scope, in which every peer is a member, and its stages once the model is cut.
+
+    ``spans``: by live member, the first and the last stage that it holds; ``former``: by member, the span that it held
+    last, as the state of those stages may be on its disk. ``version``: of the spans."""
+
+    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
+        super().__init__(run, now_s, epoch)
+        self.layers: tuple[LayerSize, ...] = ()
+        self.capabilities: dict[str, Capability] = {}
+        self.boundaries: tuple[int, ...] = ()
+        self.spans: dict[str, tuple[int, int]] = {}
+        self.former: dict[str, tuple[int, int]] = {}
+        self.version = 0
+        self.stages: list[StageMachine] = []
+        self.drives = Drives()
+        self._sign = sign
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase == "ended"
+
+    @property
+    def phase(self) -> Phase:
+        """Waiting while any stage has to."""
+        phases = {stage.round.phase for stage in self.stages}
+        return "waiting" if "waiting" in phases or not phases else self.stages[0].round.phase
+
+    @property
+    def round_number(self) -> int:
+        return self.stages[0].round.number if self.stages else 0
+
+    @property
+    def moment(self) -> tuple[int, str, int]:
+        """What members have to hear of at once when it changes."""
+        return self.round_number, self.phase, self.version
+
+    def batch(self) -> Batch | None:
+        """The samples of this round; None before every stage's model is known."""
+        batches = [stage.batch() for stage in self.stages]
+        return batches[0] if batches and None not in batches else None
+
+    def missing(self, batch: Batch) -> Ranges:
+        """What of the batch some stage has no claim on."""
+        missing: Ranges = []
+        for stage in self.stages:
+            missing = union(missing, stage.unclaimed(batch))
+        return missing
+
+    def holders(self, stage: int) -> list[str]:
+        """Whose span has this stage."""
+        return [peer for peer, (first, last) in self.spans.items() if first <= stage <= last]
+
+    def holds(self, peer: str, stage: int) -> bool:
+        span = self.spans.get(peer)
+        return span is not None and span[0] <= stage <= span[1]
+
+    # Facts ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        super().begin()
+        for stage in self.stages:
+            stage.begin()
+
+    def _apply(self, fact: f.Fact) -> None:
+        match fact:
+            case f.InScope():
+                stage = self.stages[fact.scope - 1]
+                stage.now_s = self.now_s
+                stage.replay([fact.fact], self.now_s)
+                self._follow(fact)
+            case f.LayersDescribed():
+                self.layers = fact.layers
+            case f.CapabilityShown():
+                self.capabilities[fact.peer] = fact.capability
+            case f.StagesCut():
+                self.boundaries = fact.boundaries
+                self._make_stages()
+            case f.SpanAssigned():
+                self.spans[fact.peer] = self.former[fact.peer] = (fact.first, fact.last)
+                self.version += 1
+            case f.SpanTaken():
+                del self.spans[fact.peer]
+                self.version += 1
+            case f.SamplesDriven():
+                self.drives.take(fact.peer, from_wire(fact.ranges), from_wire(fact.done))
+            case f.MemberLost():
+                super()._apply(fact)
+                self.capabilities.pop(fact.peer, None)
+                self.drives.lose(fact.peer)
+                if self.spans.pop(fact.peer, None) is not None:
+                    self.version += 1
+            case f.PipelineSnapshot():
+                self._restore(fact)
+            case _:
+                super()._apply(fact)
+
+    def _make_stages(self) -> None:
+        arguments = self.run, self._sign, self.now_s, self.epoch
+        self.stages = [StageMachine(*arguments, number) for number in range(len(self.boundaries) - 1)]
+        for stage in self.stages:
+            stage.keep = self._take_in
+
+    def _take_in(self, fact: f.InScope) -> None:
+        """A stage has decided."""
+        self._follow(fact)
+        self._facts.append(fact)
+
+    def _follow(self, fact: f.InScope) -> None:
+        """What a fact of the first stage, whose replicas drive, is for the run's own scope."""
+        match fact.fact:
+            case f.VerdictGiven(verdict=verdict) if fact.scope == 1:
+                self.drives = Drives()
+                self.anchor_version = verdict.anchor_version
+            case f.MemberLost(peer=peer) if fact.scope == 1:
+                self.drives.lose(peer)
+
+    # Compaction -----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> f.PipelineSnapshot | None:
+        """What stands for all facts so far; None while a round is about to end, and while facts are to be taken."""
+        if self._facts or self.phase in ("closing", "averaging"):
+            return None
+        members, replaced = snapshot.members_of(self.membership)
+        return f.PipelineSnapshot(
+            epoch=self.epoch,
+            model=self.model,
+            members=members,
+            replaced=replaced,
+            layers=self.layers,
+            capabilities=tuple(f.CapabilityShown(peer=one, capability=of) for one, of in self.capabilities.items()),
+            boundaries=self.boundaries,
+            spans=_spans(self.spans),
+            former=_spans(self.former),
+            version=self.version,
+            driven=to_wire(self.drives.driven),
+            in_flight={peer: to_wire(ranges) for peer, ranges in self.drives.in_flight.items()},
+            stages=tuple(snapshot.take(stage) for stage in self.stages),
+        )
+
+    def _restore(self, fact: f.PipelineSnapshot) -> None:
+        self.epoch = max(self.epoch, fact.epoch)
+        self.model, self.layers, self.boundaries, self.version = fact.model, fact.layers, fact.boundaries, fact.version
+        snapshot.restore_members(self.membership, fact.members, fact.replaced, self.epoch, self.now_s)
+        self.capabilities = {one.peer: one.capability for one in fact.capabilities}
+        self.spans = {one.peer: (one.first, one.last) for one in fact.spans}
+        self.former = {one.peer: (one.first, one.last) for one in fact.former}
+        in_flight = {peer: from_wire(ranges) for peer, ranges in fact.in_flight.items()}
+        self.drives = Drives(from_wire(fact.driven), in_flight)
+        if self.boundaries:
+            self._make_stages()
+            for stage, kept in zip(self.stages, fact.stages, strict=True):
+                stage.replay([kept], self.now_s)
+            self.anchor_version = self.stages[0].anchor_version
+
+    # What others see ------------------------------------------------------------------------------------
+
+    def view(self, peer: str, now_s: float, roster_version: int = -1, verdict_chain: bytes | None = None) -> RunView:
+        """What this member has to know of the run; of its stages it has their own views."""
+        first = self.stages[0] if self.stages else None
+        closes_in_s = max(0.0, first.round.closes_s - now_s) if first and self.phase == "closing" else None
+        return RunView(
+            epoch=self.epoch,
+            sequence=self.announcements + sum(stage.announcements for stage in self.stages),
+            round=self.round_number,
+            anchor_version=self.anchor_version,
+            phase=self.phase,
+            closes_in_s=closes_in_s,
+            plan=None,
+            verdict=None,
+            verdict_chain=None,
+            state_digest=None,
+            tokens_committed=first.tokens_committed if first else 0,
+            tokens_in_round=min((stage.tokens_in_round() for stage in self.stages), default=0),
+            members=len(self.membership.trainers()),
+            must_resync=False,
+            roster_version=self.membership.roster_version,
+            roster=self.membership.roster() if roster_version != self.membership.roster_version else None,
+            pipeline=self.pipeline_view(),
+        )
+
+    def pipeline_view(self) -> PipelineView | None:
+        """Where the model is cut and who holds what; None before it is cut."""
+        if not self.boundaries:
+            return None
+        spans = tuple(Span(peer=peer, first=first, last=last) for peer, (first, last) in sorted(self.spans.items()))
+        return PipelineView(boundaries=self.boundaries, spans=spans, version=self.version)
+
+
+def _spans(spans: dict[str, tuple[int, int]]) -> tuple[f.SpanAssigned, ...]:
+    return tuple(f.SpanAssigned(peer=peer, first=first, last=last) for peer, (first, last) in spans.items())

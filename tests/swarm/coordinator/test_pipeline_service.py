@@ -1,0 +1,230 @@
+"""A pipeline's coordinator over real sockets: the run and its stages on one connection, one journal for all of them."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from tests.swarm.coordinator.pipeline_world import initial, model
+from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, heartbeat, report
+from tests.swarm.network import HOST, LONG_S, Member
+from tests.swarm.test_transport import run
+
+from shoal.swarm.control import Channel
+from shoal.swarm.coordinator.facts import Fact, verdicts_in
+from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.leases import count, from_wire
+from shoal.swarm.coordinator.rounds import Judgement
+from shoal.swarm.coordinator.service import CoordinatorService
+from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError, WireError
+from shoal.swarm.identity import Identity
+from shoal.swarm.messages import (
+    Acknowledged,
+    Capability,
+    CoordinatorToPeerClaimed,
+    CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerLease,
+    CoordinatorToPeerModelAccepted,
+    CoordinatorToPeerStatus,
+    CoordinatorToPeerVerdicts,
+    CoordinatorToPeerView,
+    LayerSize,
+    Message,
+    PeerToCoordinatorClaim,
+    PeerToCoordinatorDrive,
+    PeerToCoordinatorGetStatus,
+    PeerToCoordinatorGetVerdicts,
+    PeerToCoordinatorJoinRun,
+    PeerToCoordinatorRelease,
+    PeerToCoordinatorRoundReady,
+    PeerToCoordinatorShowCapability,
+    PeerToCoordinatorShowVerdict,
+    RunView,
+    SampleRange,
+)
+from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.verdicts import chain_hash, check_verdict, genesis, signed_bytes
+
+TOML = """
+algorithm = "virtual_batch"
+[run]
+name = "deep"
+[recipe]
+name = "own"
+[pipeline]
+stages = 2
+micro_batch = 2
+[round]
+tokens = 80
+patience_s = 60
+"""
+SAMPLES = 8
+LAYERS = tuple(LayerSize(parameters_bytes=4000, activation_bytes=100, kept_bytes=100) for _ in range(4))
+HOST_IDENTITY = Identity.generate()
+
+M = TypeVar("M", bound=Message)
+
+
+class Written(Journal):
+    """Notes every write."""
+
+    def __init__(self, folder: Path, run_hash: bytes, run_toml: str) -> None:
+        super().__init__(folder, run_hash, run_toml)
+        self.written: list[Sequence[Fact]] = []
+
+    def write(self, facts: Sequence[Fact]) -> None:
+        super().write(facts)
+        self.written.append(facts)
+
+
+class Peer:
+    """Asks the coordinator by hand; in each stage that it holds it does all that it is granted."""
+
+    def __init__(self, member: Member, service: CoordinatorService) -> None:
+        self.member = member
+        self.channel: Channel = member.node.control.dial(
+            HOST, service.node.control_port, service.node.control.keys.public
+        )
+        self.done: dict[int, tuple[SampleRange, ...]] = {}
+
+    async def ask(self, message: Message, reply: type[M], scope: int = 0) -> M:
+        return await self.channel.request(message, reply, LONG_S, scope)
+
+    async def join(self, scope: int = 0) -> RunView:
+        entry = self.member.entry()
+        knock = PeerToCoordinatorJoinRun(
+            run="deep",
+            certificate=entry.certificate,
+            name="a peer",
+            role="trainer",
+            device=CPU,
+            host=HOST,
+            control_port=entry.control_port,
+            data_port=entry.data_port,
+        )
+        return (await self.ask(knock, CoordinatorToPeerJoinAccepted, scope)).view
+
+    async def show(self) -> None:
+        able = Capability(memory_bytes=10**9, layer_s=(0.1,) * 4, bandwidth_bps=1e9, rtt_s=0.001)
+        await self.ask(PeerToCoordinatorShowCapability(capability=able, layers=LAYERS), Acknowledged)
+
+    async def beat(self, scope: int = 0) -> RunView:
+        done = count(from_wire(self.done.get(scope, ()))) * TOKENS_PER_SAMPLE
+        said = heartbeat(anchor_version=None, state_digest=None)
+        if scope:
+            said = heartbeat(state_digest=initial(scope - 1), tokens_done=done)
+        return (await self.ask(said, CoordinatorToPeerView, scope)).view
+
+    async def enter(self, scope: int) -> None:
+        await self.join(scope)
+        await self.ask(model(scope - 1), CoordinatorToPeerModelAccepted, scope)
+        await self.beat(scope)
+
+    async def claim(self, scope: int, ranges: tuple[SampleRange, ...]) -> tuple[SampleRange, ...]:
+        claim = PeerToCoordinatorClaim(round=0, ranges=ranges)
+        granted = (await self.ask(claim, CoordinatorToPeerClaimed, scope)).ranges
+        self.done[scope] = granted
+        return granted
+
+    async def until(self, phase: str, scope: int) -> RunView:
+        async with asyncio.timeout(LONG_S):
+            while (view := await self.beat(scope)).phase != phase:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return view
+
+
+@run
+async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
+    file = parse_run_file(TOML)
+    member, identity = Member(), HOST_IDENTITY
+    member.allowed.add(identity.coordinator_keys().public)
+    await member.start()
+    journal = Written(tmp_path, file.hash, TOML)
+    async with CoordinatorService.serve(TOML, file, identity, (HOST, 0), journal) as service:
+        peer = Peer(member, service)
+        assert (await peer.join()).pipeline is None
+        with pytest.raises(WireError, match=r"in scope 1"):
+            await peer.join(1)
+        await peer.show()
+        view = (await peer.beat()).pipeline
+        assert view is not None
+        assert len(view.boundaries) == 3
+        assert [(span.peer, span.first, span.last) for span in view.spans] == [(member.peer, 0, 1)]
+        with pytest.raises(NotAdmitted):
+            await peer.beat(1)
+        for scope in (1, 2):
+            await peer.enter(scope)
+        drive = PeerToCoordinatorDrive(round=0, samples=100, done=())
+        lease = await peer.ask(drive, CoordinatorToPeerLease)
+        assert count(from_wire(lease.ranges)) == SAMPLES
+        for scope in (1, 2):
+            assert await peer.claim(scope, lease.ranges) == lease.ranges
+        release = PeerToCoordinatorRelease(round=0, ranges=lease.ranges[:1])
+        await peer.ask(release, Acknowledged, 2)
+        status = await peer.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
+        assert [one.queue for one in status.stages] == [SAMPLES, SAMPLES - 2]
+    journal.close()
+
+    journal = Written(tmp_path, file.hash, TOML)
+    async with CoordinatorService.serve(TOML, file, identity, (HOST, 0), journal) as service:
+        peer = Peer(member, service)
+        for scope in (1, 2):  # what was not released is this peer's still
+            await peer.beat(scope)
+            assert await peer.claim(scope, lease.ranges) == lease.ranges
+            await peer.beat(scope)
+        await peer.until("closing", 2)
+        for scope in (1, 2):
+            ready = PeerToCoordinatorRoundReady(
+                round=0,
+                anchor_version=0,
+                state_digest=initial(scope - 1),
+                weight_tokens=SAMPLES * TOKENS_PER_SAMPLE,
+                ranges=lease.ranges,
+                loss=None,
+            )
+            view = (await peer.ask(ready, CoordinatorToPeerView, scope)).view
+        assert view.phase == "averaging", "planned with the last one that was ready"
+        plans = [(await peer.beat(scope)).plan for scope in (1, 2)]
+        for scope, plan in enumerate(plans, 1):
+            assert plan is not None
+            view = (await peer.ask(report(plan), CoordinatorToPeerView, scope)).view
+        assert (view.round, view.anchor_version) == (1, 1)
+        verdicts = []
+        for scope in (1, 2):
+            page = await peer.ask(PeerToCoordinatorGetVerdicts(first=0), CoordinatorToPeerVerdicts, scope)
+            (verdict,) = page.verdicts
+            check_verdict(verdict, identity.public_key)
+            assert verdict.previous_chain == genesis(file.hash, scope)
+            assert verdict.plan == plans[scope - 1]
+            await peer.ask(PeerToCoordinatorShowVerdict(verdict=verdict), Acknowledged, scope)
+            verdicts.append(verdict)
+        assert verdicts[0].together == verdicts[1].together is not None
+        given = [scope for facts in journal.written for scope in [list(verdicts_in(facts))] if scope]
+        assert given == [[1, 2]], "in one write"
+    journal.close()
+    await member.stop()
+
+
+@run
+async def test_a_verdict_that_the_journal_lacks_stops_the_coordinator(tmp_path: Path) -> None:
+    file = parse_run_file(TOML)
+    member = Member()
+    member.allowed.add(HOST_IDENTITY.coordinator_keys().public)
+    await member.start()
+    journal = Written(tmp_path, file.hash, TOML)
+    async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal) as service:
+        peer = Peer(member, service)
+        await peer.join()
+        await peer.show()
+        await peer.enter(1)
+        lost = service.doors[1].machine.verdict_of(Judgement(reason="in a journal that is lost"))
+        chain = chain_hash(lost.verdict)
+        signature = HOST_IDENTITY.sign(signed_bytes(chain))
+        verdict = lost.verdict.model_copy(update={"chain": chain, "signature": signature})
+        with pytest.raises(DeadlineExceeded):
+            await peer.ask(PeerToCoordinatorShowVerdict(verdict=verdict), Acknowledged, 1)
+        with pytest.raises(StorageError, match="outdated copy"):
+            await service.wait(asyncio.Event())
+    journal.close()
+    await member.stop()
