@@ -727,7 +727,8 @@ def test_when_the_run_goes_back_the_work_and_the_residual_are_dropped() -> None:
             machine = run.coordinator.machine
             digest = machine.history.rounds[0].digest
             back = WentBack(from_version=1, digest=digest, vouched_round=0, keepers=())
-            machine._give_verdict(Judgement(reason="back to version 0"), now_s(), back)
+            machine.now_s = now_s()
+            machine.give_verdict(machine.verdict_of(Judgement(reason="back to version 0"), back))
             assert machine.anchor_version == 0
             outcomes = await together(*[one.average(contribution(5)) for one in run.members])
             assert outcomes == [OutOfDate("back to version 0")] * 2
