@@ -120,11 +120,12 @@ def tensors_alive() -> list[Tensor]:
     """Float tensors in memory (those on the meta device take none)."""
     gc.collect()
     alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    return [one for one in alive if one.device.type == "cpu" and one.is_floating_point()]
+    dense = [one for one in alive if one.layout == torch.strided]
+    return [one for one in dense if one.device.type == "cpu" and one.is_floating_point()]
 
 
 def elements_beside(before: list[Tensor]) -> int:
-    """Alive now, each storage once, without those of ``before``, which is held so that none of it is freed meanwhile."""
+    """Alive now, each storage once, but for those of ``before``, of which none can be freed meanwhile."""
     old = {one.untyped_storage().data_ptr() for one in before}
     sizes = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() // one.element_size()
