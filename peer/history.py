@@ -11,7 +11,7 @@ from pydantic import Field
 
 from shoal.swarm.errors import LinkError, RunFileError, StateFileError, WireError
 from shoal.swarm.identity import verify_certificate
-from shoal.swarm.messages import Certificate, Record, Verdict
+from shoal.swarm.messages import Certificate, Record, Scope, Verdict
 from shoal.swarm.run_file import MAX_RUN_FILE_BYTES, parse_run_file
 from shoal.swarm.verdicts import check_verdict, genesis, pack_verdict
 from shoal.swarm.wire import MAX_MESSAGE_BYTES
@@ -22,11 +22,12 @@ _UNREADABLE = (ValueError, TypeError, RecursionError, msgpack.UnpackException)
 
 class Origin(Record):
     """The head of a history's file: whose it is. The run file's text has the run's name and hash; the certificate the
-    identity that signs the verdicts, and the key that invites name."""
+    identity that signs the verdicts, and the key that invites name. ``scope``: whose rounds, the run's or a stage's."""
 
     format: Literal[1] = 1
     run_toml: str = Field(max_length=MAX_RUN_FILE_BYTES)
     coordinator: Certificate
+    scope: Scope = 0
 
     @property
     def run(self) -> str:
@@ -55,11 +56,11 @@ class Chain:
 
 
 class ChainCheck:
-    """Takes verdicts one by one, oldest first. ``whole``: from the run's first round on; otherwise the first verdict
-    is believed on its signature alone."""
+    """Takes verdicts of one scope one by one, oldest first. ``whole``: from the run's first round on; otherwise the
+    first verdict is believed on its signature alone."""
 
-    def __init__(self, run_hash: bytes, coordinator_key: bytes, *, whole: bool = True) -> None:
-        self.chain = Chain(0, 0, 0, 0, 0, 0, genesis(run_hash))
+    def __init__(self, run_hash: bytes, coordinator_key: bytes, *, scope: int = 0, whole: bool = True) -> None:
+        self.chain = Chain(0, 0, 0, 0, 0, 0, genesis(run_hash, scope))
         self._key = coordinator_key
         self._begins_anywhere = not whole
 
@@ -90,11 +91,13 @@ class ChainCheck:
         self._begins_anywhere = False
 
 
-def check_chain(verdicts: Iterable[Verdict], run_hash: bytes, coordinator_key: bytes, *, whole: bool = True) -> Chain:
+def check_chain(
+    verdicts: Iterable[Verdict], run_hash: bytes, coordinator_key: bytes, *, scope: int = 0, whole: bool = True
+) -> Chain:
     """Every hash, every signature (Ed25519, RFC 8032), every link, from the run's beginning (unless not ``whole``).
 
     Raises ``StateFileError`` naming the first round that is wrong."""
-    check = ChainCheck(run_hash, coordinator_key, whole=whole)
+    check = ChainCheck(run_hash, coordinator_key, scope=scope, whole=whole)
     for verdict in verdicts:
         check.take(verdict)
     return check.chain
@@ -135,7 +138,8 @@ def pack_history(origin: Origin, verdicts: Iterable[Verdict]) -> bytes:
 
 
 def pack_head(origin: Origin) -> bytes:
-    data: bytes = msgpack.packb(origin.model_dump())
+    # Of runs without stages it is what it was before there were any.
+    data: bytes = msgpack.packb(origin.model_dump(exclude=None if origin.scope else {"scope"}))
     return data
 
 

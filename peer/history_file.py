@@ -77,7 +77,8 @@ class HistoryFile:
     # On disk ------------------------------------------------------------------------------------------------
 
     def _fresh_check(self) -> ChainCheck:
-        return ChainCheck(self._origin.run_hash, self._origin.coordinator.identity_key)
+        origin = self._origin
+        return ChainCheck(origin.run_hash, origin.coordinator.identity_key, scope=origin.scope)
 
     def _read(self) -> Kept | None:
         """None where there is no history of this origin; a file that is something else is left under another name."""
@@ -92,10 +93,7 @@ class HistoryFile:
         except StateFileError as error:
             self.set_aside(str(error))
             return None
-        if (kept.origin.run_hash, kept.origin.coordinator.identity_key) != (
-            self._origin.run_hash,
-            self._origin.coordinator.identity_key,
-        ):
+        if _owner(kept.origin) != _owner(self._origin):
             self.set_aside(f"{self.path}: is the history of another run, or of another coordinator")
             return None
         return kept
@@ -162,3 +160,7 @@ class HistoryFile:
 
     def _refused(self, error: OSError) -> StorageError:
         return StorageError(f"{self.path}: the history cannot be kept: {error}; free some space on the disk")
+
+
+def _owner(origin: Origin) -> tuple[bytes, bytes, int]:
+    return origin.run_hash, origin.coordinator.identity_key, origin.scope

@@ -65,10 +65,10 @@ class HistoryKeeper:
     async def _keep(self) -> None:
         client = self._client
         if self._file is None:
-            origin = Origin(run_toml=client.run_toml, coordinator=client.coordinator)
+            origin = Origin(run_toml=client.run_toml, coordinator=client.coordinator, scope=client.scope)
             self._file = await in_thread(HistoryFile, self._path, origin)
         file = self._file
-        start = genesis(client.run_file.hash)
+        start = genesis(client.run_file.hash, client.scope)
         view = await client.wait_for(lambda view: (view.verdict.chain if view.verdict else start) != file.chain.chain)
         newest = view.verdict
         if newest is None:

@@ -42,7 +42,7 @@ def show_log(log: Log, console: Console, last: int = 0, round_number: int | None
 
 def _check(log: Log) -> tuple[list[Verdict], StateFileError | None]:
     """The verdicts that hold, and why no more do."""
-    check = ChainCheck(log.run_hash, log.coordinator_key, whole=log.whole)
+    check = ChainCheck(log.run_hash, log.coordinator_key, scope=log.scope, whole=log.whole)
     checked: list[Verdict] = []
     try:
         for verdict in log.verdicts:

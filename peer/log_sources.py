@@ -36,6 +36,7 @@ class Log:
     run_hash: bytes
     coordinator_key: bytes
     verdicts: tuple[Verdict, ...]
+    scope: int = 0
     whole: bool = True
     damage: str = ""
     note: str = ""
@@ -70,7 +71,7 @@ async def _from_run(invite: Invite) -> Log:
             verdicts += page.verdicts
             if not page.more or not page.verdicts:
                 run = client.run_file
-                return Log(run.run.name, run.hash, client.coordinator.identity_key, tuple(verdicts))
+                return Log(run.run.name, run.hash, client.coordinator.identity_key, tuple(verdicts), client.scope)
 
 
 def _of_file(path: Path) -> Log:
@@ -96,12 +97,12 @@ def _of_checkpoint(folder: Path, identity: Identity | None) -> Log:
     whole = bool(verdicts) and verdicts[0].round == 0
     note = "" if whole else f"{folder}: holds only the end of the chain; its beginning is in the members' histories"
     key = bytes.fromhex(manifest.coordinator_key)
-    return Log(manifest.run, bytes.fromhex(manifest.run_hash), key, verdicts, whole, note=note)
+    return Log(manifest.run, bytes.fromhex(manifest.run_hash), key, verdicts, whole=whole, note=note)
 
 
 def _log(origin: Origin, verdicts: tuple[Verdict, ...], damage: str = "", note: str = "") -> Log:
     key = origin.coordinator.identity_key
-    return Log(origin.run, origin.run_hash, key, verdicts, damage=damage, note=note)
+    return Log(origin.run, origin.run_hash, key, verdicts, origin.scope, damage=damage, note=note)
 
 
 def _unpack(path: Path) -> Kept:

@@ -127,7 +127,7 @@ def _read_history(path: Path) -> _History:
             f"{path}: damaged at offset {kept.damage.offset}, after {len(kept.verdicts)} rounds: {kept.damage.reason}"
         )
     key = kept.origin.coordinator.identity_key
-    _check_chain(kept.verdicts, kept.origin.run_hash, key, str(path))
+    _check_chain(kept.verdicts, kept.origin.run_hash, key, str(path), scope=kept.origin.scope)
     return _History(path, (kept.origin.run_hash.hex(), key.hex()), kept.verdicts)
 
 
@@ -173,9 +173,11 @@ def _check(folder: Path, identity: Identity | None) -> tuple[Manifest, tuple[Ver
     return manifest, verdicts
 
 
-def _check_chain(verdicts: Sequence[Verdict], run_hash: bytes, key: bytes, place: str, *, whole: bool = True) -> None:
+def _check_chain(
+    verdicts: Sequence[Verdict], run_hash: bytes, key: bytes, place: str, *, scope: int = 0, whole: bool = True
+) -> None:
     try:
-        check_chain(verdicts, run_hash, key, whole=whole)
+        check_chain(verdicts, run_hash, key, scope=scope, whole=whole)
     except StateFileError as error:
         raise StateFileError(f"{place}: {error}") from error
 
