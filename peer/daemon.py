@@ -1,4 +1,5 @@
-"""What ``shoal join`` runs: recipe, model and data from the run file, trained in a ``Session`` until the end."""
+"""What ``shoal join`` runs: recipe, model and data from the run file, trained in a ``Session`` until the end, or
+in stages, by a ``PipelinePeer``."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from typing import Any
 import torch
 
 from shoal.peer.capability import autocast, choose_device, free_bytes, samples_that_fit
+from shoal.peer.connection import Connection
 from shoal.peer.data import DataAbout
 from shoal.peer.inner_loop import InnerLoop, make_inner, optimizer_states
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
+from shoal.peer.pipeline_peer import PipelinePeer
 from shoal.peer.recipes import load_recipe
 from shoal.peer.replica import Brought
 from shoal.peer.session import Session
+from shoal.peer.snapshot import Watched
 from shoal.swarm.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -39,20 +43,30 @@ class Work:
 
 
 def run_member(
-    invite: str, options: SessionOptions, work: Work, watch: Callable[[Session], None] = lambda _: None
+    invite: str, options: SessionOptions, work: Work, watch: Callable[[Watched], None] = lambda _: None
 ) -> None:
     """Join and train until the run ends or Ctrl-C: the first leaves gracefully, the second stops at once.
 
-    ``watch`` is called once with the session, before it trains. Raises the errors of joining and training.
+    ``watch`` is called once with what trains, before it does. Raises the errors of joining and training.
     """
     device = choose_device(work.device)
     if work.threads is not None:
         torch.set_num_threads(work.threads)
-    with Session.connect(invite, options, str(device)) as session:
-        earlier = _handle_signals(session)
+    connection = Connection(invite, options, str(device))
+    try:
+        is_pipeline = connection.run_file.pipeline is not None
+        peer = PipelinePeer(connection, device, work.max_memory_bytes) if is_pipeline else Session(connection)
+    except BaseException:
+        connection.close()
+        raise
+    with peer:
+        earlier = _handle_signals(peer.request_stop)
         try:
-            watch(session)
-            _train(session, device, work.max_memory_bytes)
+            watch(peer)
+            if isinstance(peer, PipelinePeer):
+                peer.train()
+            else:
+                _train(peer, device, work.max_memory_bytes)
         except Interrupted:
             log.info("stopped before the run had a state to give")
         finally:
@@ -89,7 +103,7 @@ def _train(session: Session, device: torch.device, max_memory: int | None) -> No
         session.step(loop.backward(batch))
 
 
-def _handle_signals(session: Session) -> dict[int, Any]:
+def _handle_signals(request_stop: Callable[[], None]) -> dict[int, Any]:
     stops = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -99,6 +113,6 @@ def _handle_signals(session: Session) -> dict[int, Any]:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)
             os._exit(STOPPED_AT_ONCE)
-        session.request_stop()
+        request_stop()
 
     return {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -148,12 +148,16 @@ class LeasedSamples:
         assert self._in_hand is not None, "step() without a batch of batches()"
         start, stop = self._in_hand
         self._in_hand = None
-        self._done.add([(start, stop)], loss.detach().float() * (stop - start))
+        self.trained(start, stop, loss)
+        return stop - start
+
+    def trained(self, start: int, stop: int, loss: Tensor | None) -> None:
+        """These samples are done, leased or claimed; with that mean loss, where it is known."""
+        self._done.add([(start, stop)], None if loss is None else loss.detach().float() * (stop - start))
         self.tokens_trained += (stop - start) * self._tokens_per_sample
         self.steps += 1
-        if self.steps % 8 == 1:  # reading a loss waits for the GPU
+        if self.steps % 8 == 1 and loss is not None:  # reading a loss waits for the GPU
             self._recent = float(loss.detach())
-        return stop - start
 
     def recent_loss(self) -> float | None:
         """The loss of a step not long ago; None before the first or when it is not finite."""

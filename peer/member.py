@@ -158,6 +158,10 @@ class Member:
             return f"{self.progress.activity} {done:.0%}"
         return (self._averager.activity if self._averager else "") or self.progress.activity
 
+    def beat_soon(self) -> None:
+        """Something has changed that the coordinator waits for."""
+        self._beat_now.set()
+
     async def beat(self) -> None:
         """Tell the coordinator how we are, now. A coordinator that forgot us gets us anew, without our work."""
         progress, state, averager, meter = self.progress, self.state, self._averager, self.node.meter
@@ -182,7 +186,17 @@ class Member:
             await self.client.heartbeat(heartbeat)
         except NotAdmitted:
             log.warning("the coordinator had given us up; joining again")
+            await self._come_back()
+
+    async def _come_back(self) -> None:
+        try:
             await self.client.come_back()
+        except NotAdmitted as error:
+            if not self.client.scope:
+                raise
+            # A stage that is not ours any more, or whose run has to be joined first: the next beat tries again.
+            log.info("not in stage %d: %s", self.client.scope - 1, error)
+        else:
             self.rejoined = True
 
     # Joining ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import BinaryIO, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,12 +16,9 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from shoal.peer.events import Event, describe_fact, plain_line
+from shoal.peer.snapshot import Snapshot, Watched
 from shoal.peer.views import session_panel, status_json, status_line, status_table
 from shoal.swarm.errors import ShoalError, StorageError
-
-if TYPE_CHECKING:
-    from shoal.peer.session import Session
-from shoal.peer.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +96,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._losses: deque[float] = deque(maxlen=64)
         self._lines: deque[str] = deque(maxlen=4)
-        self._session: Session | None = None
+        self._session: Watched | None = None
         self._snapshot: Snapshot | None = None
         self._live: Live | None = None
         self._stop = threading.Event()
@@ -136,7 +133,7 @@ class Reporter:
         with self._lock:
             self._lines.append(line)
 
-    def watch(self, session: Session) -> None:
+    def watch(self, session: Watched) -> None:
         """Show this session from now on; read it four times a second in a terminal, else every ten seconds."""
         self._session = session
         if self._console.is_terminal:

@@ -170,6 +170,12 @@ class Replica:
         if self._keeper is not None:
             self._keeper.prepare()
 
+    def trained(self, start: int, stop: int, loss: Tensor | None) -> None:
+        """In a pipeline: the gradients of these samples are in ``work``."""
+        self.samples.trained(start, stop, loss)
+        if self._keeper is not None:
+            self._keeper.prepare()
+
     # Rounds -------------------------------------------------------------------------------------------------
 
     @property
@@ -238,6 +244,9 @@ class Replica:
         if outcome.verdict is None:
             self._enter_round(offered_round)
         else:
+            if self._run.pipeline is not None:  # every round has a batch of its own, which is given out anew
+                self.samples.forget()
+                self.work.restart(self._state.anchor)
             self._heard(outcome.verdict)
             self._enter_round(outcome.verdict.round + 1)
             self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)

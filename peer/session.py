@@ -12,34 +12,27 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.peer.capability import describe_device
-from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.closing import is_due, least_s
+from shoal.peer.connection import Connection
 from shoal.peer.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
 from shoal.peer.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.options import SessionOptions
-from shoal.peer.remote.copying import RemoteCopies
 from shoal.peer.replica import Brought, Replica
 from shoal.peer.round_records import RECORDS
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.schedule import lr_factor
 from shoal.peer.snapshot import Snapshot, take_snapshot
 from shoal.peer.step_clock import StepClock
-from shoal.swarm.coordinator_client import MemberInfo
 from shoal.swarm.errors import UserError
-from shoal.swarm.identity import Identity
-from shoal.swarm.invite import Invite
 from shoal.swarm.messages import RunView
 from shoal.swarm.run_file import RunFile
 
@@ -49,31 +42,24 @@ log = logging.getLogger(__name__)
 class Session:
     """Made with ``join`` (or ``connect`` and ``start``); a context manager that leaves the run at its end."""
 
-    def __init__(self, invite: Invite, identity: Identity, options: SessionOptions, device: str) -> None:
-        self.invite = invite
-        self.peer = identity.peer_id
-        self._identity = identity
-        self.device = device
-        self.options = options
-        self._network = NetworkThread(lambda: Member.open(invite, identity, options.bind, self._introduction))
-        self._member: Member = self._network.start()
-        self.run_file: RunFile = self._member.client.run_file
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.invite = connection.invite
+        self.peer = connection.peer
+        self.device = connection.device
+        self.options = connection.options
+        self._network: NetworkThread[Any] = connection.network
+        self._member: Member = connection.members.run
+        self.run_file: RunFile = connection.run_file
+        self._emit = connection.emit
         self._stopping = False
         self._clock = StepClock()
         self._replica_or_none: Replica | None = None
-        self._copies: NetworkThread[RemoteCopies] | None = None
-        if not self._member.client.reachable:
-            log.warning(
-                "other peers cannot open connections to this machine: it can still train and average, "
-                "but reduces nothing; if it has a public address, give it with --advertise HOST:PORT"
-            )
-        self._emit("joined", run=invite.run, peer=self.peer, reachable=self._member.client.reachable)
 
     @classmethod
     def connect(cls, invite: str, options: SessionOptions | None = None, device: str = "cpu") -> Session:
         """Join, to learn the run file; ``start`` comes next. Raises the errors of a failed join."""
-        options = options or SessionOptions()
-        return cls(Invite.parse(invite), Identity.load_or_create(options.identity), options, device)
+        return cls(Connection(invite, options or SessionOptions(), device))
 
     @classmethod
     def join(
@@ -95,26 +81,21 @@ class Session:
         return session
 
     def start(self, brought: Brought) -> None:
-        """Agree on the model with the run and load the anchor into it. Raises ``ModelMismatch``, ``CorpusError``."""
-        folder = self.options.state / f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}" / self.peer
-        store = self._open_checkpoints(folder)
+        """Agree on the model with the run and load the anchor into it. Raises ``ModelMismatch``, ``CorpusError``, and
+        ``UserError`` for a run whose model is cut into stages."""
+        if self.run_file.pipeline is not None:
+            raise UserError(
+                f"the run {self.invite.run!r} has a [pipeline], whose members hold a part of the model each: join it "
+                f"with `shoal join`, not with a training loop of your own"
+            )
+        folder = self._connection.folder
+        store = self._connection.open_store(folder)
+        if store is not None:
+            self._connection.copy(store)
         needed_since = store.oldest_of_newest if store else lambda: None
         self._network.call(self._member.keep_records(folder / RECORDS, needed_since))
         self._replica_or_none = Replica(self.run_file, brought, self._network, self._member, folder, store, self._emit)
         self._replica.take_part(brought.data)
-
-    def _open_checkpoints(self, folder: Path) -> CheckpointStore | None:
-        retention = self.options.checkpoints
-        if retention is None:
-            return None
-        run = self.run_file
-        store = CheckpointStore(folder / CHECKPOINTS, run.hash, self._identity, retention, run.checkpoints.sealed_for)
-        if self.options.copy_to is not None:
-            # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
-            place = f"{folder.parent.name}/{folder.name}"
-            self._copies = NetworkThread(RemoteCopies(store, self.options.copy_to, place).running)
-            self._copies.start()
-        return store
 
     @property
     def samples(self) -> LeasedSamples:
@@ -193,14 +174,7 @@ class Session:
                 self._replica.save()
                 self._say_goodbye(self._replica)
         finally:
-            self._end_threads()
-
-    def _end_threads(self) -> None:
-        self._network.stop()
-        if self._copies is not None:
-            self._copies.stop()
-            if self._copies.failure is not None:
-                log.warning("checkpoints were not copied any more: %s", self._copies.failure)
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -314,17 +288,3 @@ class Session:
             digest=state.digest.hex() if state else None,
             tokens_trained=replica.samples.tokens_trained,
         )
-
-    def _introduction(self) -> MemberInfo:
-        host, port = self.options.advertise
-        return MemberInfo(
-            name=(self.options.name or socket.gethostname())[:64],
-            role=self.options.role,
-            device=describe_device(self.device),
-            host=host,
-            ports=(port, port + 1) if port else None,
-        )
-
-    def _emit(self, event: str, **fields: Any) -> None:
-        if self.options.on_event is not None:
-            self.options.on_event({"event": event, "time": time.time(), **fields})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.peer.member import Member
 from shoal.swarm.messages import RunView
@@ -33,6 +34,14 @@ class Snapshot:
     bytes_received: int
     compression: float
     closes_in_s: float | None
+
+
+class Watched(Protocol):
+    """What live views look at: a ``Session`` or a ``PipelinePeer``."""
+
+    def snapshot(self) -> Snapshot:
+        """From any thread. Raises what has ended the network thread."""
+        ...
 
 
 def take_snapshot(member: Member, view: RunView, peer: str, device: str) -> Snapshot:

@@ -363,6 +363,19 @@ class PeerToPeerOfferTensor(Message):
     targets: TensorForm | None = None
 
 
+class PeerToPeerNote(Message):
+    """What saves another peer of the pipeline time or memory, and is not needed for a result: ``cancel`` of what was
+    offered to it; ``abandoned``, what it had offered; ``taken``, the gradient that it keeps for us; ``room`` for one
+    micro-batch more. ``stage``: the receiver's, whose input or output it is about; ``attempt`` as in the offer."""
+
+    kind: Literal["cancel", "abandoned", "taken", "room"]
+    round: Count
+    start: Count
+    stop: Count
+    stage: Stage
+    attempt: Annotated[int, Field(ge=0, lt=2**31)]
+
+
 # Either way ---------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,10 @@ class Rosters:
         entries = self._by_scope.get(scope, {})
         return [peer for peer, entry in entries.items() if entry.role in ("trainer", "contributor")]
 
+    def processes(self, scope: int) -> dict[str, bytes]:
+        """By member, the key that its process has."""
+        return {peer: entry.certificate.curve_key for peer, entry in self._by_scope.get(scope, {}).items()}
+
     def __contains__(self, peer: str) -> bool:
         return any(peer in entries for entries in self._by_scope.values())
 

@@ -156,6 +156,10 @@ class Node:
         """The members that train, in the roster's order: who has been here longest first."""
         return self._rosters.trainers(scope)
 
+    def processes(self, scope: int = 0) -> dict[str, bytes]:
+        """The key of the process that each of the scope's members is now."""
+        return self._rosters.processes(scope)
+
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self._data.publish(blob, source)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shoal.peer.connection import Connection
 from shoal.peer.session import Session
 
 
@@ -13,9 +14,11 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
         raise RuntimeError("for the test")
 
     ended: list[str] = []
+    connection: Any = Connection.__new__(Connection)
+    connection.network = SimpleNamespace(failure=None, stop=lambda: ended.append("network"))
+    connection._copies = SimpleNamespace(failure=None, stop=lambda: ended.append("copies"))
     session: Any = Session.__new__(Session)
-    session._network = SimpleNamespace(failure=None, stop=lambda: ended.append("network"))
-    session._copies = SimpleNamespace(failure=None, stop=lambda: ended.append("copies"))
+    session._connection, session._network = connection, connection.network
     session._replica_or_none = SimpleNamespace(save=fail)
     with pytest.raises(RuntimeError, match="for the test"):
         session.close()

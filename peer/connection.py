@@ -1,0 +1,90 @@
+"""A process's way into a run, whatever kind of run it is: its network thread, its membership, its folder."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal.peer.capability import describe_device
+from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
+from shoal.peer.network_thread import NetworkThread
+from shoal.peer.options import SessionOptions
+from shoal.peer.remote.copying import RemoteCopies
+from shoal.peer.stage_members import StageMembers
+from shoal.swarm.coordinator_client import MemberInfo
+from shoal.swarm.identity import Identity
+from shoal.swarm.invite import Invite
+from shoal.swarm.run_file import RunFile
+
+log = logging.getLogger(__name__)
+
+
+class Connection:
+    """Joined when it is made; ``close`` leaves. A run without stages is ``members.run`` alone."""
+
+    def __init__(self, invite: str, options: SessionOptions, device: str) -> None:
+        """Raises the errors of a failed join."""
+        self.invite = Invite.parse(invite)
+        self.options = options
+        self.device = device
+        self._identity = Identity.load_or_create(options.identity)
+        self.peer = self._identity.peer_id
+        self.network = NetworkThread(
+            lambda: StageMembers.open(self.invite, self._identity, options.bind, self._introduction)
+        )
+        self.members: StageMembers = self.network.start()
+        self._copies: NetworkThread[RemoteCopies] | None = None
+        client = self.members.run.client
+        self.run_file: RunFile = client.run_file
+        if not client.reachable:
+            log.warning(
+                "other peers cannot open connections to this machine: it can still train and average, "
+                "but reduces nothing; if it has a public address, give it with --advertise HOST:PORT"
+            )
+        self.emit("joined", run=self.invite.run, peer=self.peer, reachable=client.reachable)
+
+    @property
+    def folder(self) -> Path:
+        """This peer's, in this run."""
+        return self.options.state / f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}" / self.peer
+
+    def open_store(self, folder: Path) -> CheckpointStore | None:
+        """Of the checkpoints below ``folder``; None when none are kept."""
+        run, retention = self.run_file, self.options.checkpoints
+        if retention is None:
+            return None
+        return CheckpointStore(folder / CHECKPOINTS, run.hash, self._identity, retention, run.checkpoints.sealed_for)
+
+    def copy(self, store: CheckpointStore) -> None:
+        """Copy that store's checkpoints to where the options say, if anywhere, from now on."""
+        if self.options.copy_to is not None:
+            # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
+            place = f"{self.folder.parent.name}/{self.folder.name}"
+            self._copies = NetworkThread(RemoteCopies(store, self.options.copy_to, place).running)
+            self._copies.start()
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Tell whoever listens, from any thread."""
+        if self.options.on_event is not None:
+            self.options.on_event({"event": event, "time": time.time(), **fields})
+
+    def close(self) -> None:
+        """Leave the run and end the threads; copies that are due are finished."""
+        self.network.stop()
+        if self._copies is not None:
+            self._copies.stop()
+            if self._copies.failure is not None:
+                log.warning("checkpoints were not copied any more: %s", self._copies.failure)
+
+    def _introduction(self) -> MemberInfo:
+        host, port = self.options.advertise
+        return MemberInfo(
+            name=(self.options.name or socket.gethostname())[:64],
+            role=self.options.role,
+            device=describe_device(self.device),
+            host=host,
+            ports=(port, port + 1) if port else None,
+        )

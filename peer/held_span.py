@@ -1,0 +1,175 @@
+"""Entering the stages of a span, and leaving them: their layers, memberships, copies of the state, and the engine that
+passes micro-batches through them. On the training thread."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.peer.capability import autocast
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.data import DataAbout
+from shoal.peer.history_file import HISTORY_FILE
+from shoal.peer.layered import Layered
+from shoal.peer.member import Member
+from shoal.peer.network_thread import NetworkThread
+from shoal.peer.replica import Brought, Emit, Replica
+from shoal.peer.round_records import RECORDS
+from shoal.peer.span_training import Samples, SpanTraining
+from shoal.peer.stage_compute import ComputeSettings, HeldStage
+from shoal.peer.stage_members import StageMembers, stage_folder
+from shoal.peer.stage_runner import StageRunner
+from shoal.peer.stage_shapes import StageShapes
+from shoal.swarm.errors import LinkError
+from shoal.swarm.pipeline.hops import Settings, Span
+from shoal.swarm.pipeline.routing import Router
+from shoal.swarm.pipeline.stage import StageEngine
+from shoal.swarm.run_file import RunFile
+
+log = logging.getLogger(__name__)
+
+_NUMBERS = 2**20
+"""Tensors that one engine offers at most; the next one's numbers begin elsewhere, or an offer of the one before
+could be taken for one of it."""
+
+
+@dataclass(frozen=True)
+class SpanWork:
+    """What this peer needs to hold any span of the run. ``store``: of a stage's checkpoints, in that folder, or None;
+    ``recomputes``: whether of so much as a span only inputs are to be kept, where the model is cut there."""
+
+    run: RunFile
+    layered: Layered
+    samples: Samples
+    about: DataAbout
+    device: torch.device
+    folder: Path
+    store: Callable[[Path], CheckpointStore | None]
+    recomputes: Callable[[tuple[int, ...], Span], bool]
+    emit: Emit
+
+
+class HeldSpan:
+    """Made with ``enter``; ``leave`` at its end."""
+
+    def __init__(
+        self,
+        network: NetworkThread[Any],
+        members: StageMembers,
+        span: Span,
+        training: SpanTraining,
+        runner: StageRunner,
+    ) -> None:
+        self.span = span
+        self.training = training
+        self.runner = runner
+        self._network = network
+        self._members = members
+        self._running: futures.Future[None] | None = None
+
+    @classmethod
+    def enter(
+        cls,
+        work: SpanWork,
+        network: NetworkThread[Any],
+        members: StageMembers,
+        boundaries: tuple[int, ...],
+        span: Span,
+    ) -> HeldSpan:
+        """Build the layers of these stages and join them. Raises ``NotAdmitted`` when they are not ours any more, and
+        what a model raises that is not the run's."""
+        work.layered.check_boundaries(boundaries)
+        stages = range(span.first, span.last + 1)
+        is_last = span.last == len(boundaries) - 2
+        assert work.run.pipeline is not None
+        batch = work.samples.data.batch([0])  # type: ignore[attr-defined]
+        shapes = StageShapes.of(work.samples.recipe, work.layered, boundaries, batch, work.run.pipeline.micro_batch)
+        held, replicas = [], {}
+        try:
+            for stage in stages:
+                model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.device)
+                member: Member = network.call(members.enter(stage))
+                replicas[stage] = _replica(work, network, member, stage, Brought(model, data=work.about))
+                held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
+        except BaseException:
+            network.call(members.leave_all())
+            raise
+        recompute = work.recomputes(boundaries, span)
+        settings = {stage: _compute_settings(work, shapes, stage, recompute=recompute) for stage in stages}
+        training = SpanTraining(held, replicas, work.samples, settings, is_last=is_last)
+        client = members.run.client
+        engine = StageEngine(
+            span,
+            _engine_settings(work.run, len(boundaries) - 1, client.deadlines.heartbeat_s),
+            Router(client.peer, client.deadlines.patience_s),
+            first_number=secrets.randbelow(2**40) * _NUMBERS,
+        )
+        return cls(network, members, span, training, StageRunner(members, engine, shapes, work.run.pipeline.codec))
+
+    def begin(self) -> None:
+        """With the state of every stage in place: take part in the round."""
+        self.training.sync()
+        self._running = self._network.begin(self.runner.run())
+        self._network.call(self.runner.open_round(self.training.round))
+
+    def begin_round(self, *, goes_on: bool) -> None:
+        """After the end of one; ``goes_on``: it is the same, with the work that was done."""
+        if not goes_on:
+            self._network.call(self.runner.end_round())
+        self._network.call(self.runner.open_round(self.training.round))
+
+    def leave(self) -> None:
+        """Give back what is not done, and go; others may hold these stages from now on."""
+        try:
+            self.training.save()
+        finally:
+            if self._running is not None:
+                self._network.tell(self.runner.close)
+                self._network.finish(self._running)
+            with suppress(LinkError):
+                self._network.call(self._members.leave_all())
+
+
+def _replica(work: SpanWork, network: NetworkThread[Any], member: Member, stage: int, brought: Brought) -> Replica:
+    folder = stage_folder(work.folder, stage)
+    store = work.store(folder)
+    needed_since = store.oldest_of_newest if store else lambda: None
+    network.call(member.keep_records(folder / RECORDS, needed_since))
+    replica = Replica(work.run, brought, network, member, folder, store, partial(work.emit, stage=stage))
+    replica.describe(brought.data)
+    network.tell(lambda: member.keep_history(folder / HISTORY_FILE))
+    member.prepare_averaging(replica.vector.layout)
+    return replica
+
+
+def _compute_settings(work: SpanWork, shapes: StageShapes, stage: int, *, recompute: bool) -> ComputeSettings:
+    """For what comes in at ``stage``."""
+    assert work.run.pipeline is not None
+    return ComputeSettings(
+        device=work.device,
+        autocast=autocast(work.device, work.run.inner.precision),
+        max_in_flight=work.run.pipeline.max_in_flight,
+        recompute=recompute,
+        seed=work.run.run.seed,
+        input_shape=shapes.inputs[stage] if stage else None,
+    )
+
+
+def _engine_settings(run: RunFile, stages: int, heartbeat_s: float) -> Settings:
+    assert run.pipeline is not None
+    return Settings(
+        stages=stages,
+        micro_batch=run.pipeline.micro_batch,
+        max_in_flight=run.pipeline.max_in_flight,
+        retry_s=min(0.25, heartbeat_s / 4),
+        patience_s=run.round.patience_s,
+    )

@@ -1,0 +1,230 @@
+"""A peer of a pipeline run: it shows what it can do, is given stages, and trains them until the run ends.
+
+On the training thread; everything asynchronous is done on the network thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from shoal.peer.capability import usable_bytes
+from shoal.peer.connection import Connection
+from shoal.peer.data import DataAbout
+from shoal.peer.held_span import HeldSpan, SpanWork
+from shoal.peer.measured import MeasuredModel, measured_model
+from shoal.peer.network_thread import Interrupted
+from shoal.peer.recipes import layered_recipe, load_recipe
+from shoal.peer.sample_order import SampleOrder
+from shoal.peer.snapshot import Snapshot, take_snapshot
+from shoal.peer.span_training import Samples
+from shoal.peer.stage_members import StageMembers
+from shoal.peer.stage_tasks import LookUp, Made
+from shoal.peer.stage_watch import Attention, span_of
+from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+from shoal.swarm.errors import NotAdmitted, UserError
+from shoal.swarm.messages import Acknowledged, Capability, LayerSize, PeerToCoordinatorShowCapability, RunView
+from shoal.swarm.pipeline.hops import Span
+from shoal.swarm.pipeline.plan import PeerCapability
+from shoal.swarm.pipeline.span_rates import Swarm
+
+log = logging.getLogger(__name__)
+
+_USUAL_BPS = 1e8
+"""What a link is supposed to carry while nobody has been there to try it with."""
+
+
+class PipelinePeer:
+    """A context manager that leaves the run at its end; ``train`` in it."""
+
+    def __init__(self, connection: Connection, device: torch.device, max_memory_bytes: int | None) -> None:
+        """Raises ``RecipeError`` for a recipe that cannot be cut into stages, and ``UserError`` for options that a
+        pipeline's peer does not have."""
+        self._connection = connection
+        self._device = device
+        self._max_memory_bytes = max_memory_bytes
+        self._memory_bytes = 0
+        self._network = connection.network
+        self._members: StageMembers = connection.members
+        self._stopping = False
+        self._measured: MeasuredModel
+        if connection.options.role == "validator":
+            raise UserError("a pipeline's members hold stages: join it as full, or with --role contribute-only")
+        if connection.options.copy_to is not None:
+            raise UserError(
+                "checkpoints of a pipeline's stages cannot be copied to other places yet: leave out --copy-to"
+            )
+
+    # The run --------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Until the run ends, or ``request_stop``. Raises the errors of joining and training."""
+        try:
+            work = self._prepare()
+            self._show()
+            while (found := self._wait_for_span()) is not None:
+                boundaries, span = found
+                try:
+                    held = HeldSpan.enter(work, self._network, self._members, boundaries, span)
+                except NotAdmitted as error:
+                    log.info("these stages are not ours any more: %s", error)
+                    continue
+                try:
+                    self._emit("span", first=span.first, last=span.last, stages=len(boundaries) - 1)
+                    self._work_on(held)
+                finally:
+                    held.leave()
+        except Interrupted:
+            log.info("stopped before there was anything to train")
+
+    def _prepare(self) -> SpanWork:
+        run, connection = self._connection.run_file, self._connection
+        assert run.pipeline is not None
+        recipe = load_recipe(run)
+        layers = layered_recipe(recipe, run)
+        layered, data = layers.layers(run.run.seed), recipe.training_data()
+        self._members.run.progress.activity = "measuring"
+        self._memory_bytes = usable_bytes(self._device, self._max_memory_bytes)  # before anything of ours is in it
+        self._measured = measured_model(run, recipe, self._device, time.time())
+        return SpanWork(
+            run=run,
+            layered=layered,
+            samples=Samples(layers, data, SampleOrder(len(data), run.run.seed)),
+            about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
+            device=self._device,
+            folder=connection.folder,
+            store=connection.open_store,
+            recomputes=self._recomputes,
+            emit=connection.emit,
+        )
+
+    def _capability(self) -> PeerCapability:
+        node, peer = self._members.run.node, self._connection.peer
+        return self._measured.capability(peer, self._memory_bytes, node.meter.probed_bps or _USUAL_BPS)
+
+    def _recomputes(self, boundaries: tuple[int, ...], span: Span) -> bool:
+        """As the plan supposes of a peer with so much memory."""
+        run = self._connection.run_file
+        assert run.pipeline is not None
+        costs = [layer.cost for layer in self._measured.layers]
+        swarm = Swarm(costs, [self._capability()], run.pipeline.max_in_flight, optimizer_values(run.outer))
+        table = swarm.table(boundaries)
+        return bool(table.recomputes[0, table.index_of((span.first, span.last))])
+
+    def _show(self) -> None:
+        """Tell the coordinator what this machine can do; it answers with a span, in the view."""
+        one = self._capability()
+        shown = PeerToCoordinatorShowCapability(
+            capability=Capability(
+                memory_bytes=one.memory_bytes, layer_s=one.layer_s, bandwidth_bps=one.bandwidth_bps, rtt_s=one.rtt_s
+            ),
+            layers=tuple(
+                LayerSize(
+                    parameters_bytes=layer.cost.parameters_bytes,
+                    activation_bytes=layer.cost.activation_bytes,
+                    kept_bytes=layer.cost.kept_bytes,
+                )
+                for layer in self._measured.layers
+            ),
+        )
+        self._members.run.rejoined = False
+        self._network.call(self._members.run.client.ask(shown, Acknowledged), interruptible=True)
+
+    def _wait_for_span(self) -> tuple[tuple[int, ...], Span] | None:
+        """Where the model is cut and what this peer holds; None when the run has ended or this peer stops."""
+        client = self._members.run.client
+        self._members.run.progress.activity = "waiting"
+
+        def is_over(view: RunView) -> bool:
+            return self._members.run.rejoined or view.phase == "ended" or span_of(view, client.peer) is not None
+
+        while not self._stopping:
+            view = self._network.call(client.wait_for(is_over, client.deadlines.heartbeat_s), interruptible=True)
+            if self._members.run.rejoined:
+                self._show()
+                continue
+            if view.phase == "ended":
+                return None
+            span = span_of(view, client.peer)
+            if span is not None and view.pipeline is not None:
+                return view.pipeline.boundaries, Span(*span)
+        return None
+
+    # Stages ---------------------------------------------------------------------------------------------------
+
+    def _work_on(self, held: HeldSpan) -> None:
+        """Until these stages are not ours any more, the run ends, or this peer stops."""
+        held.begin()
+        made: Made | None = None
+        try:
+            while not self._stopping:
+                task = self._network.call(held.runner.next_task(made), interruptible=True)
+                made = None
+                if not isinstance(task, LookUp):
+                    made = held.training.do(task)
+                    held.training.report_progress(self._members)
+                elif not self._settle(held, task.reason):
+                    return
+            if any(member.client.view.phase == "closing" for member in self._members.stages.values()):
+                self._settle(held, "round")  # the others count on what was done here
+        except NotAdmitted as error:
+            log.info("these stages are not ours any more: %s", error)
+
+    def _settle(self, held: HeldSpan, reason: Attention) -> bool:
+        """What goes before computing; False when there is nothing more to compute on these stages."""
+        match reason:
+            case "round":
+                held.begin_round(goes_on=held.training.end_round())
+            case "afresh":
+                return self._start_afresh(held)
+            case "ended":
+                # Others may still need results that we hold.
+                run = self._members.run
+                self._network.call(run.wait_for_change(run.client.deadlines.heartbeat_s))
+                return False
+            case "moved":
+                return False
+        return True
+
+    def _start_afresh(self, held: HeldSpan) -> bool:
+        """Somebody else has what we had claimed, or our state is not the run's."""
+        if self._members.run.rejoined:
+            self._show()
+            self._wait_for_span()
+        if span_of(self._members.run.client.view, self._members.run.client.peer) != (held.span.first, held.span.last):
+            return False
+        held.training.start_afresh("the coordinator had given this peer up, or its state is not the run's")
+        held.begin_round(goes_on=False)
+        return True
+
+    # Around it ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The current state, from any thread."""
+        run = self._members.run
+        failure = self._network.failure
+        if failure is not None:
+            raise failure
+        return take_snapshot(run, run.client.view, run.client.peer, str(self._device))
+
+    def request_stop(self) -> None:
+        """Leave soon; what is not done goes back. Safe in signal handlers."""
+        self._stopping = True
+        self._network.interrupt()
+
+    def _emit(self, event: str, **fields: object) -> None:
+        self._connection.emit(event, **fields)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        meter = self._members.run.node.meter
+        self._emit("left", bytes_sent=meter.sent_bytes, bytes_received=meter.received_bytes)
+        self._connection.close()

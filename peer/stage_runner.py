@@ -1,0 +1,309 @@
+"""The engine of a pipeline's peer at work: its effects are executed on the event loop, what comes back are its events.
+
+Computations go to the training thread, which takes one task after the other (``next_task``); the engine has at most one
+of them out. What others send is checked before the engine hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import suppress
+from functools import partial
+
+from shoal.compression.codec import Codec, CodecError
+from shoal.peer.stage_claims import ClaimLine, DriveLine
+from shoal.peer.stage_members import StageMembers, scope_of
+from shoal.peer.stage_shapes import StageShapes
+from shoal.peer.stage_tasks import Backward, Forget, Forward, LookUp, Made, Task
+from shoal.peer.stage_tensors import StageTensors, offer_of
+from shoal.peer.stage_watch import StageWatch
+from shoal.swarm.channel import Channel
+from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.errors import Busy, LinkError, NotAdmitted, ShoalError, StaleWork, WireError
+from shoal.swarm.messages import Acknowledged, Message, PeerToPeerNote, PeerToPeerOfferTensor
+from shoal.swarm.pipeline.effects import (
+    AskToDrive,
+    Claim,
+    ComputeBackward,
+    ComputeForward,
+    Done,
+    Drop,
+    DropRound,
+    Effect,
+    Fetch,
+    MicroBatch,
+    Note,
+    Offer,
+    Release,
+    Reply,
+    Send,
+    TensorKind,
+)
+from shoal.swarm.pipeline.stage import StageEngine
+from shoal.swarm.tasks import task_scope
+
+log = logging.getLogger(__name__)
+
+
+class StageRunner:
+    """``run`` is its life, from entering the engine's stages, which ``members`` has entered, until ``close``."""
+
+    def __init__(self, members: StageMembers, engine: StageEngine, shapes: StageShapes, codec: Codec) -> None:
+        self._members = members
+        self._engine = engine
+        self._shapes = shapes
+        self._node = members.run.node
+        self._deadlines = members.run.client.deadlines
+        self._tensors = StageTensors(self._node, codec)
+        self._drives = DriveLine(members.run.client)
+        self._watch = StageWatch(members, engine.span)
+        self._lines: dict[int, ClaimLine] = {
+            stage: ClaimLine(members.stages[stage].client, self._claim_answered)
+            for stage in range(engine.span.first, engine.span.last + 1)
+        }
+        self._offers: dict[tuple[str, str, int], PeerToPeerOfferTensor] = {}
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._jobs: set[int] = set()
+        """Those that were not dropped."""
+        self._due: deque[Task] = deque()
+        self._woken = asyncio.Event()
+        self._over = asyncio.Event()
+        self._round = -1
+        self._is_closing = False
+        self._said_trouble_in = -1
+        self._tasks: asyncio.TaskGroup
+
+    async def run(self) -> None:
+        """Take part until ``close``."""
+        control = self._node.control
+        control.handle(PeerToPeerNote, self._on_note)
+        with suppress(_Over):
+            async with task_scope() as self._tasks:
+                for stage, line in self._lines.items():
+                    control.handle(PeerToPeerOfferTensor, partial(self._on_offer, stage), scope_of(stage))
+                    self._tasks.create_task(line.run())
+                self._tasks.create_task(self._watch.run(self._look))
+                self._tasks.create_task(self._tick())
+                self._tasks.create_task(self._end())
+
+    async def _end(self) -> None:
+        await self._over.wait()
+        self._tensors.drop_all()
+        raise _Over
+
+    def close(self) -> None:
+        self._over.set()
+
+    # The training thread --------------------------------------------------------------------------------------
+
+    async def open_round(self, number: int) -> None:
+        """The anchor of this round is in place; what was computed for another one, or before, is of no use."""
+        self._round, self._is_closing = number, False
+        self._execute(self._engine.round_opened(number, self._now_s()))
+        self._look()
+
+    async def end_round(self) -> None:
+        """There is a verdict, or what was done here is lost."""
+        self._execute(self._engine.round_over(self._now_s()))
+
+    async def next_task(self, made: Made | None) -> Task:
+        """What is to be done next, after what was ``made``."""
+        if made is not None:
+            self._take(made)
+        while True:
+            self._woken.clear()
+            if reason := self._watch.attention(self._round):
+                return LookUp(reason)
+            if self._due:
+                return self._due.popleft()
+            await self._woken.wait()
+
+    def _take(self, made: Made) -> None:
+        job = made.compute.job
+        if made.tensor is not None and job in self._jobs:
+            kind: TensorKind = "activation" if isinstance(made.compute, ComputeForward) else "gradient"
+            self._tensors.made(job, kind, made.tensor, made.targets)
+        self._execute(self._engine.computed(made.compute, self._now_s()))
+        if self._engine.is_settled:  # perhaps the last one of the batch: the coordinator waits to hear that
+            self._watch.tell_progress()
+
+    def _put(self, task: Task) -> None:
+        self._due.append(task)
+        self._woken.set()
+
+    def _forget_round(self) -> None:
+        """Nobody wants what is still to be computed."""
+        for fetch in self._fetches.values():
+            fetch.cancel()
+        waiting = [task.compute for task in self._due if isinstance(task, Forward | Backward)]
+        self._due.clear()
+        self._jobs.clear()
+        self._offers.clear()
+        self._tensors.drop_all()
+        self._put(Forget(None))
+        for compute in waiting:
+            self._execute(self._engine.computed(compute, self._now_s()))
+
+    # Effects --------------------------------------------------------------------------------------------------
+
+    def _execute(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._tasks.create_task(self._send(effect))
+                case Note():
+                    self._tasks.create_task(self._note(effect))
+                case Fetch():
+                    self._begin_fetch(effect)
+                case Claim(stage=stage) | Release(stage=stage):
+                    self._lines[stage].put(effect)
+                case ComputeForward():
+                    self._jobs.add(effect.job)
+                    self._put(Forward(effect, *self._tensors.take_input(effect.job)))
+                case ComputeBackward():
+                    self._put(Backward(effect, self._tensors.take_gradient(effect.job)))
+                case Drop():
+                    self._drop(effect.job)
+                case DropRound():
+                    self._forget_round()
+                case AskToDrive():
+                    self._tasks.create_task(self._drive(effect))
+                case Done():
+                    self._watch.driven += effect.micro_batch.samples
+                case Reply():
+                    raise AssertionError("an answer that nobody asked for")
+
+    def _drop(self, job: int) -> None:
+        if fetch := self._fetches.get(job):
+            fetch.cancel()
+        self._jobs.discard(job)
+        self._tensors.drop(job)
+        self._put(Forget(job))
+
+    async def _send(self, send: Send) -> None:
+        engine = self._engine
+        try:
+            parcel = await self._tensors.parcel(send.number, send.kind)
+        except CodecError as error:
+            if self._said_trouble_in != self._round:
+                log.warning("micro-batches of round %d cannot go on: %s", self._round, error)
+                self._said_trouble_in = self._round
+            self._execute(engine.send_failed(send, self._now_s()))
+            return
+        if parcel is None:
+            return
+        wait_s, scope = self._deadlines.request_s, scope_of(send.stage)
+        try:
+            await self._node.ask(send.peer, offer_of(send, parcel), Acknowledged, wait_s, scope)
+        except StaleWork:
+            self._execute(engine.refused(send, "outdated", self._now_s()))
+        except (Busy, WireError) as error:  # the latter, too, from one that has not entered its stage yet
+            log.debug("%s does not take %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
+            self._execute(engine.refused(send, "busy", self._now_s()))
+        except LinkError as error:
+            log.debug("%s was not offered %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
+            self._execute(engine.send_failed(send, self._now_s()))
+
+    async def _note(self, note: Note) -> None:
+        of = note.micro_batch
+        message = PeerToPeerNote(
+            kind=note.kind, round=of.round, start=of.start, stop=of.stop, stage=note.stage, attempt=note.attempt
+        )
+        with suppress(LinkError):  # nobody needs it for a result
+            await self._node.ask(note.peer, message, Acknowledged, self._deadlines.request_s)
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        self._jobs.add(fetch.job)
+        if earlier := self._fetches.get(fetch.job):
+            earlier.cancel()
+        task = self._fetches[fetch.job] = self._tasks.create_task(self._fetch(fetch))
+        task.add_done_callback(lambda done: self._fetched(fetch.job, done))
+
+    def _fetched(self, job: int, task: asyncio.Task[None]) -> None:
+        if self._fetches.get(job) is task:
+            del self._fetches[job]
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        offer = self._offers.get((fetch.kind, fetch.peer, fetch.number))
+        assert offer is not None, "fetched as it was offered"
+        try:
+            await self._tensors.fetch(fetch, offer, self._deadlines.request_s)
+        except LinkError as error:
+            log.debug("%s of %s cannot be had from %s: %s", fetch.kind, fetch.micro_batch, fetch.peer, error)
+            self._execute(self._engine.fetch_failed(fetch, self._now_s()))
+        else:
+            self._execute(self._engine.tensor_arrived(fetch, self._now_s()))
+
+    async def _drive(self, ask: AskToDrive) -> None:
+        ranges = await self._drives.ask(ask)
+        self._execute(self._engine.driving_granted(ask, ranges, self._now_s()))
+
+    def _claim_answered(self, claim: Claim, granted: Ranges) -> None:
+        self._execute(self._engine.claim_answered(claim, granted, self._now_s()))
+
+    # Others ---------------------------------------------------------------------------------------------------
+
+    async def _on_offer(self, stage: int, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToPeerOfferTensor)
+        sender = self._member(channel)
+        shape, targets = self._shapes.expected(message, stage)
+        self._tensors.check(message, shape, targets)
+        key = (message.kind, sender, message.number)
+        is_known = key in self._offers  # offered before: another attempt offers the same
+        self._offers.setdefault(key, message)
+        micro_batch = MicroBatch(message.round, message.start, message.stop)
+        offer = Offer(message.kind, sender, micro_batch, stage, message.attempt, message.number)
+        reply, *effects = self._engine.offered(offer, self._now_s())
+        assert isinstance(reply, Reply)
+        self._execute(effects)
+        if reply.answer == "accepted":
+            return Acknowledged()
+        if not is_known:
+            self._offers.pop(key, None)
+        if reply.answer == "busy":
+            raise Busy("no room for another micro-batch now")
+        raise StaleWork("that micro-batch is not, or not any more, of use here")
+
+    async def _on_note(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToPeerNote)
+        micro_batch = MicroBatch(message.round, message.start, message.stop)
+        note = Note(message.kind, self._member(channel), micro_batch, message.stage, message.attempt)
+        self._execute(self._engine.noted(note, self._now_s()))
+        return Acknowledged()
+
+    def _member(self, channel: Channel) -> str:
+        peer = self._node.peer_with(channel.remote_key)
+        if peer is None:
+            raise NotAdmitted("only members of the run take part in its pipeline")
+        return peer
+
+    # Time and views -------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """A view has changed: of the run, or of a stage."""
+        engine = self._engine
+        for peer in self._watch.take_gone():
+            self._execute(engine.replica_gone(peer, self._now_s()))
+        if (replicas := self._watch.take_replicas()) is not None and not engine.is_last:
+            self._execute(engine.replicas_changed(engine.span.last + 1, replicas, self._now_s()))
+        is_closing = self._watch.is_closing(self._round)
+        if is_closing and not self._is_closing:
+            self._execute(engine.round_closing(self._now_s()))
+        self._is_closing = is_closing
+        self._woken.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._engine.settings.retry_s)
+            self._execute(self._engine.tick(self._now_s()))
+            self._look()
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+
+class _Over(ShoalError):
+    """Ends a runner's tasks."""

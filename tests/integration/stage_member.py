@@ -1,0 +1,93 @@
+"""``shoal`` in a pipeline, with the same speeds everywhere: ``stage_member.py STEP TIMES ARMED join INVITE …``.
+
+Every block of the model takes ten times as long as its first and last layer, so that plans do not depend on what else
+the machine is doing. It kills itself as ``doomed_member.py`` does, at one of the steps here, or ``never``.
+"""
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from doomed_member import Doom
+
+from shoal.peer import pipeline_peer
+from shoal.peer.cli import main
+from shoal.peer.measured import MeasuredModel
+from shoal.peer.span_training import SpanTraining
+from shoal.swarm.coordinator_client import CoordinatorClient
+from shoal.swarm.messages import PeerToCoordinatorClaim, PeerToCoordinatorRoundReady
+
+_STEP_S = 0.01
+"""Rests before each computation, to leave the cores to the others."""
+
+
+def measure_alike() -> None:
+    real = pipeline_peer.measured_model
+
+    def measured(*arguments: Any) -> MeasuredModel:
+        model = real(*arguments)
+        seconds = [0.1 if name.startswith("blocks") else 0.01 for name in model.names]
+        layers = [dataclasses.replace(one, seconds=its) for one, its in zip(model.layers, seconds, strict=True)]
+        return dataclasses.replace(model, layers=tuple(layers))
+
+    pipeline_peer.measured_model = measured  # type: ignore[attr-defined]
+
+
+def _computing(step: str, doom: Doom) -> None:
+    real = getattr(SpanTraining, step)
+
+    def compute(self: Any, task: Any) -> Any:
+        time.sleep(_STEP_S)
+        doom.comes_to(task.compute.micro_batch.round)
+        return real(self, task)
+
+    setattr(SpanTraining, step, compute)
+
+
+def never(doom: Doom) -> None:
+    """It lives."""
+    _computing("_forward", Doom(0, Path("/nonexistent")))
+
+
+def forward(doom: Doom) -> None:
+    """When the input of a micro-batch is here and about to go forward."""
+    _computing("_forward", doom)
+
+
+def backward(doom: Doom) -> None:
+    """When the gradient of a micro-batch is here and about to go back; its samples are claimed."""
+    _computing("_backward", doom)
+
+
+def _answered(doom: Doom, kind: type) -> None:
+    real = CoordinatorClient.ask
+
+    async def ask(self: Any, message: Any, reply: Any) -> Any:
+        answer = await real(self, message, reply)
+        if isinstance(message, kind):
+            doom.comes_to(message.round)  # type: ignore[attr-defined]
+        return answer
+
+    CoordinatorClient.ask = ask  # type: ignore[method-assign]
+
+
+def claimed(doom: Doom) -> None:
+    """When samples have just become its own."""
+    _answered(doom, PeerToCoordinatorClaim)
+
+
+def ready(doom: Doom) -> None:
+    """When the coordinator knows that its contribution is waiting."""
+    _answered(doom, PeerToCoordinatorRoundReady)
+
+
+STEPS = {step.__name__: step for step in (never, forward, backward, claimed, ready)}
+
+if __name__ == "__main__":
+    _, step, times, armed, *arguments = sys.argv
+    measure_alike()
+    STEPS[step](Doom(int(times), Path(armed)))
+    sys.argv = ["shoal", *arguments]
+    main()

@@ -1,0 +1,163 @@
+"""Pipelines of real processes: three stages over five peers train as one process does, whoever dies meanwhile."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.harness import HERE, KILLED, ROUNDS_S, START_S, Host, Member, Swarm
+from torch import Tensor
+
+from shoal.peer.checkpoints.checkpoint import read_checkpoint
+from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
+from shoal.peer.recipes import load_recipe
+from shoal.peer.sample_order import SampleOrder
+from shoal.peer.stage_members import stage_folder
+from shoal.swarm.coordinator.facts import InScope, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.leases import from_wire
+from shoal.swarm.run_file import parse_run_file
+
+pytestmark = pytest.mark.integration
+
+STAGES = 3
+ROUNDS = 5
+BATCH = 48
+CONTEXT = 16
+MEMORY = "4100K"
+"""Enough for two blocks of four, if they are computed again for the way back, and for nothing else."""
+
+TOML = f"""
+algorithm = "virtual_batch"
+averaging.codec = "float32"
+[run]
+name = "reef"
+seed = 1
+rounds = {ROUNDS}
+[recipe]
+name = "gpt"
+[recipe.settings]
+layers = 4
+heads = 2
+width = 64
+context = {CONTEXT}
+tie_embedding = false
+[data]
+source = "stdlib"
+[pipeline]
+stages = {STAGES}
+micro_batch = 2
+activations = "float32"
+[inner]
+precision = "float32"
+[outer]
+optimizer = "adamw"
+lr = 2e-3
+weight_decay = 0.01
+[round]
+tokens = {BATCH * CONTEXT}
+max_s = 120
+patience_s = 4
+"""
+
+
+def launcher(step: str = "never", times: int = 1, armed: Path | None = None) -> Sequence[str]:
+    return (sys.executable, str(HERE / "stage_member.py"), step, str(times), str(armed or "/nonexistent"))
+
+
+def join(swarm: Swarm, host: Host, label: str, *doom: object) -> Member:
+    return swarm.member(host.invite, label, launcher(*doom), extra=("--max-memory", MEMORY))  # type: ignore[arg-type]
+
+
+def span(member: Member) -> tuple[int, int]:
+    """The stages that it holds."""
+    event = member.event("span", START_S + ROUNDS_S)
+    return event["first"], event["last"]
+
+
+def plain_loop() -> Tensor:
+    """One process, one optimizer, the batches in order: its parameters, one after the other."""
+    run = parse_run_file(TOML)
+    recipe = load_recipe(run)
+    model, data = recipe.build_model(run.run.seed), recipe.training_data()
+    order = SampleOrder(len(data), run.run.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    for number in range(ROUNDS):
+        batch = data.batch(order.indices(number * BATCH, (number + 1) * BATCH))
+        optimizer.zero_grad()
+        recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+
+def trained(members: Sequence[Member]) -> Tensor:
+    """What the stages' checkpoints of the last round hold, one after the other; all replicas' are the same."""
+    stages = []
+    for stage in range(STAGES):
+        found = [
+            read_checkpoint(FolderSource(checkpoint_folders(place)[-1]))
+            for member in members
+            for place in member.folder.glob(f"state/*/*/{stage_folder(Path(), stage)}/{CHECKPOINTS}")
+            if checkpoint_folders(place)
+        ]
+        last = [one.state for one in found if one.manifest.round == max(other.manifest.round for other in found)]
+        assert last[0].version == ROUNDS
+        assert {one.digest for one in last} == {last[0].digest}, "parity"
+        stages.append(last[0].anchor)
+    return torch.cat(stages)
+
+
+def check_samples(host: Host) -> None:
+    """Every round is committed or aborted in all stages; of a committed one each sample counts once in each stage."""
+    plans: dict[int, RoundPlanned] = {}
+    ends: dict[int, list[bool]] = {}
+    for fact in host.facts():
+        if not isinstance(fact, InScope):
+            continue
+        if isinstance(fact.fact, RoundPlanned):
+            plans[fact.scope] = fact.fact
+        if isinstance(fact.fact, VerdictGiven):
+            verdict = fact.fact.verdict
+            ends.setdefault(verdict.round, []).append(verdict.committed)
+            if verdict.committed:
+                ranges = [one for wire in plans[fact.scope].ranges for one in from_wire(wire)]
+                counted = sorted(sample for start, stop in ranges for sample in range(start, stop))
+                first = (verdict.anchor_version - 1) * BATCH
+                assert counted == list(range(first, first + BATCH)), f"stage {fact.scope - 1}"
+    assert all(len(end) == STAGES and len(set(end)) == 1 for end in ends.values()), ends
+    assert sum(end[0] for end in ends.values()) == ROUNDS
+
+
+def check(host: Host, members: Sequence[Member]) -> None:
+    """After the run's end."""
+    for member in members:
+        assert member.exit_code(START_S + ROUNDS_S) == 0, member.tail()
+    host.stop()
+    check_samples(host)
+    ours, plain = trained(members), plain_loop()
+    assert ours.shape == plain.shape
+    assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)
+
+
+def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm) -> None:
+    host = swarm.host(TOML)
+    members = [join(swarm, host, f"peer{number}") for number in range(5)]
+    spans = [span(member) for member in members]
+    assert {first for first, _ in spans} == set(range(STAGES))
+    assert all(first == last for first, last in spans), "nobody can hold more"
+    check(host, members)
+
+
+@pytest.mark.parametrize(("step", "times"), [("forward", 2), ("backward", 2), ("claimed", 2), ("ready", 1)])
+def test_a_replica_of_the_middle_stage_is_killed(swarm: Swarm, step: str, times: int) -> None:
+    host = swarm.host(TOML)
+    armed = {label: swarm.folder / f"armed-{label}" for label in "abcde"}
+    members = {label: join(swarm, host, label, step, times, armed[label]) for label in armed}
+    spans = {label: span(member) for label, member in members.items()}
+    middle = [label for label, held in spans.items() if held == (1, 1)]
+    assert len(middle) >= 2, spans
+    victim = members.pop(middle[0])
+    armed[middle[0]].touch()
+    assert victim.exit_code(START_S + ROUNDS_S) == KILLED, victim.tail()
+    check(host, list(members.values()))

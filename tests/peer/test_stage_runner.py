@@ -1,0 +1,320 @@
+"""Pipelines of runners in one process: real engines, routers and layers; coordinator and control channels are simple.
+
+All claims are granted to who asks first; a batch is given out to whoever drives. The gradients that count are compared
+with those of the whole model on the whole batch.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.fakes.memory_network import MemoryNetwork
+from tests.fakes.virtual_clock import run_virtual
+from tests.peer.layered_models import CPU, gpt
+from torch import Tensor
+
+from shoal.compression.registry import get_codec
+from shoal.peer.local_work import AccumulatedGradient
+from shoal.peer.parameters import ParameterVector
+from shoal.peer.sample_order import SampleOrder
+from shoal.peer.span_training import Samples, SpanTraining
+from shoal.peer.stage_compute import ComputeSettings, HeldStage
+from shoal.peer.stage_runner import StageRunner
+from shoal.peer.stage_shapes import StageShapes
+from shoal.peer.stage_tasks import LookUp, Made
+from shoal.swarm.coordinator.leases import Ranges, from_wire, merge, overlap, subtract, to_wire
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.errors import Unreachable, WireError
+from shoal.swarm.messages import (
+    Acknowledged,
+    CoordinatorToPeerClaimed,
+    CoordinatorToPeerLease,
+    Message,
+    PeerToCoordinatorClaim,
+    PeerToCoordinatorDrive,
+    PeerToCoordinatorRelease,
+)
+from shoal.swarm.pipeline.hops import Settings, Span
+from shoal.swarm.pipeline.routing import Router
+from shoal.swarm.pipeline.stage import StageEngine
+
+BOUNDARIES = (0, 2, 4, 6)
+STAGES = 3
+MICRO_BATCH = 2
+BATCH = 12
+PATIENCE_S = 6.0
+STEP_S = 0.05
+ROUND = 0
+
+RECIPE = gpt()
+LAYERED = RECIPE.layers(seed=5)
+DATA = RECIPE.training_data()
+ORDER = SampleOrder(len(DATA), 5)
+
+
+class Coordinator:
+    """``missing``: of the batch, what nobody has in that stage; ``driven``: what is being driven, by peer."""
+
+    def __init__(self, spans: dict[str, tuple[int, int]]) -> None:
+        self.spans = dict(spans)
+        self.dead: set[str] = set()
+        self.held: list[dict[str, Ranges]] = [{} for _ in range(STAGES)]
+        self.driven: dict[str, Ranges] = {}
+        self.watchers: list[asyncio.Event] = []
+
+    def view(self) -> Any:
+        spans = [SimpleNamespace(peer=peer, first=a, last=b) for peer, (a, b) in sorted(self.spans.items())]
+        pipeline = SimpleNamespace(boundaries=BOUNDARIES, spans=spans)
+        return SimpleNamespace(pipeline=pipeline, round=ROUND, phase="training", must_resync=False)
+
+    def claim(self, peer: str, stage: int, ranges: Ranges) -> Ranges:
+        others = merge(one for other, held in self.held[stage].items() if other != peer for one in held)
+        granted = [one for one in ranges if not overlap([one], others)]
+        self.held[stage][peer] = merge([*subtract(self.held[stage].get(peer, []), merge(granted)), *granted])
+        return granted
+
+    def drive(self, peer: str, ask: PeerToCoordinatorDrive) -> Ranges:
+        mine = subtract(self.driven.get(peer, []), merge(from_wire(ask.done)))
+        elsewhere = merge(one for other, held in self.driven.items() if other != peer for one in held)
+        missing = merge(
+            (at, at + MICRO_BATCH)
+            for at in range(0, BATCH, MICRO_BATCH)
+            if any(not any(overlap([(at, at + MICRO_BATCH)], held) for held in stage.values()) for stage in self.held)
+        )
+        free = subtract(subtract(missing, mine), elsewhere)
+        for start, stop in free:
+            for at in range(start, stop, MICRO_BATCH):
+                if sum(b - a for a, b in mine) < ask.samples:
+                    mine = merge([*mine, (at, at + MICRO_BATCH)])
+        self.driven[peer] = mine
+        return mine
+
+    def kill(self, peer: str) -> None:
+        self.dead.add(peer)
+        del self.spans[peer]
+        self.driven.pop(peer, None)
+        for stage in self.held:
+            stage.pop(peer, None)
+        for watcher in self.watchers:
+            watcher.set()
+
+
+class Client:
+    """Of one scope of one peer."""
+
+    deadlines = Deadlines(PATIENCE_S)
+
+    def __init__(self, coordinator: Coordinator, peer: str, scope: int) -> None:
+        self.peer, self._scope, self._coordinator = peer, scope, coordinator
+        self._changed = asyncio.Event()
+        coordinator.watchers.append(self._changed)
+
+    @property
+    def view(self) -> Any:
+        return self._coordinator.view()
+
+    async def wait_for(self, predicate: Callable[[Any], bool], timeout_s: float | None = None) -> Any:
+        await self._changed.wait()
+        self._changed.clear()
+        return self.view
+
+    async def ask(self, message: Message, reply: type[Message]) -> Message:
+        await asyncio.sleep(0.01)
+        match message:
+            case PeerToCoordinatorClaim():
+                granted = self._coordinator.claim(self.peer, self._scope - 1, from_wire(message.ranges))
+                return CoordinatorToPeerClaimed(ranges=to_wire(granted))
+            case PeerToCoordinatorDrive():
+                return CoordinatorToPeerLease(ranges=to_wire(self._coordinator.drive(self.peer, message)))
+            case PeerToCoordinatorRelease():
+                held = self._coordinator.held[self._scope - 1]
+                held[self.peer] = subtract(held.get(self.peer, []), merge(from_wire(message.ranges)))
+        return Acknowledged()
+
+
+class Node:
+    """A memory endpoint with control messages: ``nodes`` answers for all peers."""
+
+    def __init__(self, network: MemoryNetwork, nodes: dict[str, "Node"], coordinator: Coordinator, peer: str) -> None:
+        self._endpoint: Any = network.endpoint(peer)
+        self._nodes, self._coordinator, self._peer = nodes, coordinator, peer
+        self._handlers: dict[tuple[int, type[Message]], Any] = {}
+        self.control = SimpleNamespace(handle=self._handle)
+        nodes[peer] = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._endpoint, name)
+
+    def _handle(self, kind: type[Message], handler: Any, scope: int = 0) -> None:
+        self._handlers[scope, kind] = handler
+
+    def processes(self) -> dict[str, bytes]:
+        return {peer: peer.encode() for peer in self._coordinator.spans}
+
+    def peer_with(self, key: bytes) -> str:
+        return key.decode()
+
+    async def ask(self, peer: str, message: Message, reply: type[Message], wait_s: float, scope: int = 0) -> Message:
+        await asyncio.sleep(0.005)
+        other = self._nodes[peer]
+        if peer in self._coordinator.dead or self._peer in self._coordinator.dead:
+            raise Unreachable("dead, for the test")
+        handler = other._handlers.get((scope, type(message)))
+        if handler is None:
+            raise WireError("not for this side")
+        answer: Message = await handler(SimpleNamespace(remote_key=self._peer.encode()), message)
+        return answer
+
+
+class FakeReplica:
+    """What counts in a stage."""
+
+    tokens_per_sample = 1
+
+    def __init__(self, vector: ParameterVector) -> None:
+        self.work = AccumulatedGradient(vector)
+        self.ranges: Ranges = []
+
+    def trained(self, start: int, stop: int, loss: Tensor | None) -> None:
+        assert not overlap(self.ranges, [(start, stop)]), "counted twice"
+        self.ranges = merge([*self.ranges, (start, stop)])
+
+
+class Peer:
+    """``computed`` is called before each of its computations."""
+
+    def __init__(self, coordinator: Coordinator, node: Node, name: str) -> None:
+        first, last = coordinator.spans[name]
+        self.name, self.coordinator = name, coordinator
+        self.computed: Callable[[Any], None] = lambda task: None
+        members = [
+            SimpleNamespace(client=Client(coordinator, name, scope), rejoined=False, node=node, beat_soon=lambda: None)
+            for scope in range(STAGES + 1)
+        ]
+        stages = {stage: members[stage + 1] for stage in range(first, last + 1)}
+        everybody: Any = SimpleNamespace(run=members[0], stages=stages)
+        samples = Samples(RECIPE, DATA, ORDER)
+        shapes = StageShapes.of(RECIPE, LAYERED, BOUNDARIES, DATA.batch([0]), MICRO_BATCH)
+        self.replicas: dict[int, Any] = {}
+        held = []
+        for stage in stages:
+            model = LAYERED.build(BOUNDARIES[stage], BOUNDARIES[stage + 1])
+            self.replicas[stage] = FakeReplica(ParameterVector(model))
+            held.append(HeldStage(stage, BOUNDARIES[stage], model, self.replicas[stage].work))
+        settings = {stage: ComputeSettings(CPU, max_in_flight=3) for stage in stages}
+        self.training = SpanTraining(held, self.replicas, samples, settings, is_last=last == STAGES - 1)
+        engine = StageEngine(
+            Span(first, last), Settings(STAGES, MICRO_BATCH, 3, 0.25, PATIENCE_S), Router(name, PATIENCE_S), 0
+        )
+        self.runner = StageRunner(everybody, engine, shapes, get_codec("float32"))
+
+    async def live(self) -> None:
+        """What the training thread does, until the test cancels it."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.runner.run())
+            await asyncio.sleep(0)
+            await self.runner.open_round(ROUND)
+            made: Made | None = None
+            while True:
+                task = await self.runner.next_task(made)
+                assert not isinstance(task, LookUp)
+                await asyncio.sleep(STEP_S)
+                self.computed(task)
+                if self.name in self.coordinator.dead:
+                    await asyncio.Event().wait()
+                made = self.training.do(task)
+
+
+@asynccontextmanager
+async def pipeline(
+    spans: dict[str, tuple[int, int]],
+) -> AsyncIterator[tuple[Coordinator, MemoryNetwork, dict[str, Peer]]]:
+    coordinator, network, nodes = Coordinator(spans), MemoryNetwork(), {}
+    for name in spans:
+        Node(network, nodes, coordinator, name)
+    peers = {name: Peer(coordinator, nodes[name], name) for name in spans}
+    async with asyncio.TaskGroup() as tasks:
+        living = [tasks.create_task(peer.live()) for peer in peers.values()]
+        yield coordinator, network, peers
+        for task in living:
+            task.cancel()
+
+
+def counted(peers: dict[str, Peer], coordinator: Coordinator, stage: int) -> Ranges:
+    live = [peer for name, peer in peers.items() if name not in coordinator.dead and stage in peer.replicas]
+    return sorted(one for peer in live for one in peer.replicas[stage].ranges)
+
+
+async def whole_batch(peers: dict[str, Peer], coordinator: Coordinator) -> None:
+    """Until every sample counts in every stage, of the living."""
+    for _ in range(100_000):
+        if all(merge(counted(peers, coordinator, stage)) == [(0, BATCH)] for stage in range(STAGES)):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError([counted(peers, coordinator, stage) for stage in range(STAGES)])
+
+
+def check_gradient(peers: dict[str, Peer], coordinator: Coordinator) -> None:
+    """The weighted mean over the living replicas of each stage is the whole model's gradient of the whole batch."""
+    model = RECIPE.build_model(5)
+    RECIPE.loss(model, DATA.batch(ORDER.indices(0, BATCH))).backward()  # type: ignore[no-untyped-call]
+    expected = torch.cat([one.grad.reshape(-1) for one in model.parameters() if one.grad is not None])
+    found = []
+    for stage in range(STAGES):
+        replicas = [
+            peer.replicas[stage]
+            for name, peer in peers.items()
+            if name not in coordinator.dead and stage in peer.replicas and peer.replicas[stage].ranges
+        ]
+        empty = torch.zeros(
+            sum(one.elements for layer in range(*BOUNDARIES[stage : stage + 2]) for one in LAYERED.layouts[layer])
+        )
+        total = sum(one.work.contribution(empty) * sum(stop - start for start, stop in one.ranges) for one in replicas)
+        found.append(total / BATCH)
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-6)
+
+
+SPANS = {
+    "a chain": {"a": (0, 0), "b": (1, 1), "c": (2, 2)},
+    "replicas everywhere": {"a": (0, 0), "b": (1, 1), "c": (2, 2), "d": (0, 0), "e": (1, 1)},
+    "spans of several stages": {"a": (0, 1), "b": (2, 2), "c": (0, 2), "d": (1, 2)},
+    "one peer": {"a": (0, 2)},
+}
+
+
+@pytest.mark.parametrize("kind", SPANS)
+def test_the_gradient_is_that_of_the_whole_model(kind: str) -> None:
+    async def main() -> None:
+        async with pipeline(SPANS[kind]) as (coordinator, _, peers):
+            await whole_batch(peers, coordinator)
+            check_gradient(peers, coordinator)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("victim", ["a", "b", "e"])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_replica_dies_and_every_sample_counts_once(victim: str, nth: int) -> None:
+    spans = SPANS["replicas everywhere"]
+
+    async def main() -> None:
+        async with pipeline(spans) as (coordinator, network, peers):
+            seen = 0
+
+            def die(task: Any) -> None:
+                nonlocal seen
+                seen += 1
+                if seen == nth:
+                    network.kill(victim)
+                    coordinator.kill(victim)
+
+            peers[victim].computed = die
+            await whole_batch(peers, coordinator)
+            check_gradient(peers, coordinator)
+            assert victim in coordinator.dead
+
+    run_virtual(main())

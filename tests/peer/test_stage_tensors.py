@@ -1,0 +1,175 @@
+"""Tensors between the peers of a pipeline: packed once, checked before they are fetched, forgotten when told."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from tests.fakes.memory_network import MemoryNetwork
+from tests.fakes.virtual_clock import run_virtual
+from torch import Tensor
+
+from shoal.compression.registry import get_codec
+from shoal.peer.activations import TensorForm
+from shoal.peer.stage_tensors import CHUNK_BYTES, Parcel, StageTensors, wire_form
+from shoal.swarm.errors import LinkError, WireError
+from shoal.swarm.messages import Blob, PeerToPeerOfferTensor
+from shoal.swarm.pipeline.effects import Fetch, MicroBatch, TensorKind
+
+MICRO_BATCH = MicroBatch(3, 8, 12)
+JOB, THEIRS = 7, 99
+
+
+def pair() -> tuple[StageTensors, StageTensors, Any]:
+    """Two peers, ``a`` and ``b``, and the endpoint of the first."""
+    network = MemoryNetwork()
+    codec = get_codec("float32")
+    first = network.endpoint("a")
+    return StageTensors(first, codec), StageTensors(network.endpoint("b"), codec), first
+
+
+def offer(parcel: Parcel, kind: TensorKind = "activation", **changes: Any) -> PeerToPeerOfferTensor:
+    return PeerToPeerOfferTensor(
+        **{
+            "kind": kind,
+            "round": MICRO_BATCH.round,
+            "start": MICRO_BATCH.start,
+            "stop": MICRO_BATCH.stop,
+            "attempt": 1,
+            "shape": parcel.form.shape,
+            "dtype": parcel.form.dtype,
+            "size_bytes": parcel.size_bytes,
+            "number": JOB,
+            "targets": wire_form(parcel.targets),
+        }
+        | changes
+    )
+
+
+def fetch(kind: TensorKind = "activation") -> Fetch:
+    return Fetch(kind, "a", JOB, THEIRS, MICRO_BATCH, 1)
+
+
+async def parcel_of(tensors: StageTensors, kind: TensorKind = "activation") -> Parcel:
+    parcel = await tensors.parcel(JOB, kind)
+    assert parcel is not None
+    return parcel
+
+
+def made(values: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(values)
+    return torch.randn(4, values, generator=generator), torch.randint(0, 256, (4, 5), generator=generator)
+
+
+@pytest.mark.parametrize("values", [3, CHUNK_BYTES // 16, CHUNK_BYTES // 16 + 1, CHUNK_BYTES])
+def test_an_activation_and_its_targets_arrive_as_they_were(values: int) -> None:
+    async def main() -> None:
+        ours, theirs, _ = pair()
+        activation, targets = made(values)
+        ours.made(JOB, "activation", activation, targets)
+        parcel = await parcel_of(ours)
+        await theirs.fetch(fetch(), offer(parcel), 1.0)
+        given, its_targets = theirs.take_input(THEIRS)
+        assert given is not None
+        assert its_targets is not None
+        assert torch.equal(given, activation)
+        assert torch.equal(its_targets, targets)
+
+    run_virtual(main())
+
+
+def test_targets_go_on_with_what_is_made_of_the_activation() -> None:
+    async def main() -> None:
+        ours, theirs, _ = pair()
+        activation, targets = made(3)
+        ours.made(JOB, "activation", activation, targets)
+        await theirs.fetch(fetch(), offer(await parcel_of(ours)), 1.0)
+        theirs.made(THEIRS, "activation", activation)
+        parcel = await theirs.parcel(THEIRS, "activation")
+        assert parcel is not None
+        assert parcel.targets == TensorForm.of(targets)
+
+    run_virtual(main())
+
+
+def test_a_gradient_takes_the_place_of_the_activation() -> None:
+    async def main() -> None:
+        ours, theirs, endpoint = pair()
+        activation, targets = made(3)
+        ours.made(JOB, "activation", activation, targets)
+        await parcel_of(ours)
+        ours.made(JOB, "gradient", 2 * activation)
+        parcel = await parcel_of(ours, "gradient")
+        assert parcel.targets is None
+        assert list(endpoint.blobs) == [Blob(kind="gradient", number=JOB)]
+        await theirs.fetch(fetch("gradient"), offer(parcel, "gradient"), 1.0)
+        gradient = theirs.take_gradient(THEIRS)
+        assert gradient is not None
+        assert torch.equal(gradient, 2 * activation)
+
+    run_virtual(main())
+
+
+def test_what_is_dropped_while_it_is_packed_is_not_offered() -> None:
+    async def main() -> None:
+        ours, _, endpoint = pair()
+        ours.made(JOB, "activation", *made(3))
+        async with asyncio.TaskGroup() as tasks:
+            packing = tasks.create_task(ours.parcel(JOB, "activation"))
+            await asyncio.sleep(0)
+            ours.drop(JOB)
+        assert packing.result() is None
+        assert not endpoint.blobs
+        assert await ours.parcel(JOB, "activation") is None
+
+    run_virtual(main())
+
+
+def test_what_is_dropped_cannot_be_fetched_any_more() -> None:
+    async def main() -> None:
+        ours, theirs, endpoint = pair()
+        ours.made(JOB, "activation", *made(3))
+        ours.made(JOB + 1, "gradient", made(3)[0])
+        parcel = await parcel_of(ours)
+        await ours.parcel(JOB + 1, "gradient")
+        ours.drop_all()
+        assert not endpoint.blobs
+        assert len(ours) == 0
+        with pytest.raises(LinkError):
+            await theirs.fetch(fetch(), offer(parcel), 1.0)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"shape": (4, 4)}, "expected"),
+        ({"dtype": "int64"}, "expected"),
+        ({"size_bytes": 49}, "expected 48"),
+        ({"targets": None}, "targets"),
+        ({"targets": wire_form(TensorForm((4, 6), "int64"))}, "targets"),
+    ],
+)
+def test_what_is_not_expected_is_refused(changes: dict[str, Any], says: str) -> None:
+    async def main() -> None:
+        ours, theirs, _ = pair()
+        activation, targets = made(3)
+        ours.made(JOB, "activation", activation, targets)
+        parcel = await parcel_of(ours)
+        theirs.check(offer(parcel), (4, 3), TensorForm.of(targets))
+        with pytest.raises(WireError, match=says):
+            theirs.check(offer(parcel, **changes), (4, 3), TensorForm.of(targets))
+
+    run_virtual(main())
+
+
+def test_a_chunk_of_another_size_than_offered_is_refused() -> None:
+    async def main() -> None:
+        ours, theirs, _ = pair()
+        ours.made(JOB, "activation", *made(3))
+        parcel = await parcel_of(ours)
+        with pytest.raises(WireError, match="chunk 0"):
+            await theirs.fetch(fetch(), offer(parcel, shape=(4, 4), size_bytes=64), 1.0)
+
+    run_virtual(main())
