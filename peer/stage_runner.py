@@ -1,7 +1,7 @@
 """The engine of a pipeline's peer at work: its effects are executed on the event loop, what comes back are its events.
 
 Computations go to the training thread, which takes one task after the other (``next_task``); the engine has at most one
-of them out. What others send is checked before the engine hears of it.
+of them out.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import suppress
-from functools import partial
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.peer.stage_claims import ClaimLine, DriveLine
+from shoal.peer.stage_inbox import StageInbox, now_s
 from shoal.peer.stage_members import StageMembers, scope_of
 from shoal.peer.stage_shapes import StageShapes
 from shoal.peer.stage_tasks import Backward, Forget, Forward, LookUp, Made, Task
 from shoal.peer.stage_tensors import StageTensors, offer_of
 from shoal.peer.stage_watch import StageWatch
-from shoal.swarm.channel import Channel
 from shoal.swarm.coordinator.leases import Ranges
-from shoal.swarm.errors import Busy, LinkError, NotAdmitted, ShoalError, StaleWork, WireError
-from shoal.swarm.messages import Acknowledged, Message, PeerToPeerNote, PeerToPeerOfferTensor
+from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
+from shoal.swarm.links import in_thread
+from shoal.swarm.messages import Acknowledged, PeerToPeerNote
 from shoal.swarm.pipeline.effects import (
     AskToDrive,
     Claim,
@@ -33,9 +33,7 @@ from shoal.swarm.pipeline.effects import (
     DropRound,
     Effect,
     Fetch,
-    MicroBatch,
     Note,
-    Offer,
     Release,
     Reply,
     Send,
@@ -59,17 +57,18 @@ class StageRunner:
         self._tensors = StageTensors(self._node, codec)
         self._drives = DriveLine(members.run.client)
         self._watch = StageWatch(members, engine.span)
+        self._inbox = StageInbox(self._node, engine, shapes, self._tensors, self._execute)
         self._lines: dict[int, ClaimLine] = {
             stage: ClaimLine(members.stages[stage].client, self._claim_answered)
             for stage in range(engine.span.first, engine.span.last + 1)
         }
-        self._offers: dict[tuple[str, str, int], PeerToPeerOfferTensor] = {}
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._jobs: set[int] = set()
         """Those that were not dropped."""
         self._due: deque[Task] = deque()
         self._woken = asyncio.Event()
         self._over = asyncio.Event()
+        self._failure: Exception | None = None
         self._round = -1
         self._is_closing = False
         self._said_trouble_in = -1
@@ -77,20 +76,25 @@ class StageRunner:
 
     async def run(self) -> None:
         """Take part until ``close``."""
-        control = self._node.control
-        control.handle(PeerToPeerNote, self._on_note)
-        with suppress(_Over):
-            async with task_scope() as self._tasks:
-                for stage, line in self._lines.items():
-                    control.handle(PeerToPeerOfferTensor, partial(self._on_offer, stage), scope_of(stage))
-                    self._tasks.create_task(line.run())
-                self._tasks.create_task(self._watch.run(self._look))
-                self._tasks.create_task(self._tick())
-                self._tasks.create_task(self._end())
+        self._inbox.open()
+        try:
+            with suppress(_Over):
+                async with task_scope() as self._tasks:
+                    for line in self._lines.values():
+                        self._tasks.create_task(line.run())
+                    self._tasks.create_task(self._watch.run(self._look))
+                    self._tasks.create_task(self._tick())
+                    self._tasks.create_task(self._end())
+        except Exception as error:
+            self._failure = error  # the training thread may be waiting for something to do
+            self._woken.set()
+            raise
+        finally:
+            self._inbox.close()
+            self._tensors.drop_all()
 
     async def _end(self) -> None:
         await self._over.wait()
-        self._tensors.drop_all()
         raise _Over
 
     def close(self) -> None:
@@ -101,12 +105,12 @@ class StageRunner:
     async def open_round(self, number: int) -> None:
         """The anchor of this round is in place; what was computed for another one, or before, is of no use."""
         self._round, self._is_closing = number, False
-        self._execute(self._engine.round_opened(number, self._now_s()))
+        self._execute(self._engine.round_opened(number, now_s()))
         self._look()
 
     async def end_round(self) -> None:
         """There is a verdict, or what was done here is lost."""
-        self._execute(self._engine.round_over(self._now_s()))
+        self._execute(self._engine.round_over(now_s()))
 
     async def next_task(self, made: Made | None) -> Task:
         """What is to be done next, after what was ``made``."""
@@ -114,6 +118,8 @@ class StageRunner:
             self._take(made)
         while True:
             self._woken.clear()
+            if self._failure is not None:
+                raise self._failure
             if reason := self._watch.attention(self._round):
                 return LookUp(reason)
             if self._due:
@@ -125,7 +131,7 @@ class StageRunner:
         if made.tensor is not None and job in self._jobs:
             kind: TensorKind = "activation" if isinstance(made.compute, ComputeForward) else "gradient"
             self._tensors.made(job, kind, made.tensor, made.targets)
-        self._execute(self._engine.computed(made.compute, self._now_s()))
+        self._execute(self._engine.computed(made.compute, now_s()))
         if self._engine.is_settled:  # perhaps the last one of the batch: the coordinator waits to hear that
             self._watch.tell_progress()
 
@@ -140,11 +146,11 @@ class StageRunner:
         waiting = [task.compute for task in self._due if isinstance(task, Forward | Backward)]
         self._due.clear()
         self._jobs.clear()
-        self._offers.clear()
+        self._inbox.forget()
         self._tensors.drop_all()
         self._put(Forget(None))
         for compute in waiting:
-            self._execute(self._engine.computed(compute, self._now_s()))
+            self._execute(self._engine.computed(compute, now_s()))
 
     # Effects --------------------------------------------------------------------------------------------------
 
@@ -190,7 +196,7 @@ class StageRunner:
             if self._said_trouble_in != self._round:
                 log.warning("micro-batches of round %d cannot go on: %s", self._round, error)
                 self._said_trouble_in = self._round
-            self._execute(engine.send_failed(send, self._now_s()))
+            self._execute(engine.send_failed(send, now_s()))
             return
         if parcel is None:
             return
@@ -198,13 +204,13 @@ class StageRunner:
         try:
             await self._node.ask(send.peer, offer_of(send, parcel), Acknowledged, wait_s, scope)
         except StaleWork:
-            self._execute(engine.refused(send, "outdated", self._now_s()))
+            self._execute(engine.refused(send, "outdated", now_s()))
         except (Busy, WireError) as error:  # the latter, too, from one that has not entered its stage yet
             log.debug("%s does not take %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
-            self._execute(engine.refused(send, "busy", self._now_s()))
+            self._execute(engine.refused(send, "busy", now_s()))
         except LinkError as error:
             log.debug("%s was not offered %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
-            self._execute(engine.send_failed(send, self._now_s()))
+            self._execute(engine.send_failed(send, now_s()))
 
     async def _note(self, note: Note) -> None:
         of = note.micro_batch
@@ -226,58 +232,23 @@ class StageRunner:
             del self._fetches[job]
 
     async def _fetch(self, fetch: Fetch) -> None:
-        offer = self._offers.get((fetch.kind, fetch.peer, fetch.number))
-        assert offer is not None, "fetched as it was offered"
         try:
-            await self._tensors.fetch(fetch, offer, self._deadlines.request_s)
+            await self._tensors.fetch(fetch, self._inbox.offer_for(fetch), self._deadlines.request_s)
+            if self._engine.is_last:
+                _, targets = self._tensors.take_input(fetch.job)
+                await in_thread(self._shapes.check_targets, targets, fetch.micro_batch.samples)
         except LinkError as error:
             log.debug("%s of %s cannot be had from %s: %s", fetch.kind, fetch.micro_batch, fetch.peer, error)
-            self._execute(self._engine.fetch_failed(fetch, self._now_s()))
+            self._execute(self._engine.fetch_failed(fetch, now_s()))
         else:
-            self._execute(self._engine.tensor_arrived(fetch, self._now_s()))
+            self._execute(self._engine.tensor_arrived(fetch, now_s()))
 
     async def _drive(self, ask: AskToDrive) -> None:
         ranges = await self._drives.ask(ask)
-        self._execute(self._engine.driving_granted(ask, ranges, self._now_s()))
+        self._execute(self._engine.driving_granted(ask, ranges, now_s()))
 
     def _claim_answered(self, claim: Claim, granted: Ranges) -> None:
-        self._execute(self._engine.claim_answered(claim, granted, self._now_s()))
-
-    # Others ---------------------------------------------------------------------------------------------------
-
-    async def _on_offer(self, stage: int, channel: Channel, message: Message) -> Message:
-        assert isinstance(message, PeerToPeerOfferTensor)
-        sender = self._member(channel)
-        shape, targets = self._shapes.expected(message, stage)
-        self._tensors.check(message, shape, targets)
-        key = (message.kind, sender, message.number)
-        is_known = key in self._offers  # offered before: another attempt offers the same
-        self._offers.setdefault(key, message)
-        micro_batch = MicroBatch(message.round, message.start, message.stop)
-        offer = Offer(message.kind, sender, micro_batch, stage, message.attempt, message.number)
-        reply, *effects = self._engine.offered(offer, self._now_s())
-        assert isinstance(reply, Reply)
-        self._execute(effects)
-        if reply.answer == "accepted":
-            return Acknowledged()
-        if not is_known:
-            self._offers.pop(key, None)
-        if reply.answer == "busy":
-            raise Busy("no room for another micro-batch now")
-        raise StaleWork("that micro-batch is not, or not any more, of use here")
-
-    async def _on_note(self, channel: Channel, message: Message) -> Message:
-        assert isinstance(message, PeerToPeerNote)
-        micro_batch = MicroBatch(message.round, message.start, message.stop)
-        note = Note(message.kind, self._member(channel), micro_batch, message.stage, message.attempt)
-        self._execute(self._engine.noted(note, self._now_s()))
-        return Acknowledged()
-
-    def _member(self, channel: Channel) -> str:
-        peer = self._node.peer_with(channel.remote_key)
-        if peer is None:
-            raise NotAdmitted("only members of the run take part in its pipeline")
-        return peer
+        self._execute(self._engine.claim_answered(claim, granted, now_s()))
 
     # Time and views -------------------------------------------------------------------------------------------
 
@@ -285,24 +256,20 @@ class StageRunner:
         """A view has changed: of the run, or of a stage."""
         engine = self._engine
         for peer in self._watch.take_gone():
-            self._execute(engine.replica_gone(peer, self._now_s()))
+            self._execute(engine.replica_gone(peer, now_s()))
         if (replicas := self._watch.take_replicas()) is not None and not engine.is_last:
-            self._execute(engine.replicas_changed(engine.span.last + 1, replicas, self._now_s()))
+            self._execute(engine.replicas_changed(engine.span.last + 1, replicas, now_s()))
         is_closing = self._watch.is_closing(self._round)
         if is_closing and not self._is_closing:
-            self._execute(engine.round_closing(self._now_s()))
+            self._execute(engine.round_closing(now_s()))
         self._is_closing = is_closing
         self._woken.set()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._engine.settings.retry_s)
-            self._execute(self._engine.tick(self._now_s()))
+            self._execute(self._engine.tick(now_s()))
             self._look()
-
-    @staticmethod
-    def _now_s() -> float:
-        return asyncio.get_running_loop().time()
 
 
 class _Over(ShoalError):

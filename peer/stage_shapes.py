@@ -15,9 +15,10 @@ from shoal.swarm.messages import PeerToPeerOfferTensor
 
 @dataclass(frozen=True)
 class StageShapes:
-    """Of one sample. ``inputs``: by stage, the shape of its input, ``inputs[0]`` the model's; ``micro_batch``: the most
-    samples that travel together."""
+    """Of one sample. ``recipe``: whose targets they are; ``inputs``: by stage, the shape of its input, ``inputs[0]``
+    the model's; ``micro_batch``: the most samples that travel together."""
 
+    recipe: LayeredRecipe
     inputs: tuple[tuple[int, ...], ...]
     targets: TensorForm
     micro_batch: int
@@ -30,7 +31,7 @@ class StageShapes:
         given, targets = recipe.input_of(batch), TensorForm.of(recipe.targets_of(batch))
         outputs = [tuple(given.shape), *layered.activation_shapes(given)]
         inputs = tuple(outputs[first][1:] for first in boundaries[:-1])
-        return cls(inputs, TensorForm(targets.shape[1:], targets.dtype), micro_batch)
+        return cls(recipe, inputs, TensorForm(targets.shape[1:], targets.dtype), micro_batch)
 
     def expected(self, offer: PeerToPeerOfferTensor, stage: int) -> tuple[tuple[int, ...], TensorForm | None]:
         """The shape of what is offered to a stage, and the form of the targets with it. Raises ``WireError`` for
@@ -45,3 +46,12 @@ class StageShapes:
         if offer.kind == "gradient":
             return shape, None
         return shape, TensorForm((samples, *self.targets.shape), self.targets.dtype)
+
+    def check_targets(self, targets: Tensor | None, samples: int) -> None:
+        """Before they reach a device. Raises ``WireError`` unless they could be those of so many samples."""
+        if targets is None:
+            raise WireError("an activation without targets")
+        try:
+            self.recipe.check_targets(targets, samples)
+        except ValueError as error:
+            raise WireError(f"targets that no sample has: {error}") from error
