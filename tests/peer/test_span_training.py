@@ -1,0 +1,72 @@
+"""How the stages of one peer end their rounds together."""
+
+from typing import Any
+
+import pytest
+
+from shoal.peer.span_training import SpanTraining
+
+
+class FakeReplica:
+    """``ends``: the round after ``conclude``, and whether the work outlived it."""
+
+    def __init__(self, log: list[str], name: str, round_number: int, ends: tuple[int, bool], *, offers: bool = True):
+        self.round = round_number
+        self._log, self._name, self._ends, self._offers = log, name, ends, offers
+
+    def offer(self) -> bool:
+        self._log.append(f"{self._name} offers")
+        return self._offers
+
+    def conclude(self) -> bool:
+        self._log.append(f"{self._name} concludes")
+        self.round, kept = self._ends
+        return kept
+
+    def start_afresh(self, reason: str) -> None:
+        self._log.append(f"{self._name} starts afresh")
+
+
+def end(*ends: tuple[int, bool], rounds: tuple[int, ...] = (), offers: bool = True) -> tuple[bool, list[str]]:
+    """Of stages a, b, …; whether the round goes on, and what was done."""
+    log: list[str] = []
+    training: Any = SpanTraining.__new__(SpanTraining)
+    rounds = rounds or (5,) * len(ends)
+    training.replicas = {
+        number: FakeReplica(log, "abc"[number], rounds[number], one, offers=offers or number > 0)
+        for number, one in enumerate(ends)
+    }
+    training._finished = []
+    return training.end_round(), log
+
+
+def test_all_stages_offer_before_any_concludes() -> None:
+    goes_on, log = end((6, True), (6, True))
+    assert not goes_on
+    assert log == ["a offers", "b offers", "a concludes", "b concludes"]
+
+
+def test_a_reopened_round_goes_on_with_its_work() -> None:
+    goes_on, log = end((5, True), (5, True))
+    assert goes_on
+    assert not [one for one in log if "afresh" in one]
+
+
+def test_work_that_one_stage_has_lost_is_given_back_by_the_others() -> None:
+    goes_on, log = end((5, True), (7, False))
+    assert not goes_on
+    assert log[-1] == "a starts afresh"
+
+
+def test_a_stage_that_could_not_offer_takes_the_others_with_it() -> None:
+    goes_on, log = end((5, True), (5, True), offers=False)
+    assert not goes_on
+    assert "b starts afresh" in log
+    assert "a concludes" not in log
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_stage_that_lags_behind_catches_up_alone(lost: bool) -> None:
+    goes_on, log = end((6, not lost), (9, True), rounds=(5, 6))
+    assert not goes_on
+    assert log == ["a offers", "a concludes"]
