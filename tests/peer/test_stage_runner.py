@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes.memory_network import MemoryNetwork
-from tests.fakes.virtual_clock import run_virtual
+from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.peer.layered_models import CPU, gpt
 from torch import Tensor
 
@@ -316,5 +316,16 @@ def test_a_replica_dies_and_every_sample_counts_once(victim: str, nth: int) -> N
             await whole_batch(peers, coordinator)
             check_gradient(peers, coordinator)
             assert victim in coordinator.dead
+
+    run_virtual(main())
+
+
+def test_whoever_is_told_that_there_is_no_room_does_not_wait_for_an_answer() -> None:
+    async def main() -> None:
+        spans = {"a": (0, 0), "d": (0, 0), "b": (1, 1), "c": (2, 2)}
+        async with pipeline(spans) as (coordinator, _, peers):
+            await whole_batch(peers, coordinator)
+            check_gradient(peers, coordinator)
+            assert now_s() < PATIENCE_S / 2, "nothing was overdue"
 
     run_virtual(main())
