@@ -20,10 +20,12 @@ from shoal.peer.capability import autocast, choose_device, describe_device, usab
 from shoal.peer.hosting import DEFAULT_PORT
 from shoal.peer.inner_loop import optimizer_states
 from shoal.peer.measured import CACHE, MeasuredModel, measured_model
+from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.recipes import load_recipe
 from shoal.swarm.errors import DeviceError, RecipeError
 from shoal.swarm.messages import DeviceInfo
 from shoal.swarm.pipeline.plan import LayerCost
+from shoal.swarm.pipeline.span_rates import AVERAGER_COPIES
 from shoal.swarm.run_file import RunFile, load_run_file, parse_run_file
 
 _USUAL = """\
@@ -53,10 +55,6 @@ tokens = 2_048_000
 
 _WAITING = 4
 """Micro-batches that a peer of a run without ``[pipeline]`` is supposed to have under way: that section's default."""
-
-_OUTER_VALUES = {"sgd": 0, "nesterov": 1, "adamw": 2}
-_AVERAGER_COPIES = 3.2
-"""What averaging takes at most, in contributions: the README's figure for a round of int8."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def held_bytes(cost: LayerCost, run: RunFile, device: torch.device) -> int:
     keeps of all micro-batches under way; on the CPU the anchor, the outer optimizer and the averaging, too."""
     copies = 2.0 + optimizer_states(run.inner, run.algorithm)
     if device.type != "cuda":
-        copies += 1 + _OUTER_VALUES[run.outer.optimizer] + _AVERAGER_COPIES
+        copies += 1 + outer_of(run.outer).slots + AVERAGER_COPIES
     waiting = run.pipeline.max_in_flight if run.pipeline else _WAITING
     return int(copies * cost.parameters_bytes) + waiting * cost.kept_bytes
 

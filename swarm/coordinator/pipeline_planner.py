@@ -42,4 +42,4 @@ def optimizer_values(outer: OuterSection) -> int:
         case "nesterov":
             return 1
         case "sgd":
-            return 1 if outer.momentum else 0
+            return 0

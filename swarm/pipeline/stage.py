@@ -159,7 +159,7 @@ class StageEngine(Accepting):
             else:
                 self._handbacks.failed(send)
         elif (job := self._awaiting(send.peer, send.micro_batch, send.attempt)) is not None:
-            self._withdraw(job)
+            self._router.refused(send.peer, (job.micro_batch, job.attempt), now_s)
             self._avoid(job, send.peer)
         return self._go_on(now_s)
 

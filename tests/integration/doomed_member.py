@@ -80,7 +80,7 @@ def exchanged(doom: Doom) -> None:
     AllReduce.run = run  # type: ignore[method-assign]
 
 
-def _answered(doom: Doom, kind: type) -> None:
+def answered(doom: Doom, kind: type) -> None:
     real = CoordinatorClient.ask
 
     async def ask(self: Any, message: Any, reply: Any) -> Any:
@@ -94,12 +94,12 @@ def _answered(doom: Doom, kind: type) -> None:
 
 def ready(doom: Doom) -> None:
     """When the coordinator knows that its contribution is waiting."""
-    _answered(doom, PeerToCoordinatorRoundReady)
+    answered(doom, PeerToCoordinatorRoundReady)
 
 
 def reported(doom: Doom) -> None:
     """When the coordinator has its report."""
-    _answered(doom, PeerToCoordinatorRoundReport)
+    answered(doom, PeerToCoordinatorRoundReport)
 
 
 def applying(doom: Doom) -> None:

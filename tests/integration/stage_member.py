@@ -10,13 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from doomed_member import Doom
+from doomed_member import Doom, answered
 
 from shoal.peer import pipeline_peer
 from shoal.peer.cli import main
 from shoal.peer.measured import MeasuredModel
 from shoal.peer.span_training import SpanTraining
-from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.messages import PeerToCoordinatorClaim, PeerToCoordinatorRoundReady
 
 _STEP_S = 0.01
@@ -61,26 +60,14 @@ def backward(doom: Doom) -> None:
     _computing("_backward", doom)
 
 
-def _answered(doom: Doom, kind: type) -> None:
-    real = CoordinatorClient.ask
-
-    async def ask(self: Any, message: Any, reply: Any) -> Any:
-        answer = await real(self, message, reply)
-        if isinstance(message, kind):
-            doom.comes_to(message.round)  # type: ignore[attr-defined]
-        return answer
-
-    CoordinatorClient.ask = ask  # type: ignore[method-assign]
-
-
 def claimed(doom: Doom) -> None:
     """When samples have just become its own."""
-    _answered(doom, PeerToCoordinatorClaim)
+    answered(doom, PeerToCoordinatorClaim)
 
 
 def ready(doom: Doom) -> None:
     """When the coordinator knows that its contribution is waiting."""
-    _answered(doom, PeerToCoordinatorRoundReady)
+    answered(doom, PeerToCoordinatorRoundReady)
 
 
 STEPS = {step.__name__: step for step in (never, forward, backward, claimed, ready)}

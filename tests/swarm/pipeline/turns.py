@@ -41,6 +41,9 @@ class Turns:
     def refused(self, peer: str, key: Key, now_s: float) -> bool:
         return self._pause(peer, key, now_s)
 
+    def withdrawn(self, peer: str, key: Key) -> bool:
+        return self._settle(peer, key)
+
     def failed(self, peer: str, key: Key, now_s: float) -> bool:
         return self._pause(peer, key, now_s)
 
