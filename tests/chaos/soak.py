@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from tests.chaos.forked import forked_members
 from tests.chaos.real.inflict import rss_bytes
 from tests.integration.audit import Audit, Parity
 from tests.integration.harness import KILLED, SHOAL, START_S, Host, Member, Swarm, eventually, run_toml
@@ -75,9 +74,9 @@ class Soak:
         corpus = swarm.folder / "corpus.txt"
         corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
         host = swarm.host(run_toml(max_s=ROUND_S, patience_s=PATIENCE_S, source=f"text:{corpus}"), launcher=SHOAL)
-        members = forked_members(swarm, host.invite, ["peer-0"])
+        members = swarm.members(host.invite, "peer-0")
         members[0].event("synced", START_S)  # whoever has the state is the first to be asked for it
-        members += forked_members(swarm, host.invite, [f"peer-{number}" for number in range(1, peers)])
+        members += swarm.members(host.invite, *[f"peer-{number}" for number in range(1, peers)])
         return cls(host, members, Audit(load_run_file(host.run_file)[1]))
 
     # Churn ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from tests.integration.audit import Audit, Parity
 from tests.integration.followed_journal import FollowedJournal
+from tests.integration.forked import Forked, can_fork
 
 from shoal.swarm.coordinator.facts import Fact, VerdictGiven
 from shoal.swarm.identity import Identity
@@ -26,6 +27,9 @@ from shoal.swarm.run_file import load_run_file
 
 HERE = Path(__file__).parent
 SHOAL = (sys.executable, "-m", "shoal.peer")
+FRESH = ("env", *SHOAL)
+"""``shoal`` as people start it; processes of other commands are forked from one that has imported everything."""
+
 CALM = (sys.executable, str(HERE / "slow_member.py"), "0.02")
 """``shoal`` that rests between steps, to leave the cores to the processes that are starting."""
 
@@ -148,6 +152,8 @@ class Process:
         self._popen = self._spawn()
 
     def _spawn(self) -> Spawned:
+        if can_fork(self.command):
+            return Forked(self.command, self.log, self._cwd)
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 self.command,

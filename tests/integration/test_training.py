@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.harness import (
+    FRESH,
     HERE,
     LEAVE_S,
     ROUNDS_S,
-    SHOAL,
     START_S,
     Swarm,
     check_journal,
@@ -32,9 +32,9 @@ OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 def test_three_peers_agree_bit_for_bit(swarm: Swarm) -> None:
     rounds = 8
     host = swarm.host(run_toml(rounds=rounds, tokens=12_000, max_s=10))
-    members = swarm.members(host.invite, "a", "b", "c", launcher=SHOAL)
+    members = swarm.members(host.invite, "a", "b", "c", launcher=FRESH)
     members[0].event("synced", START_S)
-    status = swarm.command("status", *SHOAL, "status", "--json", host.invite)
+    status = swarm.command("status", *FRESH, "status", "--json", host.invite)
     assert status.exit_code(START_S) == 0, status.tail()
     shown = json.loads(status.text())
     assert shown["run"] == "reef"
@@ -57,7 +57,7 @@ def test_three_peers_agree_bit_for_bit(swarm: Swarm) -> None:
 def test_peers_agree_whatever_packs_their_contributions(swarm: Swarm, algorithm: str, codec: str) -> None:
     rounds = 4
     host = swarm.host(run_toml(rounds=rounds, tokens=12_000, max_s=10, algorithm=algorithm, codec=codec))
-    members = swarm.members(host.invite, "a", "b", launcher=SHOAL)
+    members = swarm.members(host.invite, "a", "b", launcher=FRESH)
     for member in members:
         assert member.exit_code(ROUNDS_S) == 0, member.tail()
     host.stop()
@@ -76,13 +76,13 @@ def test_exports_of_the_live_run_and_of_a_saved_state_are_the_same(swarm: Swarm)
     member.event("committed", START_S)
     gate.touch()
     live, saved = swarm.folder / "live.safetensors", swarm.folder / "saved.safetensors"
-    export = swarm.command("export", *SHOAL, "export", "--run", host.invite, "--out", str(live))
+    export = swarm.command("export", *FRESH, "export", "--run", host.invite, "--out", str(live))
     assert export.exit_code(START_S) == 0, export.tail()
     member.interrupt()
     gate.unlink()
     member.has_left()
-    export = swarm.command("export-saved", *SHOAL, "export", "--run", str(member.folder), "--out", str(saved))
-    generate = swarm.command("generate", *SHOAL, "generate", str(live), "--prompt", "def ", "--tokens", "20")
+    export = swarm.command("export-saved", *FRESH, "export", "--run", str(member.folder), "--out", str(saved))
+    generate = swarm.command("generate", *FRESH, "generate", str(live), "--prompt", "def ", "--tokens", "20")
     assert export.exit_code(START_S) == 0, export.tail()
     assert generate.exit_code(START_S) == 0, generate.tail()
     assert "def " in generate.text()
@@ -102,8 +102,8 @@ def test_an_export_in_bfloat16_is_the_rounded_anchor(swarm: Swarm) -> None:
     whole, half = swarm.folder / "whole.safetensors", swarm.folder / "half.safetensors"
     wanted = ("export", "--precision", "bfloat16", "--out", str(half), "--run")
     exports = [
-        swarm.command("export", *SHOAL, "export", "--out", str(whole), "--run", host.invite),
-        swarm.command("export-half", *SHOAL, *wanted, host.invite),
+        swarm.command("export", *FRESH, "export", "--out", str(whole), "--run", host.invite),
+        swarm.command("export-half", *FRESH, *wanted, host.invite),
     ]
     for export in exports:
         assert export.exit_code(START_S) == 0, export.tail()
@@ -111,7 +111,7 @@ def test_an_export_in_bfloat16_is_the_rounded_anchor(swarm: Swarm) -> None:
     assert one.keys() == rounded.keys()
     assert all(torch.equal(rounded[name], one[name].bfloat16()) for name in one)
     read_model(half)
-    refused = swarm.command("export-half-saved", *SHOAL, *wanted, str(members[0].folder))
+    refused = swarm.command("export-half-saved", *FRESH, *wanted, str(members[0].folder))
     assert refused.exit_code(START_S) == UserError.exit_code
     assert "give its invite" in refused.text()
     finish(host, members)

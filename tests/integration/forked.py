@@ -1,0 +1,77 @@
+"""Processes forked from one that has imported everything: what takes each two seconds of CPU otherwise takes it once,
+so that many can come and go on a small machine. Processes of their own in everything else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["pytest", "shoal.peer.cli", "shoal.peer.recipes.gpt", "torch._dynamo", "numba"])
+
+
+def can_fork(command: Sequence[str]) -> bool:
+    """Whether that is a script or a module for this Python, on a system where forking after imports is safe."""
+    return (
+        sys.platform == "linux"
+        and command[0] == sys.executable
+        and (command[1] == "-m" or not command[1].startswith("-"))
+    )
+
+
+class Forked:
+    """The few things that are asked of a ``Popen``. ``command``: one that ``can_fork``."""
+
+    def __init__(self, command: Sequence[str], log: Path, cwd: Path) -> None:
+        log.touch()
+        self._process = _SERVER.Process(target=_live, args=(list(command), log, cwd), daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+
+def _end_with_starter() -> None:
+    """However that ends; the process that we were forked from goes on for as long as we do."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _live(command: list[str], log: Path, cwd: Path) -> None:
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    os.setpgid(0, 0)  # a Ctrl-C in the terminal is for whoever started us
+    os.chdir(cwd)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    _, first, *rest = command
+    if first == "-m":
+        module, *arguments = rest
+        sys.path.insert(0, str(cwd))
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(first).parent))
+        sys.argv = [first, *rest]
+        runpy.run_path(first, run_name="__main__")
