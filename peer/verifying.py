@@ -156,7 +156,7 @@ def _check(folder: Path, identity: Identity | None) -> tuple[Manifest, tuple[Ver
     if run_hash != manifest.run_hash:
         # Another release may have other defaults, which count in the hash.
         raise refuse(place, "run_hash", f"{run_hash}, the hash of its run_toml in this release", manifest.run_hash)
-    verdicts = unpack_verdicts(checkpoint.verdicts, source.place(VERDICTS_FILE))
+    verdicts = unpack_verdicts(checkpoint.verdicts[0], source.place(VERDICTS_FILE))
     if not verdicts:
         raise refuse(source.place(VERDICTS_FILE), "its content", "verdicts", "none")
     run, key = map(bytes.fromhex, _owner(manifest))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, unpack_verdicts
-from shoal.peer.checkpoints.manifest import About
+from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.own_state import Snapshots
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.network_thread import NetworkThread
@@ -33,7 +33,7 @@ _RECENT_VERDICTS = 64
 
 @dataclass(frozen=True)
 class Subject:
-    """What all checkpoints of a member are of."""
+    """What all checkpoints of a member are of. ``stage``: None in a run without stages."""
 
     run: RunFile
     run_toml: str
@@ -41,6 +41,7 @@ class Subject:
     layout: tuple[TensorSpec, ...]
     outer_vectors: int
     coordinator_key: bytes
+    stage: StageAbout | None = None
 
     def __post_init__(self) -> None:
         """Raises ``RecipeError`` for a config that is no JSON: now, and not after the first round."""
@@ -65,12 +66,14 @@ class Subject:
             chain=verdict.chain.hex(),
             tokens=verdict.tokens_total,
             coordinator_key=self.coordinator_key.hex(),
+            stage=self.stage,
         )
 
     def fits(self, checkpoint: Checkpoint) -> bool:
-        """Whether it is of our model."""
+        """Whether it is of our model, or of our stage."""
         manifest = checkpoint.manifest
-        return (manifest.layout, manifest.outer_vectors) == (self.layout, self.outer_vectors)
+        ours = (self.layout, self.outer_vectors, self.stage)
+        return (manifest.layout, manifest.outer_vectors, manifest.stage) == ours
 
 
 class CheckpointKeeper:
@@ -112,7 +115,7 @@ class CheckpointKeeper:
             return None
         if found is not None and not self._verdicts:
             try:
-                self._verdicts = unpack_verdicts(found.verdicts, f"the checkpoint of round {found.manifest.round}")
+                self._verdicts = unpack_verdicts(found.verdicts[0], f"the checkpoint of round {found.manifest.round}")
             except StateFileError as error:  # another peer's copy, which is whole and says nonsense
                 log.warning("going on without its verdicts: %s", error)
         return found
