@@ -51,8 +51,8 @@ class Subject:
             raise RecipeError(f"the recipe's config has to be JSON, to stand in checkpoints: {error}") from error
         object.__setattr__(self, "recipe_config", recipe)
 
-    def about(self, state: State, verdict: Verdict) -> About:
-        """``state`` is what ``verdict`` made."""
+    def about(self, anchor_version: int, digest: bytes, verdict: Verdict) -> About:
+        """Of the state of that version and digest, which ``verdict`` made."""
         return About(
             run=self.run.run.name,
             run_hash=self.run.hash.hex(),
@@ -61,8 +61,8 @@ class Subject:
             layout=self.layout,
             outer_vectors=self.outer_vectors,
             round=verdict.round,
-            anchor_version=state.version,
-            state_digest=state.digest.hex(),
+            anchor_version=anchor_version,
+            state_digest=digest.hex(),
             chain=verdict.chain.hex(),
             tokens=verdict.tokens_total,
             coordinator_key=self.coordinator_key.hex(),
@@ -148,7 +148,7 @@ class CheckpointKeeper:
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
             self._network.finish(preparing)
-        about, own = self._subject.about(state, verdict), self._snapshots.take(self._own())
+        about, own = self._subject.about(state.version, state.digest, verdict), self._snapshots.take(self._own())
         upto = next((at for at, one in enumerate(self._verdicts) if one.chain == verdict.chain), -1)
         contents = Contents(about, state, own, self._verdicts[: upto + 1] or (verdict,))
         self._writing = self._network.begin(self._write(contents))

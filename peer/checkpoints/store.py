@@ -90,7 +90,7 @@ class CheckpointStore(CheckpointWriter):
         as it is."""
         try:
             with self.holding(kept):
-                return read_checkpoint(opened(FolderSource(kept.folder), self._identity), self._run_hash)
+                return read_checkpoint(opened(FolderSource(kept.folder), self.identity), self._run_hash)
         except StateFileError:
             with self._lock:
                 self._kept.pop(kept.round, None)
@@ -136,7 +136,7 @@ class CheckpointStore(CheckpointWriter):
         try:
             self._set_other_history_aside(about.round)
             hidden.mkdir(parents=True)
-            manifest = self.fill(hidden, contents.files(), lambda: about)
+            manifest = self.fill(hidden, contents.files(), about)
             self._publish(hidden, place)
         except OSError as error:
             shutil.rmtree(hidden, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from shoal.peer.checkpoints.manifest import MANIFEST, About, FileEntry, Manifest
@@ -24,16 +24,18 @@ class CheckpointWriter:
 
     def __init__(self, identity: Identity, sealed_for: Iterable[bytes] | None = None) -> None:
         """``sealed_for``: checkpoints are written sealed, for the identity and these raw Ed25519 public keys."""
-        self._identity = identity
+        self.identity = identity
         self._readers = None if sealed_for is None else {identity.public_key, *sealed_for}
 
-    def fill(self, folder: Path, files: Files, about: Callable[[], About]) -> Manifest:
-        """Write all into an empty folder; ``about`` is asked once the files are there. Raises ``OSError``."""
-        sealing = None if self._readers is None else Sealing(self._readers)
-        entries = {name: self._write_content(folder, name, pieces, sealing) for name, pieces in files}
-        manifest = Manifest.sign(about(), entries, self._identity)
-        self._write_manifest(folder, manifest, sealing)
-        return manifest
+    def fill(self, folder: Path, files: Files, about: About) -> Manifest:
+        """Write all into an empty folder. Raises ``OSError``."""
+        begun = self.begin(folder)
+        begun.add(files)
+        return begun.finish(about)
+
+    def begin(self, folder: Path) -> BegunCheckpoint:
+        """In an empty folder."""
+        return BegunCheckpoint(self, folder, None if self._readers is None else Sealing(self._readers))
 
     def _write_content(
         self, folder: Path, name: str, pieces: Iterable[bytes | memoryview], sealing: Sealing | None
@@ -59,3 +61,23 @@ class CheckpointWriter:
             file.flush()
             os.fsync(file.fileno())
         return size_bytes, digest.hexdigest()
+
+
+class BegunCheckpoint:
+    """One that is written piece by piece. Raises ``OSError``."""
+
+    def __init__(self, writer: CheckpointWriter, folder: Path, sealing: Sealing | None) -> None:
+        self._writer = writer
+        self._folder = folder
+        self._sealing = sealing
+        self._entries: dict[str, FileEntry] = {}
+
+    def add(self, files: Files) -> None:
+        for name, pieces in files:
+            self._entries[name] = self._writer._write_content(self._folder, name, pieces, self._sealing)
+
+    def finish(self, about: About) -> Manifest:
+        """Sign what was added; the checkpoint is whole then."""
+        manifest = Manifest.sign(about, self._entries, self._writer.identity)
+        self._writer._write_manifest(self._folder, manifest, self._sealing)
+        return manifest

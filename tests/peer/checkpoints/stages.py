@@ -78,13 +78,14 @@ def stage_state(stage: int, version: int, layout: Iterable[TensorSpec] | None = 
     return State.of(values, version)
 
 
-def about(stage: int, state: State, verdict: Verdict, **changes: Any) -> About:
+def about(number: int, state: State, verdict: Verdict, **changes: Any) -> About:
+    """A stage's."""
     fields = {
         "run": RUN.run.name,
         "run_hash": RUN.hash.hex(),
         "run_toml": TOML,
         "recipe": {"name": "gpt", "settings": {}},
-        "layout": LAYOUTS[stage],
+        "layout": LAYOUTS[number],
         "outer_vectors": 1,
         "round": verdict.round,
         "anchor_version": state.version,
@@ -92,7 +93,7 @@ def about(stage: int, state: State, verdict: Verdict, **changes: Any) -> About:
         "chain": verdict.chain.hex(),
         "tokens": verdict.tokens_total,
         "coordinator_key": SIGNER.public_key.hex(),
-        "stage": StageAbout(number=stage, stages=len(LAYOUTS)),
+        "stage": StageAbout(number=number, stages=len(LAYOUTS)),
     }
     return About(**{**fields, **changes})
 
@@ -114,11 +115,11 @@ def whole_values(version: int) -> torch.Tensor:
 
 
 def keep(
-    peer: Path, stage: int, chain: Sequence[Verdict], number: int, identity: Identity = IDENTITY, **changes: Any
+    peer: Path, number: int, chain: Sequence[Verdict], of_round: int, identity: Identity = IDENTITY, **changes: Any
 ) -> Path:
     """The checkpoint of that stage and round in a peer's folder."""
-    verdict = chain[number]
-    state = stage_state(stage, verdict.anchor_version)
-    store = CheckpointStore(stage_folder(peer, stage) / CHECKPOINTS, RUN.hash, identity, Retention(9))
-    contents = Contents(about(stage, state, verdict, **changes), state, None, tuple(chain[: number + 1]))
+    verdict = chain[of_round]
+    state = stage_state(number, verdict.anchor_version)
+    store = CheckpointStore(stage_folder(peer, number) / CHECKPOINTS, RUN.hash, identity, Retention(9))
+    contents = Contents(about(number, state, verdict, **changes), state, None, tuple(chain[: of_round + 1]))
     return store.write(contents).folder
