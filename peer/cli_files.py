@@ -1,4 +1,4 @@
-"""The commands that look at finished things: ``log verify replay restore export generate identity``."""
+"""The commands that look at finished things: ``log verify replay restore checkpoint export generate identity``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from shoal.peer.events import printable
-from shoal.peer.export import export_from_run, export_model, read_model
+from shoal.peer.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
 from shoal.peer.log_command import show_log
 from shoal.peer.log_sources import open_log
 from shoal.peer.options import SHOAL_HOME
@@ -20,7 +20,8 @@ from shoal.peer.recipes.gpt import Gpt, generate
 from shoal.peer.remote.commands import list_copies, restore
 from shoal.peer.replay import Replayed, replay
 from shoal.peer.replay import table as replay_table
-from shoal.peer.verifying import Refused, find_checkpoints, summary, verify_checkpoints, verify_notes, verify_table
+from shoal.peer.verify_view import summary, verify_notes, verify_table
+from shoal.peer.verifying import Refused, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.identity import Identity, key_text
 from shoal.swarm.invite import Invite
@@ -106,9 +107,27 @@ def restore_command(
         restore(url, to, identity, console)
 
 
+@app.command("checkpoint")
+def checkpoint_command(
+    run: Annotated[str, typer.Option(help="A pipeline's invite, or a folder with all its stages, of whichever peers.")],
+    out: Annotated[Path, typer.Option(help="The folder that becomes the checkpoint; it must not be there.")],
+    identity: IdentityOption = SHOAL_HOME / "identity",
+) -> None:
+    """Put a pipeline's whole model together from its stages, as one checkpoint that this identity signs."""
+    own = Identity.load_or_create(identity)
+    if run.startswith("shoal://"):
+        made = asyncio.run(gather_from_run(Invite.parse(run), out, own))
+    else:
+        made = gather_checkpoint(Path(run), out, own)
+    console.print(
+        f"Anchor version {made.anchor_version}, of {len(made.parts or ())} stages after round {made.round}, "
+        f"written to {out}, signed by {made.peer}"
+    )
+
+
 @app.command("export")
 def export_command(
-    run: Annotated[str, typer.Option(help="An invite, a run's folder, or a checkpoint's.")],
+    run: Annotated[str, typer.Option(help="An invite, a run's folder, or a checkpoint's; with all stages, if any.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("model.safetensors"),
     precision: Annotated[Precision, typer.Option(help="bfloat16: half the bytes, from a live run only.")] = (
         Precision.float32

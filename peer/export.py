@@ -1,143 +1,139 @@
-"""A run's anchor as a model for inference: safetensors by parameter name, with the recipe's config beside it."""
+"""``shoal export`` and ``shoal checkpoint``: a run's model for inference, and a pipeline's whole model as a checkpoint,
+from what members saved or from the members of a running run."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+import torch
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from shoal.peer.checkpoints.manifest import MANIFEST
-from shoal.peer.checkpoints.sealed_folder import ENVELOPE, opened
-from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.outer_optimizer import outer_of
-from shoal.peer.parameters import ParameterVector, split_by_layout
-from shoal.peer.partial_state import PartialState, Wanted
-from shoal.peer.recipes import load_model, load_recipe
-from shoal.peer.rounded_anchor import fetch_rounded_anchor
-from shoal.peer.state_fetch import StateFetch
-from shoal.peer.state_forms import form_named
-from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, StorageError
+from shoal.peer.checkpoints.keeper import Subject
+from shoal.peer.checkpoints.manifest import Manifest, StageAbout
+from shoal.peer.checkpoints.whole import WholeCheckpoint, write_whole
+from shoal.peer.checkpoints.writing import CheckpointWriter
+from shoal.peer.history_keeper import fetch_verdicts
+from shoal.peer.live_run import LiveRun, look_at
+from shoal.peer.model_file import ModelAbout, ModelFile
+from shoal.peer.model_file import read_model as read_model
+from shoal.peer.whole_models import WholeModel, use_newest
+from shoal.swarm.errors import StateFileError, UserError, WireError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
-from shoal.swarm.observer import observe
+from shoal.swarm.links import in_thread
+from shoal.swarm.messages import RunView, Verdict
+from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.verdicts import are_all_stages
 
-log = logging.getLogger(__name__)
-
-_FETCH_S = 10.0
+_RECENT_VERDICTS = 64
 
 
-def newest_checkpoint(source: Path, identity: Identity | None = None) -> Checkpoint:
-    """The checkpoint in this folder, or the newest whole one anywhere below it; ``identity`` opens sealed ones.
-
-    Raises ``StateFileError``."""
-    if any((source / name).exists() for name in (MANIFEST, ENVELOPE)):
-        return read_checkpoint(opened(FolderSource(source), identity))
-    refused: StateFileError | None = None
-    found = [path.parent for name in (MANIFEST, ENVELOPE) for path in source.glob(f"**/round-*/{name}")]
-    for place in sorted(found, key=lambda folder: folder.name, reverse=True):
-        try:
-            return read_checkpoint(opened(FolderSource(place), identity))
-        except StateFileError as error:
-            log.warning("a checkpoint cannot be used, an older one may do: %s", error)
-            refused = error
-    if isinstance(refused, SealedForOthers):
-        raise refused
-    damaged = f" that is whole; {refused}" if refused else ""
-    raise StateFileError(
-        f"{source}: no checkpoint here{damaged}; give a run's folder (~/.shoal/runs/RUN-HASH), a checkpoint's, or the "
-        "run's invite while it is running"
-    )
+# A model for inference ----------------------------------------------------------------------------------------
 
 
 def export_model(source: Path, out: Path, identity: Identity | None = None) -> int:
-    """Write the anchor of the newest checkpoint in ``source``, be it sealed for ``identity``; returns its version.
+    """Write the anchor of the newest checkpoint in ``source``, or of the newest of which all stages are there, sealed
+    for ``identity`` or not; returns its version.
 
     Raises ``StateFileError`` or ``StorageError``; an existing ``out`` stays as it is then.
     """
-    checkpoint = newest_checkpoint(source, identity)
-    manifest, state = checkpoint.manifest, checkpoint.state
-    tensors = split_by_layout(state.anchor, manifest.layout)
-    provenance = _provenance(state.version, state.digest, manifest.run, manifest.run_hash)
-    write_model(out, tensors, manifest.recipe, provenance)
-    return state.version
+
+    def export(model: WholeModel) -> int:
+        about = model.stages[0].about
+        layout = tuple(spec for stage in model.stages for spec in stage.about.layout)
+        provenance = _provenance(model.version, about.run, about.run_hash)
+        if not model.is_in_stages:
+            provenance["state_digest"] = about.state_digest
+        with ModelFile(out, ModelAbout(layout, about.recipe, provenance)) as file:
+            for stage in model.stages:
+                file.append(stage.load().anchor)
+        return model.version
+
+    return use_newest(source, identity, export)
 
 
 async def export_from_run(invite: Invite, out: Path, *, rounded: bool = False) -> int:
     """Fetch the current anchor from the members of a running run and write it; returns its version. ``rounded``: fetch
-    and write it in bfloat16, half the bytes.
+    and write it in bfloat16, half the bytes. Of a pipeline one stage is in memory at a time.
 
-    Only for runs with an installed recipe: it gives names and shapes. Raises ``RecipeError``, ``LinkError``, …
-    """
-    async with observe(invite) as client:
-        run = client.run_file
-        if run.recipe.name == "own":
-            raise RecipeError("this run has no recipe to name its parameters: export a member's checkpoint instead")
-        recipe = load_recipe(run)
-        vector = ParameterVector(recipe.build_model(run.run.seed))
-        slots = outer_of(run.outer).slots
-        view = client.view
-        if view.state_digest is None:
-            raise StateFileError("no member of the run holds its state at the moment; try again later")
-        shape = (1 + slots, vector.elements)
-        wanted = Wanted(view.anchor_version, view.state_digest, shape)
-        node = client.node
-        if rounded:
-            anchor = await fetch_rounded_anchor(node, node.trainers(), wanted.version, vector.elements, _FETCH_S)
-            tensors = {name: tensor.bfloat16() for name, tensor in vector.named(anchor).items()}
-        else:
-            partial = PartialState(wanted, only_anchor=True)
-            form = form_named(run.checkpoints.transfer)
-            await StateFetch(node, partial, node.trainers, _FETCH_S, form=form).run()
-            tensors = vector.named(partial.values[0])
-        provenance = _provenance(wanted.version, wanted.digest, run.run.name, run.hash.hex())
-        write_model(out, tensors, recipe.config(), provenance)
-        return wanted.version
+    Raises ``RecipeError``, ``LinkError``, … as ``look_at`` and ``LiveRun.at_one_version``; an existing ``out`` stays as
+    it is then."""
+    async with look_at(invite) as live:
+        run, dtype = live.run_file, torch.bfloat16 if rounded else torch.float32
+
+        async def export(views: Sequence[RunView]) -> int:
+            version = views[0].anchor_version
+            provenance = _provenance(version, run.run.name, run.hash.hex())
+            if len(views) == 1 and views[0].state_digest is not None:
+                provenance["state_digest"] = views[0].state_digest.hex()
+            with ModelFile(out, ModelAbout(live.layout, live.recipe.config(), provenance, dtype)) as file:
+                for share, view in zip(live.shares, views, strict=True):
+                    await in_thread(file.append, await share.anchor(view, rounded=rounded))
+            return version
+
+        return await live.at_one_version(export)
 
 
-def write_model(
-    out: Path, tensors: dict[str, Tensor], recipe: dict[str, Any] | None, provenance: dict[str, str]
-) -> None:
-    """``out`` and, beside it, ``out`` with suffix ``.json``: the recipe's config. Raises ``StorageError``."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, provenance)
-        out.with_suffix(".json").write_text(json.dumps({"recipe": recipe, **provenance}, indent=2) + "\n")
-        temporary.replace(out)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"{out}: the model cannot be written: {error}") from error
+def _provenance(version: int, run: str, run_hash: str) -> dict[str, str]:
+    return {"run": run, "run_hash": run_hash, "anchor_version": str(version)}
 
 
-def read_model(path: Path) -> nn.Module:
-    """An exported model, rebuilt by its recipe. Raises ``StateFileError`` or ``RecipeError``."""
-    config = path.with_suffix(".json")
-    try:
-        recipe = json.loads(config.read_text())["recipe"]
-        tensors = load_file(path)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise StateFileError(f"{path}: not an exported model with its {config.name}: {error}") from error
-    if not isinstance(recipe, dict):
-        raise RecipeError(f"{config}: this model was made by an own training loop; load it there")
-    model = load_model(recipe)
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise StateFileError(f"{path}: does not fit the model of {config}: {error}") from error
-    return model
+# A pipeline's whole model as a checkpoint -----------------------------------------------------------------------
 
 
-def _provenance(version: int, digest: bytes, run: str, run_hash: str) -> dict[str, str]:
-    return {
-        "run": run,
-        "run_hash": run_hash,
-        "anchor_version": str(version),
-        "state_digest": digest.hex(),
-    }
+def gather_checkpoint(source: Path, place: Path, identity: Identity) -> Manifest:
+    """Put the newest version of which all stages are below ``source`` together in ``place``, sealed if the run says so.
+
+    Raises ``UserError`` where that is a whole model already, ``StateFileError`` or ``StorageError``; nothing is left
+    then."""
+
+    def write(model: WholeModel) -> Manifest:
+        if not model.is_in_stages:
+            raise UserError(f"{model.places[0]}: is a checkpoint of a whole model already, the newest one there")
+        about = model.stages[0].about
+        run = parse_run_file(about.run_toml, f"{model.places[0]}: the run file")
+        return write_whole(place, model.stages, CheckpointWriter(identity, run.checkpoints.sealed_for))
+
+    return use_newest(source, identity, write)
+
+
+async def gather_from_run(invite: Invite, place: Path, identity: Identity) -> Manifest:
+    """The same of the present version of a running pipeline, fetched from its members, one stage at a time.
+
+    Raises as ``export_from_run``, and ``UserError`` for a run without stages."""
+    async with look_at(invite) as live:
+        run = live.run_file
+        if run.pipeline is None:
+            raise UserError("this run has no stages to put together: its members' checkpoints are of the whole model")
+        writer = CheckpointWriter(identity, run.checkpoints.sealed_for)
+
+        async def write(views: Sequence[RunView]) -> Manifest:
+            chains = await _chains(live, views)
+            abouts = []
+            for number, (share, view, chain) in enumerate(zip(live.shares, views, chains, strict=True)):
+                stage = StageAbout(number=number, stages=len(chains))
+                key, recipe = live.client.coordinator_key, live.recipe.config()
+                slots = share.vectors - 1
+                subject = Subject(run, live.client.run_toml, recipe, share.layout, slots, key, stage)
+                assert view.state_digest is not None
+                abouts.append(subject.about(view.anchor_version, view.state_digest, chain[-1]))
+            with WholeCheckpoint(place, abouts, writer) as whole:
+                for share, view, chain in zip(live.shares, views, chains, strict=True):
+                    await in_thread(whole.append, await share.state(view), chain)
+                return await in_thread(whole.finish)
+
+        return await live.at_one_version(write)
+
+
+async def _chains(live: LiveRun, views: Sequence[RunView]) -> list[tuple[Verdict, ...]]:
+    """Of each stage, the newest part of its chain, up to the round that the views are of."""
+    chains = []
+    for share, view in zip(live.shares, views, strict=True):
+        if view.verdict is None:
+            raise StateFileError("no round of the run has been committed yet; try again later")
+        last = view.verdict.round
+        found = await fetch_verdicts(share.client, max(0, last + 1 - _RECENT_VERDICTS))
+        chains.append(tuple(one for one in found if one.round <= last))
+    if not are_all_stages([chain[-1] for chain in chains]):
+        raise WireError("the coordinator's verdicts on the stages of one round do not go together")
+    return chains

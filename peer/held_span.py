@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shoal.peer.capability import autocast
+from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout
 from shoal.peer.history_file import HISTORY_FILE
@@ -51,6 +52,7 @@ class SpanWork:
     layered: Layered
     samples: Samples
     about: DataAbout
+    recipe_config: dict[str, Any]
     device: torch.device
     folder: Path
     store: Callable[[Path], CheckpointStore | None]
@@ -98,7 +100,9 @@ class HeldSpan:
             for stage in stages:
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.device)
                 member: Member = network.call(members.enter(stage))
-                replicas[stage] = _replica(work, network, member, stage, Brought(model, data=work.about))
+                about = StageAbout(number=stage, stages=len(boundaries) - 1)
+                brought = Brought(model, data=work.about, recipe_config=work.recipe_config, stage=about)
+                replicas[stage] = _replica(work, network, member, stage, brought)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
         except BaseException:
             network.call(members.leave_all())

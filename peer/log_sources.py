@@ -14,6 +14,7 @@ from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.history import Kept, Origin, unpack_history
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.hosting import ORIGIN_FILE
+from shoal.peer.stage_members import scope_of
 from shoal.swarm.coordinator.journal_files import JOURNAL, JournalFiles
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.identity import Identity
@@ -93,11 +94,14 @@ def _of_host(folder: Path) -> Log:
 def _of_checkpoint(folder: Path, identity: Identity | None) -> Log:
     source = opened(FolderSource(folder), identity)
     manifest = read_manifest(source)
-    verdicts = read_verdicts(source, manifest)
+    # Of a whole model that stages made, the last one's: it is the one that knows the loss.
+    number = len(manifest.verdicts_files) - 1
+    verdicts = read_verdicts(source, manifest, number)
+    stage = manifest.stage.number if manifest.stage is not None else None if manifest.parts is None else number
     whole = bool(verdicts) and verdicts[0].round == 0
     note = "" if whole else f"{folder}: holds only the end of the chain; its beginning is in the members' histories"
-    key = bytes.fromhex(manifest.coordinator_key)
-    return Log(manifest.run, bytes.fromhex(manifest.run_hash), key, verdicts, whole=whole, note=note)
+    key, scope = bytes.fromhex(manifest.coordinator_key), 0 if stage is None else scope_of(stage)
+    return Log(manifest.run, bytes.fromhex(manifest.run_hash), key, verdicts, scope, whole=whole, note=note)
 
 
 def _log(origin: Origin, verdicts: tuple[Verdict, ...], damage: str = "", note: str = "") -> Log:

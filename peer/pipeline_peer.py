@@ -95,6 +95,7 @@ class PipelinePeer:
             layered=layered,
             samples=Samples(layers, data, SampleOrder(len(data), run.run.seed)),
             about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
+            recipe_config=recipe.config(),
             device=self._device,
             folder=connection.folder,
             store=connection.open_store,

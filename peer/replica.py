@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shoal.peer.catch_up import Steps, roll_forward
 from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
+from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout, LeasedSamples
 from shoal.peer.history_file import HISTORY_FILE
@@ -44,7 +45,8 @@ Emit = Callable[..., None]
 class Brought:
     """What a member brings to the run. ``inner_optimizer`` is needed by ``diloco``; ``data`` may come later;
     ``recipe_config`` is None for own training loops. ``make_work``: local work of another kind than the algorithm's;
-    ``on_mean``: called with every committed mean, (n,) float32, and whether our contribution is in it."""
+    ``on_mean``: called with every committed mean, (n,) float32, and whether our contribution is in it; ``stage``: which
+    one the model is, in a pipeline."""
 
     model: nn.Module
     inner_optimizer: Optimizer | None = None
@@ -52,6 +54,7 @@ class Brought:
     recipe_config: dict[str, Any] | None = None
     make_work: Callable[[ParameterVector], LocalWork] | None = None
     on_mean: Callable[[Tensor, bool], None] | None = None
+    stage: StageAbout | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class Replica:
         self._verdict: Verdict | None = None
         """What made the state, where we know it."""
         self._own = OwnPart(brought.model, brought.inner_optimizer, self.samples, self._member)
-        self._keeper = CheckpointKeeper(store, network, self._subject(), self._own.tree) if store else None
+        subject = self._subject(brought.stage)
+        self._keeper = CheckpointKeeper(store, network, subject, self._own.tree) if store else None
 
     @property
     def state(self) -> State | None:
@@ -312,10 +316,10 @@ class Replica:
         if self._keeper is not None:
             self._keeper.heard(verdict)
 
-    def _subject(self) -> Subject:
+    def _subject(self, stage: StageAbout | None) -> Subject:
         client = self._member.client
         layout, slots = self.vector.layout, self._outer.slots
-        return Subject(self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key)
+        return Subject(self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key, stage)
 
 
 def _local_work(run: RunFile, vector: ParameterVector, brought: Brought) -> LocalWork:

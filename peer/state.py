@@ -52,6 +52,46 @@ def state_digest(version: int, shape: tuple[int, ...], chunk_digests: bytes) -> 
     return hashlib.sha256(f"shoal state 2 {version} {shape}\0".encode() + chunk_digests).digest()
 
 
+class GrowingDigest:
+    """The digest of a state whose values come in pieces, in any order: at most a chunk at each end of a row of a piece
+    is kept, and none of the values."""
+
+    def __init__(self, version: int, shape: tuple[int, int]) -> None:
+        self._version, self._shape = version, shape
+        self._size_bytes = 4 * shape[0] * shape[1]
+        self._digests: list[bytes] = [b""] * chunks_in(self._size_bytes)
+        self._open: dict[int, tuple[bytearray, int]] = {}
+        """Chunks of which a part has come, and how much of them."""
+
+    def take(self, row: int, column: int, values: Tensor) -> None:
+        """The values that begin there, (k,) float32; each comes once."""
+        data, at = bytes_of(values), 4 * (row * self._shape[1] + column)
+        while data.nbytes:
+            chunk = at // CHUNK_BYTES
+            start = chunk * CHUNK_BYTES
+            room = min(CHUNK_BYTES, self._size_bytes - start)
+            piece = data[: start + room - at]
+            self._put(chunk, at - start, piece, room)
+            at, data = at + piece.nbytes, data[piece.nbytes :]
+
+    def _put(self, chunk: int, offset: int, piece: memoryview, room: int) -> None:
+        if piece.nbytes == room:
+            self._digests[chunk] = chunk_digest(piece)
+            return
+        kept, filled = self._open.pop(chunk) if chunk in self._open else (bytearray(room), 0)
+        kept[offset : offset + piece.nbytes] = piece
+        filled += piece.nbytes
+        if filled == room:
+            self._digests[chunk] = chunk_digest(memoryview(kept))
+        else:
+            self._open[chunk] = (kept, filled)
+
+    def digest(self) -> bytes:
+        """Once all values have come."""
+        assert all(self._digests), "some values are missing"
+        return state_digest(self._version, self._shape, b"".join(self._digests))
+
+
 def _chunk_digests(data: memoryview) -> bytes:
     chunks = chunks_in(data.nbytes)
 

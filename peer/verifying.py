@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
-from shoal.peer.checkpoints.checkpoint import read_checkpoint, unpack_verdicts
+from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint, unpack_verdicts
 from shoal.peer.checkpoints.manifest import MANIFEST, VERDICTS_FILE, Manifest
 from shoal.peer.checkpoints.sealed_folder import ENVELOPE, opened
-from shoal.peer.checkpoints.source import FolderSource, refuse
+from shoal.peer.checkpoints.source import FolderSource, Source, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS
-from shoal.peer.events import bytes_text, count_text, printable
 from shoal.peer.history import check_chain, unpack_history
 from shoal.peer.history_file import HISTORY_FILE
+from shoal.peer.stage_members import scope_of
+from shoal.peer.state import State
 from shoal.swarm.errors import RunFileError, SealedForOthers, StateFileError
 from shoal.swarm.identity import Identity
 from shoal.swarm.messages import Verdict
 from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.verdicts import are_all_stages
+
+Owner = tuple[str, str, int]
+"""Whose chain it is: the run by its hash, whose signatures count, and the scope: the run's, or a stage's."""
 
 
 @dataclass(frozen=True)
 class Verified:
     """A whole checkpoint. ``first_round``: from which on all verdicts up to its own were checked: 0, where they or the
     history beside it have the whole chain; ``vouched_by``: the round whose plan, signed by the coordinator, names the
-    very state; None where only the peer's signature does."""
+    very state; None where only the peer's signature does. Of a model that was put together from stages both are of that
+    stage of which least is known."""
 
     folder: Path
     manifest: Manifest
@@ -49,12 +53,22 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """What has a chain of its own in a checkpoint: the run's state, or a stage's, with that digest. ``verdicts``: a
+    checked chain that ends with the checkpoint's round."""
+
+    owner: Owner
+    state_digest: str
+    verdicts: tuple[Verdict, ...]
+
+
+@dataclass(frozen=True)
 class _Read:
-    """A whole checkpoint with its own verdicts, which are a chain."""
+    """A whole checkpoint; ``parts``: one, or those of the stages that the model was put together from."""
 
     folder: Path
     manifest: Manifest
-    verdicts: tuple[Verdict, ...]
+    parts: tuple[_Part, ...]
 
     @property
     def history(self) -> Path | None:
@@ -69,7 +83,7 @@ class _History:
     """A whole chain of verdicts from the run's first round on, checked; ``owner``: of which run and coordinator."""
 
     path: Path
-    owner: tuple[str, str]
+    owner: Owner
     verdicts: tuple[Verdict, ...]
 
 
@@ -91,7 +105,7 @@ def verify_checkpoints(folders: Iterable[Path], identity: Identity | None = None
     results: dict[Path, Verified | Refused] = {}
     for folder in folders:
         try:
-            whole.append(_Read(folder, *_check(folder, identity)))
+            whole.append(_check(folder, identity))
         except StateFileError as error:
             results[folder] = Refused(folder, str(error), isinstance(error, SealedForOthers))
     histories: dict[Path, _History] = {}
@@ -100,14 +114,13 @@ def verify_checkpoints(folders: Iterable[Path], identity: Identity | None = None
             histories[path] = _read_history(path)
         except StateFileError as error:
             results[path] = Refused(path, str(error))
-    told = [(_owner(one.manifest), one.verdicts) for one in whole]
+    told = [(part.owner, part.verdicts) for one in whole for part in one.parts]
     told += [(one.owner, one.verdicts) for one in histories.values()]
     for one in whole:
         history = histories.get(one.history) if one.history else None
         try:
-            first = _first_round(one, history) if history else one.verdicts[0].round
-            chains = [chain for owner, chain in told if owner == _owner(one.manifest)]
-            voucher = _voucher(one.folder, one.manifest, chains)
+            first = _first_round(one, history) if history else max(part.verdicts[0].round for part in one.parts)
+            voucher = _voucher_of_all(one, told)
         except StateFileError as error:
             results[one.folder] = Refused(one.folder, str(error))
             continue
@@ -128,16 +141,17 @@ def _read_history(path: Path) -> _History:
         )
     key = kept.origin.coordinator.identity_key
     _check_chain(kept.verdicts, kept.origin.run_hash, key, str(path), scope=kept.origin.scope)
-    return _History(path, (kept.origin.run_hash.hex(), key.hex()), kept.verdicts)
+    return _History(path, (kept.origin.run_hash.hex(), key.hex(), kept.origin.scope), kept.verdicts)
 
 
 def _first_round(one: _Read, history: _History) -> int:
     """From which round on the chain is known up to this checkpoint. Raises ``StateFileError`` when the history has
     another verdict for a round of it. It may be some rounds behind: it is not flushed before checkpoints are."""
-    if history.owner != _owner(one.manifest):
+    (part,) = one.parts if len(one.parts) == 1 else (None,)
+    if part is None or history.owner != part.owner:
         raise refuse(str(history.path), "its head", "the run and the coordinator of the checkpoint", "others")
-    known, first = history.verdicts, one.verdicts[0]
-    chains = {first.round - 1: first.previous_chain} | {verdict.round: verdict.chain for verdict in one.verdicts}
+    known, first = history.verdicts, part.verdicts[0]
+    chains = {first.round - 1: first.previous_chain} | {verdict.round: verdict.chain for verdict in part.verdicts}
     for number, chain in chains.items():
         if 0 <= number < len(known) and known[number].chain != chain:
             expected = f"the verdict that {history.path} has"
@@ -145,32 +159,76 @@ def _first_round(one: _Read, history: _History) -> int:
     return 0 if first.round <= len(known) else first.round
 
 
-def _check(folder: Path, identity: Identity | None) -> tuple[Manifest, tuple[Verdict, ...]]:
+def _check(folder: Path, identity: Identity | None) -> _Read:
     source = opened(FolderSource(folder), identity)
     checkpoint = read_checkpoint(source)
     manifest, place = checkpoint.manifest, source.place(MANIFEST)
     try:
-        run_hash = parse_run_file(manifest.run_toml).hash.hex()
+        run = parse_run_file(manifest.run_toml)
     except RunFileError as error:
         raise refuse(place, "run_toml", "a run file", str(error)) from error
-    if run_hash != manifest.run_hash:
+    if run.hash.hex() != manifest.run_hash:
         # Another release may have other defaults, which count in the hash.
-        raise refuse(place, "run_hash", f"{run_hash}, the hash of its run_toml in this release", manifest.run_hash)
-    verdicts = unpack_verdicts(checkpoint.verdicts, source.place(VERDICTS_FILE))
-    if not verdicts:
-        raise refuse(source.place(VERDICTS_FILE), "its content", "verdicts", "none")
-    run, key = map(bytes.fromhex, _owner(manifest))
-    _check_chain(verdicts, run, key, source.place(VERDICTS_FILE), whole=verdicts[0].round == 0)
-    last = verdicts[-1]
+        raise refuse(
+            place, "run_hash", f"{run.hash.hex()}, the hash of its run_toml in this release", manifest.run_hash
+        )
+    in_stages = manifest.stage is not None or manifest.parts is not None
+    if in_stages != (run.pipeline is not None):
+        expected = "which stage it is of, or all" if run.pipeline is not None else "nothing"
+        raise refuse(place, "stage and parts", f"{expected}, as the run file has it", "this")
+    parts = tuple(
+        _Part(owner, digest, _verdicts(source, checkpoint, number, owner[2]))
+        for number, (owner, digest) in enumerate(zip(_owners(manifest), _digests(checkpoint, place), strict=True))
+    )
+    last = _last_verdict(manifest, parts, place)
     for field, said, true in (
         ("round", manifest.round, last.round),
-        ("chain", manifest.chain, last.chain.hex()),
+        ("chain", manifest.chain, (last.chain if manifest.parts is None else last.together or b"").hex()),
         ("anchor_version", manifest.anchor_version, last.anchor_version),
         ("tokens", manifest.tokens, last.tokens_total),
     ):
         if said != true:
             raise refuse(place, field, f"{true}, as its last verdict says", str(said))
-    return manifest, verdicts
+    return _Read(folder, manifest, parts)
+
+
+def _digests(checkpoint: Checkpoint, place: str) -> Iterator[str]:
+    """Of what each part has its chain for. Raises ``StateFileError`` where a stage's part is not what it is said to
+    be."""
+    manifest, state = checkpoint.manifest, checkpoint.state
+    if manifest.parts is None:
+        yield manifest.state_digest
+        return
+    at = 0
+    for number, part in enumerate(manifest.parts):
+        found = State.of(state.values[:, at : at + part.elements].contiguous(), state.version).digest.hex()
+        if found != part.state_digest:
+            raise refuse(place, f"parts.{number}.state_digest", found, part.state_digest)
+        at += part.elements
+        yield found
+
+
+def _verdicts(source: Source, checkpoint: Checkpoint, number: int, scope: int) -> tuple[Verdict, ...]:
+    """A part's, which are a chain. Raises ``StateFileError``."""
+    manifest, place = checkpoint.manifest, source.place(checkpoint.manifest.verdicts_files[number])
+    verdicts = unpack_verdicts(checkpoint.verdicts[number], place)
+    if not verdicts:
+        raise refuse(place, "its content", "verdicts", "none")
+    run, key = bytes.fromhex(manifest.run_hash), bytes.fromhex(manifest.coordinator_key)
+    _check_chain(verdicts, run, key, place, scope=scope, whole=verdicts[0].round == 0)
+    return verdicts
+
+
+def _last_verdict(manifest: Manifest, parts: Sequence[_Part], place: str) -> Verdict:
+    """Of the checkpoint's round. Of a model that was put together, the first stage's, which all others are tied to: by
+    what the coordinator signed. Raises ``StateFileError`` where they are not."""
+    lasts = [part.verdicts[-1] for part in parts]
+    for number, (part, last) in enumerate(zip(manifest.parts or (), lasts, strict=False)):
+        if part.chain != last.chain.hex():
+            raise refuse(place, f"parts.{number}.chain", f"{last.chain.hex()}, as its last verdict says", part.chain)
+    if manifest.parts is not None and not are_all_stages(lasts):
+        raise refuse(place, "parts", "all stages of one round in their order, as their verdicts say", "others")
+    return lasts[0]
 
 
 def _check_chain(
@@ -182,71 +240,37 @@ def _check_chain(
         raise StateFileError(f"{place}: {error}") from error
 
 
-def _voucher(folder: Path, manifest: Manifest, chains: Iterable[Sequence[Verdict]]) -> int | None:
+def _voucher_of_all(one: _Read, told: Sequence[tuple[Owner, Sequence[Verdict]]]) -> int | None:
+    """The round with a plan for each part of it. Raises ``StateFileError`` when one names another state."""
+    found = []
+    for part in one.parts:
+        chains = [chain for owner, chain in told if owner == part.owner]
+        found.append(_voucher(str(one.folder / MANIFEST), part, chains))
+    vouchers = [voucher for voucher in found if voucher is not None]
+    return max(vouchers) if len(vouchers) == len(found) else None
+
+
+def _voucher(place: str, part: _Part, chains: Iterable[Sequence[Verdict]]) -> int | None:
     """The round after the checkpoint's whose plan names its state. Raises ``StateFileError`` when it names another."""
+    last = part.verdicts[-1]
     for chain in chains:
-        at = next((at for at, one in enumerate(chain) if one.chain.hex() == manifest.chain), len(chain))
+        at = next((at for at, one in enumerate(chain) if one.chain == last.chain), len(chain))
         for verdict in chain[at + 1 :]:
-            if verdict.plan is not None and verdict.plan.anchor_version == manifest.anchor_version:
+            if verdict.plan is not None and verdict.plan.anchor_version == last.anchor_version:
                 digest = verdict.plan.state_digest.hex()
-                if digest != manifest.state_digest:
+                if digest != part.state_digest:
                     expected = f"{digest}, as the plan of round {verdict.round} says"
-                    raise refuse(str(folder / MANIFEST), "state_digest", expected, manifest.state_digest)
+                    raise refuse(place, "state_digest", expected, part.state_digest)
                 return verdict.round
-            if verdict.anchor_version != manifest.anchor_version:
+            if verdict.anchor_version != last.anchor_version:
                 break  # rolled back: what comes later is of another history of this version
     return None
 
 
-def _owner(manifest: Manifest) -> tuple[str, str]:
-    """Which run's it is, by its hash, and whose signatures count."""
-    return manifest.run_hash, manifest.coordinator_key
-
-
-def verify_table(results: Iterable[Verified | Refused]) -> Table:
-    """A line for each. "chain": what of it was checked; "vouched by": who says that the run had this state."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("", "run", "round", "anchor", "tokens", "size", "signed by", "chain", "vouched by"):
-        is_number = title in ("round", "anchor", "tokens", "size")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=True, min_width=1)
-    for one in results:
-        if isinstance(one, Refused):
-            number = one.place.name.rpartition("round-")[2].lstrip("0") or "0"
-            table.add_row("✗", *(("history",) if one.is_history else ("", printable(number[:8]))), style="red")
-            continue
-        manifest = one.manifest
-        table.add_row(
-            "[green]✓[/]",
-            printable(manifest.run),
-            str(manifest.round),
-            str(manifest.anchor_version),
-            count_text(manifest.tokens),
-            bytes_text(one.size_bytes),
-            manifest.peer,
-            "whole" if one.first_round == 0 else f"from {one.first_round}",
-            f"plan of {one.vouched_by}" if one.vouched_by is not None else "its peer",
-        )
-    return table
-
-
-def verify_notes(results: Iterable[Verified | Refused]) -> str:
-    """What the table's words mean."""
-    notes = [
-        "Checked: sizes and SHA-256 of all files, layout, state digests, signatures, chains of verdicts.",
-        "Vouched by: a later round's plan, which the coordinator signed, or this checkpoint's peer alone.",
-        f"Whole chain: every verdict since the run's first round, with {HISTORY_FILE} beside the checkpoints.",
-    ]
-    if any(isinstance(one, Verified) and one.first_round for one in results):
-        notes.append(
-            f"From N: only those that the checkpoint holds, as no {HISTORY_FILE} lies there (copies have none)."
-        )
-    return "\n".join(notes)
-
-
-def summary(results: Sequence[Verified | Refused]) -> str:
-    """How many are wrong."""
-    wrong = [one for one in results if isinstance(one, Refused)]
-    histories = sum(one.is_history for one in wrong)
-    checkpoints = len(results) - histories
-    told = f"{len(wrong) - histories} of {checkpoints} checkpoints are not what they have to be"
-    return told + (f", and {histories} of the histories beside them" if histories else "")
+def _owners(manifest: Manifest) -> tuple[Owner, ...]:
+    """Of the run or the stage, or of each stage that the model was put together from."""
+    if manifest.parts is not None:
+        scopes = [scope_of(number) for number in range(len(manifest.parts))]
+    else:
+        scopes = [0 if manifest.stage is None else scope_of(manifest.stage.number)]
+    return tuple((manifest.run_hash, manifest.coordinator_key, scope) for scope in scopes)

@@ -46,6 +46,23 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
                 await client.leave("observed")
 
 
+@asynccontextmanager
+async def observe_stages(client: CoordinatorClient, stages: int) -> AsyncIterator[tuple[CoordinatorClient, ...]]:
+    """The same in each stage of a pipeline, for a guest of the run: a client for each. Raises the errors of a join."""
+    clients = [client.in_scope(stage + 1) for stage in range(stages)]
+    for one in clients:
+        await one.join()
+    async with task_scope() as tasks:
+        beats = [tasks.create_task(_stay(one)) for one in clients]
+        try:
+            yield tuple(clients)
+        finally:
+            for beat in beats:
+                beat.cancel()
+            for one in clients:
+                await one.leave("observed")
+
+
 async def _stay(client: CoordinatorClient) -> None:
     """Heartbeats with nothing in them: fetching a large model takes longer than the run's patience."""
     nothing = PeerToCoordinatorHeartbeat(

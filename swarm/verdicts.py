@@ -34,9 +34,19 @@ def chain_hash(verdict: Verdict) -> bytes:
 def tied_together(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """The verdicts of all stages on one round, in their order, each with ``together``: SHA-256 over what all of them
     say. So each one's signature covers the others."""
+    together = _together(verdicts)
+    return [verdict.model_copy(update={"together": together}) for verdict in verdicts]
+
+
+def are_all_stages(verdicts: Sequence[Verdict]) -> bool:
+    """Whether these are the verdicts of all stages on one round, in their order: as each of them says."""
+    together = _together(verdicts)
+    return bool(verdicts) and all(verdict.together == together for verdict in verdicts)
+
+
+def _together(verdicts: Sequence[Verdict]) -> bytes:
     bare = [verdict.model_copy(update={"together": None}) for verdict in verdicts]
-    together = hashlib.sha256(_TOGETHER + b"".join(chain_hash(verdict) for verdict in bare)).digest()
-    return [verdict.model_copy(update={"together": together}) for verdict in bare]
+    return hashlib.sha256(_TOGETHER + b"".join(chain_hash(verdict) for verdict in bare)).digest()
 
 
 def signed_bytes(chain: bytes) -> bytes:

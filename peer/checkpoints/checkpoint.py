@@ -51,12 +51,13 @@ class Contents:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """As it was read. ``own``: the peer's own tree (``own_state.own_tree``), None where it is not there."""
+    """As it was read. ``own``: the peer's own tree (``own_state.own_tree``), None where it is not there; ``verdicts``:
+    the content of its files of them, one of the run or of the stage, or of each stage of a whole model."""
 
     manifest: Manifest
     state: State
     own: dict[str, Any] | None
-    verdicts: bytes
+    verdicts: tuple[bytes, ...]
 
 
 def read_checkpoint(source: Source, run_hash: bytes | None = None) -> Checkpoint:
@@ -76,12 +77,16 @@ def read_checkpoint(source: Source, run_hash: bytes | None = None) -> Checkpoint
     own = None
     if OWN_FILE in manifest.files and source.has(OWN_FILE):
         own = parse_own_state(read_file(source, OWN_FILE, manifest.files[OWN_FILE]), source.place(OWN_FILE))
-    return Checkpoint(manifest, state, own, _verdict_bytes(source, manifest))
+    return Checkpoint(
+        manifest, state, own, tuple(_verdict_bytes(source, manifest, name) for name in manifest.verdicts_files)
+    )
 
 
-def read_verdicts(source: Source, manifest: Manifest) -> tuple[Verdict, ...]:
-    """The verdicts in the checkpoint, oldest first; not checked yet. Raises ``StateFileError``."""
-    return unpack_verdicts(_verdict_bytes(source, manifest), source.place(VERDICTS_FILE))
+def read_verdicts(source: Source, manifest: Manifest, stage: int = 0) -> tuple[Verdict, ...]:
+    """The verdicts in the checkpoint, oldest first; not checked yet. ``stage``: which one's, of a whole model that
+    several made. Raises ``StateFileError``."""
+    name = manifest.verdicts_files[stage]
+    return unpack_verdicts(_verdict_bytes(source, manifest, name), source.place(name))
 
 
 def pack_verdicts(verdicts: tuple[Verdict, ...]) -> bytes:
@@ -99,10 +104,10 @@ def unpack_verdicts(data: bytes, place: str) -> tuple[Verdict, ...]:
         raise refuse(place, "its content", "verdicts", type(error).__name__) from error
 
 
-def _verdict_bytes(source: Source, manifest: Manifest) -> bytes:
-    if VERDICTS_FILE not in manifest.files:
-        raise refuse(source.place(MANIFEST), "files", f"also {VERDICTS_FILE}", "none")
-    return read_file(source, VERDICTS_FILE, manifest.files[VERDICTS_FILE])
+def _verdict_bytes(source: Source, manifest: Manifest, name: str) -> bytes:
+    if name not in manifest.files:
+        raise refuse(source.place(MANIFEST), "files", f"also {name}", "none")
+    return read_file(source, name, manifest.files[name])
 
 
 def _tensors(source: Source, manifest: Manifest, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:

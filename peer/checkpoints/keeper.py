@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, unpack_verdicts
-from shoal.peer.checkpoints.manifest import About
+from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.own_state import Snapshots
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.network_thread import NetworkThread
@@ -33,7 +33,7 @@ _RECENT_VERDICTS = 64
 
 @dataclass(frozen=True)
 class Subject:
-    """What all checkpoints of a member are of."""
+    """What all checkpoints of a member are of. ``stage``: None in a run without stages."""
 
     run: RunFile
     run_toml: str
@@ -41,6 +41,7 @@ class Subject:
     layout: tuple[TensorSpec, ...]
     outer_vectors: int
     coordinator_key: bytes
+    stage: StageAbout | None = None
 
     def __post_init__(self) -> None:
         """Raises ``RecipeError`` for a config that is no JSON: now, and not after the first round."""
@@ -50,8 +51,8 @@ class Subject:
             raise RecipeError(f"the recipe's config has to be JSON, to stand in checkpoints: {error}") from error
         object.__setattr__(self, "recipe_config", recipe)
 
-    def about(self, state: State, verdict: Verdict) -> About:
-        """``state`` is what ``verdict`` made."""
+    def about(self, anchor_version: int, digest: bytes, verdict: Verdict) -> About:
+        """Of the state of that version and digest, which ``verdict`` made."""
         return About(
             run=self.run.run.name,
             run_hash=self.run.hash.hex(),
@@ -60,17 +61,19 @@ class Subject:
             layout=self.layout,
             outer_vectors=self.outer_vectors,
             round=verdict.round,
-            anchor_version=state.version,
-            state_digest=state.digest.hex(),
+            anchor_version=anchor_version,
+            state_digest=digest.hex(),
             chain=verdict.chain.hex(),
             tokens=verdict.tokens_total,
             coordinator_key=self.coordinator_key.hex(),
+            stage=self.stage,
         )
 
     def fits(self, checkpoint: Checkpoint) -> bool:
-        """Whether it is of our model."""
+        """Whether it is of our model, or of our stage."""
         manifest = checkpoint.manifest
-        return (manifest.layout, manifest.outer_vectors) == (self.layout, self.outer_vectors)
+        ours = (self.layout, self.outer_vectors, self.stage)
+        return (manifest.layout, manifest.outer_vectors, manifest.stage) == ours
 
 
 class CheckpointKeeper:
@@ -112,7 +115,7 @@ class CheckpointKeeper:
             return None
         if found is not None and not self._verdicts:
             try:
-                self._verdicts = unpack_verdicts(found.verdicts, f"the checkpoint of round {found.manifest.round}")
+                self._verdicts = unpack_verdicts(found.verdicts[0], f"the checkpoint of round {found.manifest.round}")
             except StateFileError as error:  # another peer's copy, which is whole and says nonsense
                 log.warning("going on without its verdicts: %s", error)
         return found
@@ -145,7 +148,7 @@ class CheckpointKeeper:
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
             self._network.finish(preparing)
-        about, own = self._subject.about(state, verdict), self._snapshots.take(self._own())
+        about, own = self._subject.about(state.version, state.digest, verdict), self._snapshots.take(self._own())
         upto = next((at for at, one in enumerate(self._verdicts) if one.chain == verdict.chain), -1)
         contents = Contents(about, state, own, self._verdicts[: upto + 1] or (verdict,))
         self._writing = self._network.begin(self._write(contents))

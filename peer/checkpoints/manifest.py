@@ -1,7 +1,8 @@
 """A checkpoint's manifest: what its files are, by size and digest, and of which run and round; signed by its peer.
 
-The file holds its own canonical JSON and no other bytes: keys sorted, no spaces, ASCII. What is signed (Ed25519,
-RFC 8032) is ``shoal checkpoint, version 1``, a zero byte, and the canonical JSON of everything but ``signature``.
+The file holds its own canonical JSON and no other bytes: keys sorted, no spaces, ASCII; without ``stage`` and
+``parts`` where they say nothing. What is signed (Ed25519, RFC 8032) is ``shoal checkpoint, version 1``, a zero byte,
+and the canonical JSON of everything but ``signature``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, StringConstraints, ValidationError, model_validator
@@ -16,7 +18,7 @@ from pydantic import Field, JsonValue, StringConstraints, ValidationError, model
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.identity import Identity, peer_id, verify_signature
-from shoal.swarm.messages import MAX_TENSORS, Count, Record, TensorSpec
+from shoal.swarm.messages import MAX_STAGES, MAX_TENSORS, Count, Record, Stage, TensorSpec
 from shoal.swarm.run_file import RunName
 
 MANIFEST = "manifest.json"
@@ -24,7 +26,10 @@ OWN_FILE = "peer.safetensors"
 VERDICTS_FILE = "verdicts.msgpack"
 _CONTEXT = b"shoal checkpoint, version 1\0"
 _MAX_BYTES = 64 * 2**20
-_FILE_NAME = r"^((anchor|outer)-[0-9]{5}-of-[0-9]{5}\.safetensors|peer\.safetensors|verdicts\.msgpack)$"
+_NUMBERED = "-[0-9]{5}-of-[0-9]{5}"
+_FILE_NAME = (
+    rf"^((anchor|outer){_NUMBERED}\.safetensors|peer\.safetensors|verdicts\.msgpack|verdicts{_NUMBERED}\.msgpack)$"
+)
 
 Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
@@ -33,10 +38,35 @@ FileEntry = tuple[Count, Hex32]
 """Bytes and SHA-256 of a file."""
 
 
+class StageAbout(Record):
+    """Which stage of a pipeline, from 0, of how many."""
+
+    number: Stage
+    stages: Annotated[int, Field(ge=1, le=MAX_STAGES)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StageAbout:
+        if self.number >= self.stages:
+            raise ValueError(f"number: stages are numbered from 0, and there are {self.stages}")
+        return self
+
+
+class StagePart(Record):
+    """What one stage gave to a whole model: so many ``elements`` of each vector, after those of the stages before it;
+    the digest of that stage's state, and the ``chain`` of its verdict of the round."""
+
+    elements: Annotated[int, Field(ge=1, le=2**62)]
+    state_digest: Hex32
+    chain: Hex32
+
+
 class About(Record):
     """What a checkpoint is of. ``recipe``: its config, None for own training loops; ``layout``: the anchor's tensors in
     their order; ``outer_vectors``: how many the outer optimizer keeps; ``chain``: of the verdict of ``round``;
-    ``tokens``: committed up to it, which is the learning rate's position. Digests and keys are hexadecimal."""
+    ``tokens``: committed up to it, which is the learning rate's position. Digests and keys are hexadecimal.
+
+    ``stage``: of a pipeline, this stage alone. ``parts``: of a pipeline, the whole model, made of these stages in their
+    order; then ``chain`` is what ties the stages' verdicts of ``round`` together (``Verdict.together``)."""
 
     run: RunName
     run_hash: Hex32
@@ -50,6 +80,8 @@ class About(Record):
     chain: Hex32
     tokens: Count
     coordinator_key: Hex32
+    stage: StageAbout | None = None
+    parts: Annotated[tuple[StagePart, ...], Field(min_length=1, max_length=MAX_STAGES)] | None = None
 
     @property
     def elements(self) -> int:
@@ -75,23 +107,50 @@ class Manifest(About):
                 raise ValueError(f"files: the shards of {kind} are numbered from 1, none is missing")
             if sum(self.files[name][0] for name in names) < expected:
                 raise ValueError(f"files: those of {kind} are too small for {expected} bytes of the layout")
+        self._check_parts()
         return self
+
+    def _check_parts(self) -> None:
+        verdicts = {name for name in self.files if name.startswith("verdicts")}
+        if not verdicts <= set(self.verdicts_files):
+            raise ValueError(f"files: verdicts are in {', '.join(self.verdicts_files)[:200]}, and nowhere else")
+        if self.parts is None:
+            return
+        if self.stage is not None:
+            raise ValueError("parts: a stage alone has none")
+        ends = set(accumulate(spec.elements for spec in self.layout))
+        if self.elements != sum(part.elements for part in self.parts):
+            raise ValueError(f"parts: are not the {self.elements} elements of the layout")
+        if not ends.issuperset(accumulate(part.elements for part in self.parts)):
+            raise ValueError("parts: each has whole tensors of the layout")
 
     @classmethod
     def sign(cls, about: About, files: dict[str, FileEntry], identity: Identity) -> Manifest:
-        fields = {**about.model_dump(), "layout": about.layout, "format": 1, "files": files}
+        fields = {**dict(about), "format": 1, "files": files}
         fields["identity_key"] = identity.public_key.hex()
         unsigned = cls(**fields, signature=128 * "0")
         return cls(**fields, signature=identity.sign(unsigned.signed_bytes).hex())
 
     @property
     def signed_bytes(self) -> bytes:
-        return _CONTEXT + _canonical(self.model_dump(mode="json", exclude={"signature"}))
+        return _CONTEXT + _canonical(self._content("signature"))
 
     @property
     def file_bytes(self) -> bytes:
         """What the file holds."""
-        return _canonical(self.model_dump(mode="json"))
+        return _canonical(self._content())
+
+    @property
+    def verdicts_files(self) -> tuple[str, ...]:
+        """Of the run, or of the stage; of a whole model, one of each stage that it is made of."""
+        if self.parts is None:
+            return (VERDICTS_FILE,)
+        return tuple(stage_verdicts_name(stage, len(self.parts)) for stage in range(len(self.parts)))
+
+    def _content(self, *left_out: str) -> Any:
+        # Checkpoints of runs without stages have the bytes that they had before there were any.
+        nothing = [name for name in ("stage", "parts") if getattr(self, name) is None]
+        return self.model_dump(mode="json", exclude={*left_out, *nothing})
 
     @property
     def peer(self) -> str:
@@ -105,6 +164,11 @@ class Manifest(About):
 def shard_name(kind: str, index: int, count: int) -> str:
     """``index`` from 0."""
     return f"{kind}-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def stage_verdicts_name(stage: int, stages: int) -> str:
+    """Of a whole model's checkpoint: where the verdicts of that stage are, which is counted from 0."""
+    return f"verdicts-{stage + 1:05}-of-{stages:05}.msgpack"
 
 
 def read_manifest(source: Source, run_hash: bytes | None = None) -> Manifest:

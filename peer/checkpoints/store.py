@@ -1,14 +1,12 @@
 """The folder of a peer's checkpoints: written so that each is whole or not there, kept by a rule, found again.
 
-A checkpoint is written into a hidden folder, file by file, each flushed to the disk, the manifest last; then the
-folder gets its name in one step. Whatever is hidden when a process starts was left by one that was killed.
+A checkpoint is written into a hidden folder (``writing.py``), which then gets its name in one step. Whatever is hidden
+when a process starts was left by one that was killed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -20,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
-from shoal.peer.checkpoints.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from shoal.peer.checkpoints.manifest import Manifest, read_manifest
 from shoal.peer.checkpoints.retention import Retention
-from shoal.peer.checkpoints.sealed_folder import ENVELOPE, Sealing, opened
+from shoal.peer.checkpoints.sealed_folder import opened
 from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.checkpoints.writing import WRITING, CheckpointWriter
+from shoal.swarm.durable import sync_folder
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.identity import Identity
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"^round-([0-9]{8,19})$")
-_WRITING, _GOING = ".new-", ".old-"
+_GOING = ".old-"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Kept:
     folder: Path
 
 
-class CheckpointStore:
+class CheckpointStore(CheckpointWriter):
     """Of one run and one peer; opening it removes what killed writers left. Its methods block: call them in worker
     threads. Any of them may be called while another one runs; ``write`` is for one thread."""
 
@@ -59,11 +59,10 @@ class CheckpointStore:
     ) -> None:
         """``folder`` is made with the first checkpoint. ``sealed_for``: checkpoints are written sealed, for the
         identity and these raw Ed25519 public keys; both kinds are read."""
+        super().__init__(identity, sealed_for)
         self.folder = folder
         self._run_hash = run_hash
-        self._identity = identity
         self._retention = retention
-        self._readers = None if sealed_for is None else {identity.public_key, *sealed_for}
         self._lock = threading.Lock()
         self._held: Counter[Path] = Counter()
         self._kept: dict[int, Kept] = {}
@@ -91,7 +90,7 @@ class CheckpointStore:
         as it is."""
         try:
             with self.holding(kept):
-                return read_checkpoint(opened(FolderSource(kept.folder), self._identity), self._run_hash)
+                return read_checkpoint(opened(FolderSource(kept.folder), self.identity), self._run_hash)
         except StateFileError:
             with self._lock:
                 self._kept.pop(kept.round, None)
@@ -133,11 +132,11 @@ class CheckpointStore:
         same = self._kept.get(about.round)
         if same is not None and (same.chain.hex(), same.digest.hex()) == (about.chain, about.state_digest):
             return same
-        hidden = self.folder / f"{_WRITING}{about.round:08}-{secrets.token_hex(4)}"
+        hidden = self.folder / f"{WRITING}{about.round:08}-{secrets.token_hex(4)}"
         try:
             self._set_other_history_aside(about.round)
             hidden.mkdir(parents=True)
-            manifest = self._write_contents(hidden, contents)
+            manifest = self.fill(hidden, contents.files(), about)
             self._publish(hidden, place)
         except OSError as error:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -149,41 +148,9 @@ class CheckpointStore:
         self._retire()
         return kept
 
-    def _write_contents(self, hidden: Path, contents: Contents) -> Manifest:
-        sealing = None if self._readers is None else Sealing(self._readers)
-        files = {name: self._write_content(hidden, name, pieces, sealing) for name, pieces in contents.files()}
-        manifest = Manifest.sign(contents.about, files, self._identity)
-        self._write_manifest(hidden, manifest, sealing)
-        return manifest
-
-    def _write_content(
-        self, hidden: Path, name: str, pieces: Iterable[bytes | memoryview], sealing: Sealing | None
-    ) -> FileEntry:
-        def write(file_name: str, its_pieces: Iterable[bytes | memoryview]) -> FileEntry:
-            return self._write_file(hidden / file_name, its_pieces)
-
-        return write(name, pieces) if sealing is None else sealing.write(name, pieces, write)
-
-    def _write_manifest(self, hidden: Path, manifest: Manifest, sealing: Sealing | None) -> None:
-        self._write_content(hidden, MANIFEST, [manifest.file_bytes], sealing)
-        if sealing is not None:
-            self._write_file(hidden / ENVELOPE, [sealing.envelope()])
-        _sync_folder(hidden)
-
-    def _write_file(self, path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
-        digest, size_bytes = hashlib.sha256(), 0
-        with path.open("xb") as file:
-            for piece in pieces:
-                file.write(piece)
-                digest.update(piece)
-                size_bytes += len(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        return size_bytes, digest.hexdigest()
-
     def _publish(self, hidden: Path, place: Path) -> None:
         hidden.rename(place)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def _note(self, manifest: Manifest, place: Path) -> Kept:
         digests = bytes.fromhex(manifest.state_digest), bytes.fromhex(manifest.chain)
@@ -224,7 +191,7 @@ class CheckpointStore:
                 log.warning("%s: is of another history of this run, as it seems; it is kept as %s", place, aside.name)
 
     def _tidy(self) -> None:
-        for start in (_WRITING, _GOING):
+        for start in (WRITING, _GOING):
             for left in self.folder.glob(f"{start}*"):
                 log.info("%s: left by a process that was killed; removed", left)
                 with suppress(OSError):
@@ -241,11 +208,3 @@ def round_of(place: Path) -> int:
     match = _NAME.match(place.name)
     assert match is not None, "named by checkpoint_folders"
     return int(match.group(1))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -65,19 +66,30 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     (The library's own writer copies every tensor first, and would have the file read again to be hashed.)"""
     # Wide elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, object] = {}
-    at = 0
-    for name, tensor in ordered:
-        stop = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
-        at = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    yield _header((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered)
     for _, tensor in ordered:
         data = bytes_of(tensor)
         for start in range(0, data.nbytes, _PIECE_BYTES):
             yield data[start : start + _PIECE_BYTES]
+
+
+def file_header(named: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file of these names and shapes; the values follow, one after the other."""
+    return _header(((name, dtype, shape) for name, shape in named), {"__metadata__": dict(metadata)})
+
+
+def _header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], first: Mapping[str, object] | None = None
+) -> bytes:
+    header: dict[str, object] = dict(first or {})
+    at = 0
+    for name, dtype, shape in tensors:
+        stop = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def parse_file(data: bytes, place: str) -> dict[str, Tensor]:

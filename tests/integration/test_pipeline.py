@@ -1,22 +1,28 @@
 """Pipelines of real processes: three stages over five peers train as one process does, whoever dies meanwhile."""
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.integration.harness import HERE, KILLED, ROUNDS_S, START_S, Host, Member, Swarm
 from torch import Tensor
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
+from shoal.peer.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
 from shoal.peer.recipes import load_recipe
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.stage_members import stage_folder
+from shoal.peer.verifying import Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.coordinator.facts import InScope, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.leases import from_wire
+from shoal.swarm.identity import Identity
+from shoal.swarm.invite import Invite
 from shoal.swarm.run_file import parse_run_file
 
 pytestmark = pytest.mark.integration
@@ -140,13 +146,46 @@ def check(host: Host, members: Sequence[Member]) -> None:
     assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)
 
 
+def check_live(host: Host, members: Sequence[Member], folder: Path) -> None:
+    """What a guest of the running run gets of all stages: of one version, and what their replicas had then."""
+    made = asyncio.run(gather_from_run(Invite.parse(host.invite), folder / "live", Identity.generate()))
+    assert made.parts is not None
+    digests = [part.state_digest for part in made.parts]
+    for member in members:
+        first, last = span(member)
+        for stage in range(first, last + 1):
+            said = member.event("committed", ROUNDS_S, stage=stage, anchor_version=made.anchor_version)
+            assert said["digest"] == digests[stage]
+    for rounded in (False, True):
+        version = asyncio.run(export_from_run(Invite.parse(host.invite), folder / "live.safetensors", rounded=rounded))
+        assert version >= made.anchor_version
+        tensors = load_file(folder / "live.safetensors")
+        assert {one.dtype for one in tensors.values()} == {torch.bfloat16 if rounded else torch.float32}
+        read_model(folder / "live.safetensors")
+
+
+def check_kept(members: Sequence[Member], folder: Path) -> None:
+    """What the peers' folders give together, after the run's end."""
+    assert export_model(folder, folder / "kept.safetensors") == ROUNDS
+    model = read_model(folder / "kept.safetensors")
+    assert torch.equal(torch.cat([one.detach().reshape(-1) for one in model.parameters()]), trained(members))
+    gather_checkpoint(folder, folder / "round-00000000", Identity.generate())
+    assert torch.equal(read_checkpoint(FolderSource(folder / "round-00000000")).state.anchor, trained(members))
+    verified = verify_checkpoints(find_checkpoints(folder))
+    assert len(verified) > STAGES
+    assert all(isinstance(one, Verified) and one.first_round == 0 for one in verified), verified
+
+
 def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm) -> None:
     host = swarm.host(TOML)
     members = [join(swarm, host, f"peer{number}") for number in range(5)]
     spans = [span(member) for member in members]
     assert {first for first, _ in spans} == set(range(STAGES))
     assert all(first == last for first, last in spans), "nobody can hold more"
+    members[0].event("committed", ROUNDS_S)
+    check_live(host, members, swarm.folder)
     check(host, members)
+    check_kept(members, swarm.folder)
 
 
 @pytest.mark.parametrize(("step", "times"), [("forward", 2), ("backward", 2), ("claimed", 2), ("ready", 1)])

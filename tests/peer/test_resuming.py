@@ -215,7 +215,7 @@ def test_a_checkpoint_is_written_after_each_committed_round_and_no_aborted_one(t
     assert [one.round for one in life.store.kept()] == [2, 0]
     life.stop()
     assert [one.round for one in life.store.kept()] == [2, 0], "that state is there already"
-    chain = life.store.load(life.store.kept()[0]).verdicts
+    chain = life.store.load(life.store.kept()[0]).verdicts[0]
     assert [one.round for one in unpack_verdicts(chain, "")] == [0, 1, 2]
 
 
@@ -347,12 +347,12 @@ def test_the_chain_in_checkpoints_goes_on_over_restarts(tmp_path: Path) -> None:
     again.round()
     again.stop()
     newest = again.store.load(again.store.kept()[0])
-    assert [one.round for one in unpack_verdicts(newest.verdicts, "")] == [0, 1, 2, 3, 4]
+    assert [one.round for one in unpack_verdicts(newest.verdicts[0], "")] == [0, 1, 2, 3, 4]
     other = Life(again.run, tmp_path / "other", 1)
     other.round()
     other.stop()
     newest = other.store.load(other.store.kept()[0])
-    assert [one.round for one in unpack_verdicts(newest.verdicts, "")] == [4, 5], "as far back as it knows"
+    assert [one.round for one in unpack_verdicts(newest.verdicts[0], "")] == [4, 5], "as far back as it knows"
 
 
 def test_the_residual_belongs_to_its_state_and_the_optimizer_to_the_peer(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = again.load(kept)
     assert torch.equal(found.state.values, state_of(5).values)
     assert (found.state.version, found.state.digest) == (5, state_of(5).digest)
-    assert unpack_verdicts(found.verdicts, "") == verdict_chain(5)
+    assert unpack_verdicts(found.verdicts[0], "") == verdict_chain(5)
     assert found.manifest.peer == IDENTITY.peer_id
     assert (found.manifest.tokens, found.manifest.recipe) == (50, {"depth": 2, "rate": 0.1})
     assert found.own is not None

@@ -1,0 +1,125 @@
+"""A tiny pipeline: its stages' verdicts, tied together, and what peers keep of them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.peer.checkpoints.making import signed, state_of, verdict_chain
+from tests.swarm.coordinator.world import SIGNER
+
+from shoal.peer.checkpoints.checkpoint import Contents
+from shoal.peer.checkpoints.manifest import About, StageAbout
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
+from shoal.peer.checkpoints.whole import StageState
+from shoal.peer.stage_members import scope_of, stage_folder
+from shoal.peer.state import State
+from shoal.swarm.identity import Identity
+from shoal.swarm.messages import TensorSpec, Verdict
+from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.verdicts import genesis, tied_together
+
+TOML = """
+algorithm = "virtual_batch"
+[run]
+name = "reef"
+[recipe]
+name = "gpt"
+[recipe.settings]
+layers = 2
+heads = 2
+width = 8
+context = 8
+tie_embedding = false
+[pipeline]
+stages = 3
+micro_batch = 2
+[round]
+tokens = 64
+"""
+RUN = parse_run_file(TOML)
+IDENTITY = Identity.generate()
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype="float32")
+
+
+LAYOUTS = ((spec("embedding", 4, 3),), (spec("block.weight", 3, 3), spec("block.bias", 3)), (spec("head", 2, 3),))
+
+
+def stage_chains(rounds: int, aborted: Sequence[int] = (), stages: int = len(LAYOUTS)) -> list[tuple[Verdict, ...]]:
+    """Of each stage, the verdicts of so many rounds: all committed but those."""
+    chains: list[list[Verdict]] = [[] for _ in range(stages)]
+    version = 0
+    for number, blank in enumerate(verdict_chain(rounds, RUN.hash)):
+        version += number not in aborted
+        changes = {
+            "committed": number not in aborted,
+            "reason": "too few" * (number in aborted),
+            "anchor_version": version,
+            "tokens_total": 10 * version,
+            "run_hash": RUN.hash,
+        }
+        bare = [
+            blank.model_copy(
+                update={**changes, "previous_chain": chain[-1].chain if chain else genesis(RUN.hash, scope_of(stage))}
+            )
+            for stage, chain in enumerate(chains)
+        ]
+        for chain, verdict in zip(chains, tied_together(bare), strict=True):
+            chain.append(signed(verdict))
+    return [tuple(chain) for chain in chains]
+
+
+def stage_state(stage: int, version: int, layout: Iterable[TensorSpec] | None = None) -> State:
+    values = state_of(100 * stage + version, layout=tuple(layout or LAYOUTS[stage])).values
+    return State.of(values, version)
+
+
+def about(number: int, state: State, verdict: Verdict, **changes: Any) -> About:
+    """A stage's."""
+    fields = {
+        "run": RUN.run.name,
+        "run_hash": RUN.hash.hex(),
+        "run_toml": TOML,
+        "recipe": {"name": "gpt", "settings": {}},
+        "layout": LAYOUTS[number],
+        "outer_vectors": 1,
+        "round": verdict.round,
+        "anchor_version": state.version,
+        "state_digest": state.digest.hex(),
+        "chain": verdict.chain.hex(),
+        "tokens": verdict.tokens_total,
+        "coordinator_key": SIGNER.public_key.hex(),
+        "stage": StageAbout(number=number, stages=len(LAYOUTS)),
+    }
+    return About(**{**fields, **changes})
+
+
+def given(chains: Sequence[Sequence[Verdict]], number: int) -> list[StageState]:
+    """All stages of the state that round ``number`` made."""
+    found = []
+    for stage, chain in enumerate(chains):
+        state = stage_state(stage, chain[number].anchor_version)
+        found.append(
+            StageState(about(stage, state, chain[number]), tuple(chain[: number + 1]), lambda state=state: state)
+        )
+    return found
+
+
+def whole_values(version: int) -> torch.Tensor:
+    """What all stages' states are together, (2, n)."""
+    return torch.cat([stage_state(stage, version).values for stage in range(len(LAYOUTS))], dim=1)
+
+
+def keep(
+    peer: Path, number: int, chain: Sequence[Verdict], of_round: int, identity: Identity = IDENTITY, **changes: Any
+) -> Path:
+    """The checkpoint of that stage and round in a peer's folder."""
+    verdict = chain[of_round]
+    state = stage_state(number, verdict.anchor_version)
+    store = CheckpointStore(stage_folder(peer, number) / CHECKPOINTS, RUN.hash, identity, Retention(9))
+    contents = Contents(about(number, state, verdict, **changes), state, None, tuple(chain[: of_round + 1]))
+    return store.write(contents).folder
