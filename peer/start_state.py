@@ -26,7 +26,7 @@ _MOST_TENSORS_SERVED = 8
 """So many are in memory for others at once; who asks for another one has to ask again."""
 
 _DONORS_AT_ONCE = 16
-_ASK_AGAIN_S = 0.5
+_ASK_AGAIN_S = 0.25
 _LOOK_AGAIN_S = 2.0
 
 Layout = Sequence[TensorSpec]
@@ -73,9 +73,7 @@ class RunStart:
         """Raises ``ModelMismatch`` unless the checkpoint has these tensors; for ``whole`` these and no others."""
         difference = self.start.difference(layout, whole=whole)
         if difference:
-            raise ModelMismatch(
-                f"this model is not that of {self.start.source}, which the run starts from: {difference}"
-            )
+            raise ModelMismatch(f"this model is not that of {self.start.source}, where the run starts: {difference}")
 
     def blob(self, name: str) -> Blob:
         return Blob(kind="start", number=self._names.index(name))
@@ -100,6 +98,7 @@ class StartState:
         self._values = torch.zeros(0)
         self._layout = layout
         self._missing: list[TensorSpec] = []
+        self._coming = 0
         self._has_warned = False
 
     @property
@@ -121,13 +120,8 @@ class StartState:
         if not self._missing:
             self._begin()
             self._missing = [spec for spec in reversed(self._layout) if spec.elements]
-        donors, trouble = (
-            list(self._run.donors()),
-            LinkError(
-                f"nobody here has {self._run.start.source}, which the run starts from: one peer has to bring its checkpoint, "
-                "with `shoal join INVITE --from FOLDER`"
-            ),
-        )
+        donors = list(self._run.donors())
+        trouble = LinkError(self._run.start.outlook)
         for at in range(0, len(donors), _DONORS_AT_ONCE):
             async with task_scope() as tasks:
                 asked = [tasks.create_task(self._take_from(peer)) for peer in donors[at : at + _DONORS_AT_ONCE]]
@@ -153,21 +147,28 @@ class StartState:
         return State.of(values, 0, self.digest)
 
     async def _take_from(self, peer: str) -> LinkError | None:
-        """Until nothing is missing any more; else why not."""
-        while self._missing:
+        """Until everything is here; else why not. What others are at is waited for: it may become ours."""
+        while self._missing or self._coming:
+            if not self._missing:
+                await asyncio.sleep(_ASK_AGAIN_S)
+                continue
             spec = self._missing.pop()
+            self._coming += 1
+            has_come = False
             try:
                 await self._take(peer, spec)
+                has_come = True
             except Busy:
-                self._missing.append(spec)
-                await asyncio.sleep(_ASK_AGAIN_S)
+                pass
             except ShoalError as error:  # the donor's errors come out of here, too
-                self._missing.append(spec)
-                log.info("nothing of the start from %s: %s", peer, error)
+                log.info("no more of the start from %s for now: %s", peer, error)
                 return error if isinstance(error, LinkError) else LinkError(f"{peer}: {error}")
-            except BaseException:
-                self._missing.append(spec)
-                raise
+            finally:
+                self._coming -= 1
+                if not has_come:
+                    self._missing.append(spec)
+            if not has_come:
+                await asyncio.sleep(_ASK_AGAIN_S)
         return None
 
     async def _take(self, peer: str, spec: TensorSpec) -> None:

@@ -31,9 +31,9 @@ class StartTensor(_Section):
 
 
 class StartSection(_Section):
-    """``[start]``, as `shoal host --from` writes it. ``run``, ``round``, ``state``: the checkpoint's, its state's digest
-    included. ``tokens``: how far the learning rate's schedule and the order of the samples have come. ``outer_steps``:
-    how many steps the outer optimizer's vectors have behind them; 0: they begin at zero."""
+    """``[start]``, as `shoal host --from` writes it. ``run``, ``round``, ``state``: of the checkpoint, the last one its
+    state's digest. ``tokens``: how far the learning rate's schedule and the order of the samples have come.
+    ``outer_steps``: how many steps the outer optimizer's vectors have behind them; 0: they begin at zero."""
 
     run: Annotated[str, Field(max_length=100)]
     round: Count
@@ -46,6 +46,14 @@ class StartSection(_Section):
     def source(self) -> str:
         """The checkpoint, for people."""
         return f"round {self.round} of {self.run}"
+
+    @property
+    def outlook(self) -> str:
+        """For people who wonder why nothing happens while nobody has it."""
+        return (
+            f"the run starts from {self.source}, and nobody here has that: one peer has to bring its checkpoint, with "
+            "`shoal join INVITE --from FOLDER`"
+        )
 
     def rows(self, slots: int) -> int:
         """How many vectors come from the checkpoint: the anchor, and those of an outer optimizer with ``slots``."""

@@ -66,7 +66,7 @@ class Admission(Scope):
         start = self.run.start
         difference = start.difference(layout, whole=self.run.pipeline is None) if start else ""
         if start and difference:
-            raise ModelMismatch(f"this model is not that of {start.source}, which the run starts from: {difference}")
+            raise ModelMismatch(f"this model is not that of {start.source}, where the run starts: {difference}")
 
     @staticmethod
     def _is_news(known: PeerToCoordinatorDescribeModel, model: PeerToCoordinatorDescribeModel) -> bool:

@@ -12,7 +12,7 @@ from shoal.swarm.coordinator.bandwidth import Bandwidths
 from shoal.swarm.coordinator.coverage import epochs_covered
 from shoal.swarm.coordinator.grouping import plan_round
 from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
-from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return, say_start
+from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, lost_work, weighted_mean
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.deadlines import Delays
@@ -76,7 +76,7 @@ class Ending(RunState):
             return ""
         if not self.anchor_version:
             assert self.run.start is not None
-            return say_start(self.run.start)
+            return self.run.start.outlook
         return say_outlook(self.anchor_version, self.agreed_digest, self._outlook, self.membership.members)
 
     def _is_without_state(self) -> bool:

@@ -12,7 +12,6 @@ from shoal.swarm.coordinator.leases import Ranges
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import StorageError
-from shoal.swarm.start import StartSection
 
 
 class CommittedRound(NamedTuple):
@@ -182,14 +181,6 @@ def say_outlook(version: int, digest: bytes | None, back: Return | None, members
     return (
         f"{lost}: the run goes back to version {back.version} in {max(0.0, back.in_s):.0f} s"
         f"{f', unless one of these brings a newer one: {awaited}' if awaited else ''}"
-    )
-
-
-def say_start(start: StartSection) -> str:
-    """The same, while nobody holds what the run starts from."""
-    return (
-        f"nobody here holds {start.source}, which this run starts from, yet: one peer has to bring its checkpoint, with "
-        "`shoal join INVITE --from FOLDER`"
     )
 
 
