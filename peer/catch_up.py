@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.compression.coding import Coding
 from shoal.peer.outer_optimizer import OuterOptimizer
 from shoal.peer.round_records import RoundRecords
-from shoal.peer.schedule import lr_factor
+from shoal.peer.schedule import run_lr_factor
 from shoal.peer.state import State
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError, StateFileError, WireError
@@ -40,8 +40,9 @@ def next_state(state: State, mean: Tensor, verdict: Verdict, outer: OuterOptimiz
     if run.algorithm == "virtual_batch":
         before = verdict.tokens_total - verdict.tokens
         # Coarse, so that no two mathematical libraries disagree on it.
-        factor = round(lr_factor(run.schedule, run.run.tokens, before) * 2**16) / 2**16
-    anchor, slots = outer.step(state.anchor, state.outer, mean, state.version, factor)
+        factor = round(run_lr_factor(run, before) * 2**16) / 2**16
+    steps = state.version + (run.start.outer_steps if run.start else 0)
+    anchor, slots = outer.step(state.anchor, state.outer, mean, steps, factor)
     return State.make(anchor, slots, verdict.anchor_version)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shoal.peer.capability import parse_memory
 from shoal.peer.checkpoints.retention import parse_retention
-from shoal.peer.cli_files import IdentityOption, console
+from shoal.peer.cli_files import IdentityOption, console, start_of
 from shoal.peer.cli_files import app as file_commands
 from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
@@ -72,19 +72,28 @@ def host_command(
     ),
     backup: Annotated[Path | None, typer.Option(help="Keep all of that in this folder, too, up to date.")] = None,
     identity: Annotated[Path | None, typer.Option(help="The host's keys; the run's own in --state by default.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option("--from", help="Start from this checkpoint, or the newest in this folder.")
+    ] = None,
+    parameters_only: Annotated[
+        bool, typer.Option(help="Of --from: schedule, samples and outer optimizer begin anew.")
+    ] = False,
     log_json: LogJson = None,
     verbose: Verbose = False,
 ) -> None:
     """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
     setup_logging(console, verbose)
     warn_host(allow_descriptors())
-    options = HostOptions(identity, state, parse_address(bind, DEFAULT_PORT), parse_addresses(advertise), backup)
+    start = start_of(start_from, identity, only_parameters=parameters_only)
+    options = HostOptions(identity, state, parse_address(bind, DEFAULT_PORT), parse_addresses(advertise), backup, start)
 
     def on_start(hosting: Hosting) -> None:
         console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
         console.print(f"Files   {hosting.state}")
         if backup is not None:
             console.print(f"Backup  {backup / hosting.invite.run}")
+        if hosting.start is not None:
+            console.print(f"Start   {hosting.start.source}: `shoal join` with --from where its checkpoint is")
         if hosting.resumed_round:
             console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
         console.print("Invite  (one command joins a machine)")
@@ -117,6 +126,10 @@ def join_command(
     keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="So many of the newest are kept.")] = "3",
     keep_every: Annotated[int, typer.Option(min=0, help="Also one of each so many rounds, for ever; 0: none.")] = 0,
     copy_to: Annotated[str, typer.Option(metavar="URL", help="Also copy checkpoints there, by fsspec.")] = "",
+    start_from: Annotated[
+        Path | None,
+        typer.Option("--from", help="Where this run's start is: a checkpoint, or a folder above it."),
+    ] = None,
     copy_every: Annotated[int, typer.Option(min=1, metavar="K", help="Copy after so many rounds or more.")] = 1,
     identity: IdentityOption = SHOAL_HOME / "identity",
     log_json: LogJson = None,
@@ -136,6 +149,7 @@ def join_command(
             role=_ROLES[role],
             checkpoints=retention,
             copy_to=parse_copy_to(copy_to, copy_every, retention),
+            start_from=start_from,
             on_event=reporter.on_event,
         )
         run_member(invite, options, work, reporter.watch)

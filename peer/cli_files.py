@@ -20,6 +20,7 @@ from shoal.peer.recipes.gpt import Gpt, generate
 from shoal.peer.remote.commands import list_copies, restore
 from shoal.peer.replay import Replayed, replay
 from shoal.peer.replay import table as replay_table
+from shoal.peer.start_section import StartFrom
 from shoal.peer.verify_view import summary, verify_notes, verify_table
 from shoal.peer.verifying import Refused, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, UserError
@@ -171,3 +172,10 @@ def identity_command(identity: IdentityOption = SHOAL_HOME / "identity") -> None
 
 def _reader(identity: Path) -> Identity | None:
     return Identity.load_or_create(identity) if identity.exists() else None
+
+
+def start_of(folder: Path | None, identity: Path | None, *, only_parameters: bool) -> StartFrom | None:
+    """What the host's options say of it; ``identity``: the file with a reader's, for sealed checkpoints."""
+    if folder is None:
+        return None
+    return StartFrom(folder, _reader(identity or SHOAL_HOME / "identity"), only_parameters)

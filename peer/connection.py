@@ -12,11 +12,16 @@ from shoal.peer.capability import describe_device
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.options import SessionOptions
+from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.remote.copying import RemoteCopies
 from shoal.peer.stage_members import StageMembers
+from shoal.peer.start_files import StartFiles
+from shoal.peer.start_state import RunStart
 from shoal.swarm.coordinator_client import MemberInfo
+from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
+from shoal.swarm.probing import witnesses
 from shoal.swarm.run_file import RunFile
 
 log = logging.getLogger(__name__)
@@ -44,7 +49,35 @@ class Connection:
                 "other peers cannot open connections to this machine: it can still train and average, "
                 "but reduces nothing; if it has a public address, give it with --advertise HOST:PORT"
             )
+        try:
+            self.members.run.start = self._run_start()
+        except BaseException:
+            self.network.stop()
+            raise
         self.emit("joined", run=self.invite.run, peer=self.peer, reachable=client.reachable)
+
+    def _run_start(self) -> RunStart | None:
+        """What the run starts from, offered to others if its files are here. Raises ``StateFileError`` where they are
+        needed and are not what they should be."""
+        start, folder, client = self.run_file.start, self.options.start_from, self.members.run.client
+        if start is None:
+            if folder is not None:
+                raise UserError(f"the run {self.run_file.run.name} starts from no checkpoint: leave out --from")
+            return None
+        files = None
+        if folder is not None:
+            try:
+                files = StartFiles.find(folder, start, self._identity)
+            except StateFileError as error:
+                if client.view.anchor_version == 0:
+                    raise
+                log.warning("the run has begun without them: %s", error)
+        node = self.members.run.node
+        slots, silent_s = outer_of(self.run_file.outer).slots, client.deadlines.patience_s / 2
+        found = RunStart(start, slots, files, node, lambda: witnesses(node.trainers(), self.peer), silent_s)
+        if files is not None:
+            self.network.tell(found.offer)
+        return found
 
     @property
     def folder(self) -> Path:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.history import Origin, pack_head
+from shoal.peer.start_section import RUN_FILE, StartFrom, started_run_file
 from shoal.swarm import durable
 from shoal.swarm.coordinator.backup import Backup
 from shoal.swarm.coordinator.facts import Fact
@@ -20,6 +21,7 @@ from shoal.swarm.errors import IdentityError, StorageError, UserError, WireError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Address, Invite
 from shoal.swarm.run_file import load_run_file
+from shoal.swarm.start import StartSection
 from shoal.swarm.verdicts import check_verdict
 
 DEFAULT_PORT = 7707
@@ -35,13 +37,15 @@ class HostOptions:
     """``identity``: the file with the host's keys, by default the run's own in its folder under ``state``.
     ``bind``: where to listen; port 0 takes any free one, and the same one again after a restart.
     ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one.
-    ``backup``: another place for all that is kept in ``state``."""
+    ``backup``: another place for all that is kept in ``state``. ``start_from``: the checkpoint that the run starts
+    from, if its file does not name one."""
 
     identity: Path | None
     state: Path
     bind: tuple[str, int] = ("0.0.0.0", DEFAULT_PORT)
     advertise: tuple[Address, ...] = ()
     backup: Path | None = None
+    start_from: StartFrom | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Hosting:
     invite: Invite
     run_hash: bytes
     state: Path
+    start: StartSection | None
     resumed_round: int
     resumed_version: int
 
@@ -64,6 +69,8 @@ async def host(
     """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …"""
     text, run = load_run_file(run_path)
     state = options.state / run.run.name
+    if options.start_from is not None:
+        text, run = await asyncio.to_thread(started_run_file, run_path, state, options.start_from)
     if options.backup is not None and options.backup.resolve() == options.state.resolve():
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
     identity, pem = host_identity(options.identity, state)
@@ -75,7 +82,7 @@ async def host(
         journal.close()
         raise
     if backup is not None:  # not before the check: it may have the only copy of the right keys
-        backup.keep("run.toml", text.encode())
+        backup.keep(RUN_FILE, text.encode())
         backup.keep(IDENTITY_FILE, pem, 0o600)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -98,9 +105,10 @@ async def host(
                 _write(state / name, data)
                 if backup is not None:
                     backup.keep(name, data)
-            _write(state / "run.toml", text.encode())
+            _write(state / RUN_FILE, text.encode())
             service.observe(on_fact)
-            on_start(Hosting(invite, run.hash, state, service.machine.round_number, service.machine.anchor_version))
+            machine = service.machine
+            on_start(Hosting(invite, run.hash, state, run.start, machine.round_number, machine.anchor_version))
             await service.wait(stop)
     finally:
         journal.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.peer.partial_state import PartialState, Wanted, begun_state, remove_incoming
+from shoal.peer.start_state import StartState
 from shoal.peer.state import State
 from shoal.peer.state_fetch import Report, StateFetch
 from shoal.peer.state_forms import RAW, Form
@@ -74,6 +75,8 @@ class Downloads:
         self._folder = folder
         self._report = report
         self._form = form
+        self.start: StartState | None = None
+        """Version 0 of a run that starts from a checkpoint; it comes from those who have that."""
         self._partial: PartialState | None = None
         self._forgiving_s = -math.inf
 
@@ -91,6 +94,8 @@ class Downloads:
 
     async def fetch(self, wanted: Wanted) -> State:
         """That state, from all donors that have it; goes on from what there is of it. Raises ``LinkError``."""
+        if self.start is not None and wanted.version == 0:
+            return await self.start.fetch()
         if self._partial is None or self._partial.wanted != wanted:
             self.close()
             self._partial = await in_thread(PartialState.resume, wanted, self._folder)

@@ -19,6 +19,7 @@ from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.own_states import OwnStates
 from shoal.peer.record_keeper import RecordKeeper
 from shoal.peer.round_records import Owner, RoundRecords
+from shoal.peer.start_state import RunStart, StartState
 from shoal.peer.state import State
 from shoal.peer.state_fetch import Report
 from shoal.peer.state_forms import form_named
@@ -87,6 +88,8 @@ class Member:
         self._earlier: State | None = None
         self._kept: tuple[KeptState, ...] = ()
         self.rejoined = False
+        self.start: RunStart | None = None
+        """What the run starts from, where that is a checkpoint."""
 
     @classmethod
     @asynccontextmanager
@@ -229,11 +232,13 @@ class Member:
         folder: Path | None,
         report: Report,
         catch_up: CatchUp | None = None,
+        start: StartState | None = None,
     ) -> State:
         """The run's current state: one of our own, or what we held before we started afresh, where it is that, else
         fetched from others. Waits for a donor, or until the run goes back to what somebody has.
 
-        ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor."""
+        ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor;
+        ``start``: what version 0 is, where the run starts from a checkpoint."""
         client, own.earlier = self.client, self._earlier
 
         def donors() -> list[str]:
@@ -241,6 +246,7 @@ class Member:
 
         silent_s = client.deadlines.patience_s / 2
         self._downloads = Downloads(self.endpoint, donors, silent_s, folder, report, self._form)
+        self._downloads.start = start
         try:
             return await agree_on_state(self, own, shape, self._downloads, catch_up)
         finally:

@@ -20,7 +20,8 @@ class SessionOptions:
     """Where this member lives. ``bind`` is where it listens (port 0: any free one, data on the next);
     ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
     whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``);
-    ``checkpoints``: which are kept, below ``state``; None: none; ``copy_to``: where they are copied to."""
+    ``checkpoints``: which are kept, below ``state``; None: none; ``copy_to``: where they are copied to; ``start_from``:
+    the folder with the checkpoint that the run starts from, where it does and this machine has it."""
 
     identity: Path = SHOAL_HOME / "identity"
     state: Path = SHOAL_HOME / "runs"
@@ -30,4 +31,5 @@ class SessionOptions:
     role: Role = "trainer"
     checkpoints: Retention | None = field(default_factory=Retention)
     copy_to: CopyTo | None = None
+    start_from: Path | None = None
     on_event: Callable[[Event], None] | None = None

@@ -21,9 +21,13 @@ class OwnStates:
         keeper: CheckpointKeeper | None,
         make_initial: Callable[[], State] | None,
         roll_forward: Callable[[State, int], State],
+        *,
+        is_first: bool,
+        initial_digest: bytes | None = None,
     ) -> None:
-        """``make_initial``: None where the model is not as it was made any more; ``roll_forward``: what the rounds kept
-        here make of a state, up to an anchor version."""
+        """``make_initial``: None where it cannot be made (any more); ``roll_forward``: what the rounds kept here make
+        of a state, up to an anchor version; ``is_first``: this process has held no state yet; ``initial_digest``:
+        where it is known before the initial state is made."""
         self.earlier: State | None = None
         self.checkpoint: Checkpoint | None = None
         """The last one that was read: of the run's state, or else the newest whole one."""
@@ -31,7 +35,8 @@ class OwnStates:
         self._make_initial = make_initial
         self._roll_forward = roll_forward
         self._rolled: State | None = None
-        self._initial_digest: bytes | None = None
+        self._is_first = is_first
+        self._initial_digest = initial_digest
 
     def find(self, version: int, digest: bytes | None) -> State | None:
         """The state of that version and digest (of any one for None), if it is here and whole."""
@@ -51,7 +56,7 @@ class OwnStates:
         last = self.checkpoint
         is_it = last is not None and _is(last.state, version, digest)
         # A process that starts takes up its optimizer from any: that is better than none.
-        takes_any = last is None and self._make_initial is not None
+        takes_any = last is None and self._is_first
         if takes_any or (not is_it and (version, digest) in self._on_disk(digest)):
             self.checkpoint = self._keeper.find(version, digest) or last
         found = self.checkpoint
@@ -59,9 +64,12 @@ class OwnStates:
 
     def _from_records(self, version: int, digest: bytes | None) -> State | None:
         """What a process that starts makes, once, of the last state that it finds and of the rounds since."""
-        if self._rolled is None and self._make_initial is not None:
-            last = self.checkpoint.state if self.checkpoint is not None else self._make_initial()
-            self._rolled = self._roll_forward(last, version) if last.version < version else last
+        if self._rolled is None and self._is_first:
+            last = self.checkpoint.state if self.checkpoint is not None else None
+            if last is None and self._make_initial is not None:
+                last = self._make_initial()
+            if last is not None:
+                self._rolled = self._roll_forward(last, version) if last.version < version else last
         return self._rolled if self._rolled is not None and _is(self._rolled, version, digest) else None
 
     @property

@@ -19,7 +19,7 @@ from shoal.peer.held_span import HeldSpan, SpanWork
 from shoal.peer.measured import MeasuredModel, measured_model
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.recipes import layered_recipe, load_recipe
-from shoal.peer.sample_order import SampleOrder
+from shoal.peer.sample_order import run_order
 from shoal.peer.snapshot import Snapshot, take_snapshot
 from shoal.peer.span_training import Samples
 from shoal.peer.stage_members import StageMembers
@@ -87,13 +87,15 @@ class PipelinePeer:
         recipe = load_recipe(run)
         layers = layered_recipe(recipe, run)
         layered, data = layers.layers(run.run.seed), recipe.training_data()
+        if self._members.run.start is not None:
+            self._members.run.start.check(layered.layout, whole=True)
         self._members.run.progress.activity = "measuring"
         self._memory_bytes = usable_bytes(self._device, self._max_memory_bytes)  # before anything of ours is in it
         self._measured = measured_model(run, recipe, self._device, time.time())
         return SpanWork(
             run=run,
             layered=layered,
-            samples=Samples(layers, data, SampleOrder(len(data), run.run.seed)),
+            samples=Samples(layers, data, run_order(run, len(data), recipe.tokens_per_sample)),
             about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
             recipe_config=recipe.config(),
             device=self._device,

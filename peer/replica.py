@@ -98,6 +98,7 @@ class Replica:
         self._network = network
         self._member = member
         self._missed: MissedRounds = self._member.missed_rounds(self._steps)
+        self._start = member.start.of(self.vector.layout) if member.start is not None else None
         self._emit = emit
         self._exchange: _Exchange | None = None
         self._state: State
@@ -135,11 +136,11 @@ class Replica:
         """Get the run's current state: what we hold if it is that, else by the rounds that we missed, else from others.
         Raises ``Interrupted``."""
         self._member.progress.activity = "syncing"
-        own = OwnStates(self._keeper, None if afresh else self._initial_state, self._roll_forward)
+        own = self._own_states(is_first=not afresh)
         shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
         rounds_before = self._missed.rounds
         self._state = self._network.call(
-            self._member.agreed_state(own, shape, folder, self._emit, self._missed), interruptible=True
+            self._member.agreed_state(own, shape, folder, self._emit, self._missed, self._start), interruptible=True
         )
         found = None if afresh else own.checkpoint
         view = self._member.client.view
@@ -308,6 +309,14 @@ class Replica:
         if found is not state:
             log.info("rolled forward from version %d to %d by rounds that were kept here", state.version, found.version)
         return found
+
+    def _own_states(self, *, is_first: bool) -> OwnStates:
+        start = self._start
+        if start is not None:
+            make, digest = (start.read if start.is_here else None), start.digest
+        else:  # what the model was made with is gone once it has trained
+            make, digest = (self._initial_state if is_first else None), None
+        return OwnStates(self._keeper, make, self._roll_forward, is_first=is_first, initial_digest=digest)
 
     def _initial_state(self) -> State:
         return State.make(self.vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)

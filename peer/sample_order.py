@@ -11,6 +11,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from shoal.swarm.run_file import RunFile
+
 MAX_LENGTH = 2**62
 
 _ROUNDS = 8
@@ -26,8 +28,9 @@ class SampleOrder:
     O(1) memory. It has to look random, not to withstand anybody.
     """
 
-    def __init__(self, length: int, seed: int) -> None:
-        """``length``: samples in the data, 1 to 2**62. ``seed``: the run's, 0 to 2**64 - 1.
+    def __init__(self, length: int, seed: int, first: int = 0) -> None:
+        """``length``: samples in the data, 1 to 2**62. ``seed``: the run's, 0 to 2**64 - 1. ``first``: which number of
+        the sequence the run calls 0.
 
         Raises ``ValueError`` outside these ranges.
         """
@@ -37,6 +40,7 @@ class SampleOrder:
             raise ValueError(f"seed: expected 0 to 2**64 - 1, not {seed}")
         self.length = length
         self._seed = seed
+        self._first = first
         bits = (length - 1).bit_length()
         self._low_bits = np.uint64(bits // 2)
         self._low_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -55,7 +59,7 @@ class SampleOrder:
         out = np.empty(stop - start, dtype=np.int64)
         position = start
         while position < stop:
-            epoch, offset = divmod(position, self.length)
+            epoch, offset = divmod(self._first + position, self.length)
             count = min(stop - position, self.length - offset)
             numbers = np.arange(offset, offset + count, dtype=np.uint64)
             out[position - start : position - start + count] = self._permute(numbers, self._round_keys(epoch))
@@ -91,6 +95,11 @@ class SampleOrder:
             high ^= _scramble(low, keys[round_number]) & self._high_mask
             low ^= _scramble(high, keys[round_number + 1]) & self._low_mask
         return (high << self._low_bits) | low
+
+
+def run_order(run: RunFile, length: int, tokens_per_sample: int) -> SampleOrder:
+    """The run's order over data of ``length`` samples; where it starts from a checkpoint, it goes on from there."""
+    return SampleOrder(length, run.run.seed, run.start.tokens // tokens_per_sample if run.start else 0)
 
 
 def _scramble(values: _UintArray, key: np.uint64) -> _UintArray:

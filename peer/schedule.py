@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import math
 
-from shoal.swarm.run_file import ScheduleSection
+from shoal.swarm.run_file import RunFile, ScheduleSection
 
 WARMUP_START = 0.01
 """The factor at zero tokens: small, but not zero, or the first round would contribute nothing."""
+
+
+def run_lr_factor(run: RunFile, tokens: int) -> float:
+    """The factor after so many tokens of the run. Where it starts from a checkpoint, the schedule goes on from there
+    and ends with the run."""
+    before, total = run.start.tokens if run.start else 0, run.run.tokens
+    return lr_factor(run.schedule, None if total is None else before + total, before + tokens)
 
 
 def lr_factor(schedule: ScheduleSection, total_tokens: int | None, tokens: int) -> float:

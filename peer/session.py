@@ -28,8 +28,8 @@ from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.options import SessionOptions
 from shoal.peer.replica import Brought, Replica
 from shoal.peer.round_records import RECORDS
-from shoal.peer.sample_order import SampleOrder
-from shoal.peer.schedule import lr_factor
+from shoal.peer.sample_order import run_order
+from shoal.peer.schedule import run_lr_factor
 from shoal.peer.snapshot import Snapshot, take_snapshot
 from shoal.peer.step_clock import StepClock
 from shoal.swarm.errors import UserError
@@ -119,7 +119,7 @@ class Session:
         if replica.recipe_config is None:
             about = f"{length} samples"
             replica.describe(DataAbout(fingerprint(dataset), about, replica.tokens_per_sample, length))
-        order = SampleOrder(length, self.run_file.run.seed)
+        order = run_order(self.run_file, length, replica.tokens_per_sample)
         while self._next_range():
             while (bounds := samples.next_batch(self.run_file.inner.batch_samples)) is not None:
                 self._clock.start()
@@ -137,11 +137,7 @@ class Session:
         replica = self._replica
         samples = replica.samples.finish(loss)
         view = self.view
-        factor = lr_factor(
-            self.run_file.schedule,
-            self.run_file.run.tokens,
-            view.tokens_committed + view.tokens_in_round,
-        )
+        factor = run_lr_factor(self.run_file, view.tokens_committed + view.tokens_in_round)
         replica.step(samples, factor)
         self._clock.stop(samples * replica.tokens_per_sample)
         self.report_progress()

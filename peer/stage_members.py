@@ -95,7 +95,7 @@ class StageMembers:
         client = self.run.client.in_scope(scope_of(stage))
         try:
             async with Member.joined(client) as member:
-                stay.member = member
+                stay.member, member.start = member, self.run.start
                 stay.entered.set_result(member)
                 log.info("in stage %d", stage)
                 await stay.over.wait()

@@ -33,9 +33,11 @@ class State:
         return cls.of(torch.cat([anchor.unsqueeze(0), outer]), version)
 
     @classmethod
-    def of(cls, values: Tensor, version: int) -> State:
+    def of(cls, values: Tensor, version: int, digest: bytes | None = None) -> State:
+        """``digest``: the run's for this state, where it is not made of the chunks' (``StartSection.state_digest``)."""
         chunk_digests = _chunk_digests(bytes_of(values))
-        return cls(values, version, state_digest(version, tuple(values.shape), chunk_digests), chunk_digests)
+        digest = digest or state_digest(version, tuple(values.shape), chunk_digests)
+        return cls(values, version, digest, chunk_digests)
 
     @property
     def anchor(self) -> Tensor:

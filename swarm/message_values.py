@@ -221,7 +221,8 @@ class Blob(Record):
     means of a round, each as soon as it is held here; ``held``: the same as they are now, empty where there is none
     yet; ``state``: anchor and outer optimizer state of an anchor version; ``state_lossless``: the same, packed;
     ``state_digests``: those of its chunks; ``anchor_bfloat16`` and its digests: the anchor rounded; ``probe``: random
-    bytes, to learn what a link carries; ``activation`` and ``gradient``: a tensor that was offered for a micro-batch.
+    bytes, to learn what a link carries; ``activation`` and ``gradient``: a tensor that was offered for a micro-batch;
+    ``start``: a tensor that the run starts from, by its place among all names in alphabetical order.
     ``scope``: whose; a run and its stages have rounds and anchor versions of the same numbers.
     """
 
@@ -238,6 +239,7 @@ class Blob(Record):
         "probe",
         "activation",
         "gradient",
+        "start",
     ]
     number: Count
     scope: Scope = 0

@@ -20,6 +20,7 @@ from shoal.compression.coding import Coding, Shapes
 from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.identity import parse_key
 from shoal.swarm.run_values import check_plain, make_codec, make_coding
+from shoal.swarm.start import StartSection
 
 MAX_RUN_FILE_BYTES = 200_000
 
@@ -228,6 +229,7 @@ class RunFile(_Section):
     round: RoundSection
     checkpoints: CheckpointsSection = CheckpointsSection()
     pipeline: PipelineSection | None = None
+    start: StartSection | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -286,8 +288,9 @@ class RunFile(_Section):
     @property
     def hash(self) -> bytes:
         """SHA-256 of the canonical JSON of the validated content."""
-        # Runs without a pipeline have the hash that they had before there were any.
-        content = self.model_dump(mode="json", exclude={"pipeline"} if self.pipeline is None else None)
+        # Runs without these sections have the hash that they had before there were any.
+        absent = {name for name in ("pipeline", "start") if getattr(self, name) is None}
+        content = self.model_dump(mode="json", exclude=absent)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()
 

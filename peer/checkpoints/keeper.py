@@ -139,6 +139,8 @@ class CheckpointKeeper:
         """At the end: returns when the state is on disk, if the disk takes it. ``verdict``: None where it is not known,
         and then nothing is written."""
         self._settle()
+        if state.version == 0 and self._subject.run.start is not None:
+            return  # its digest is the run file's, and whoever has the checkpoint that it is of needs no other
         kept = {(one.anchor_version, one.digest) for one in self.store.kept()}
         if verdict is not None and (state.version, state.digest) not in kept:
             self._begin(state, verdict)

@@ -42,6 +42,7 @@ class Admission(Scope):
             elements = sum(spec.elements for spec in model.layout)
             if not 0 < elements <= _MAX_ELEMENTS:
                 raise ModelMismatch(f"a run's model has 1 to {_MAX_ELEMENTS} parameters, this one {elements}")
+            self._check_start(model.layout)
             self.record(f.ModelDescribed(model=model))
             return
         difference = first_difference(self.model.layout, model.layout)
@@ -60,6 +61,12 @@ class Admission(Scope):
                 "Use the same Python version as the others, or ask the host for a run on the same files "
                 '(data.source = "text:GLOB" or "tokens:FILE")'
             )
+
+    def _check_start(self, layout: tuple[TensorSpec, ...]) -> None:
+        start = self.run.start
+        difference = start.difference(layout, whole=self.run.pipeline is None) if start else ""
+        if start and difference:
+            raise ModelMismatch(f"this model is not that of {start.source}, where the run starts: {difference}")
 
     @staticmethod
     def _is_news(known: PeerToCoordinatorDescribeModel, model: PeerToCoordinatorDescribeModel) -> bool:

@@ -74,11 +74,16 @@ class Ending(RunState):
         """What the run waits for while nobody holds its newest state, else empty."""
         if not self._is_without_state() or self.has_ended:
             return ""
+        if not self.anchor_version:
+            assert self.run.start is not None
+            return self.run.start.outlook
         return say_outlook(self.anchor_version, self.agreed_digest, self._outlook, self.membership.members)
 
     def _is_without_state(self) -> bool:
-        """Members are here, and none of them holds the run's newest state. The first one they make themselves."""
-        return bool(self.anchor_version and self.membership.trainers() and not self.synced())
+        """Members are here, and none of them holds the run's newest state. The first one they make themselves, unless
+        it is that of a checkpoint."""
+        is_made = self.anchor_version == 0 and self.run.start is None
+        return bool(not is_made and self.membership.trainers() and not self.synced())
 
     # Closing --------------------------------------------------------------------------------------------
 

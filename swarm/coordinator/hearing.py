@@ -29,15 +29,19 @@ class Hearing(Ending):
             self.round.progress_s = now_s
         if moved:
             self._outage.saw_progress(now_s, self.membership.members[peer], self.history)
-        if self.anchor_version == 0 and (self.agreed_digest is None or not (self.synced() or self.unheard())):
-            # The first to be here says what the run starts from; if nobody has that any more, somebody else does.
-            digest = self.membership.common_digest(0)
-            if digest is not None:
-                self.record(f.StateAgreed(anchor_version=0, digest=digest))
+        if self.anchor_version == 0 and self.run.start is None:
+            self._agree_on_beginning()
         if self.round.phase == "waiting" and self.synced():
             self.round.phase = "training"
             self.round.opened_s = now_s
             self.announcements += 1
+
+    def _agree_on_beginning(self) -> None:
+        """The first to be here says what the run begins with; if nobody has that any more, somebody else does."""
+        if self.agreed_digest is None or not (self.synced() or self.unheard()):
+            digest = self.membership.common_digest(0)
+            if digest is not None:
+                self.record(f.StateAgreed(anchor_version=0, digest=digest))
 
     def ready(self, peer: str, ready: PeerToCoordinatorRoundReady, now_s: float) -> None:
         """A contribution is waiting. Raises ``StaleWork`` when its samples are not this peer's (any more)."""

@@ -66,6 +66,11 @@ class RunState(Admission):
         match fact:
             case f.RunSnapshot():
                 snapshot.restore(self, fact)
+            case f.ModelDescribed():
+                super()._apply(fact)
+                if self.run.start is not None and self.anchor_version == 0:
+                    # Whatever members say: what the run starts from stands in its file.
+                    self.agreed_digest = self.run.start.state_digest(fact.model.layout)
             case f.StateAgreed():
                 assert fact.anchor_version == self.anchor_version
                 self.agreed_digest = fact.digest

@@ -82,14 +82,14 @@ def span(member: Member) -> tuple[int, int]:
     return event["first"], event["last"]
 
 
-def plain_loop() -> Tensor:
+def plain_loop(rounds: int = ROUNDS) -> Tensor:
     """One process, one optimizer, the batches in order: its parameters, one after the other."""
     run = parse_run_file(TOML)
     recipe = load_recipe(run)
     model, data = recipe.build_model(run.run.seed), recipe.training_data()
     order = SampleOrder(len(data), run.run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-    for number in range(ROUNDS):
+    for number in range(rounds):
         batch = data.batch(order.indices(number * BATCH, (number + 1) * BATCH))
         optimizer.zero_grad()
         recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ def plain_loop() -> Tensor:
     return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
 
 
-def trained(members: Sequence[Member]) -> Tensor:
+def trained(members: Sequence[Member], rounds: int = ROUNDS) -> Tensor:
     """What the stages' checkpoints of the last round hold, one after the other; all replicas' are the same."""
     stages = []
     for stage in range(STAGES):
@@ -108,7 +108,7 @@ def trained(members: Sequence[Member]) -> Tensor:
             if checkpoint_folders(place)
         ]
         last = [one.state for one in found if one.manifest.round == max(other.manifest.round for other in found)]
-        assert last[0].version == ROUNDS
+        assert last[0].version == rounds
         assert {one.digest for one in last} == {last[0].digest}, "parity"
         stages.append(last[0].anchor)
     return torch.cat(stages)

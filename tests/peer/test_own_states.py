@@ -38,7 +38,9 @@ class Keeper:
 
 def own(*states: State, initial: State | None = None) -> OwnStates:
     keeper: Any = Keeper(*states)
-    return OwnStates(keeper, (lambda: initial) if initial else None, lambda state, _: state)
+    return OwnStates(
+        keeper, (lambda: initial) if initial else None, lambda state, _: state, is_first=initial is not None
+    )
 
 
 def kept(*states: State) -> tuple[KeptState, ...]:
@@ -75,7 +77,7 @@ def test_the_initial_state_is_the_last_resort() -> None:
     assert len(many.tell()) == MAX_KEPT
     assert many.tell()[-1] == kept(initial)[0]
     assert own().tell() == ()
-    assert OwnStates(None, None, lambda state, _: state).find(3, None) is None
+    assert OwnStates(None, None, lambda state, _: state, is_first=False).find(3, None) is None
 
 
 class Run:

@@ -36,6 +36,7 @@ class FakeMember:
         self.offers: list[Offer] = []
         self.afresh = 0
         self.held: list[State] = []
+        self.start: Any = None
         self.client: Any = SimpleNamespace(
             view=SimpleNamespace(round=0, anchor_version=0, state_digest=None, plan=None, verdict=None),
             coordinator_is_away=False,

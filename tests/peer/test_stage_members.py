@@ -160,7 +160,7 @@ async def test_each_stage_has_its_own_state_from_its_own_donors() -> None:
         for stage in reversed(range(STAGES)):
             member = await joiner.enter(stage)
             await describe_model(member)
-            own = OwnStates(None, None, lambda state, newest: state)
+            own = OwnStates(None, None, lambda state, newest: state, is_first=False)
             found = await member.agreed_state(own, (2, ELEMENTS), None, lambda *_, **__: None)
             assert found.digest == states(stage).digest
             assert torch.equal(found.values, states(stage).values)

@@ -95,6 +95,7 @@ def test_defaults_of_every_section() -> None:
         "round": {"tokens": 1000, "max_s": 600.0, "patience_s": 20.0},
         "checkpoints": {"transfer": "raw", "sealed": False, "readers": ()},
         "pipeline": None,
+        "start": None,
     }
 
 

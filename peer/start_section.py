@@ -1,0 +1,126 @@
+"""What `shoal host --from` does: the run file's ``[start]`` is made of a checkpoint, and stays what it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
+from shoal.peer.checkpoints.reading import CheckpointTensors
+from shoal.peer.checkpoints.source import Source
+from shoal.peer.outer_optimizer import outer_of
+from shoal.peer.parameters import ParameterVector
+from shoal.peer.recipes import layered_recipe, load_recipe
+from shoal.peer.start_files import hash_of, run_of, whole_checkpoints
+from shoal.swarm.coordinator.journal_files import JOURNAL
+from shoal.swarm.errors import ModelMismatch, RecipeError, RunFileError, StateFileError
+from shoal.swarm.identity import Identity
+from shoal.swarm.run_file import RunFile, load_run_file, parse_run_file
+from shoal.swarm.start import StartSection, StartTensor
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.toml"
+"""In a host's folder."""
+
+
+@dataclass(frozen=True)
+class StartFrom:
+    """``folder``: with a checkpoint, or any above; ``reader``: opens sealed ones; ``only_parameters``: schedule, order
+    of the samples and outer optimizer begin anew."""
+
+    folder: Path
+    reader: Identity | None = None
+    only_parameters: bool = False
+
+
+def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tuple[str, RunFile]:
+    """The run file at ``path`` with its ``[start]``: text, and validated. Where the run is being hosted already, in the
+    folder ``kept``, its section stays what it is, and the checkpoint is not needed any more. Blocks.
+
+    Raises ``StateFileError``, ``RunFileError``, and ``ModelMismatch`` for a checkpoint of another model."""
+    text, run = load_run_file(path)
+    if (kept / JOURNAL).exists() and (kept / RUN_FILE).exists():
+        before_text, before = load_run_file(kept / RUN_FILE)
+        if before.start is not None and before.model_copy(update={"start": None}) == run:
+            return before_text, before
+    section = start_section(start_from, run)
+    _check_model(run, section)
+    return with_section(text, section, str(path))
+
+
+def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
+    """What makes ``run`` start from the newest checkpoint there; all of it is read, a few files at a time. The outer
+    optimizer's vectors are taken over where the run has the same outer optimizer.
+
+    Raises ``StateFileError``."""
+    source, manifest = _newest(start_from.folder, start_from.reader)
+    before = parse_run_file(manifest.run_toml, f"{source.place(MANIFEST)}: run_toml")
+    tokens, steps = manifest.tokens, manifest.anchor_version
+    if before.start is not None:
+        tokens += before.start.tokens
+        steps += before.start.outer_steps
+    goes_on = before.outer.optimizer == run.outer.optimizer and manifest.outer_vectors == outer_of(run.outer).slots
+    if start_from.only_parameters:
+        tokens, goes_on = 0, False
+    tensors = CheckpointTensors(source, manifest)
+    rows = 1 + (manifest.outer_vectors if goes_on else 0)
+    return StartSection(
+        run=run_of(manifest),
+        round=manifest.round,
+        state=manifest.state_digest,
+        tokens=tokens,
+        outer_steps=steps if goes_on else 0,
+        tensors={
+            spec.name: StartTensor(shape=spec.shape, sha256=hash_of(spec.shape, tensors.rows(spec.name, rows)))
+            for spec in manifest.layout
+        },
+    )
+
+
+def with_section(text: str, start: StartSection, where: str) -> tuple[str, RunFile]:
+    """A run file's text with that section, validated. Raises ``RunFileError``, as for a file that has one already."""
+    if parse_run_file(text, where).start is not None:
+        raise RunFileError(f"{where}: has a [start] already: leave out --from, or that section")
+    lines = ["", "# Written by `shoal host --from`.", "[start]", f"run = {json.dumps(start.run)}"]
+    lines += [f"round = {start.round}", f'state = "{start.state}"']
+    lines += [f"tokens = {start.tokens}", f"outer_steps = {start.outer_steps}", "", "[start.tensors]"]
+    lines += [
+        f'{json.dumps(name)} = {{ shape = {list(one.shape)}, sha256 = "{one.sha256}" }}'
+        for name, one in start.tensors.items()
+    ]
+    whole = text.rstrip("\n") + "\n" + "\n".join(lines) + "\n"
+    return whole, parse_run_file(whole, f"{where} with the [start] of a model of {len(start.tensors)} tensors")
+
+
+def _check_model(run: RunFile, start: StartSection) -> None:
+    """As far as the recipe is installed here; otherwise the peers find out."""
+    if run.recipe.name == "own":
+        return
+    try:
+        recipe = load_recipe(run)
+    except RecipeError as error:
+        log.warning("whether the checkpoint fits the model, the first peer will say: %s", error)
+        return
+    if run.pipeline is not None:
+        layout = layered_recipe(recipe, run).layers(run.run.seed).layout
+    else:
+        layout = ParameterVector(recipe.build_model(run.run.seed)).layout
+    difference = start.difference(layout, whole=True)
+    if difference:
+        raise ModelMismatch(f"the run's model is not that of {start.source}: {difference}")
+
+
+def _newest(folder: Path, identity: Identity | None) -> tuple[Source, Manifest]:
+    refused: list[str] = []
+    found = sorted(whole_checkpoints(folder, identity, refused), key=lambda one: -one[1].round)
+    if not found:
+        raise StateFileError(
+            f"{folder}: no checkpoint of a whole model here{f'; {refused[0]}' if refused else ''}; give a run's folder "
+            "(~/.shoal/runs/RUN-HASH) or a checkpoint's"
+        )
+    if len({manifest.run_hash for _, manifest in found}) > 1:
+        raise StateFileError(f"{folder}: checkpoints of several runs are here; give the folder of one")
+    return found[0]

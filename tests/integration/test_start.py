@@ -1,0 +1,40 @@
+"""Real processes start from another run's checkpoint: its files are read on one machine's disk, sent over sealed links,
+and served by a peer that is in none of the stages that need them, which no test in memory has all at once."""
+
+import pytest
+import torch
+from tests.integration.harness import ROUNDS_S, START_S, Swarm
+from tests.integration.test_pipeline import MEMORY, ROUNDS, STAGES, TOML, plain_loop, trained
+
+from shoal.peer.export import newest_checkpoint
+from shoal.swarm.run_file import parse_run_file
+
+pytestmark = pytest.mark.integration
+
+HALF = 2
+SHORT = TOML.replace(f"rounds = {ROUNDS}", f"rounds = {HALF}")
+PIPELINE = SHORT[SHORT.index("[pipeline]") : SHORT.index("[inner]")]
+
+
+def test_a_pipeline_goes_on_where_a_whole_model_was(swarm: Swarm) -> None:
+    host = swarm.host(SHORT.replace(PIPELINE, "").replace("reef", "whole"), "host-of-the-whole")
+    first = swarm.member(host.invite, "whole")
+    assert first.exit_code(START_S + ROUNDS_S) == 0, first.tail()
+    host.stop()
+    before = newest_checkpoint(first.folder / "state")
+    assert before.state.version == HALF
+
+    files = ("--from", str(first.folder / "state"))
+    host = swarm.host(SHORT, extra=files)
+    host.says("round 1 of whole-")
+    members = [swarm.member(host.invite, f"peer{number}", extra=("--max-memory", MEMORY)) for number in range(2)]
+    members.append(swarm.member(host.invite, "brings", extra=("--max-memory", MEMORY, *files)))
+    for member in members:
+        assert member.exit_code(START_S + ROUNDS_S) == 0, member.tail()
+    assert len({member.event("span")["first"] for member in members}) == STAGES, "each stage is with another peer"
+    host.stop()
+    run = parse_run_file((host.state / "run.toml").read_text())
+    assert run.start is not None
+    assert run.start.state == before.state.digest.hex()
+    ours, plain = trained(members, HALF), plain_loop(2 * HALF)
+    assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)
