@@ -115,7 +115,7 @@ def test_strangers(swarm: Swarm) -> None:
         assert said["seconds"] < SOON_S, said
     # The command line makes exit codes of them.
     refused(swarm.member(wrong_key, "wrong-key", SHOAL), WrongKey, "check the invite")
-    launcher = (sys.executable, str(HERE / "other_version.py"))
+    launcher = ("env", sys.executable, str(HERE / "other_version.py"))
     refused(swarm.member(host.invite, "version", launcher), ProtocolMismatch, "same release")
 
     last = member.last_round()

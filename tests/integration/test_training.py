@@ -12,6 +12,7 @@ from tests.integration.harness import (
     HERE,
     LEAVE_S,
     ROUNDS_S,
+    SHOAL,
     START_S,
     Swarm,
     check_journal,
@@ -57,7 +58,7 @@ def test_three_peers_agree_bit_for_bit(swarm: Swarm) -> None:
 def test_peers_agree_whatever_packs_their_contributions(swarm: Swarm, algorithm: str, codec: str) -> None:
     rounds = 4
     host = swarm.host(run_toml(rounds=rounds, tokens=12_000, max_s=10, algorithm=algorithm, codec=codec))
-    members = swarm.members(host.invite, "a", "b", launcher=FRESH)
+    members = swarm.members(host.invite, "a", "b", launcher=SHOAL)
     for member in members:
         assert member.exit_code(ROUNDS_S) == 0, member.tail()
     host.stop()
@@ -102,8 +103,8 @@ def test_an_export_in_bfloat16_is_the_rounded_anchor(swarm: Swarm) -> None:
     whole, half = swarm.folder / "whole.safetensors", swarm.folder / "half.safetensors"
     wanted = ("export", "--precision", "bfloat16", "--out", str(half), "--run")
     exports = [
-        swarm.command("export", *FRESH, "export", "--out", str(whole), "--run", host.invite),
-        swarm.command("export-half", *FRESH, *wanted, host.invite),
+        swarm.command("export", *SHOAL, "export", "--out", str(whole), "--run", host.invite),
+        swarm.command("export-half", *SHOAL, *wanted, host.invite),
     ]
     for export in exports:
         assert export.exit_code(START_S) == 0, export.tail()
@@ -111,7 +112,7 @@ def test_an_export_in_bfloat16_is_the_rounded_anchor(swarm: Swarm) -> None:
     assert one.keys() == rounded.keys()
     assert all(torch.equal(rounded[name], one[name].bfloat16()) for name in one)
     read_model(half)
-    refused = swarm.command("export-half-saved", *FRESH, *wanted, str(members[0].folder))
+    refused = swarm.command("export-half-saved", *SHOAL, *wanted, str(members[0].folder))
     assert refused.exit_code(START_S) == UserError.exit_code
     assert "give its invite" in refused.text()
     finish(host, members)
