@@ -100,12 +100,13 @@ def restore_command(
     to: Annotated[Path, typer.Option(help="Where `shoal join --state` looks.")] = SHOAL_HOME / "runs",
     identity: IdentityOption = SHOAL_HOME / "identity",
     only_list: Annotated[bool, typer.Option("--list", help="Show what is there.")] = False,
+    all_stages: Annotated[bool, typer.Option(help="Of a pipeline all, not only those that this peer copied.")] = False,
 ) -> None:
     """Bring back the newest whole copy of a run's checkpoint; `shoal join` goes on from it."""
     if only_list:
         list_copies(url, console)
     else:
-        restore(url, to, identity, console)
+        restore(url, to, identity, console, all_stages=all_stages)
 
 
 @app.command("checkpoint")

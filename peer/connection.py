@@ -41,7 +41,8 @@ class Connection:
             lambda: StageMembers.open(self.invite, self._identity, options.bind, self._introduction)
         )
         self.members: StageMembers = self.network.start()
-        self._copies: NetworkThread[RemoteCopies] | None = None
+        self._stores: dict[Path, CheckpointStore] = {}
+        self._copies: dict[Path, NetworkThread[RemoteCopies]] = {}
         client = self.members.run.client
         self.run_file: RunFile = client.run_file
         if not client.reachable:
@@ -85,19 +86,26 @@ class Connection:
         return self.options.state / f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}" / self.peer
 
     def open_store(self, folder: Path) -> CheckpointStore | None:
-        """Of the checkpoints below ``folder``; None when none are kept."""
+        """Of the checkpoints below ``folder``, the same one each time; None when none are kept."""
         run, retention = self.run_file, self.options.checkpoints
         if retention is None:
             return None
-        return CheckpointStore(folder / CHECKPOINTS, run.hash, self._identity, retention, run.checkpoints.sealed_for)
+        if folder not in self._stores:
+            sealed_for = run.checkpoints.sealed_for
+            self._stores[folder] = CheckpointStore(
+                folder / CHECKPOINTS, run.hash, self._identity, retention, sealed_for
+            )
+        return self._stores[folder]
 
     def copy(self, store: CheckpointStore) -> None:
-        """Copy that store's checkpoints to where the options say, if anywhere, from now on."""
-        if self.options.copy_to is not None:
+        """Copy that store's checkpoints to where the options say, if anywhere, from now on. At the URL they lie as they
+        do below this peer's folder."""
+        to, inside = self.options.copy_to, store.folder.parent.relative_to(self.folder.parent.parent)
+        if to is not None and store.folder not in self._copies:
             # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
-            place = f"{self.folder.parent.name}/{self.folder.name}"
-            self._copies = NetworkThread(RemoteCopies(store, self.options.copy_to, place).running)
-            self._copies.start()
+            copies = RemoteCopies(store, to, inside.as_posix(), in_step=self.run_file.pipeline is not None)
+            self._copies[store.folder] = NetworkThread(copies.running)
+            self._copies[store.folder].start()
 
     def emit(self, event: str, **fields: Any) -> None:
         """Tell whoever listens, from any thread."""
@@ -107,10 +115,12 @@ class Connection:
     def close(self) -> None:
         """Leave the run and end the threads; copies that are due are finished."""
         self.network.stop()
-        if self._copies is not None:
-            self._copies.stop()
-            if self._copies.failure is not None:
-                log.warning("checkpoints were not copied any more: %s", self._copies.failure)
+        for copies in self._copies.values():
+            copies.tell(copies.resource.finish)
+        for copies in self._copies.values():
+            copies.stop()
+            if copies.failure is not None:
+                log.warning("checkpoints were not copied any more: %s", copies.failure)
 
     def _introduction(self) -> MemberInfo:
         host, port = self.options.advertise

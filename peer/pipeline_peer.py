@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from shoal.peer.capability import usable_bytes
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.connection import Connection
 from shoal.peer.data import DataAbout
 from shoal.peer.held_span import HeldSpan, SpanWork
@@ -54,10 +56,6 @@ class PipelinePeer:
         self._measured: MeasuredModel
         if connection.options.role == "validator":
             raise UserError("a pipeline's members hold stages: join it as full, or with --role contribute-only")
-        if connection.options.copy_to is not None:
-            raise UserError(
-                "checkpoints of a pipeline's stages cannot be copied to other places yet: leave out --copy-to"
-            )
 
     # The run --------------------------------------------------------------------------------------------------
 
@@ -100,10 +98,17 @@ class PipelinePeer:
             recipe_config=recipe.config(),
             device=self._device,
             folder=connection.folder,
-            store=connection.open_store,
+            store=self._open_store,
             recomputes=self._recomputes,
             emit=connection.emit,
         )
+
+    def _open_store(self, folder: Path) -> CheckpointStore | None:
+        """Of a stage; its checkpoints are copied from now on, also while the stage is not held any more."""
+        store = self._connection.open_store(folder)
+        if store is not None:
+            self._connection.copy(store)
+        return store
 
     def _capability(self) -> PeerCapability:
         node, peer = self._members.run.node, self._connection.peer

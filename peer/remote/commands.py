@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.remote.copies import Copy, find_copies
 from shoal.peer.remote.copying import CopyTo
 from shoal.peer.remote.remote_store import RemoteStore
-from shoal.peer.remote.restoring import Copy, Restorer, find_copies
+from shoal.peer.remote.restoring import Restorer
 from shoal.swarm.errors import UserError
 from shoal.swarm.identity import Identity
 
@@ -26,22 +27,27 @@ def parse_copy_to(url: str, every: int, retention: Retention | None) -> CopyTo |
 
 def list_copies(url: str, console: Console) -> None:
     """Show what is there, newest first. Raises ``RemoteStorageError``."""
-    table = Table("run", "peer", "round", "MB", "")
-    for copy in find_copies(RemoteStore.open(url)):
-        table.add_row(copy.run, copy.peer, str(copy.round), f"{copy.size_bytes / 1e6:.3g}", _kind(copy))
+    copies = find_copies(RemoteStore.open(url))
+    has_stages = any(copy.stage is not None for copy in copies)
+    table = Table("run", "peer", *(("stage",) * has_stages), "round", "MB", "")
+    for copy in copies:
+        stage = ("" if copy.stage is None else str(copy.stage),) * has_stages
+        table.add_row(copy.run, copy.peer, *stage, str(copy.round), f"{copy.size_bytes / 1e6:.3g}", _kind(copy))
     console.print(table if table.row_count else "There is no copy of a checkpoint.")
 
 
-def restore(url: str, to: Path, identity: Path, console: Console) -> None:
-    """Bring the newest whole copy. Raises the errors of ``Restorer.restore`` and of identity files."""
+def restore(url: str, to: Path, identity: Path, console: Console, *, all_stages: bool) -> None:
+    """Bring the newest whole copy, of a pipeline one of each stage. Raises the errors of ``Restorer.restore`` and of
+    identity files."""
     remote = RemoteStore.open(url)
     copies = find_copies(remote)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    folder = Restorer(remote, to, Identity.load_or_create(identity), say).restore(copies)
-    say(f"Restored to {folder}")
+    restorer = Restorer(remote, to, Identity.load_or_create(identity), say)
+    for folder in restorer.restore(copies, all_stages=all_stages):
+        say(f"Restored to {folder}")
     own = [f"--state {to}"] * (to != Path.home() / ".shoal" / "runs") + [f"--identity {identity}"]
     say(f"`shoal join INVITE {' '.join(own)}` goes on from it")
 

@@ -40,26 +40,35 @@ class CopyTo:
     retention: Retention = field(default_factory=Retention)
 
 
-def next_copy(here: Collection[int], begun: Collection[int], done: Collection[int], every: int) -> int | None:
+def next_copy(
+    here: Collection[int], begun: Collection[int], done: Collection[int], every: int, *, in_step: bool = False
+) -> int | None:
     """The round whose checkpoint is copied next; None for none. Pure.
 
     ``here``: rounds with a checkpoint here; ``begun``: those of which a part has been copied; ``done``: those
-    of which all has. What was begun is finished first, oldest before newest; then only the newest counts."""
+    of which all has. What was begun is finished first, oldest before newest; then only the newest counts, or, where
+    others have to copy the same rounds and nobody knows how fast (``in_step``), of the new ones the one whose number
+    has the most factors of two."""
     half = [number for number in here if number in begun and number not in done]
     if half:
         return min(half)
     newest, last = max(here, default=None), max(done, default=None)
     if newest is None or newest in done:
         return None
-    return newest if last is None or newest < last or newest - last >= every else None
+    if last is not None and last <= newest < last + every:
+        return None
+    fresh = [number for number in here if last is None or number > last] or [newest]
+    return max(fresh, key=lambda number: (number & -number, number)) if in_step else newest
 
 
 class RemoteCopies:
     """``run`` until ``finish``; on the event loop, every call to the driver in a thread of its own."""
 
-    def __init__(self, store: CheckpointStore, to: CopyTo, base: str) -> None:
-        """``base``: the folder of this run and peer at the URL; the ledger is beside the checkpoints."""
+    def __init__(self, store: CheckpointStore, to: CopyTo, base: str, *, in_step: bool = False) -> None:
+        """``base``: the folder of this run and peer, and stage, at the URL; the ledger is beside the checkpoints;
+        ``in_step``: as for ``next_copy``."""
         self._store = store
+        self._in_step = in_step
         self._remote = to.remote
         self._every = to.every
         self._retention = to.retention
@@ -144,7 +153,7 @@ class RemoteCopies:
         here = {kept.round: kept for kept in self._store.kept() if kept.folder.name not in self._unusable}
         begun = {number: name for name in self._ledger.folders() if (number := round_in(name)) is not None}
         done = [number for number, name in begun.items() if any(self._ledger.entry(name, last) for last in LAST_FILES)]
-        number = next_copy(here, begun, done, self._every)
+        number = next_copy(here, begun, done, self._every, in_step=self._in_step)
         return None if number is None else here[number]
 
     async def _copy(self, kept: Kept) -> None:

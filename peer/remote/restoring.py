@@ -12,55 +12,27 @@ from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import FileEntry, Manifest, read_manifest
-from shoal.peer.checkpoints.sealed_folder import ENVELOPE, MAX_ENVELOPE_BYTES, SUFFIX, opened
+from shoal.peer.checkpoints.sealed_folder import MAX_ENVELOPE_BYTES, SUFFIX, opened
 from shoal.peer.checkpoints.source import FolderSource, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
+from shoal.peer.remote.copies import Copy, by_preference, in_step, stages_needed
 from shoal.peer.remote.listing import LAST_FILES, Listing, entry_of, read_listing, round_in
 from shoal.peer.remote.remote_store import RemoteStore
+from shoal.peer.stage_members import stage_folder
 from shoal.swarm.errors import RemoteStorageError, SealedForOthers, StateFileError, StorageError, UserError
 from shoal.swarm.identity import Identity
 
 _BLOCK_BYTES = 16 * 2**20
 _TRIES = 6
-_DEEPEST = 3  # URL / run / peer / round
 _INCOMING = "restoring"
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A checkpoint's folder at a URL, whole or not. ``last``: the file that lists the others; None where there is none,
-    as in a copy that was not finished."""
+class _Fetched:
+    """A checked copy on this machine, and where it is to be; ``incoming``: None where it is there already."""
 
-    path: str
-    run: str
-    peer: str
-    round: int
-    size_bytes: int
-    last: str | None
-
-    @property
-    def is_sealed(self) -> bool:
-        return self.last == ENVELOPE
-
-
-def find_copies(remote: RemoteStore) -> list[Copy]:
-    """All below the URL, be it of a run, of a peer, or of all; newest round first. Raises ``RemoteStorageError``."""
-    return sorted(_below(remote, "", _DEEPEST), key=lambda copy: (-copy.round, copy.run, copy.peer))
-
-
-def _below(remote: RemoteStore, path: str, depth: int) -> list[Copy]:
-    found = []
-    for name in remote.folders(path):
-        inside = f"{path}/{name}" if path else name
-        number = round_in(name)
-        if number is not None:
-            sizes = remote.sizes(inside)
-            last = next((one for one in reversed(LAST_FILES) if one in sizes), None)
-            run, peer = remote.shown(inside).split("/")[-3:-1]
-            found.append(Copy(inside, run, peer, number, sum(sizes.values()), last))
-        elif depth > 1:
-            found += _below(remote, inside, depth - 1)
-    return found
+    incoming: Path | None
+    place: Path
 
 
 class Restorer:
@@ -80,9 +52,12 @@ class Restorer:
         self._say = say
         self._pause = pause
 
-    def restore(self, copies: Sequence[Copy]) -> Path:
+    def restore(self, copies: Sequence[Copy], *, all_stages: bool = False) -> list[Path]:
         """The newest one that is whole and can be opened; the folder that it is in now. What is there already is not
         touched: where it is as new, it is what is returned.
+
+        Of a pipeline one of each stage that this peer has copied, or of all (``all_stages``, or where it has copied
+        none), of one round if there is such a one.
 
         Raises ``StateFileError`` when there is none, ``SealedForOthers`` when they are all sealed for others,
         ``UserError`` for copies of several runs, ``RemoteStorageError``, ``StorageError``."""
@@ -91,11 +66,49 @@ class Restorer:
                 f"{self._remote.url}: has copies of several runs, {runs[0]} among them; give the URL of one: "
                 f"{self._remote.shown(runs[0])}"
             )
-        refusals: list[StateFileError] = []
-        mine = self._identity.peer_id
-        for copy in sorted(copies, key=lambda copy: (-copy.round, copy.peer != mine, copy.peer)):
+        staged = [copy for copy in copies if copy.stage is not None]
+        if not staged:
+            return self._install_all([self._fetch_best(copies)])
+        stages = stages_needed(staged, "" if all_stages else self._identity.peer_id)
+        for number in in_step(staged, stages):
             try:
-                return self._bring(copy)
+                return self._install_all(self._fetch_each([copy for copy in staged if copy.round == number], stages))
+            except StateFileError as error:
+                self._say(f"round {number} of the stages cannot be had: {error}")
+        self._say(
+            "there is no round of which all these stages have a copy: the run goes back to a version that its members "
+            "have of all stages, or to its beginning"
+        )
+        return self._install_all(self._fetch_each(staged, stages))
+
+    def _fetch_each(self, copies: Sequence[Copy], stages: Sequence[int]) -> list[_Fetched]:
+        """One of each stage, or none of any."""
+        fetched: list[_Fetched] = []
+        try:
+            for stage in stages:
+                fetched.append(self._fetch_best([copy for copy in copies if copy.stage == stage]))
+        except StateFileError:
+            for one in fetched:
+                if one.incoming is not None:
+                    shutil.rmtree(one.incoming, ignore_errors=True)
+            raise
+        return fetched
+
+    def _install_all(self, fetched: Sequence[_Fetched]) -> list[Path]:
+        for one in fetched:
+            if one.incoming is not None:
+                try:
+                    self._install(one.incoming, one.place)
+                except OSError as error:
+                    raise StorageError(f"{self._to}: cannot be written: {error}") from error
+        return [one.place for one in fetched]
+
+    def _fetch_best(self, copies: Sequence[Copy]) -> _Fetched:
+        """The newest one that can be used. Raises ``StateFileError``, ``SealedForOthers``, ``StorageError``."""
+        refusals: list[StateFileError] = []
+        for copy in by_preference(copies, self._identity.peer_id):
+            try:
+                return self._fetch_copy(copy)
             except StateFileError as error:
                 refusals.append(error)
                 self._say(f"{self._remote.shown(copy.path)}: cannot be used: {error}")
@@ -109,11 +122,12 @@ class Restorer:
             else f"{self._remote.url}: there is no copy of a checkpoint; give the URL that `shoal join --copy-to` had"
         )
 
-    def _bring(self, copy: Copy) -> Path:
+    def _fetch_copy(self, copy: Copy) -> _Fetched:
         if copy.last is None:
             raise StateFileError(f"{self._remote.shown(copy.path)}: is unfinished: it lacks its {LAST_FILES[0]}")
         # Not yet below the run's own folder: its name is in the manifest, which may be sealed.
-        incoming = self._to / _INCOMING / f"{copy.run}-{copy.peer}-{copy.round:08}"
+        stage = "" if copy.stage is None else f"-{copy.stage}"
+        incoming = self._to / _INCOMING / f"{copy.run}-{copy.peer}{stage}-{copy.round:08}"
         incoming.mkdir(parents=True, exist_ok=True)
         try:
             listing, manifest = self._list(copy, incoming)
@@ -122,19 +136,17 @@ class Restorer:
             if here is not None and (round_in(here.name) or 0) >= copy.round:
                 self._say(f"{here}: is as new as the copy of round {copy.round}; it stays")
                 shutil.rmtree(incoming)
-                return here
+                return _Fetched(None, here)
             if place.exists():
                 raise StateFileError(f"{place}: is in the way, and is no whole checkpoint; move it away first")
-            self._say(
-                f"round {copy.round} of {manifest.run}, by peer {manifest.peer}, from {self._remote.shown(copy.path)}"
-            )
+            which = f"{manifest.run}" if copy.stage is None else f"{manifest.run}, stage {copy.stage}"
+            self._say(f"round {copy.round} of {which}, by peer {manifest.peer}, from {self._remote.shown(copy.path)}")
             self._fetch_all(copy, listing, incoming, own=manifest.peer == self._identity.peer_id)
             self._check(incoming, manifest)
         except StateFileError:
             shutil.rmtree(incoming, ignore_errors=True)
             raise
-        self._install(incoming, place)
-        return place
+        return _Fetched(incoming, place)
 
     def _list(self, copy: Copy, incoming: Path) -> tuple[Listing, Manifest]:
         """Bring what lists the files, which is all that says of which run the copy is."""
@@ -156,11 +168,16 @@ class Restorer:
         manifest = read_manifest(opened(source, self._identity))
         if manifest.round != copy.round:
             raise refuse(self._remote.shown(copy.path), "round", str(copy.round), f"{manifest.round} in its manifest")
+        stage = manifest.stage.number if manifest.stage is not None else None
+        if stage != copy.stage:
+            raise refuse(self._remote.shown(copy.path), "stage", str(copy.stage), f"{stage} in its manifest")
         return listing, manifest
 
     def _place(self, manifest: Manifest) -> Path:
         run = f"{manifest.run}-{manifest.run_hash[:8]}"
-        return self._to / run / self._identity.peer_id / CHECKPOINTS / f"round-{manifest.round:08}"
+        peer = self._to / run / self._identity.peer_id
+        folder = peer if manifest.stage is None else stage_folder(peer, manifest.stage.number)
+        return folder / CHECKPOINTS / f"round-{manifest.round:08}"
 
     def _newest_here(self, folder: Path) -> Path | None:
         """The newest whole checkpoint on this machine."""

@@ -16,6 +16,9 @@ from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
 from shoal.peer.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
 from shoal.peer.recipes import load_recipe
+from shoal.peer.remote.copies import find_copies
+from shoal.peer.remote.remote_store import RemoteStore
+from shoal.peer.remote.restoring import Restorer
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.stage_members import stage_folder
 from shoal.peer.verifying import Verified, find_checkpoints, verify_checkpoints
@@ -72,8 +75,9 @@ def launcher(step: str = "never", times: int = 1, armed: Path | None = None) -> 
     return (sys.executable, str(HERE / "stage_member.py"), step, str(times), str(armed or "/nonexistent"))
 
 
-def join(swarm: Swarm, host: Host, label: str, *doom: object) -> Member:
-    return swarm.member(host.invite, label, launcher(*doom), extra=("--max-memory", MEMORY))  # type: ignore[arg-type]
+def join(swarm: Swarm, host: Host, label: str, *doom: object, extra: Sequence[str] = ()) -> Member:
+    extra = ("--max-memory", MEMORY, *extra)
+    return swarm.member(host.invite, label, launcher(*doom), extra=extra)  # type: ignore[arg-type]
 
 
 def span(member: Member) -> tuple[int, int]:
@@ -176,9 +180,20 @@ def check_kept(members: Sequence[Member], folder: Path) -> None:
     assert all(isinstance(one, Verified) and one.first_round == 0 for one in verified), verified
 
 
+def check_copied(url: str, members: Sequence[Member], folder: Path) -> None:
+    """What comes back on another machine when all of them are lost."""
+    remote, me = RemoteStore.open(url), Identity.generate()
+    found = Restorer(remote, folder / "restored", me, print).restore(find_copies(remote))
+    assert len(found) == STAGES
+    assert export_model(folder / "restored", folder / "restored.safetensors") == ROUNDS
+    model = read_model(folder / "restored.safetensors")
+    assert torch.equal(torch.cat([one.detach().reshape(-1) for one in model.parameters()]), trained(members))
+
+
 def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm) -> None:
     host = swarm.host(TOML)
-    members = [join(swarm, host, f"peer{number}") for number in range(5)]
+    copies = f"file://{swarm.folder / 'copies'}"
+    members = [join(swarm, host, f"peer{number}", extra=("--copy-to", copies)) for number in range(5)]
     spans = [span(member) for member in members]
     assert {first for first, _ in spans} == set(range(STAGES))
     assert all(first == last for first, last in spans), "nobody can hold more"
@@ -186,6 +201,7 @@ def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm) -> None:
     check_live(host, members, swarm.folder)
     check(host, members)
     check_kept(members, swarm.folder)
+    check_copied(copies, members, swarm.folder)
 
 
 @pytest.mark.parametrize(("step", "times"), [("forward", 2), ("backward", 2), ("claimed", 2), ("ready", 1)])

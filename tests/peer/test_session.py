@@ -1,5 +1,6 @@
 """How a session ends when something goes wrong at its end."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,14 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
     ended: list[str] = []
     connection: Any = Connection.__new__(Connection)
     connection.network = SimpleNamespace(failure=None, stop=lambda: ended.append("network"))
-    connection._copies = SimpleNamespace(failure=None, stop=lambda: ended.append("copies"))
+    finishing = SimpleNamespace(finish=lambda: ended.append("finish"))
+    copies: Any = SimpleNamespace(
+        failure=None, resource=finishing, tell=lambda call: call(), stop=lambda: ended.append("copies")
+    )
+    connection._copies = {Path("checkpoints"): copies}
     session: Any = Session.__new__(Session)
     session._connection, session._network = connection, connection.network
     session._replica_or_none = SimpleNamespace(save=fail)
     with pytest.raises(RuntimeError, match="for the test"):
         session.close()
-    assert ended == ["network", "copies"]
+    assert ended == ["network", "finish", "copies"]

@@ -43,6 +43,23 @@ def test_what_is_copied_next(
     assert next_copy(here, begun, done, every) == expected
 
 
+@pytest.mark.parametrize(
+    ("here", "done", "every", "expected"),
+    [
+        ([14, 15, 16], [], 1, 16),
+        ([15, 16, 17], [13], 1, 16),
+        ([15, 16, 17], [16], 1, 17),
+        ([17, 18, 19], [16], 4, None),
+        ([18, 19, 20], [16], 4, 20),
+        ([19, 21, 22], [16], 4, 22),
+        ([0], [], 1, 0),
+        ([3], [9], 1, 3),
+    ],
+)
+def test_those_that_copy_in_step_choose_alike(here: list[int], done: list[int], every: int, expected: int) -> None:
+    assert next_copy(here, done, done, every, in_step=True) == expected
+
+
 def test_the_newest_goes_there_its_manifest_last_and_nothing_of_the_peers_own(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.copy_all(place.write(1, 2))

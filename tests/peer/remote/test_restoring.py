@@ -12,8 +12,9 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.remote import restoring
+from shoal.peer.remote.copies import find_copies
 from shoal.peer.remote.remote_store import RemoteStore
-from shoal.peer.remote.restoring import Restorer, find_copies
+from shoal.peer.remote.restoring import Restorer
 from shoal.swarm.errors import RemoteStorageError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.identity import Identity
 
@@ -31,7 +32,12 @@ class Machine:
         self.slept_s = 0.0
 
     def restore(self, remote: RemoteStore) -> Path:
-        return Restorer(remote, self.runs, self.identity, self.said.append, self._sleep).restore(find_copies(remote))
+        (folder,) = self.restore_all(remote)
+        return folder
+
+    def restore_all(self, remote: RemoteStore, *, all_stages: bool = False) -> list[Path]:
+        restorer = Restorer(remote, self.runs, self.identity, self.said.append, self._sleep)
+        return restorer.restore(find_copies(remote), all_stages=all_stages)
 
     def _sleep(self, seconds: float) -> None:
         self.slept_s += seconds

@@ -10,8 +10,9 @@ from tests.peer.remote.places import Place
 
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.remote.copies import find_copies
 from shoal.peer.remote.remote_store import RemoteStore
-from shoal.peer.remote.restoring import Restorer, find_copies
+from shoal.peer.remote.restoring import Restorer
 from shoal.swarm.errors import RemoteStorageError
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")
@@ -55,7 +56,7 @@ def test_copied_to_a_bucket_and_restored_from_it(bucket: str, tmp_path: Path) ->
     found = find_copies(place.remote)
     assert [(copy.round, copy.peer, copy.is_sealed) for copy in found] == [(3, place.identity.peer_id, True)]
     runs = tmp_path / "here"
-    folder = Restorer(place.remote, runs, place.identity, print).restore(found)
+    (folder,) = Restorer(place.remote, runs, place.identity, print).restore(found)
     restored = CheckpointStore(folder.parent, RUN.hash, place.identity, Retention())
     checkpoint = restored.load_newest()
     assert checkpoint is not None
