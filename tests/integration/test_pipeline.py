@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 from tests.integration.harness import HERE, KILLED, ROUNDS_S, START_S, Host, Member, Swarm
 from torch import Tensor
+from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
+from shoal.peer.cli import app
 from shoal.peer.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
 from shoal.peer.recipes import load_recipe
 from shoal.peer.remote.copies import find_copies
@@ -170,38 +172,48 @@ def check_live(host: Host, members: Sequence[Member], folder: Path) -> None:
 
 def check_kept(members: Sequence[Member], folder: Path) -> None:
     """What the peers' folders give together, after the run's end."""
-    assert export_model(folder, folder / "kept.safetensors") == ROUNDS
-    model = read_model(folder / "kept.safetensors")
-    assert torch.equal(torch.cat([one.detach().reshape(-1) for one in model.parameters()]), trained(members))
+    whole = trained(members)
+    for kept in ("checkpoints", "rounds"):
+        assert export_model(folder, folder / "kept.safetensors") == ROUNDS
+        assert torch.equal(values(folder / "kept.safetensors"), whole), kept
+        for newest in folder.glob(f"*/state/*/*/{stage_folder(Path(), 1)}/{CHECKPOINTS}/round-{ROUNDS - 1:08}"):
+            newest.rename(folder / f"{newest.parents[2].name}-newest")  # from now on the stage's rounds are made again
+    generated = CliRunner().invoke(app, ["generate", str(folder / "kept.safetensors"), "--tokens", "3"])
+    assert generated.exit_code == 0, generated.output
     gather_checkpoint(folder, folder / "round-00000000", Identity.generate())
-    assert torch.equal(read_checkpoint(FolderSource(folder / "round-00000000")).state.anchor, trained(members))
+    assert torch.equal(read_checkpoint(FolderSource(folder / "round-00000000")).state.anchor, whole)
     verified = verify_checkpoints(find_checkpoints(folder))
     assert len(verified) > STAGES
     assert all(isinstance(one, Verified) and one.first_round == 0 for one in verified), verified
 
 
-def check_copied(url: str, members: Sequence[Member], folder: Path) -> None:
+def values(model: Path) -> Tensor:
+    """Of all parameters of an exported model, one after the other."""
+    return torch.cat([one.detach().reshape(-1) for one in read_model(model).parameters()])
+
+
+def check_copied(folder: Path, whole: Tensor) -> None:
     """What comes back on another machine when all of them are lost."""
-    remote, me = RemoteStore.open(url), Identity.generate()
+    remote, me = RemoteStore.open(f"file://{folder / 'copies'}"), Identity.generate()
     found = Restorer(remote, folder / "restored", me, print).restore(find_copies(remote))
     assert len(found) == STAGES
     assert export_model(folder / "restored", folder / "restored.safetensors") == ROUNDS
-    model = read_model(folder / "restored.safetensors")
-    assert torch.equal(torch.cat([one.detach().reshape(-1) for one in model.parameters()]), trained(members))
+    assert torch.equal(values(folder / "restored.safetensors"), whole)
 
 
-def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm) -> None:
+def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm, tmp_path_factory: pytest.TempPathFactory) -> None:
     host = swarm.host(TOML)
-    copies = f"file://{swarm.folder / 'copies'}"
-    members = [join(swarm, host, f"peer{number}", extra=("--copy-to", copies)) for number in range(5)]
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    copies = ("--copy-to", f"file://{elsewhere / 'copies'}")
+    members = [join(swarm, host, f"peer{number}", extra=copies) for number in range(5)]
     spans = [span(member) for member in members]
     assert {first for first, _ in spans} == set(range(STAGES))
     assert all(first == last for first, last in spans), "nobody can hold more"
     members[0].event("committed", ROUNDS_S)
     check_live(host, members, swarm.folder)
     check(host, members)
+    check_copied(elsewhere, trained(members))
     check_kept(members, swarm.folder)
-    check_copied(copies, members, swarm.folder)
 
 
 @pytest.mark.parametrize(("step", "times"), [("forward", 2), ("backward", 2), ("claimed", 2), ("ready", 1)])
