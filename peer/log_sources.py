@@ -16,11 +16,13 @@ from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.hosting import ORIGIN_FILE
 from shoal.peer.stage_members import scope_of
 from shoal.swarm.coordinator.journal_files import JOURNAL, JournalFiles
+from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import CoordinatorToPeerVerdicts, PeerToCoordinatorGetVerdicts, Verdict
-from shoal.swarm.observer import observe
+from shoal.swarm.observer import observe, observe_stages
+from shoal.swarm.run_file import parse_run_file
 
 _EXPECTED = (
     "give an invite, a host's folder (~/.shoal/host/RUN), a member's folder (~/.shoal/runs/RUN-HASH), a checkpoint, "
@@ -59,20 +61,26 @@ def open_log(source: str, identity: Identity | None = None) -> Log:
     found = sorted(path.glob(f"**/{HISTORY_FILE}"))
     if not found:
         raise StateFileError(f"{path}: no history of a run here; {_EXPECTED}")
-    # Of several members of one run, who knows most.
-    return max((_of_file(one) for one in found), key=lambda log: len(log.verdicts))
+    # Of several members of one run, who knows most; of a pipeline's stages the last one.
+    return max((_of_file(one) for one in found), key=lambda log: (len(log.verdicts), log.scope))
 
 
 async def _from_run(invite: Invite) -> Log:
-    verdicts: list[Verdict] = []
+    """Of a pipeline the last stage's history: it has the loss, and rounds are the same in all."""
     async with observe(invite) as client:
-        while True:
-            ask = PeerToCoordinatorGetVerdicts(first=len(verdicts))
-            page = await client.ask(ask, CoordinatorToPeerVerdicts)
-            verdicts += page.verdicts
-            if not page.more or not page.verdicts:
-                run = client.run_file
-                return Log(run.run.name, run.hash, client.coordinator.identity_key, tuple(verdicts), client.scope)
+        pipeline = client.view.pipeline
+        async with observe_stages(client, len(pipeline.boundaries) - 1 if pipeline else 0) as stages:
+            return await _fetched([client, *stages][-1])
+
+
+async def _fetched(client: CoordinatorClient) -> Log:
+    verdicts: list[Verdict] = []
+    while True:
+        page = await client.ask(PeerToCoordinatorGetVerdicts(first=len(verdicts)), CoordinatorToPeerVerdicts)
+        verdicts += page.verdicts
+        if not page.more or not page.verdicts:
+            run = client.run_file
+            return Log(run.run.name, run.hash, client.coordinator.identity_key, tuple(verdicts), client.scope)
 
 
 def _of_file(path: Path) -> Log:
@@ -87,8 +95,13 @@ def _of_file(path: Path) -> Log:
 
 def _of_host(folder: Path) -> Log:
     origin = _unpack(folder / ORIGIN_FILE).origin
+    scope = 0
     with closing(JournalFiles(folder, live=True)) as journal:
-        return _log(origin, tuple(fact.verdict for fact in journal.verdicts()))
+        if parse_run_file(origin.run_toml).pipeline is not None:
+            while journal.verdicts(0, 1, scope + 1):
+                scope += 1
+        verdicts = tuple(fact.verdict for fact in journal.verdicts(scope=scope or None))
+    return _log(origin.model_copy(update={"scope": scope}), verdicts)
 
 
 def _of_checkpoint(folder: Path, identity: Identity | None) -> Log:

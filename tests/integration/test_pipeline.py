@@ -165,6 +165,7 @@ def check_live(host: Host, members: Sequence[Member], folder: Path) -> None:
         )
 
     made, *versions = asyncio.run(look())
+    shows(host.invite)
     assert made.parts is not None
     assert min(versions) > 0
     digests = [part.state_digest for part in made.parts]
@@ -181,6 +182,12 @@ def check_live(host: Host, members: Sequence[Member], folder: Path) -> None:
     if versions[0] == versions[1]:
         whole = values(folder / "live.safetensors")
         assert torch.equal(values(folder / "rounded.safetensors"), whole.bfloat16().float())
+
+
+def shows(place: str) -> None:
+    """``shoal log`` knows the history from there, and finds it whole."""
+    shown = CliRunner().invoke(app, ["log", place, "--round", "0"])
+    assert shown.exit_code == 0, shown.output
 
 
 def check_kept(members: Sequence[Member], folder: Path) -> None:
@@ -227,6 +234,8 @@ def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm, tmp_path_f
     check(host, members)
     check_copied(elsewhere, trained(members))
     check_kept(members, swarm.folder)
+    for place in (host.state, members[0].folder, swarm.folder / "live"):
+        shows(str(place))
 
 
 @pytest.mark.parametrize(("step", "times"), [("forward", 2), ("backward", 2), ("claimed", 2), ("ready", 1)])
