@@ -78,7 +78,7 @@ def whole_checkpoints(folder: Path, identity: Identity | None, refused: list[str
         if any(part.startswith(".") for part in place.relative_to(folder).parts):
             continue  # half written
         if any(_OF_A_STAGE.match(part) for part in place.relative_to(folder).parts):
-            refused.append(f"{place} is of one stage of a pipeline")
+            refused.append(f"{place} is of one stage: put all together first, with `shoal checkpoint`")
             continue
         try:
             source = opened(FolderSource(place), identity)

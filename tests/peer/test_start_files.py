@@ -256,7 +256,7 @@ def test_a_stages_checkpoint_is_no_start(tmp_path: Path) -> None:
     layout = stage_layouts(LAYERED, THREE)[1]
     state = random_state(sum(spec.elements for spec in layout))
     write_checkpoint(tmp_path / "stage-00001", parse_run_file(toml), toml, layout, state)
-    with pytest.raises(StateFileError, match=r"no checkpoint of a whole model here.*is of one stage"):
+    with pytest.raises(StateFileError, match=r"no checkpoint of a whole model here.*is of one stage: put all together"):
         start_section(StartFrom(tmp_path), parse_run_file(run_toml("next")))
 
 
