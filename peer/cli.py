@@ -93,7 +93,8 @@ def host_command(
         if backup is not None:
             console.print(f"Backup  {backup / hosting.invite.run}")
         if hosting.start is not None:
-            console.print(f"Start   {hosting.start.source}: `shoal join` with --from where its checkpoint is")
+            where = "where its checkpoint is, join with --from FOLDER"
+            console.print(f"Start   {hosting.start.source}; {where}", soft_wrap=True)
         if hosting.resumed_round:
             console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
         console.print("Invite  (one command joins a machine)")

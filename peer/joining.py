@@ -151,6 +151,7 @@ async def agree_on_state(
     newest; without that only the newest will do."""
     tried: State | None = None
     missing: int | None = None
+    trouble = ""
     while True:
         view = holder.client.view
         mine = await in_thread(own.find, view.anchor_version, view.state_digest)
@@ -184,7 +185,9 @@ async def agree_on_state(
                 return state
             await downloads.drop()
         except LinkError as error:
-            log.info("version %d of the state cannot be had now: %s", wanted.version, error)
+            if str(error) != trouble:  # once, and not every time that it is tried
+                trouble = str(error)
+                log.info("version %d of the state cannot be had now: %s", wanted.version, error)
             await holder.tell(await in_thread(own.tell))
             if wanted != newest:
                 await downloads.drop()

@@ -4,7 +4,6 @@ tensor."""
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.start import StartSection, tensor_hash
 
 log = logging.getLogger(__name__)
-
-_OF_A_STAGE = re.compile(r"^stage-[0-9]{5}$")
 
 
 class StartFiles:
@@ -77,14 +74,16 @@ def whole_checkpoints(folder: Path, identity: Identity | None, refused: list[str
     for place in sorted(places):
         if any(part.startswith(".") for part in place.relative_to(folder).parts):
             continue  # half written
-        if any(_OF_A_STAGE.match(part) for part in place.relative_to(folder).parts):
-            refused.append(f"{place} is of one stage of a pipeline")
-            continue
         try:
             source = opened(FolderSource(place), identity)
-            yield source, read_manifest(source)
+            manifest = read_manifest(source)
         except SealedForOthers:
             raise
         except StateFileError as error:
             log.warning("a checkpoint cannot be used: %s", error)
             refused.append(str(error))
+            continue
+        if manifest.stage is not None:
+            refused.append(f"{place} is of one stage: put all together first, with `shoal checkpoint`")
+            continue
+        yield source, manifest

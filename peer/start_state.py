@@ -99,7 +99,6 @@ class StartState:
         self._layout = layout
         self._missing: list[TensorSpec] = []
         self._coming = 0
-        self._has_warned = False
 
     @property
     def is_here(self) -> bool:
@@ -129,9 +128,6 @@ class StartState:
             if not self._missing:
                 return await in_thread(self._made)
             trouble = next((error for error in errors if not isinstance(error, BlobUnavailable)), trouble)
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning("waiting: %s", trouble)
         await asyncio.sleep(_LOOK_AGAIN_S)
         raise trouble
 

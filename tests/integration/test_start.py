@@ -1,12 +1,15 @@
 """Real processes start from another run's checkpoint: its files are read on one machine's disk, sent over sealed links,
 and served by a peer that is in none of the stages that need them, which no test in memory has all at once."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.integration.harness import ROUNDS_S, START_S, Swarm
 from tests.integration.test_pipeline import MEMORY, ROUNDS, STAGES, TOML, plain_loop, trained
 
-from shoal.peer.export import newest_checkpoint
+from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from shoal.peer.checkpoints.source import FolderSource
 from shoal.swarm.run_file import parse_run_file
 
 pytestmark = pytest.mark.integration
@@ -16,12 +19,17 @@ SHORT = TOML.replace(f"rounds = {ROUNDS}", f"rounds = {HALF}")
 PIPELINE = SHORT[SHORT.index("[pipeline]") : SHORT.index("[inner]")]
 
 
+def newest(folder: Path) -> Checkpoint:
+    """Of those below it."""
+    return read_checkpoint(FolderSource(max(folder.glob("**/round-*"), key=lambda place: place.name)))
+
+
 def test_a_pipeline_goes_on_where_a_whole_model_was(swarm: Swarm) -> None:
     host = swarm.host(SHORT.replace(PIPELINE, "").replace("reef", "whole"), "host-of-the-whole")
     first = swarm.member(host.invite, "whole")
     assert first.exit_code(START_S + ROUNDS_S) == 0, first.tail()
     host.stop()
-    before = newest_checkpoint(first.folder / "state")
+    before = newest(first.folder / "state")
     assert before.state.version == HALF
 
     files = ("--from", str(first.folder / "state"))

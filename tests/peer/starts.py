@@ -10,7 +10,7 @@ from tests.peer.layered_models import GPT
 from torch import Tensor
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
-from shoal.peer.checkpoints.manifest import About
+from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
@@ -35,7 +35,13 @@ def run_toml(name: str = "reef", stages: int = 0, outer: str = "adamw", more: st
 
 
 def write_checkpoint(
-    folder: Path, run: RunFile, toml: str, layout: tuple[TensorSpec, ...], state: State, own_digest: bytes | None = None
+    folder: Path,
+    run: RunFile,
+    toml: str,
+    layout: tuple[TensorSpec, ...],
+    state: State,
+    claimed_digest: bytes | None = None,
+    stage: StageAbout | None = None,
 ) -> Path:
     """Of round ``state.version - 1``, as a member of the run leaves it; returns its folder."""
     verdicts = verdict_chain(state.version, run.hash)
@@ -48,10 +54,11 @@ def write_checkpoint(
         outer_vectors=len(state.values) - 1,
         round=state.version - 1,
         anchor_version=state.version,
-        state_digest=(own_digest or state.digest).hex(),
+        state_digest=(claimed_digest or state.digest).hex(),
         chain=verdicts[-1].chain.hex(),
         tokens=640 * state.version,
         coordinator_key=SIGNER.public_key.hex(),
+        stage=stage,
     )
     store = CheckpointStore(folder / CHECKPOINTS, run.hash, IDENTITY, Retention(9))
     return store.write(Contents(about, state, None, verdicts)).folder

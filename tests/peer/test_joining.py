@@ -13,6 +13,7 @@ from shoal.peer.joining import CatchUp, Downloads, agree_on_state
 from shoal.peer.partial_state import PartialState, Wanted, begun_state
 from shoal.peer.state import State
 from shoal.peer.state_sharing import DonorState
+from shoal.swarm.errors import LinkError
 
 SIZE = 2**19
 """Elements of each row: the state has four chunks."""
@@ -211,6 +212,29 @@ def test_the_newest_is_waited_for_with_what_has_come_of_it(tmp_path: Path) -> No
         assert now_s() - came_s < 20.0
         sent = [step.chunk for step in world.network.log if step.blob.kind == "state"]
         assert (sent.count(0), sent.count(1)) == (1, 1), "what had come is not sent again"
+
+    run(main())
+
+
+def test_the_same_trouble_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        world = World(0, tmp_path)
+        state, tries = STATES[0], 0
+
+        async def fetch() -> State:
+            nonlocal tries
+            tries += 1
+            await asyncio.sleep(1.0)
+            if tries < 20:
+                raise LinkError("nobody has brought it")
+            return state
+
+        world.downloads.start = SimpleNamespace(fetch=fetch)  # type: ignore[assignment]
+        assert await world.agree() is state
+        assert caplog.text.count("nobody has brought it") == 1
+        assert world.fetched == [], "version 0 comes from elsewhere"
 
     run(main())
 

@@ -80,6 +80,21 @@ def test_the_initial_state_is_the_last_resort() -> None:
     assert OwnStates(None, None, lambda state, _: state, is_first=False).find(3, None) is None
 
 
+def test_what_a_run_starts_from_is_read_when_it_is_needed_and_not_told_of() -> None:
+    initial, reads = state(0), []
+
+    def read() -> State:
+        reads.append(initial)
+        return initial
+
+    mine = OwnStates(None, read, lambda state, _: state, is_first=False, initial_digest=initial.digest)
+    assert mine.tell() == kept(initial)
+    assert mine.find(0, b"o" * 32) is None
+    assert mine.find(3, None) is None
+    assert reads == []
+    assert mine.find(0, initial.digest) is initial, "also by who has begun to train"
+
+
 class Run:
     """The coordinator as a member sees it: nobody holds version 5; told that version 4 is kept, the run goes back."""
 

@@ -22,7 +22,7 @@ from tests.peer.starts import (
 
 from shoal.peer.catch_up import next_state
 from shoal.peer.checkpoints.checkpoint import Contents
-from shoal.peer.checkpoints.manifest import About
+from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
@@ -215,7 +215,7 @@ def test_a_forged_checkpoint_is_not_what_the_run_starts_from(place: Path, tmp_pa
     values[0, -1] += 1e-3
     toml = run_toml("finished")
     forged = write_checkpoint(
-        tmp_path, parse_run_file(toml), toml, LAYOUT, State.of(values, WHOLE.version), own_digest=WHOLE.digest
+        tmp_path, parse_run_file(toml), toml, LAYOUT, State.of(values, WHOLE.version), claimed_digest=WHOLE.digest
     )
     first, last = stage_layouts(LAYERED, TWO)
     start = run_start(run, forged)
@@ -255,8 +255,9 @@ def test_a_stages_checkpoint_is_no_start(tmp_path: Path) -> None:
     toml = run_toml("staged", 3)
     layout = stage_layouts(LAYERED, THREE)[1]
     state = random_state(sum(spec.elements for spec in layout))
-    write_checkpoint(tmp_path / "stage-00001", parse_run_file(toml), toml, layout, state)
-    with pytest.raises(StateFileError, match=r"no checkpoint of a whole model here.*is of one stage"):
+    about = StageAbout(number=1, stages=3)
+    write_checkpoint(tmp_path, parse_run_file(toml), toml, layout, state, stage=about)
+    with pytest.raises(StateFileError, match=r"no checkpoint of a whole model here.*is of one stage: put all together"):
         start_section(StartFrom(tmp_path), parse_run_file(run_toml("next")))
 
 
