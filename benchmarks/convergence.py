@@ -99,7 +99,7 @@ def train_alone(run: RunFile, recipe: Recipe) -> nn.Module:
         factor = lr_factor(run.schedule, run.run.tokens, step * step_tokens)
         optimizer.param_groups[0]["lr"] = outer.lr * factor
         loss = recipe.loss(model, data.batch(order.indices(step * samples, (step + 1) * samples)))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return model

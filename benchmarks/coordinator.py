@@ -93,7 +93,7 @@ def sample(pid: int) -> Sample:
 
 def limit_s(rounds: int, options: Any) -> float:
     """Nothing goes on for longer, from the begin of the first round on, however busy the machine."""
-    return float(1 + rounds) * (2 * options.work_s + options.exchange_s + 4 * PATIENCE_S)
+    return float((1 + rounds) * (2 * options.work_s + options.exchange_s + 4 * PATIENCE_S))
 
 
 def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:

@@ -232,7 +232,8 @@ class LightPeer:
         name, start = type(message).__name__.removeprefix("PeerToCoordinator"), time.monotonic()
         while time.monotonic() < start + _GIVE_UP_S:
             number = next(self._numbers)
-            future = self._waiting[number] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            self._waiting[number] = future
             await self._socket.send(encode(Envelope("request", number, message)))
             try:
                 async with asyncio.timeout(self._habits.request_s):

@@ -84,7 +84,8 @@ def visits_of(events: Sequence[Event]) -> list[Span]:
 
 def token_s(rounds: Sequence[tuple[Span, int]], visits: Sequence[Span]) -> tuple[list[float], list[float]]:
     """Seconds a token of the rounds without any visit, and of those with some of one."""
-    without, beside = [], []
+    without: list[float] = []
+    beside: list[float] = []
     for (start, end), tokens in rounds:
         visited = any(come < end and start < gone for come, gone in visits)
         (beside if visited else without).append((end - start) / tokens)

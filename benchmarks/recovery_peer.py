@@ -27,8 +27,9 @@ from shoal.peer.options import SessionOptions
 from shoal.peer.replica import Brought
 from shoal.peer.session import Session
 from shoal.swarm.bulk import ChunkSource
+from shoal.swarm.links import Sink
 from shoal.swarm.messages import Blob, Role, Verdict
-from shoal.swarm.transport import Node, Sink
+from shoal.swarm.transport import Node
 
 STEP_S = 0.05
 """As if a GPU took so long: peers that share this machine's cores would otherwise measure these."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from shoal.peer.demo_report import EventFile
 
@@ -19,6 +19,7 @@ _LOOK_S = 0.005
 _TAIL = 2000
 
 Event = dict[str, Any]
+Found = TypeVar("Found")
 
 
 class NotRecovered(Exception):
@@ -87,7 +88,7 @@ class Running:
         """The first event like that. Raises ``NotRecovered``."""
         return self.until(what, lambda: next(filter(found, self.look()), None), may_end=may_end)
 
-    def until(self, what: str, look: Callable[[], Any], *, may_end: bool = False) -> Any:
+    def until(self, what: str, look: Callable[[], Found | None], *, may_end: bool = False) -> Found:
         """What ``look`` gives as soon as that is something. Raises ``NotRecovered``."""
         while True:
             ended = not may_end and self.process.poll() is not None

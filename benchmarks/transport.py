@@ -118,9 +118,11 @@ def measure(end: Callable[[Connection, int, bool], None], chunks: int) -> tuple[
     receiver.send(second)
     for _ in ("ready", "warm"):
         receiver.recv(), sender.recv()
-        receiver.send("go"), sender.send("go")
+        receiver.send("go")
+        sender.send("go")
     assert receiver.recv() == "done"
-    receiver.send("stop"), sender.send("stop")
+    receiver.send("stop")
+    sender.send("stop")
     (seconds, cpu), (_, other_cpu) = receiver.recv(), sender.recv()
     for process in processes:
         process.join()

@@ -55,7 +55,7 @@ def main() -> None:
     with Session.join(options.invite, model=model, inner_optimizer=optimizer, options=where) as session:
         for images, labels in session.batches(dataset):
             loss = F.cross_entropy(model(images), labels)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             session.step(loss)
     with torch.no_grad():
         right = (model(test_images).argmax(1) == test_labels).float().mean()

@@ -101,9 +101,10 @@ def _synced(event: Event) -> str:
 
 def _state_fetched(event: Event) -> str:
     donors, resumed = event.get("donors") or (), event.get("resumed")
+    chunks, took_s = number_of(event.get("chunks") or 0, "chunk"), event.get("seconds") or 0
     words = [
         f"fetched version {event.get('anchor_version')} of the state",
-        f"{_of(event.get('chunks'), 'chunk')} from {_peers(donors)} in {duration_text(event.get('seconds') or 0)}",
+        f"{chunks} from {_peers(donors)} in {duration_text(took_s)}",
     ]
     return " · ".join([*words, *([f"{resumed} were here from before"] if resumed else [])])
 
@@ -134,12 +135,25 @@ def _resync(event: Event) -> str:
 
 
 def _left(event: Event) -> str:
-    words = [f"left at version {event.get('anchor_version')}"]
+    version = event.get("anchor_version")
+    words = ["left before it held a state" if version is None else f"left at version {version}"]
     if event.get("tokens_trained") is not None:
         words.append(f"{count_text(event['tokens_trained'])} tokens trained")
     if event.get("bytes_sent") is not None:
         words.append(f"{bytes_text(event['bytes_sent'])} sent")
-    return " · ".join([*words, f"anchor {_short(event.get('digest'))}"])
+    if event.get("digest"):
+        words.append(f"anchor {_short(event['digest'])}")
+    words += [f"stage {one.get('stage')} {_short(one.get('digest'))}" for one in event.get("held") or ()]
+    return " · ".join(words)
+
+
+def _span(event: Event) -> str:
+    """The stages that this peer has entered."""
+    first, last = event.get("first") or 0, event.get("last") or 0
+    first_layer, stop_layer = event.get("first_layer") or 0, event.get("stop_layer") or 0
+    layers, of = range_text("layer", first_layer, stop_layer - 1), event.get("stages")
+    size = bytes_text(event.get("parameters_bytes") or 0)
+    return f"in {range_text('stage', first, last)} of {of}: {layers}, {size} of parameters"
 
 
 def _member_joined(event: Event) -> str:
@@ -153,13 +167,12 @@ def _member_lost(event: Event) -> str:
 def _stages_cut(event: Event) -> str:
     boundaries = event.get("boundaries") or ()
     layers = ", ".join(f"{first} to {stop - 1}" for first, stop in pairwise(boundaries))
-    return f"the model is cut into {_of(len(boundaries) - 1, 'stage')}: layers {layers}"
+    return f"the model is cut into {number_of(len(boundaries) - 1, 'stage')}: layers {layers}"
 
 
 def _span_assigned(event: Event) -> str:
-    first, last = event.get("first"), event.get("last")
-    stages = f"stage {first}" if first == last else f"stages {first} to {last}"
-    return f"{event.get('name') or event.get('peer')} is to hold {stages}"
+    first, last = event.get("first") or 0, event.get("last") or 0
+    return f"{event.get('name') or event.get('peer')} is to hold {range_text('stage', first, last)}"
 
 
 def _round_closing(event: Event) -> str:
@@ -172,7 +185,7 @@ def _round_reopened(event: Event) -> str:
 
 def _round_planned(event: Event) -> str:
     parts = event.get("parts")
-    return f"round {event.get('round')} averages {_peers(event.get('members'))} in {_of(parts, 'part')}"
+    return f"round {event.get('round')} averages {_peers(event.get('members'))} in {number_of(parts or 0, 'part')}"
 
 
 def _verdict(event: Event) -> str:
@@ -228,6 +241,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "aborted": _aborted,
     "resync": _resync,
     "left": _left,
+    "span": _span,
     "member_joined": _member_joined,
     "member_lost": _member_lost,
     "stages_cut": _stages_cut,
@@ -243,11 +257,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
 
 
 def _peers(members: Any) -> str:
-    return _of(len(members) if isinstance(members, list | tuple | dict) else members, "peer")
-
-
-def _of(number: Any, what: str) -> str:
-    return f"{number or 0} {what}{'' if number == 1 else 's'}"
+    return number_of(len(members) if isinstance(members, list | tuple | dict) else members or 0, "peer")
 
 
 def _short(digest: Any) -> str:
@@ -271,6 +281,16 @@ def bytes_text(size: float) -> str:
     """``12.3 MB``: powers of a thousand, as networks count."""
     number, unit = _scaled(size)
     return f"{number} {unit}B"
+
+
+def number_of(number: int, what: str) -> str:
+    """``1 peer``, ``3 peers``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def range_text(what: str, first: int, last: int) -> str:
+    """``stage 2``, ``stages 2 to 3``."""
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
 def count_text(number: float) -> str:

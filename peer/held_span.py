@@ -25,6 +25,7 @@ from shoal.peer.member import Member
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.replica import Brought, Emit, Replica
 from shoal.peer.round_records import RECORDS
+from shoal.peer.snapshot import Flow, Snapshot, held_stages, with_stages
 from shoal.peer.span_training import Samples, SpanTraining
 from shoal.peer.stage_compute import ComputeSettings, HeldStage
 from shoal.peer.stage_members import StageMembers, stage_folder
@@ -76,6 +77,7 @@ class HeldSpan:
         self.runner = runner
         self._network = network
         self._members = members
+        self._first: Member = members.stages[span.first]
         self._running: futures.Future[None] | None = None
 
     @classmethod
@@ -130,6 +132,30 @@ class HeldSpan:
         if not goes_on:
             self._network.call(self.runner.end_round())
         self._network.call(self.runner.open_round(self.training.round))
+
+    # What others see ------------------------------------------------------------------------------------------
+
+    def seen(self, run: Snapshot) -> Snapshot:
+        """``run``, what the membership of the run says, with that of these stages. From any thread."""
+        settings, pipeline = self._first.client.run_file.pipeline, self._members.run.client.view.pipeline
+        assert settings is not None
+        if pipeline is None:
+            return run
+        flow = Flow(
+            in_flight=self.runner.in_flight,
+            max_in_flight=settings.max_in_flight,
+            forwards=self.training.forwards,
+            backwards=self.training.backwards,
+        )
+        return with_stages(run, self._first, held_stages(pipeline, (self.span.first, self.span.last), flow))
+
+    def states(self) -> list[dict[str, Any]]:
+        """Which state of each stage is held here, for events."""
+        return [
+            {"stage": stage, "anchor_version": replica.state.version, "digest": replica.state.digest.hex()}
+            for stage, replica in self.training.replicas.items()
+            if replica.state is not None
+        ]
 
     def leave(self) -> None:
         """Give back what is not done, and go; others may hold these stages from now on."""

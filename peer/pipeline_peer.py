@@ -9,7 +9,7 @@ import logging
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -53,6 +53,9 @@ class PipelinePeer:
         self._network = connection.network
         self._members: StageMembers = connection.members
         self._stopping = False
+        self._held: HeldSpan | None = None
+        self._left_with: list[dict[str, Any]] = []
+        self._tokens_trained = 0
         self._measured: MeasuredModel
         if connection.options.role == "validator":
             raise UserError("a pipeline's members hold stages: join it as full, or with --role contribute-only")
@@ -72,10 +75,11 @@ class PipelinePeer:
                     log.info("these stages are not ours any more: %s", error)
                     continue
                 try:
-                    self._emit("span", first=span.first, last=span.last, stages=len(boundaries) - 1)
+                    self._held = held
+                    self._say_span(held, boundaries)
                     self._work_on(held)
                 finally:
-                    held.leave()
+                    self._leave(held)
         except Interrupted:
             log.info("stopped before there was anything to train")
 
@@ -217,12 +221,34 @@ class PipelinePeer:
         failure = self._network.failure
         if failure is not None:
             raise failure
-        return take_snapshot(run, run.client.view, run.client.peer, str(self._device))
+        taken, held = take_snapshot(run, run.client.view, run.client.peer, str(self._device)), self._held
+        return held.seen(taken) if held is not None else taken
 
     def request_stop(self) -> None:
         """Leave soon; what is not done goes back. Safe in signal handlers."""
         self._stopping = True
         self._network.interrupt()
+
+    def _say_span(self, held: HeldSpan, boundaries: tuple[int, ...]) -> None:
+        span = held.span
+        first_layer, stop_layer = boundaries[span.first], boundaries[span.last + 1]
+        layers = self._measured.layers[first_layer:stop_layer]
+        self._emit(
+            "span",
+            first=span.first,
+            last=span.last,
+            stages=len(boundaries) - 1,
+            first_layer=first_layer,
+            stop_layer=stop_layer,
+            parameters_bytes=sum(layer.cost.parameters_bytes for layer in layers),
+            anchor_version=self._members.run.client.view.anchor_version,
+        )
+
+    def _leave(self, held: HeldSpan) -> None:
+        self._held = None
+        self._left_with = held.states()
+        self._tokens_trained += max(one.samples.tokens_trained for one in held.training.replicas.values())
+        held.leave()
 
     def _emit(self, event: str, **fields: object) -> None:
         self._connection.emit(event, **fields)
@@ -234,5 +260,12 @@ class PipelinePeer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         meter = self._members.run.node.meter
-        self._emit("left", bytes_sent=meter.sent_bytes, bytes_received=meter.received_bytes)
+        self._emit(
+            "left",
+            bytes_sent=meter.sent_bytes,
+            bytes_received=meter.received_bytes,
+            anchor_version=min((one["anchor_version"] for one in self._left_with), default=None),
+            held=self._left_with,
+            tokens_trained=self._tokens_trained,
+        )
         self._connection.close()

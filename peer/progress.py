@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _REFRESHES_A_SECOND = 4
 _LINE_EVERY_S = 10.0
 _HANDLER = "shoal-console"
-_LASTING = frozenset({"joined", "state_fetched", "donor_refused", "synced"})
+_LASTING = frozenset({"joined", "span", "state_fetched", "donor_refused", "synced"})
 """Events that stay above the live panel, whose few lines the next rounds push out."""
 
 

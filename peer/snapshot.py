@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shoal.peer.member import Member
-from shoal.swarm.messages import RunView
+from shoal.swarm.messages import PipelineView, RunView, Verdict
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Micro-batches at a pipeline's peer: those that wait there, of ``max_in_flight``, and those that it has computed
+    since it holds its stages."""
+
+    in_flight: int
+    max_in_flight: int
+    forwards: int
+    backwards: int
+
+
+@dataclass(frozen=True)
+class HeldStages:
+    """What a pipeline's peer holds: the stages ``first`` to ``last`` of ``stages``, with the layers
+    ``first_layer <= l < stop_layer``; the one that fewest hold has so many ``replicas``. ``empty``: stages of the run
+    that nobody holds."""
+
+    first: int
+    last: int
+    stages: int
+    first_layer: int
+    stop_layer: int
+    replicas: int
+    flow: Flow
+    empty: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A session at a glance, for live views. ``compression``: float32 bytes of a
-    contribution for each of its bytes as sent."""
+    """A session at a glance, for live views. ``loss``: of late here, or, where this peer does not compute it, the one
+    of the newest committed round. ``compression``: float32 bytes of a contribution for each of its bytes as sent.
+    ``held``: of a pipeline's peer that has a place."""
 
     run: str
     peer: str
@@ -34,6 +62,7 @@ class Snapshot:
     bytes_received: int
     compression: float
     closes_in_s: float | None
+    held: HeldStages | None = None
 
 
 class Watched(Protocol):
@@ -69,3 +98,27 @@ def take_snapshot(member: Member, view: RunView, peer: str, device: str) -> Snap
         compression=member.compression,
         closes_in_s=None if closes_at_s is None else max(0.0, closes_at_s - time.monotonic()),
     )
+
+
+def held_stages(pipeline: PipelineView, span: tuple[int, int], flow: Flow) -> HeldStages:
+    """What whoever holds the stages of ``span`` sees of the run's, in this view."""
+    first, last = span
+    stages = range(len(pipeline.boundaries) - 1)
+    replicas = [sum(one.first <= stage <= one.last for one in pipeline.spans) for stage in stages]
+    return HeldStages(
+        first=first,
+        last=last,
+        stages=len(stages),
+        first_layer=pipeline.boundaries[first],
+        stop_layer=pipeline.boundaries[last + 1],
+        replicas=min(replicas[first : last + 1]),
+        flow=flow,
+        empty=tuple(stage for stage in stages if not replicas[stage]),
+    )
+
+
+def with_stages(run: Snapshot, first: Member, held: HeldStages) -> Snapshot:
+    """Of a pipeline's peer: ``run`` is what its membership of the run says, ``first`` that of its first stage."""
+    verdict: Verdict | None = first.client.view.verdict
+    loss = verdict.loss if run.loss is None and verdict is not None else run.loss
+    return replace(run, activity=first.activity, compression=first.compression, loss=loss, held=held)

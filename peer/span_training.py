@@ -80,6 +80,8 @@ class SpanTraining:
         self._keys: dict[int, tuple[StageCompute, _Key]] = {}
         self._targets: dict[int, Tensor] = {}
         self._finished: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self.forwards = self.backwards = 0
+        """Micro-batches that were computed, also those of somebody else's claim."""
 
     # Computing ------------------------------------------------------------------------------------------------
 
@@ -102,6 +104,7 @@ class SpanTraining:
         compute, key = self._computes[task.compute.from_stage], _Key.of(job, micro_batch)
         self._keys[job] = compute, key
         output = compute.forward(key, given)
+        self.forwards += 1
         if self._is_last:
             self._targets[job] = targets
             return Made(task.compute)
@@ -113,6 +116,7 @@ class SpanTraining:
         received = self._targets.pop(job) if self._is_last else task.gradient
         assert received is not None, "a gradient comes before its backward"
         back = compute.backward(key, received, task.compute.accumulate)
+        self.backwards += 1
         for stage in sorted(task.compute.accumulate):
             self.replicas[stage].trained(micro_batch.start, micro_batch.stop, back.loss)
         self._finished.append((time.monotonic(), micro_batch.samples))

@@ -97,7 +97,7 @@ class StageMembers:
             async with Member.joined(client) as member:
                 stay.member, member.start = member, self.run.start
                 stay.entered.set_result(member)
-                log.info("in stage %d", stage)
+                log.debug("in stage %d", stage)
                 await stay.over.wait()
         except ShoalError as error:
             if stay.entered.done():

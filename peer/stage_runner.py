@@ -74,6 +74,11 @@ class StageRunner:
         self._said_trouble_in = -1
         self._tasks: asyncio.TaskGroup
 
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that wait here for their forward, their gradient or their backward; from any thread."""
+        return self._engine.kept_activations
+
     async def run(self) -> None:
         """Take part until ``close``."""
         self._inbox.open()
@@ -124,6 +129,8 @@ class StageRunner:
                 return LookUp(reason)
             if self._due:
                 return self._due.popleft()
+            if self._engine.is_settled:
+                self._watch.say_idle()
             await self._woken.wait()
 
     def _take(self, made: Made) -> None:

@@ -53,6 +53,11 @@ class StageWatch:
         views = [member.client.view for member in self._stages]
         return any(view.round == round_number and view.phase in ("closing", "averaging") for view in views)
 
+    def say_idle(self) -> None:
+        """There is nothing to compute until somebody sends something."""
+        for member in (self._members.run, *self._stages):
+            member.progress.activity = "idle"
+
     def tell_progress(self) -> None:
         """In the stages, soon."""
         for member in self._stages:

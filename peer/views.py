@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.peer.events import bytes_text, count_text, duration_text, loss_text, printable
+from shoal.peer.events import bytes_text, count_text, duration_text, loss_text, number_of, printable
+from shoal.peer.stage_views import empty_text, flow_text, held_text, stages_drawing
 from shoal.swarm.messages import CoordinatorToPeerStatus, Coverage, MemberStatus
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ def phase_text(phase: str) -> Text:
 def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[str]) -> Panel:
     """``losses`` of late and ``lines`` on the last events, both the oldest first."""
     rows: list[RenderableType] = [_headline(snapshot), _round_bar(snapshot), _figures(snapshot, losses)]
+    if snapshot.held is not None:
+        rows.insert(1, Text(held_text(snapshot.held), style="bold", **_ONE_LINE))
+        if empty := empty_text(snapshot.held):
+            rows.append(Text(empty, "bold yellow"))
     if snapshot.coordinator_is_away:
         rows.append(Text("the coordinator is away: training goes on, the round ends when it is back", "bold yellow"))
     if lines:
@@ -69,8 +74,8 @@ def _headline(snapshot: Snapshot) -> Table:
     left = Text.assemble("round ", (str(snapshot.round), "bold"), "  ", phase_text(snapshot.phase))
     if snapshot.activity not in ("", snapshot.phase):
         left.append(f"  {printable(snapshot.activity)}", style="dim")
-    members = f"{snapshot.members} peer{'' if snapshot.members == 1 else 's'}"
-    right = Text.assemble((members, "bold"), f" · {count_text(snapshot.tokens_committed)} tokens committed")
+    members = (number_of(snapshot.members, "peer"), "bold")
+    right = Text.assemble(members, f" · {count_text(snapshot.tokens_committed)} tokens committed")
     return _two_sides(left, right)
 
 
@@ -99,6 +104,13 @@ def _figures(snapshot: Snapshot, losses: Sequence[float]) -> Table:
         _figure("packed", f"{snapshot.compression:.1f}×"),
         _figure("anchor", f"v{snapshot.anchor_version}"),
     )
+    if snapshot.held is not None:
+        flow = snapshot.held.flow
+        grid.add_row(
+            _figure("forward", count_text(flow.forwards)),
+            _figure("backward", count_text(flow.backwards)),
+            _figure("in flight", f"{flow.in_flight} of {flow.max_in_flight}"),
+        )
     return grid
 
 
@@ -121,9 +133,12 @@ def status_line(snapshot: Snapshot) -> str:
         f"{count_text(snapshot.tokens_in_round)}/{count_text(snapshot.tokens_target)} tokens",
         f"loss {loss_text(snapshot.loss)}",
         f"{count_text(snapshot.tokens_per_s)} tokens/s",
-        f"{snapshot.members} peer{'' if snapshot.members == 1 else 's'}",
+        number_of(snapshot.members, "peer"),
         f"{bytes_text(snapshot.bytes_sent)} out, {bytes_text(snapshot.bytes_received)} in",
     ]
+    if snapshot.held is not None:
+        words[1:1] = [held_text(snapshot.held), flow_text(snapshot.held.flow)]
+        words += [empty] if (empty := empty_text(snapshot.held)) else []
     if snapshot.activity not in ("", snapshot.phase):
         words.insert(1, printable(snapshot.activity))
     if snapshot.coordinator_is_away:
@@ -149,23 +164,47 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     head.add_row("loss", Text(loss_text(status.loss), style="bold"))
     tokens = f"{count_text(status.tokens_committed)} committed, {count_text(status.tokens_in_round)} in this round"
     head.add_row("tokens", tokens)
-    digest = status.state_digest.hex()[:16] if status.state_digest else "not agreed yet"
-    head.add_row("anchor", f"version {status.anchor_version}, {digest}")
+    head.add_row("anchor", f"version {status.anchor_version}, {_agreement(status)}")
     if status.outlook:
         head.add_row("", Text(printable(status.outlook), style="bold yellow"))
     for row in _coverage_rows(status.coverage):
         head.add_row(*row)
     head.add_row("running for", duration_text(status.elapsed_s))
+    shown: list[RenderableType] = [head]
+    if status.stages:
+        names = {member.peer: member.name for member in status.members}
+        shown += [Text(), stages_drawing(status.stages, names)]
+    shown.append(_members_table(status) if status.members else Text("\nnobody has joined yet", style="yellow"))
+    return Group(*shown)
+
+
+def _agreement(status: CoordinatorToPeerStatus) -> str:
+    """The state of a pipeline is that of its stages."""
+    if not status.stages:
+        return status.state_digest.hex()[:16] if status.state_digest else "not agreed yet"
+    agreed = sum(stage.state_digest is not None for stage in status.stages)
+    return (
+        "agreed on in all stages"
+        if agreed == len(status.stages)
+        else f"agreed on in {agreed} of {len(status.stages)} stages"
+    )
+
+
+def _members_table(status: CoordinatorToPeerStatus) -> Table:
     members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     # Their cells do not wrap, but the columns may: those are the ones that rich makes narrower first.
     for name in ("peer", "device", "doing"):
         members.add_column(name)
-    for name in ("tok/s", "share", "loss", "sent", "recv"):
+    if status.stages:
+        members.add_column("stage", justify="right", no_wrap=True)
+    # Of a pipeline only those who hold the last stage have a loss: it stands above.
+    for name in ("tok/s", "share", *(() if status.stages else ("loss",)), "sent", "recv"):
         members.add_column(name, justify="right", no_wrap=True)
     members.add_column("sync", justify="center", no_wrap=True)
     for member in sorted(status.members, key=lambda one: (not one.alive, -one.share, one.name)):
-        members.add_row(*_status_row(member), style="" if member.alive else "dim strike")
-    return Group(head, members if status.members else Text("\nnobody has joined yet", style="yellow"))
+        row = _status_row(member, in_stages=bool(status.stages))
+        members.add_row(*row, style="" if member.alive else "dim strike")
+    return members
 
 
 def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableType]]:
@@ -187,20 +226,28 @@ def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableTy
     return [*(("epoch", one) for one in open_ones), ("epoch", done)]
 
 
-def _status_row(member: MemberStatus) -> list[RenderableType]:
+def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType]:
     synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
     doing = printable(member.activity) + ("" if member.reachable else " (unreachable)")
     return [
         Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),
         Text(printable(member.device.name), **_ONE_LINE),
         Text(doing, **_ONE_LINE),
+        *((Text(_stages_text(member.stages)),) if in_stages else ()),
         Text(count_text(member.tokens_per_s) if member.alive else "–"),
         Text(f"{100 * member.share:.0f}%"),
-        Text(loss_text(member.loss)),
+        *(() if in_stages else (Text(loss_text(member.loss)),)),
         Text(bytes_text(member.bytes_sent)),
         Text(bytes_text(member.bytes_received)),
         synced,
     ]
+
+
+def _stages_text(stages: tuple[int, int] | None) -> str:
+    if stages is None:
+        return "–"
+    first, last = stages
+    return f"{first}" if first == last else f"{first}–{last}"
 
 
 def status_json(status: CoordinatorToPeerStatus) -> dict[str, Any]:

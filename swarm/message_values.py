@@ -177,15 +177,23 @@ class PipelineView(Record):
 
 class StageStatus(Record):
     """One stage of a pipeline in ``shoal status``: its layers ``first_layer <= l < stop_layer`` and the bytes of their
-    float32 parameters; ``replicas`` that hold its newest state; what they say to do in a second, together; ``queue``:
-    samples that they have claimed in this round and not done yet. ``is_bottleneck``: no other stage is slower."""
+    float32 parameters; ``replicas`` that hold its newest state, and those ``coming`` that are to hold it; what the
+    replicas say to do in a second, together, and what they could do by their capabilities; ``queue``: samples that they
+    have claimed in this round and not done yet. ``state_digest``: of the newest state, once it is agreed on.
+    ``outlook``: a sentence on what it waits for while nobody holds that state, else empty. ``is_bottleneck``: no other
+    stage could do less, and some could do more."""
 
     first_layer: Count
     stop_layer: Count
     parameters_bytes: Count
     replicas: Annotated[tuple[PeerId, ...], Field(max_length=MAX_MEMBERS)]
+    coming: Annotated[tuple[PeerId, ...], Field(max_length=MAX_MEMBERS)] = ()
     tokens_per_s: Rate
+    capacity_tokens_per_s: Rate = 0.0
+    tokens_in_round: Count = 0
     queue: Count
+    state_digest: Digest | None = None
+    outlook: Text = ""
     is_bottleneck: bool
 
 
@@ -197,7 +205,8 @@ class Delivery(Record):
 
 
 class MemberStatus(Record):
-    """One line of ``shoal status``. ``share`` is the member's part of all committed tokens, 0 to 1."""
+    """One line of ``shoal status``. ``share`` is the member's part of all committed tokens, 0 to 1; ``stages``: the
+    first and the last one that it is to hold, of a pipeline."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -212,6 +221,7 @@ class MemberStatus(Record):
     loss: Loss | None
     bytes_sent: Count
     bytes_received: Count
+    stages: tuple[Stage, Stage] | None = None
 
 
 class Blob(Record):

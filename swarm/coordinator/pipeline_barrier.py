@@ -130,6 +130,7 @@ def _abort(stages: Sequence[StageMachine], reason: str, failed: dict[int, tuple[
 
 
 def _end(unsigned: Sequence[f.VerdictGiven], stages: Sequence[StageMachine]) -> None:
-    verdicts = tied_together([fact.verdict for fact in unsigned])
+    loss = unsigned[-1].verdict.loss  # only the last stage has one; it is the round's
+    verdicts = tied_together([fact.verdict.model_copy(update={"loss": loss}) for fact in unsigned])
     for stage, fact, verdict in zip(stages, unsigned, verdicts, strict=True):
         stage.give_verdict(fact.model_copy(update={"verdict": verdict}))

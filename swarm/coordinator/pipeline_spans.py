@@ -7,14 +7,13 @@ from typing import Protocol
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.ending import Sign
+from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
 from shoal.swarm.messages import LayerSize, PeerToCoordinatorShowCapability
 from shoal.swarm.pipeline.replanning import Rebalancing
 from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
 from shoal.swarm.run_file import RunFile
-
-_GIB = 2**30
 
 
 class Planner(Protocol):
@@ -133,20 +132,27 @@ class Spans(PipelineState):
         """What the run waits for: a stage that nobody holds, or a state; empty when it goes on."""
         if self.has_ended:
             return ""
-        why = f": {self.shortage}" if self.shortage else ""
         if not self.boundaries:
-            return f"waiting for peers that can hold the model together{why}"
+            return f"waiting for peers that can hold the model together{self._why()}"
         for stage in self.stages:
-            if outlook := stage.say_outlook():
-                return f"stage {stage.stage}: {outlook}"
-            if not stage.working():
+            if outlook := self.say_stage_outlook(stage):
                 first, stop = self.boundaries[stage.stage : stage.stage + 2]
-                gib = self.parameters_bytes(stage.stage) / _GIB
-                holders = len(self.holders(stage.stage))
-                who = f"{holders} peers that are to hold it" if holders else "a peer that can hold it"
-                what = f"layers {first} to {stop - 1}, {gib:.2f} GiB of parameters"
-                return f"stage {stage.stage} ({what}) waits for {who}{why}"
+                size = f"{self.parameters_bytes(stage.stage) / 1e6:,.1f} MB of parameters"
+                return f"stage {stage.stage} (layers {first} to {stop - 1}, {size}) {outlook}"
         return ""
+
+    def say_stage_outlook(self, stage: StageMachine) -> str:
+        """What one stage waits for; empty when somebody holds its newest state."""
+        if stage.working() or self.has_ended:
+            return ""
+        if outlook := stage.say_outlook():
+            return f"waits for its state: {outlook}"
+        if holders := len(self.holders(stage.stage)):
+            return f"waits for {holders} peer{'' if holders == 1 else 's'} to get its state"
+        return f"waits for a peer that can hold it{self._why()}"
+
+    def _why(self) -> str:
+        return f": {self.shortage}" if self.shortage else ""
 
     def parameters_bytes(self, stage: int) -> int:
         """Of a stage's parameters in float32."""

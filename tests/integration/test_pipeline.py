@@ -146,6 +146,8 @@ def check(host: Host, members: Sequence[Member]) -> None:
     """After the run's end."""
     for member in members:
         assert member.exit_code(START_S + ROUNDS_S) == 0, member.tail()
+        left = member.event("left", START_S)
+        assert (left["anchor_version"], {one["anchor_version"] for one in left["held"]}) == (ROUNDS, {ROUNDS})
     host.stop()
     check_samples(host)
     ours, plain = trained(members), plain_loop()

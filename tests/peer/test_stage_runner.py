@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.compression.registry import get_codec
 from shoal.peer.local_work import AccumulatedGradient
+from shoal.peer.member import Progress
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.span_training import Samples, SpanTraining
@@ -192,10 +193,17 @@ class Peer:
         self.name, self.coordinator = name, coordinator
         self.computed: Callable[[Any], None] = lambda task: None
         members = [
-            SimpleNamespace(client=Client(coordinator, name, scope), rejoined=False, node=node, beat_soon=lambda: None)
+            SimpleNamespace(
+                client=Client(coordinator, name, scope),
+                rejoined=False,
+                node=node,
+                beat_soon=lambda: None,
+                progress=Progress(),
+            )
             for scope in range(STAGES + 1)
         ]
         stages = {stage: members[stage + 1] for stage in range(first, last + 1)}
+        self.progress: Progress = members[0].progress
         everybody: Any = SimpleNamespace(run=members[0], stages=stages)
         samples = Samples(RECIPE, DATA, ORDER)
         shapes = StageShapes.of(RECIPE, LAYERED, BOUNDARIES, DATA.batch([0]), MICRO_BATCH)
@@ -292,6 +300,9 @@ def test_the_gradient_is_that_of_the_whole_model(kind: str) -> None:
         async with pipeline(SPANS[kind]) as (coordinator, _, peers):
             await whole_batch(peers, coordinator)
             check_gradient(peers, coordinator)
+            assert {peer.runner.in_flight for peer in peers.values()} == {0}
+            told = [peer.progress.activity for peer in peers.values()]
+            assert told == ["idle"] * len(peers), "nothing is left to do"
 
     run_virtual(main())
 

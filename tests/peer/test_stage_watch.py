@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shoal.peer.member import Progress
 from shoal.peer.stage_watch import StageWatch
 from shoal.swarm.pipeline.hops import Span
 
@@ -89,3 +90,12 @@ def test_replicas_are_those_of_the_next_stage_that_are_in_the_run() -> None:
     assert world.watch.take_replicas() == {"b": None}
     world.move(b=(0, 0))
     assert world.watch.take_replicas() == {}
+
+
+def test_whoever_has_nothing_to_compute_says_so_everywhere() -> None:
+    world = World()
+    everybody = [world.run, *world.stages.values()]
+    for member in everybody:
+        member.progress = Progress(activity="training")
+    world.watch.say_idle()
+    assert {member.progress.activity for member in everybody} == {"idle"}

@@ -13,6 +13,7 @@ from tests.swarm.coordinator.pipeline_world import (
     Peer,
     PipelineWorld,
     attributes,
+    initial,
     journaled,
     model,
     run_file,
@@ -78,7 +79,7 @@ def test_three_stages_over_five_peers() -> None:
     world = PipelineWorld(run_file(), 5)
     rounds(world, 3)
     assert [one[1].verdict.committed for one in world.verdicts] == [True] * 3
-    assert world.verdicts[0][STAGES].verdict.loss == 2.5
+    assert [fact.verdict.loss for fact in world.verdicts[0].values()] == [2.5] * STAGES, "the last stage's, for all"
     assert world.machine.status(world.now_s).loss == 2.5
 
 
@@ -314,10 +315,17 @@ def test_the_run_waits_for_an_empty_stage_says_so_and_goes_on() -> None:
         turn(world)
     assert world.machine.phase == "waiting"
     outlook = world.machine.status(world.now_s).outlook
-    assert outlook.startswith("stage 1 (layers 2 to 3, ")
+    assert outlook.startswith("stage 1 (layers 2 to 3, 0.0 MB of parameters) waits for a peer that can hold it: ")
+    stages = world.machine.status(world.now_s).stages
+    assert [bool(one.outlook) for one in stages] == [False, True, False]
+    assert stages[1].outlook in outlook
+    assert (stages[1].replicas, stages[1].coming, stages[1].state_digest) == ((), (), None)
+    assert [one.tokens_per_s for one in stages] == [0.0] * STAGES, "nobody does anything now"
     assert "nobody can hold stage 1, which takes" in outlook
     committed = len(world.history)
     world.start(lost)
+    found = world.machine.status(world.now_s).stages[1]
+    assert (found.coming, found.outlook) == ((lost.name,), "waits for 1 peer to get its state")
     rounds(world, committed + 1)
     for peer in world.peers[:3]:
         world.behave(peer)
@@ -423,8 +431,14 @@ def test_the_status_shows_each_stage() -> None:
     assert [one.queue for one in stages] == [0, 3 * MICRO, 0]
     assert [one.is_bottleneck for one in stages] == [False, False, True]
     assert stages[0].parameters_bytes == 2001
+    a_replicas = [one.capacity_tokens_per_s / len(one.replicas) for one in stages]
+    assert a_replicas == pytest.approx(a_replicas[:1] * STAGES)
+    assert a_replicas[0] > 0
+    digests = [one.state_digest for one in stages]
+    assert digests == [initial(stage) for stage in range(STAGES)]
     rounds(world, 1)
     members = world.machine.status(world.now_s).members
+    assert [one.stages for one in members] == [world.machine.spans[one.peer] for one in members]
     assert sum(one.tokens_committed for one in members) == STAGES * BATCH * TOKENS_PER_SAMPLE
     assert sum(one.share for one in members) == pytest.approx(1.0)
 
