@@ -15,7 +15,7 @@ from shoal.peer.demo_averaging import AveragingDemo
 from shoal.peer.demo_child import fresh_folder
 from shoal.peer.demo_pipeline import SPARE_PEERS, PipelineDemo
 from shoal.peer.demo_report import conclude
-from shoal.peer.demo_run_file import demo_run_toml, pipeline_run_toml
+from shoal.peer.demo_run_file import demo_run_toml, pipeline_rounds, pipeline_run_toml
 from shoal.peer.demo_swarm import DemoFailed, DemoSwarm
 from shoal.peer.recipes import load_recipe
 from shoal.peer.recipes.gpt import GptRecipe
@@ -23,7 +23,6 @@ from shoal.swarm.errors import UserError
 from shoal.swarm.run_file import parse_run_file
 
 _PEERS, _PIPELINE_PEERS = 4, 5
-_LEAST_PIPELINE_MINUTES = 1.5
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     recipe = load_recipe(run)
     assert isinstance(recipe, GptRecipe)
     try:
-        with (
-            _signals_interrupt(),
-            DemoSwarm(fresh_folder(options.out), toml, 60.0 * options.minutes, console) as swarm,
-        ):
+        with _signals_interrupt(), DemoSwarm(fresh_folder(options.out), toml, run.run, console) as swarm:
             leftover = swarm.run(course)
         swarm.take_last_events()
         console.print("Measuring the model on text that it has not seen", style="dim")
@@ -77,14 +73,14 @@ def _course_of(options: DemoOptions) -> tuple[AveragingDemo | PipelineDemo, str]
         raise UserError("--pipeline: a model in stages is trained by virtual_batch; leave out --preset")
     peers = _PIPELINE_PEERS if options.peers is None else options.peers
     if peers < _PIPELINE_PEERS:
-        raise UserError(f"--peers: expected {_PIPELINE_PEERS} or more with --pipeline: three stages, two of them twice")
-    if options.minutes < _LEAST_PIPELINE_MINUTES:
         raise UserError(
-            f"--minutes: expected {_LEAST_PIPELINE_MINUTES} or more with --pipeline: two peers are killed meanwhile, "
-            "and their stages have to come back"
+            f"--peers: expected {_PIPELINE_PEERS} or more with --pipeline: three stages, and {SPARE_PEERS} to lose"
         )
+    if options.minutes < 1.0:
+        raise UserError("--minutes: expected 1 or more with --pipeline: two peers are killed, and there are few rounds")
     stages = peers - SPARE_PEERS
-    return PipelineDemo(peers, stages), pipeline_run_toml(stages, options.minutes)
+    rounds = pipeline_rounds(options.minutes)
+    return PipelineDemo(peers, stages, rounds), pipeline_run_toml(stages, rounds)
 
 
 @contextlib.contextmanager

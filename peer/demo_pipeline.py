@@ -35,11 +35,8 @@ from shoal.swarm.run_file import RunFile, load_run_file
 SPARE_PEERS = 2
 """More peers than stages: some stage has another replica also after the first death, whom the plan can move."""
 
-_DEATHS = 2
-_FIRST_DEATH, _SECOND_DEATH = 0.25, 0.45
-"""When somebody is killed at the earliest, as shares of the run's time."""
-_ROUNDS_BETWEEN = 2
-"""So many are committed before the first death, and between the two."""
+_BEFORE_DEATH = (0.2, 0.4)
+"""After which share of the run's rounds somebody is killed."""
 _BACK_S = 20.0
 """After this long the second victim comes back, also if the run has not said that it waits for anything."""
 _ASK_EVERY_S = 1.0
@@ -47,11 +44,12 @@ _HELD_OUT_SAMPLES = 128
 
 
 class PipelineDemo:
-    """``peers`` peers for ``stages`` stages, some of which they hold twice."""
+    """``peers`` peers for ``stages`` stages, some of which they hold twice, and for ``rounds`` rounds."""
 
-    def __init__(self, peers: int, stages: int) -> None:
+    def __init__(self, peers: int, stages: int, rounds: int) -> None:
         self._peers = peers
         self._stages = stages
+        self._rounds = rounds
         self._deaths: list[Death] = []
         self._said = ""
         self._asked_s = 0.0
@@ -65,11 +63,13 @@ class PipelineDemo:
 
     def act(self, swarm: DemoSwarm, passed_s: float) -> None:
         """See ``Act``."""
-        if self._deaths and not self._is_over_it(swarm):
+        moments = self._commits(swarm)
+        if self._deaths and (not moments or moments[-1] <= self._deaths[-1].killed_at):
             self._help(swarm)
-        elif len(self._deaths) < _DEATHS and passed_s >= swarm.run_s * (_FIRST_DEATH, _SECOND_DEATH)[len(self._deaths)]:
-            victim = self._victim(swarm)
-            if victim is not None and self._is_mid_round(swarm):
+        elif len(self._deaths) < len(_BEFORE_DEATH):
+            is_due = len(moments) >= max(2, self._rounds * _BEFORE_DEATH[len(self._deaths)])
+            victim = self._victim(swarm) if is_due and self._is_mid_round(moments) else None
+            if victim is not None:
                 self._kill(swarm, *victim)
 
     def _victim(self, swarm: DemoSwarm) -> tuple[str, int, int] | None:
@@ -84,12 +84,8 @@ class PipelineDemo:
             return None
         return choose_victim(holders, self._stages, self._deaths)
 
-    def _is_mid_round(self, swarm: DemoSwarm) -> bool:
+    def _is_mid_round(self, moments: Sequence[float]) -> bool:
         """Between a third and two thirds of what a round takes have passed since the last one's end."""
-        moments = self._commits(swarm)
-        since = [moment for moment in moments if not self._deaths or moment > self._deaths[-1].killed_at]
-        if len(since) < _ROUNDS_BETWEEN:
-            return False
         round_s = usual_round_s(moments, [death.killed_at for death in self._deaths])
         return round_s / 3 <= time.time() - moments[-1] <= 2 * round_s / 3
 
@@ -97,11 +93,6 @@ class PipelineDemo:
         who = "the only replica" if replicas == 1 else f"one of {replicas} replicas"
         swarm.kill(name, f"{who} of stage {stage}")
         self._deaths.append(Death(name, stage, replicas, time.time()))
-
-    def _is_over_it(self, swarm: DemoSwarm) -> bool:
-        """Whether a round has been committed since the last death."""
-        moments = self._commits(swarm)
-        return bool(moments) and moments[-1] > self._deaths[-1].killed_at
 
     def _help(self, swarm: DemoSwarm) -> None:
         """Say what the run waits for; the only replica of a stage comes back for that."""
@@ -157,7 +148,9 @@ class PipelineDemo:
         title, marks = stages_title(figures), stages_marks(figures)
         curve = Curve(title, moments_s, trained, losses, figures.seconds, marks)
         report = stages_report(figures)
-        return Ending(model, model_path, report, curve, figures.as_json(), troubles_of(figures, _DEATHS, saved))
+        return Ending(
+            model, model_path, report, curve, figures.as_json(), troubles_of(figures, len(_BEFORE_DEATH), saved)
+        )
 
     def _setting(self, swarm: DemoSwarm, recipe: GptRecipe, parameters: int) -> Setting:
         cut = next((event["boundaries"] for event in swarm.host.events if event["event"] == "stages_cut"), None)

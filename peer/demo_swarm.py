@@ -12,6 +12,8 @@ from rich.text import Text
 
 from shoal.peer.demo_child import Child
 from shoal.peer.demo_view import Board
+from shoal.swarm.errors import RunEnded
+from shoal.swarm.run_file import RunSection
 
 _START_S = 90.0
 _POLL_S = 0.25
@@ -37,15 +39,17 @@ class Act(Protocol):
 class DemoSwarm:
     """A coordinator and its peers, each with a folder in ``folder``; the context ends them all."""
 
-    def __init__(self, folder: Path, toml: str, run_s: float, console: Console) -> None:
+    def __init__(self, folder: Path, toml: str, ends: RunSection, console: Console) -> None:
+        """``ends``: after how many seconds, at the latest, and maybe rounds."""
+        assert ends.max_s is not None
         self.folder = folder
-        self.run_s = run_s
+        self.run_s = ends.max_s
         self.console = console
         self.peers: dict[str, Child] = {}
         self.started = time.time()
         self.invite = ""
         self._toml = toml
-        self._board = Board(console, run_s)
+        self._board = Board(console, self.run_s, ends.rounds)
         self._host: Child | None = None
 
     def __enter__(self) -> Self:
@@ -136,8 +140,9 @@ class DemoSwarm:
         self._board.refresh()
         for child in [*self.peers.values(), *([self._host] if self._host else [])]:
             code = child.process.poll()
-            # The coordinator serves until it is told to stop; a peer may end with 0 only.
-            if code is not None and not child.killed and (code or child is self._host):
+            # The coordinator serves until it is told to stop; a peer may end with 0, or come too late.
+            is_well = code in (None, 0, RunEnded.exit_code) and not (code == 0 and child is self._host)
+            if not is_well and not child.killed:
                 raise DemoFailed(f"{child.name} ended with exit code {code}", child)
 
     def take_last_events(self) -> None:

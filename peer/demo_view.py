@@ -43,8 +43,10 @@ class _Row:
 class Board:
     """A context manager; feed it with events and ``refresh`` it now and then, from one thread."""
 
-    def __init__(self, console: Console, run_s: float) -> None:
+    def __init__(self, console: Console, run_s: float, rounds: int | None = None) -> None:
+        """The run takes ``run_s``, or, where it has so many ``rounds``, at most that."""
         self._console = console
+        self._rounds = rounds
         self._run_s = run_s
         self._began = time.monotonic()
         self._rows: dict[str, _Row] = {}
@@ -54,6 +56,7 @@ class Board:
         self._round = 0
         self._tokens = 0
         self._aborted = 0
+        self._committed = 0
         self._round_began: float | None = None
         self._stages = 0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -103,6 +106,7 @@ class Board:
                 self._round_began = told["time"]
                 self._tokens = told["tokens_total"]
                 self._aborted += not told["committed"]
+                self._committed += told["committed"]
                 if told["loss"] is not None:
                     self._losses.append(told["loss"])
             case "member_lost" | "span_assigned" | "span_taken":
@@ -170,11 +174,13 @@ class Board:
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True, justify="right")
         loss = self._losses[-1] if self._losses else None
-        grid.add_row(
-            "time",
-            ProgressBar(total=self._run_s, completed=min(passed_s, self._run_s)),
-            f"{duration_text(min(passed_s, self._run_s))} of {duration_text(self._run_s)}",
-        )
+        if self._rounds is None:
+            total, done = self._run_s, min(passed_s, self._run_s)
+            words = f"{duration_text(done)} of {duration_text(self._run_s)}"
+        else:
+            total, done = self._rounds, min(self._committed, self._rounds)
+            words = f"{duration_text(passed_s)} · {done} of {self._rounds} rounds"
+        grid.add_row("time", ProgressBar(total=total, completed=done), words)
         aborted = f", {self._aborted} aborted" if self._aborted else ""
         grid.add_row(
             "loss",
