@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -50,6 +51,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         with _signals_interrupt(), DemoSwarm(fresh_folder(options.out), toml, run.run, console) as swarm:
             leftover = swarm.run(course)
         swarm.take_last_events()
+        torch.set_num_threads(1)  # several would wait for each other where others use the cores, too
         console.print("Measuring the model on text that it has not seen", style="dim")
         ending = course.end(swarm, recipe, run.run.seed)
     except DemoFailed as failure:

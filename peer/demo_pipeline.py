@@ -129,7 +129,7 @@ class PipelineDemo:
         """Measure everything. Raises ``DemoFailed``."""
         model_path = swarm.folder / "model.safetensors"
         try:
-            saved = assemble_model(swarm.folder, self._stages, recipe, model_path)
+            saved = assemble_model(swarm.folder, model_path)
             model = read_model(model_path)
         except StateFileError as error:
             raise DemoFailed(f"there is no whole model: {error}", swarm.host) from error

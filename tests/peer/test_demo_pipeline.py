@@ -33,7 +33,7 @@ SETTING = Setting(
 ONE, TWO, THREE, FOUR = "a" * 16, "b" * 16, "c" * 16, "d" * 16
 FIRST, SECOND, OLD = "ab" * 32, "cd" * 32, "ef" * 32
 TOGETHER = "0123456789abcdef" * 4
-SAVED = Assembled(3, (FIRST, SECOND), TOGETHER)
+SAVED = Assembled(3, (FIRST, SECOND))
 DEATHS = [Death("peer-3", 1, 2, 1015.0), Death("peer-2", 1, 1, 1025.0, back_at=1032.0)]
 """Of stage 0 there are peer-1 and peer-4, which moves to stage 1 when that has nobody."""
 
@@ -166,7 +166,7 @@ def test_other_failures() -> None:
     )
     never = replace(found, costs=(found.costs[0], replace(found.costs[1], next_s=None)))
     assert troubles_of(never, 2, SAVED) == ("no round was committed after the death of peer-2 in stage 1",)
-    for other in (replace(SAVED, version=2), replace(SAVED, digests=(FIRST, OLD)), replace(SAVED, together=OLD)):
+    for other in (replace(SAVED, version=2), replace(SAVED, digests=(FIRST, OLD))):
         assert "the checkpoints" in troubles_of(found, 2, other)[0]
 
 
