@@ -188,7 +188,7 @@ def demo_command(
     peers: Annotated[
         int | None, typer.Option(min=2, max=16, help="Peers at the start; 4, or 5 with --pipeline.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.2, help="How long to train.")] = 3.0,
+    minutes: Annotated[float, typer.Option(min=0.2, help="How long to train, about.")] = 3.0,
     preset: Annotated[str | None, typer.Option(help="The algorithm: diloco, as by default, or sparseloco.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("shoal-demo"),
