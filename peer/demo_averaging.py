@@ -54,7 +54,7 @@ class AveragingDemo:
         figures = make_figures(plan, swarm.host.events, peers, losses)
         moments_s, trained = loss_curve(swarm.host.events, plan.started)
         curve = Curve(_title(plan, figures), moments_s, trained, losses, figures.seconds, _marks(plan))
-        return Ending(model, model_path, report(figures), curve, figures.as_json(), _troubles(figures))
+        return Ending(model, model_path, report(figures), curve, figures.as_json(), troubles_of(figures))
 
     def _plan(self, swarm: DemoSwarm, parameters: int) -> Plan:
         return Plan(
@@ -85,10 +85,13 @@ def _marks(plan: Plan) -> list[Mark]:
     return [Mark(moment - plan.started, words, color) for moment, words, color in found if moment is not None]
 
 
-def _troubles(figures: Figures) -> tuple[str, ...]:
+def troubles_of(figures: Figures) -> tuple[str, ...]:
     troubles = []
     if not figures.rounds_committed:
         troubles.append("no round was committed")
-    if not figures.parity:
+    late = [peer.name for peer in figures.peers if peer.is_live and peer.digest is None]
+    if late:
+        troubles.append(f"the run was over before {', '.join(late)} held a state: give it more --minutes")
+    elif not figures.parity:
         troubles.append("the live peers do not hold the same anchor")
     return tuple(troubles)

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from shoal.peer.demo import DemoOptions, run_demo
+from shoal.peer.demo_averaging import troubles_of
 from shoal.peer.demo_child import EventFile, fresh_folder
 from shoal.peer.demo_figures import Figures, Plan, float32_ddp_bytes, make_figures, report
 from shoal.peer.demo_report import Curve, Mark, loss_curve, plot_loss, write_json
@@ -123,6 +124,14 @@ def test_parity_is_of_the_live_peers() -> None:
     nothing = make_figures(PLAN, [], silent, (5.5, 5.5))
     assert not nothing.parity
     assert (nothing.rounds_committed, nothing.tokens, nothing.ratio) == (0, 0, 0.0)
+
+
+def test_what_is_called_a_failure() -> None:
+    assert troubles_of(figures()) == ()
+    differs = make_figures(PLAN, HOST, make_peers("ef" * 32), (5.5, 2.0))
+    assert troubles_of(differs) == ("the live peers do not hold the same anchor",)
+    late = make_figures(PLAN, HOST, {**make_peers(), "peer-3": []}, (5.5, 2.0))
+    assert troubles_of(late) == ("the run was over before peer-3 held a state: give it more --minutes",)
 
 
 @pytest.mark.parametrize("width", [80, 120])
