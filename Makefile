@@ -17,6 +17,7 @@ INSTALLED := .venv/.installed
 help:
 	@echo 'make install   make .venv and install Shoal into it, with the versions of constraints.txt'
 	@echo 'make demo      train a small run with several peers on this machine      DEMO_ARGS=…'
+	@echo '               a model in stages, which none of them can hold            DEMO_ARGS=--pipeline'
 	@echo 'make test      run the tests                                             PYTEST_ARGS=…'
 	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'

@@ -183,14 +183,21 @@ def doctor_command(
 
 @app.command("demo")
 def demo_command(
-    peers: Annotated[int, typer.Option(min=2, max=16, help="Peers at the start.")] = 4,
-    minutes: Annotated[float, typer.Option(min=0.2, help="How long to train.")] = 3.0,
-    preset: Annotated[str, typer.Option(help="The algorithm: diloco or sparseloco.")] = "diloco",
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="A model in stages, which no peer can hold as a whole.")
+    ] = False,
+    peers: Annotated[
+        int | None, typer.Option(min=2, max=16, help="Peers at the start; 4, or 5 with --pipeline.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.2, help="How long to train, about.")] = 3.0,
+    preset: Annotated[str | None, typer.Option(help="The algorithm: diloco, as by default, or sparseloco.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("shoal-demo"),
 ) -> None:
-    """A whole run on this machine: one peer is killed, one comes late, a model is trained."""
-    raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, json_file, out), console))
+    """A whole run on this machine: one peer is killed, one comes late, a model is trained.
+
+    With --pipeline two are killed, the second one alone in its stage: it comes back, and so does the stage."""
+    raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, pipeline, json_file, out), console))
 
 
 def _memory(text: str) -> int | None:

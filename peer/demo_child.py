@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -10,7 +11,6 @@ from pathlib import Path
 from rich.panel import Panel
 from rich.text import Text
 
-from shoal.peer.demo_report import EventFile
 from shoal.peer.events import Event, printable
 from shoal.swarm.errors import StorageError
 
@@ -18,8 +18,28 @@ _LEAVE_S = 5.0
 _TAIL_LINES = 20
 
 
+class EventFile:
+    """A file with one JSON event a line that another process is still writing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+
+    def new(self) -> list[Event]:
+        """The events since the last call. A line without its end is left for later: its writer may be dead."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        events = [json.loads(line) for line in whole.splitlines() if line]
+        return [event for event in events if isinstance(event, dict)]
+
+
 class Child:
-    """One process of ours with its folder: ``log.txt`` and ``events.jsonl`` in it."""
+    """One process of ours with its folder: ``log.txt`` and ``events.jsonl`` in it. It can be started again."""
 
     def __init__(self, name: str, folder: Path, arguments: list[str]) -> None:
         self.name = name
@@ -30,9 +50,12 @@ class Child:
         self.killed = False
         folder.mkdir(parents=True)
         own = ["--state", folder / "state", "--identity", folder / "identity", "--log-json", folder / "events.jsonl"]
-        command = [sys.executable, "-m", "shoal.peer", *arguments, *map(str, own)]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self._command = [sys.executable, "-m", "shoal.peer", *arguments, *map(str, own)]
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     @property
     def is_running(self) -> bool:
@@ -47,6 +70,12 @@ class Child:
         self.killed = True
         self.process.kill()
         self.process.wait()
+
+    def start_again(self) -> None:
+        """The same command, after ``kill``."""
+        assert self.killed
+        self.killed = False
+        self.process = self._start()
 
     def ask_to_end(self) -> None:
         if self.is_running:

@@ -1,256 +1,115 @@
-"""What the demo has shown, from the events that its processes logged: figures, a table, a curve. Pure but for files."""
+"""What every demo ends with, whatever it has shown: a table, a sample, a loss curve, figures, and what went wrong."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, RenderableType
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shoal.peer.events import Event, bytes_text, count_text, duration_text
+from shoal.peer.events import Event, printable
+from shoal.peer.recipes.gpt import Gpt, generate
 from shoal.swarm.errors import StorageError
 
-
-class EventFile:
-    """A file with one JSON event a line that another process is still writing."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read_bytes = 0
-
-    def new(self) -> list[Event]:
-        """The events since the last call. A line without its end is left for later: its writer may be dead."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._read_bytes)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        events = [json.loads(line) for line in whole.splitlines() if line]
-        return [event for event in events if isinstance(event, dict)]
-
-
-def float32_ddp_bytes(peers: int, parameters: int, steps: float) -> float:
-    """What one of ``peers`` sends in ``steps`` ring all-reduces of float32 gradients: 2·(N-1)/N of them each."""
-    return 2 * (peers - 1) / peers * 4 * parameters * steps
+KILLED, BACK = "#c1121f", "#2a9d5c"
+"""The colours of deaths and arrivals."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the demo set out to do. ``started``, ``killed_at``, ``joined_at`` are moments of ``time.time()``."""
+class Mark:
+    """Something that happened ``at_s`` after the start."""
 
-    peers: int
-    parameters: int
-    tokens_per_step: int
-    killed: str
-    joined: str
-    started: float
-    killed_at: float | None
-    joined_at: float | None
+    at_s: float
+    words: str
+    color: str
 
 
 @dataclass(frozen=True)
-class PeerFigures:
-    """One line of the table. ``digest`` and ``version`` are of the last state that it held."""
+class Curve:
+    """``moments_s``, since the start, and ``losses`` of the committed rounds; ``held_out``: at the start and, after
+    ``end_s``, at the end."""
 
-    name: str
-    part: str
-    tokens: int
-    tokens_per_s: float
-    bytes_sent: int
-    bytes_float32_ddp: float
-    version: int | None
-    digest: str | None
-
-    @property
-    def is_live(self) -> bool:
-        return self.part != "killed"
+    title: str
+    moments_s: Sequence[float]
+    losses: Sequence[float]
+    held_out: tuple[float, float]
+    end_s: float
+    marks: Sequence[Mark]
 
 
 @dataclass(frozen=True)
-class Figures:
-    """All of them. ``seconds``: from the coordinator's start to the last event of any peer."""
+class Ending:
+    """``troubles``: why the demo failed, if it did, a sentence each; ``figures``: for programs."""
 
-    initial_loss: float
-    final_loss: float
-    tokens: int
-    rounds_committed: int
-    rounds_aborted: int
-    peers: tuple[PeerFigures, ...]
-    killed: str
-    joined: str
-    seconds: float
-
-    @property
-    def parity(self) -> bool:
-        """Every live peer ended with the same anchor, and there is one."""
-        digests = {peer.digest for peer in self.peers if peer.is_live}
-        return len(digests) == 1 and None not in digests
-
-    @property
-    def full_time(self) -> list[PeerFigures]:
-        """The peers that were there from the start to the end: means are taken over them."""
-        return [peer for peer in self.peers if peer.part == "all along"]
-
-    @property
-    def bytes_sent_per_peer(self) -> float:
-        return _mean([peer.bytes_sent for peer in self.full_time])
-
-    @property
-    def bytes_float32_ddp_per_peer(self) -> float:
-        return _mean([peer.bytes_float32_ddp for peer in self.full_time])
-
-    @property
-    def ratio(self) -> float:
-        """How many times more float32 data-parallel would have sent."""
-        return self.bytes_float32_ddp_per_peer / self.bytes_sent_per_peer if self.bytes_sent_per_peer else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "initial_loss": self.initial_loss,
-            "final_loss": self.final_loss,
-            "tokens": self.tokens,
-            "rounds_committed": self.rounds_committed,
-            "rounds_aborted": self.rounds_aborted,
-            "bytes_sent_per_peer": round(self.bytes_sent_per_peer),
-            "bytes_float32_ddp_per_peer": round(self.bytes_float32_ddp_per_peer),
-            "parity": self.parity,
-            "killed": self.killed,
-            "joined": self.joined,
-            "seconds": round(self.seconds, 1),
-        }
+    model: Gpt
+    model_path: Path
+    report: RenderableType
+    curve: Curve
+    figures: dict[str, Any]
+    troubles: tuple[str, ...]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def conclude(ending: Ending, folder: Path, json_path: Path | None, console: Console) -> int:
+    """Print and write it all; returns the exit code. Raises ``StorageError``."""
+    console.print(ending.report)
+    console.print(_sample(ending.model))
+    console.print(Text.assemble("Model   ", (str(ending.model_path), "cyan")))
+    if plot_loss(folder / "loss.png", ending.curve):
+        console.print(Text.assemble("Curve   ", (str(folder / "loss.png"), "cyan")))
+    else:
+        console.print(Text("Curve   needs matplotlib: pip install 'shoal[plot]'", "yellow"))
+    if json_path is not None:
+        write_json(json_path, ending.figures)
+        console.print(Text.assemble("Figures ", (str(json_path), "cyan")))
+    for trouble in ending.troubles:
+        console.print(Text(f"The demo failed: {trouble}", "bold red"))
+    return 1 if ending.troubles else 0
 
 
-def make_figures(
-    plan: Plan, host: Sequence[Event], peers: Mapping[str, Sequence[Event]], losses: tuple[float, float]
-) -> Figures:
-    """``host`` and ``peers`` (by name): their logged events. ``losses``: held out, at the start and at the end."""
-    verdicts = [event for event in host if event["event"] == "verdict"]
-    committed = [event for event in verdicts if event["committed"]]
-    tokens = committed_tokens(host)
-    ends = [event["time"] for events in peers.values() for event in events] or [plan.started]
-    return Figures(
-        initial_loss=losses[0],
-        final_loss=losses[1],
-        tokens=committed[-1]["tokens_total"] if committed else 0,
-        rounds_committed=len(committed),
-        rounds_aborted=len(verdicts) - len(committed),
-        peers=tuple(_peer_figures(plan, name, events, tokens) for name, events in peers.items()),
-        killed=plan.killed,
-        joined=plan.joined,
-        seconds=max(ends) - plan.started,
-    )
+def _sample(model: Gpt) -> Panel:
+    prompt = b"def "
+    text = (prompt + generate(model, prompt, 300, 0.7, 50, 0)).decode(errors="replace")
+    lines = [printable(line) for line in text.split("\n")]
+    return Panel(Text("\n".join(lines)), title="what it writes after `def `", title_align="left")
 
 
-def committed_tokens(host: Sequence[Event]) -> dict[str, int]:
-    """Tokens in committed rounds, by peer id."""
-    tokens: dict[str, int] = {}
-    planned: Event | None = None
-    for event in host:
-        if event["event"] == "round_planned":
-            planned = event
-        elif event["event"] == "verdict" and event["committed"] and planned and planned["round"] == event["round"]:
-            for peer, weight in zip(planned["members"], planned["tokens"], strict=True):
-                tokens[peer] = tokens.get(peer, 0) + weight
-    return tokens
-
-
-def _peer_figures(plan: Plan, name: str, events: Sequence[Event], tokens: Mapping[str, int]) -> PeerFigures:
-    peer = next((event["peer"] for event in events if event["event"] == "joined"), "")
-    began = next((event["time"] for event in events if event["event"] == "synced"), plan.started)
-    trained_s = max(1e-9, events[-1]["time"] - began) if events else 1.0
-    # The last word on each, because a killed peer has said nothing in the end.
-    last: dict[str, Any] = {}
-    for event in events:
-        last.update({key: event[key] for key in ("bytes_sent", "anchor_version", "digest") if key in event})
-    done = tokens.get(peer, 0)
-    steps = done / plan.tokens_per_step
-    return PeerFigures(
-        name=name,
-        part="killed" if name == plan.killed else "came late" if name == plan.joined else "all along",
-        tokens=done,
-        tokens_per_s=done / trained_s,
-        bytes_sent=last.get("bytes_sent", 0),
-        bytes_float32_ddp=float32_ddp_bytes(plan.peers, plan.parameters, steps),
-        version=last.get("anchor_version"),
-        digest=last.get("digest"),
-    )
-
-
-# For people -------------------------------------------------------------------------------------------------
-
-
-def report(figures: Figures) -> RenderableType:
-    """The table at the demo's end."""
-    peers = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    peers.add_column("peer", style="bold", no_wrap=True)
-    peers.add_column("was there", no_wrap=True)
-    for name in ("tokens", "tok/s", "sent", "float32 DDP", "ratio"):
-        peers.add_column(name, justify="right", no_wrap=True)
-    peers.add_column("anchor", no_wrap=True)
-    for peer in figures.peers:
-        ratio = f"{peer.bytes_float32_ddp / peer.bytes_sent:.0f}×" if peer.bytes_sent else "–"
-        anchor = f"v{peer.version} {(peer.digest or '–')[:8]}"
-        peers.add_row(
-            peer.name,
-            peer.part,
-            count_text(peer.tokens),
-            count_text(peer.tokens_per_s),
-            bytes_text(peer.bytes_sent),
-            bytes_text(peer.bytes_float32_ddp),
-            ratio,
-            anchor,
-            style="" if peer.is_live else "dim",
-        )
-    return Group(peers, _summary(figures))
-
-
-def _summary(figures: Figures) -> Table:
+def summary_grid() -> Table:
+    """Rows of a name and what there is to say of it."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    loss = Text.assemble(f"{figures.initial_loss:.3f} → ", (f"{figures.final_loss:.3f}", "bold"), " nats a byte")
-    grid.add_row("held-out loss", loss)
-    grid.add_row("tokens", f"{count_text(figures.tokens)} in {duration_text(figures.seconds)}")
-    grid.add_row("rounds", f"{figures.rounds_committed} committed, {figures.rounds_aborted} aborted")
-    sent, ddp = bytes_text(figures.bytes_sent_per_peer), bytes_text(figures.bytes_float32_ddp_per_peer)
-    times = Text.assemble(f"{sent} a peer; float32 data-parallel {ddp}: ", (f"{figures.ratio:.0f}×", "bold"), " more")
-    grid.add_row("sent", times)
-    live = sum(peer.is_live for peer in figures.peers)
-    parity = Text(f"equal on all {live} live peers", "green") if figures.parity else Text("NOT equal", "bold red")
-    grid.add_row("anchors", parity)
     return grid
 
 
-def write_json(path: Path, figures: Figures) -> None:
+def loss_words(before: float, after: float) -> Text:
+    """Held out."""
+    return Text.assemble(f"{before:.3f} → ", (f"{after:.3f}", "bold"), " nats a byte")
+
+
+def write_json(path: Path, figures: dict[str, Any]) -> None:
     """Raises ``StorageError``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures.as_json(), indent=2) + "\n")
+        path.write_text(json.dumps(figures, indent=2) + "\n")
     except OSError as error:
         raise StorageError(f"{path}: the figures cannot be written: {error}") from error
 
 
 def loss_curve(host: Sequence[Event], started: float) -> tuple[list[float], list[float]]:
-    """Seconds since ``started`` and training loss of every committed round."""
+    """Seconds since ``started`` and training loss of every committed round; ``host``: events of the whole run."""
     rounds = [event for event in host if event["event"] == "verdict" and event["committed"]]
     known = [event for event in rounds if event["loss"] is not None]
     return [event["time"] - started for event in known], [event["loss"] for event in known]
 
 
-def plot_loss(path: Path, plan: Plan, figures: Figures, host: Sequence[Event]) -> bool:
-    """Draw the curve with the kill and the join marked; False where matplotlib is not installed.
+def plot_loss(path: Path, curve: Curve) -> bool:
+    """Draw the curve with its marks; False where matplotlib is not installed.
 
     Raises ``StorageError`` when ``path`` cannot be written.
     """
@@ -259,31 +118,26 @@ def plot_loss(path: Path, plan: Plan, figures: Figures, host: Sequence[Event]) -
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    moments, losses = loss_curve(host, plan.started)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(moments, losses, marker="o", markersize=4, linewidth=1.8, color="#1f6f8b", label="training, each round")
-    held_out = [figures.initial_loss, figures.final_loss]
-    axes.plot(
-        [0.0, figures.seconds], held_out, "D", color="#e07a5f", markersize=6, label="held out, start and end", zorder=3
-    )
-    marks = ((plan.killed_at, f"{plan.killed} killed", "#c1121f"), (plan.joined_at, f"{plan.joined} joins", "#2a9d5c"))
-    for moment, words, color in marks:
-        if moment is not None:
-            axes.axvline(moment - plan.started, color=color, linestyle="--", linewidth=1.2)
-            place = (moment - plan.started, 0.99)
-            axes.text(*place, f" {words}", transform=axes.get_xaxis_transform(), color=color, va="top", fontsize=9)
+    line: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.8, "color": "#1f6f8b"}
+    axes.plot(curve.moments_s, curve.losses, label="training, each round", **line)
+    ends = [0.0, curve.end_s]
+    axes.plot(ends, curve.held_out, "D", color="#e07a5f", markersize=6, label="held out, start and end", zorder=3)
+    for number, mark in enumerate(curve.marks):
+        axes.axvline(mark.at_s, color=mark.color, linestyle="--", linewidth=1.2)
+        # One below the other: they may be close together.
+        place = (mark.at_s, 0.99 - 0.06 * number)
+        axes.text(
+            *place, f" {mark.words}", transform=axes.get_xaxis_transform(), color=mark.color, va="top", fontsize=9
+        )
     axes.set_xlabel("seconds")
     axes.set_ylabel("loss, nats a byte")
-    axes.set_title(
-        f"{plan.peers} peers, {figures.rounds_committed} rounds, {count_text(figures.tokens)} tokens; "
-        f"{figures.ratio:.0f}× fewer bytes than float32 data-parallel",
-        fontsize=10,
-    )
+    axes.set_title(curve.title, fontsize=10)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.9))
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.8))
     try:
         figure.savefig(path)
     except OSError as error:

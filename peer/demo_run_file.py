@@ -1,4 +1,4 @@
-"""The run file of ``shoal demo``: a small model on the standard library, by one of the presets."""
+"""The run files of ``shoal demo``: small models on the standard library, whole ones by a preset or one in stages."""
 
 from __future__ import annotations
 
@@ -63,9 +63,65 @@ optimizer = "sgd"
 lr = 1.0""",
 }
 
+STAGE_MEMORY = "48M"
+"""What each peer of a pipeline may use: enough for two blocks of the model and not for three."""
+
+_BLOCKS_A_STAGE = 2
+_ROUND_SAMPLES = 32
+_MICRO_BATCH = 4
+
+_ROUNDS_A_MINUTE = 25
+_MOST_S_A_ROUND = 12.0
+"""On a machine that others use, too, they take longer; then the run ends when all of them could have taken so long."""
+
+_PIPELINE_TOML = """\
+# Written by `shoal demo --pipeline`: a model that none of its peers can hold, on the standard library of this Python.
+algorithm = "virtual_batch"
+
+[run]
+name = "demo"
+seed = 0
+rounds = {rounds}
+max_s = {max_s:.1f}
+
+[recipe]
+name = "gpt"
+settings = {{ layers = {layers}, width = 160, heads = 4, context = {context}, tie_embedding = false }}
+
+[data]
+source = "stdlib"
+
+[pipeline]
+stages = {stages}
+micro_batch = {micro_batch}
+activations = "int8"
+
+[inner]
+precision = "float32"
+
+[averaging]
+codec = "int8"
+
+[outer]
+optimizer = "adamw"
+lr = 3e-3
+betas = [0.9, 0.95]
+weight_decay = 0.1
+
+[schedule]
+kind = "constant"
+warmup_tokens = {warmup_tokens}  # {warmup_rounds} rounds
+
+[round]
+tokens = {round_tokens}  # {round_samples} samples
+max_s = 60.0
+patience_s = 5.0
+"""
+_WARMUP_ROUNDS = 10
+
 
 def demo_run_toml(preset: str, peers: int, minutes: float) -> str:
-    """The run file of a demo. Raises ``UserError`` for an unknown preset."""
+    """The run file of a demo without stages. Raises ``UserError`` for an unknown preset."""
     if preset not in _PRESETS:
         raise UserError(f"--preset: expected one of {', '.join(_PRESETS)}, not {preset!r}")
     return _RUN_TOML.format(
@@ -77,4 +133,25 @@ def demo_run_toml(preset: str, peers: int, minutes: float) -> str:
         batch=BATCH,
         steps=_STEPS_A_ROUND,
         round_tokens=_STEPS_A_ROUND * BATCH * CONTEXT * peers,
+    )
+
+
+def pipeline_rounds(minutes: float) -> int:
+    """As many rounds as so many minutes have on two cores that do nothing else."""
+    return round(_ROUNDS_A_MINUTE * minutes)
+
+
+def pipeline_run_toml(stages: int, rounds: int) -> str:
+    """The run file of a demo in so many stages."""
+    return _PIPELINE_TOML.format(
+        rounds=rounds,
+        max_s=_MOST_S_A_ROUND * rounds,
+        layers=_BLOCKS_A_STAGE * stages,
+        stages=stages,
+        context=CONTEXT,
+        micro_batch=_MICRO_BATCH,
+        round_samples=_ROUND_SAMPLES,
+        round_tokens=_ROUND_SAMPLES * CONTEXT,
+        warmup_rounds=_WARMUP_ROUNDS,
+        warmup_tokens=_WARMUP_ROUNDS * _ROUND_SAMPLES * CONTEXT,
     )

@@ -16,17 +16,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.peer.demo_stage_events import whole_run
 from shoal.peer.events import Event, bytes_text, count_text, duration_text, loss_text, plain_line
 from shoal.peer.views import sparkline
 
-_SHOWN_EVENTS = ("verdict", "member_joined", "member_lost", "demo")
-_STATE_STYLES = {"starting": "yellow", "training": "green", "killed": "bold red", "done": "cyan"}
+_SHOWN_EVENTS = (
+    *("verdict", "went_back", "member_joined", "member_lost", "demo"),
+    *("stages_cut", "span_assigned", "span_taken"),
+)
+_STATE_STYLES = {"starting": "yellow", "syncing": "yellow", "training": "green", "killed": "bold red", "done": "cyan"}
 
 
 @dataclass
 class _Row:
     state: str = "starting"
     peer: str = ""
+    stage: str = ""
     round: int | None = None
     loss: float | None = None
     tokens_per_s: float = 0.0
@@ -38,17 +43,22 @@ class _Row:
 class Board:
     """A context manager; feed it with events and ``refresh`` it now and then, from one thread."""
 
-    def __init__(self, console: Console, run_s: float) -> None:
+    def __init__(self, console: Console, run_s: float, rounds: int | None = None) -> None:
+        """The run takes ``run_s``, or, where it has so many ``rounds``, at most that."""
         self._console = console
+        self._rounds = rounds
         self._run_s = run_s
         self._began = time.monotonic()
         self._rows: dict[str, _Row] = {}
         self._losses: list[float] = []
-        self._lines: deque[str] = deque(maxlen=5)
+        self._lines: deque[str] = deque(maxlen=6)
+        self._ends_with_usual = False
         self._round = 0
         self._tokens = 0
         self._aborted = 0
+        self._committed = 0
         self._round_began: float | None = None
+        self._stages = 0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -80,29 +90,39 @@ class Board:
         self._show({"event": "demo", "time": time.time(), "words": words})
 
     def feed_host(self, event: Event) -> None:
-        match event["event"]:
+        if event["event"] == "round_planned":
+            self._take_speeds(event)
+        told = whole_run(event, self._stages)
+        if told is None:
+            return
+        match told["event"]:
             case "member_joined":
-                if event["name"] in self._rows:
-                    self._rows[event["name"]].peer = event["peer"]
-            case "round_planned":
-                self._take_speeds(event)
-            case "verdict":
-                self._round = event["round"] + 1
-                self._round_began = event["time"]
-                self._tokens = event["tokens_total"]
-                self._aborted += not event["committed"]
-                if event["loss"] is not None:
-                    self._losses.append(event["loss"])
-            case "member_lost":
-                names = [name for name, row in self._rows.items() if row.peer == event["peer"]]
-                event = {**event, "name": names[0] if names else ""}
-        self._show(event)
+                if told["name"] in self._rows:
+                    self._rows[told["name"]].peer = told["peer"]
+            case "stages_cut":
+                self._stages = len(told["boundaries"]) - 1
+            case "verdict" | "went_back":
+                self._round = told["round"] + 1
+                self._round_began = told["time"]
+                self._tokens = told["tokens_total"]
+                self._aborted += not told["committed"]
+                self._committed += told["committed"]
+                if told["loss"] is not None:
+                    self._losses.append(told["loss"])
+            case "member_lost" | "span_assigned" | "span_taken":
+                names = [name for name, row in self._rows.items() if row.peer == told["peer"]]
+                told = {**told, "name": names[0] if names else ""}
+        self._show(told)
 
     def feed_peer(self, name: str, event: Event) -> None:
         row = self._rows[name]
         row.bytes_sent = event.get("bytes_sent", row.bytes_sent)
         row.bytes_received = event.get("bytes_received", row.bytes_received)
         match event["event"]:
+            case "span":
+                first, last = event["first"], event["last"]
+                row.stage = str(first) if first == last else f"{first} to {last}"
+                row.state, row.tokens_per_s = "syncing", 0.0
             case "synced":
                 row.state = "training"
                 if self._round_began is None:
@@ -119,13 +139,19 @@ class Board:
         seconds = max(0.1, planned["time"] - self._round_began)
         tokens = dict(zip(planned["members"], planned["tokens"], strict=True))
         for row in self._rows.values():
-            if row.state == "training":
+            # A stage's plan says nothing of the others.
+            if row.state == "training" and (row.peer in tokens or "stage" not in planned):
                 row.tokens_per_s = tokens.get(row.peer, 0) / seconds
 
     def _show(self, event: Event) -> None:
         if event["event"] not in _SHOWN_EVENTS:
             return
         line = plain_line(event)
+        # One committed round after the other would leave no room for what happens to peers.
+        is_usual = event["event"] == "verdict" and event["committed"]
+        if is_usual and self._ends_with_usual:
+            self._lines.pop()
+        self._ends_with_usual = is_usual
         self._lines.append(line)
         if self._live is None:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -148,11 +174,13 @@ class Board:
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True, justify="right")
         loss = self._losses[-1] if self._losses else None
-        grid.add_row(
-            "time",
-            ProgressBar(total=self._run_s, completed=min(passed_s, self._run_s)),
-            f"{duration_text(min(passed_s, self._run_s))} of {duration_text(self._run_s)}",
-        )
+        if self._rounds is None:
+            total, done = self._run_s, min(passed_s, self._run_s)
+            words = f"{duration_text(done)} of {duration_text(self._run_s)}"
+        else:
+            total, done = self._rounds, min(self._committed, self._rounds)
+            words = f"{duration_text(passed_s)} · {done} of {self._rounds} rounds"
+        grid.add_row("time", ProgressBar(total=total, completed=done), words)
         aborted = f", {self._aborted} aborted" if self._aborted else ""
         grid.add_row(
             "loss",
@@ -165,6 +193,8 @@ class Board:
         table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1))
         table.add_column("peer", style="bold", no_wrap=True)
         table.add_column("", no_wrap=True)
+        if self._stages:
+            table.add_column("stage", justify="right", no_wrap=True)
         for name in ("round", "loss", "tokens/s", "sent", "received"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", no_wrap=True, ratio=1)
@@ -172,6 +202,7 @@ class Board:
             table.add_row(
                 name,
                 Text(row.state, style=_STATE_STYLES.get(row.state, "")),
+                *([row.stage or "–"] if self._stages else []),
                 "–" if row.round is None else str(row.round),
                 loss_text(row.loss),
                 count_text(row.tokens_per_s) if row.state == "training" else "–",

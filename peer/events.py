@@ -57,6 +57,7 @@ def describe_fact(fact: f.Fact) -> Event | None:
 
 def _describe_verdict(fact: f.VerdictGiven) -> Event:
     verdict = fact.verdict
+    about = {} if verdict.together is None else {"together": verdict.together.hex()}
     return {
         "event": "verdict",
         "round": verdict.round,
@@ -69,6 +70,7 @@ def _describe_verdict(fact: f.VerdictGiven) -> Event:
         "members": [member.peer for member in verdict.plan.members] if verdict.plan else [],
         "elapsed_s": fact.elapsed_s,
         "chain": verdict.chain.hex(),
+        **about,
     }
 
 

@@ -16,7 +16,7 @@ from shoal.peer.state import State
 from shoal.peer.state_fetch import Report, StateFetch
 from shoal.peer.state_forms import RAW, Form
 from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.errors import LinkError
+from shoal.swarm.errors import LinkError, RunEnded
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import KeptState
 from shoal.swarm.transport import Endpoint
@@ -148,7 +148,7 @@ async def agree_on_state(
     newer, all say what they could go back to.
 
     What was begun to be fetched is fetched to its end while somebody serves it, if ``catch_up`` can bring it up to the
-    newest; without that only the newest will do."""
+    newest; without that only the newest will do. Raises ``RunEnded`` when the run is over and nobody serves it."""
     tried: State | None = None
     missing: int | None = None
     trouble = ""
@@ -166,6 +166,8 @@ async def agree_on_state(
                 continue
         view = holder.client.view
         if view.state_digest is None:
+            if view.phase == "ended":
+                raise RunEnded("the run is over, and none of its members holds its last state any more")
             kept = await in_thread(own.tell)
             if missing != view.anchor_version:
                 missing = view.anchor_version

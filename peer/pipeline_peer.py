@@ -28,7 +28,7 @@ from shoal.peer.stage_members import StageMembers
 from shoal.peer.stage_tasks import LookUp, Made
 from shoal.peer.stage_watch import Attention, span_of
 from shoal.swarm.coordinator.pipeline_planner import optimizer_values
-from shoal.swarm.errors import NotAdmitted, UserError
+from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
 from shoal.swarm.messages import Acknowledged, Capability, LayerSize, PeerToCoordinatorShowCapability, RunView
 from shoal.swarm.pipeline.hops import Span
 from shoal.swarm.pipeline.plan import PeerCapability
@@ -82,6 +82,8 @@ class PipelinePeer:
                     self._leave(held)
         except Interrupted:
             log.info("stopped before there was anything to train")
+        except RunEnded as error:  # while this peer was still getting ready for it
+            log.info("%s", error)
 
     def _prepare(self) -> SpanWork:
         run, connection = self._connection.run_file, self._connection

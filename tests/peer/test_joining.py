@@ -13,7 +13,7 @@ from shoal.peer.joining import CatchUp, Downloads, agree_on_state
 from shoal.peer.partial_state import PartialState, Wanted, begun_state
 from shoal.peer.state import State
 from shoal.peer.state_sharing import DonorState
-from shoal.swarm.errors import LinkError
+from shoal.swarm.errors import LinkError, RunEnded
 
 SIZE = 2**19
 """Elements of each row: the state has four chunks."""
@@ -40,7 +40,7 @@ class World:
     def __init__(self, version: int, folder: Path, network: MemoryNetwork | None = None) -> None:
         self.network = network or MemoryNetwork()
         self.donor = DonorState(self.network.endpoint("donor"), 20.0)
-        self.view = SimpleNamespace(anchor_version=-1, state_digest=None)
+        self.view = SimpleNamespace(anchor_version=-1, state_digest=None, phase="training")
         self.client: Any = self
         self.held: list[int] = []
         self.told = 0
@@ -52,10 +52,11 @@ class World:
 
     def move_on(self, version: int) -> None:
         self.donor.hold(STATES[version])
-        self.view = SimpleNamespace(anchor_version=version, state_digest=STATES[version].digest)
+        self.view = SimpleNamespace(anchor_version=version, state_digest=STATES[version].digest, phase="training")
 
-    async def wait_for(self, predicate: Any, timeout_s: float) -> None:
+    async def wait_for(self, predicate: Any, timeout_s: float) -> Any:
         await asyncio.sleep(timeout_s)
+        return self.view
 
     def hold(self, state: State) -> None:
         self.held.append(state.version)
@@ -249,5 +250,19 @@ def test_a_donor_that_had_another_state_is_asked_again_when_there_is_nobody_else
         assert 2 <= len(refusals) <= 4, "named, and not asked all the time"
         world.donor.hold(STATES[1])
         await joining
+
+    run(main())
+
+
+def test_a_state_that_nobody_holds_is_not_waited_for_after_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(1, tmp_path)
+        world.view = SimpleNamespace(anchor_version=1, state_digest=None, phase="training")
+        joining = asyncio.ensure_future(world.agree())
+        await asyncio.sleep(60.0)
+        assert not joining.done()
+        world.view = SimpleNamespace(anchor_version=1, state_digest=None, phase="ended")
+        with pytest.raises(RunEnded):
+            await joining
 
     run(main())

@@ -11,18 +11,10 @@ import pytest
 from rich.console import Console
 
 from shoal.peer.demo import DemoOptions, run_demo
-from shoal.peer.demo_child import fresh_folder
-from shoal.peer.demo_report import (
-    EventFile,
-    Figures,
-    Plan,
-    float32_ddp_bytes,
-    loss_curve,
-    make_figures,
-    plot_loss,
-    report,
-    write_json,
-)
+from shoal.peer.demo_averaging import troubles_of
+from shoal.peer.demo_child import EventFile, fresh_folder
+from shoal.peer.demo_figures import Figures, Plan, float32_ddp_bytes, make_figures, report
+from shoal.peer.demo_report import Curve, Mark, loss_curve, plot_loss, write_json
 from shoal.peer.demo_run_file import demo_run_toml
 from shoal.peer.demo_view import Board
 from shoal.swarm.errors import StorageError, UserError
@@ -134,6 +126,14 @@ def test_parity_is_of_the_live_peers() -> None:
     assert (nothing.rounds_committed, nothing.tokens, nothing.ratio) == (0, 0, 0.0)
 
 
+def test_what_is_called_a_failure() -> None:
+    assert troubles_of(figures()) == ()
+    differs = make_figures(PLAN, HOST, make_peers("ef" * 32), (5.5, 2.0))
+    assert troubles_of(differs) == ("the live peers do not hold the same anchor",)
+    late = make_figures(PLAN, HOST, {**make_peers(), "peer-3": []}, (5.5, 2.0))
+    assert troubles_of(late) == ("the run was over before peer-3 held a state: give it more --minutes",)
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_table_fits(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
@@ -150,14 +150,18 @@ def test_table_fits(width: int) -> None:
         assert words in shown
 
 
+def curve(moments_s: list[float], losses: list[float]) -> Curve:
+    marks = [Mark(20.0, "peer-2 killed", "#c1121f"), Mark(30.0, "peer-3 joins", "#2a9d5c")]
+    return Curve("2 peers", moments_s, losses, (5.5, 2.0), 45.0, marks if moments_s else [])
+
+
 def test_curve_is_drawn(tmp_path: Path) -> None:
     assert loss_curve(HOST, 1000.0) == ([10.0, 32.0, 42.0], [4.0, 3.0, 2.0])
-    assert plot_loss(tmp_path / "loss.png", PLAN, figures(), HOST)
+    assert plot_loss(tmp_path / "loss.png", curve(*loss_curve(HOST, 1000.0)))
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    nobody_came = replace(PLAN, killed_at=None, joined_at=None)
-    assert plot_loss(tmp_path / "empty.png", nobody_came, figures(), [])
+    assert plot_loss(tmp_path / "empty.png", curve([], []))
     with pytest.raises(StorageError, match="cannot be written"):
-        plot_loss(tmp_path / "missing" / "loss.png", PLAN, figures(), HOST)
+        plot_loss(tmp_path / "missing" / "loss.png", curve([], []))
 
 
 def test_without_matplotlib_there_is_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,15 +173,15 @@ def test_without_matplotlib_there_is_no_curve(tmp_path: Path, monkeypatch: pytes
         return real(name, *arguments, **more)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    assert not plot_loss(tmp_path / "loss.png", PLAN, figures(), HOST)
+    assert not plot_loss(tmp_path / "loss.png", curve([], []))
     assert not (tmp_path / "loss.png").exists()
 
 
 def test_json_file(tmp_path: Path) -> None:
-    write_json(tmp_path / "new" / "figures.json", figures())
+    write_json(tmp_path / "new" / "figures.json", figures().as_json())
     assert json.loads((tmp_path / "new" / "figures.json").read_text()) == figures().as_json()
     with pytest.raises(StorageError):
-        write_json(tmp_path, figures())
+        write_json(tmp_path, {})
 
 
 def test_a_line_without_its_end_waits(tmp_path: Path) -> None:
