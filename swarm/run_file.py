@@ -180,16 +180,19 @@ class CheckpointsSection(_Section):
         return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
+_FEWEST_IN_FLIGHT, _USUAL_IN_FLIGHT = 4, 8
+
+
 class PipelineSection(_Section):
     """``[pipeline]``: the model is cut into stages, each held by some peers. ``stages``: how many, or ``auto``: by what
     the first peers can hold. ``micro_batch``: samples that go through the stages together. ``activations``: the codec
     of activations and their gradients, a name or a table as in ``averaging.codec``. ``max_in_flight``: up to so many
-    micro-batches wait at a peer for their gradients."""
+    micro-batches wait at a peer for their gradients; ``auto``: ``in_flight``."""
 
     stages: Literal["auto"] | Annotated[int, Field(ge=2, le=1024)] = "auto"
     micro_batch: Annotated[int, Field(gt=0, le=2**20)]
     activations: str | dict[str, Any] = "int8"
-    max_in_flight: Annotated[int, Field(gt=0, le=1024)] = 4
+    max_in_flight: Literal["auto"] | Annotated[int, Field(gt=0, le=1024)] = "auto"
 
     @field_validator("activations")
     @classmethod
@@ -199,6 +202,14 @@ class PipelineSection(_Section):
         except CodecError as error:
             raise ValueError(str(error)) from error
         return activations
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that may wait at a peer. For ``auto`` twice as many as a chain has stages, so that the first
+        one never waits for the last one while messages and tensors are on their way."""
+        if self.max_in_flight != "auto":
+            return self.max_in_flight
+        return _USUAL_IN_FLIGHT if self.stages == "auto" else max(_FEWEST_IN_FLIGHT, 2 * self.stages)
 
     @property
     def codec(self) -> Codec:
