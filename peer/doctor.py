@@ -53,7 +53,7 @@ tokens = 2_048_000
 """
 """The model of examples/stdlib.toml, in layers."""
 
-_WAITING = 4
+_WAITING = 10
 """Micro-batches that a peer of a run without ``[pipeline]`` is supposed to have under way: that section's default."""
 
 

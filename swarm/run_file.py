@@ -180,7 +180,7 @@ class CheckpointsSection(_Section):
         return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
-_FEWEST_IN_FLIGHT, _USUAL_IN_FLIGHT = 4, 8
+_USUAL_STAGES, _SPARE_IN_FLIGHT = 3, 4
 
 
 class PipelineSection(_Section):
@@ -205,11 +205,12 @@ class PipelineSection(_Section):
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that may wait at a peer. For ``auto`` twice as many as a chain has stages, so that the first
-        one never waits for the last one while messages and tensors are on their way."""
+        """Micro-batches that may wait at a peer. For ``auto`` two for each stage of a chain, one at work and one on its
+        way, and some more, as replicas of a stage do not take turns exactly (docs/decisions.md)."""
         if self.max_in_flight != "auto":
             return self.max_in_flight
-        return _USUAL_IN_FLIGHT if self.stages == "auto" else max(_FEWEST_IN_FLIGHT, 2 * self.stages)
+        stages = _USUAL_STAGES if self.stages == "auto" else self.stages
+        return _SPARE_IN_FLIGHT + 2 * stages
 
     @property
     def codec(self) -> Codec:
