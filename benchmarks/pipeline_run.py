@@ -29,7 +29,8 @@ _LOOK_S = 0.02
 @dataclass(frozen=True)
 class Case:
     """One pipeline. ``slowness``: of every peer; ``layer_ms``: at a slowness of 1; ``batch``: micro-batches a round;
-    ``tokens``: that each sample has between layers, of ``width`` values."""
+    ``tokens``: that each sample has between layers, of ``width`` values; ``ballast``: parameters of a layer besides;
+    ``room``: a peer's memory, in stages' states."""
 
     name: str
     stages: int
@@ -42,6 +43,7 @@ class Case:
     width: int = 64
     max_in_flight: int | None = None
     ballast: int = 50_000
+    room: float = 1.5
 
     @property
     def run_toml(self) -> str:
@@ -83,11 +85,9 @@ patience_s = {PATIENCE_S}
 
     @property
     def memory_bytes(self) -> int:
-        """Room for a stage and a half: nobody can hold two."""
+        """Nobody can hold two stages."""
         state = (STATE_COPIES + _OPTIMIZER_VALUES) * 4 * (self.ballast + self.width * (self.width + 1))
-        assert self.run_file.pipeline is not None
-        kept = 4 * self.run_file.pipeline.in_flight * 4 * MICRO_BATCH * self.tokens * self.width
-        return int(LAYERS / self.stages * (1.5 * state + kept))
+        return int(self.room * LAYERS / self.stages * state)
 
 
 class Peer(Running):
