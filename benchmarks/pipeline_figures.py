@@ -46,7 +46,9 @@ def _is_of(note: Event, number: int) -> bool:
 
 def completions(notes: Sequence[Sequence[Event]], stage: int) -> list[float]:
     """When the gradient of each micro-batch counted in ``stage``; of one that was lost with its replica, again."""
-    return sorted(one["time"] for peer in notes for one in peer if one["event"] == "backward" and stage in one["stages"])
+    return sorted(
+        one["time"] for peer in notes for one in peer if one["event"] == "backward" and stage in one["stages"]
+    )
 
 
 def rates_over_time(moments: Sequence[float], start_s: float, stop_s: float, every_s: float) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from shoal.peer.cli import main as shoal
 from shoal.peer.measured import MeasuredModel, measured_model
 from shoal.peer.span_training import SpanTraining
 from shoal.swarm.coordinator import service
-from shoal.swarm.coordinator.pipeline_spans import Planner
 from shoal.swarm.pipeline.stage_plan import Infeasible
 from shoal.swarm.run_file import RunFile
 
@@ -30,7 +30,7 @@ from shoal.swarm.run_file import RunFile
 def wait_for_all(peers: int) -> None:
     planner_of = service.planner_of
 
-    def patient(run: RunFile) -> Planner:
+    def patient(run: RunFile) -> Callable[..., Any]:
         planner = planner_of(run)
 
         def plan(previous: Any, layers: Any, present: Any, *others: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The processes of ``pipeline.py``: a host and the peers of one pipeline, started, heard by their notes, killed by id."""
+"""The processes of ``pipeline.py``: a host and the peers of one pipeline, started, heard by their notes, killed."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ patience_s = {PATIENCE_S}
 class Running:
     """A process, its log and its events; ``again`` starts the same command after a ``kill``."""
 
-    def __init__(
-        self, name: str, command: list[str], folder: Path, deadline_s: float, cwd: Path | None = None
-    ) -> None:
+    def __init__(self, name: str, command: list[str], folder: Path, deadline_s: float, cwd: Path | None = None) -> None:
         self.folder, self.name = folder, name
         self.events: list[Event] = []
         self._command, self._deadline_s, self._cwd = command, deadline_s, cwd

@@ -85,8 +85,8 @@ class PipelineMachine(Spans):
 
     def drive(self, peer: str, ask: PeerToCoordinatorDrive, now_s: float) -> Ranges:
         """All micro-batches that this peer is to drive, one range each: those that it has not said to be done, and new
-        ones until there are ``samples`` of them, or its part of the batch. Asking again changes nothing, so a lost answer costs nothing. What it
-        said to be done and stands there nonetheless is to be driven once more.
+        ones until there are ``samples`` of them, or its part of the batch. Asking again changes nothing, so a lost
+        answer costs nothing. What it said to be done and stands there nonetheless is to be driven once more.
 
         Raises ``WireError`` for samples that overlap."""
         self.now_s = now_s
