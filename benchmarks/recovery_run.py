@@ -49,10 +49,10 @@ patience_s = {PATIENCE_S}
 class Running:
     """A process, its log and its events; ``again`` starts the same command after a ``kill``."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, deadline_s: float) -> None:
-        self.folder = folder
+    def __init__(self, name: str, command: list[str], folder: Path, deadline_s: float, cwd: Path | None = None) -> None:
+        self.folder, self.name = folder, name
         self.events: list[Event] = []
-        self._name, self._command, self._deadline_s = name, command, deadline_s
+        self._command, self._deadline_s, self._cwd = command, deadline_s, cwd
         self._log = folder / "log.txt"
         self._file = EventFile(folder / "events.jsonl")
         self.again()
@@ -61,7 +61,7 @@ class Running:
         self.started_s = time.time()
         self.said_before = len(self.text())
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=self._cwd)
 
     def kill(self) -> float:
         """SIGKILL. Returns the moment."""
@@ -96,7 +96,7 @@ class Running:
                 return found
             if ended or time.monotonic() > self._deadline_s:
                 why = f"ended with {self.process.returncode}" if ended else "took too long"
-                raise NotRecovered(f"{self._name} {why}, waiting for {what}:\n{self.text()[-_TAIL:]}")
+                raise NotRecovered(f"{self.name} {why}, waiting for {what}:\n{self.text()[-_TAIL:]}")
             time.sleep(_LOOK_S)
 
 

@@ -53,7 +53,7 @@ tokens = 2_048_000
 """
 """The model of examples/stdlib.toml, in layers."""
 
-_WAITING = 4
+_WAITING = 10
 """Micro-batches that a peer of a run without ``[pipeline]`` is supposed to have under way: that section's default."""
 
 
@@ -119,7 +119,7 @@ def held_bytes(cost: LayerCost, run: RunFile, device: torch.device) -> int:
     copies = 2.0 + optimizer_states(run.inner, run.algorithm)
     if device.type != "cuda":
         copies += 1 + outer_of(run.outer).slots + AVERAGER_COPIES
-    waiting = run.pipeline.max_in_flight if run.pipeline else _WAITING
+    waiting = run.pipeline.in_flight if run.pipeline else _WAITING
     return int(copies * cost.parameters_bytes) + waiting * cost.kept_bytes
 
 

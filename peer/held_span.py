@@ -187,7 +187,7 @@ def _compute_settings(work: SpanWork, shapes: StageShapes, stage: int, *, recomp
     return ComputeSettings(
         device=work.device,
         autocast=autocast(work.device, work.run.inner.precision),
-        max_in_flight=work.run.pipeline.max_in_flight,
+        max_in_flight=work.run.pipeline.in_flight,
         recompute=recompute,
         seed=work.run.run.seed,
         input_shape=shapes.inputs[stage] if stage else None,
@@ -199,7 +199,7 @@ def _engine_settings(run: RunFile, stages: int, heartbeat_s: float) -> Settings:
     return Settings(
         stages=stages,
         micro_batch=run.pipeline.micro_batch,
-        max_in_flight=run.pipeline.max_in_flight,
+        max_in_flight=run.pipeline.in_flight,
         retry_s=min(0.25, heartbeat_s / 4),
         patience_s=run.round.patience_s,
     )

@@ -125,7 +125,7 @@ class PipelinePeer:
         run = self._connection.run_file
         assert run.pipeline is not None
         costs = [layer.cost for layer in self._measured.layers]
-        swarm = Swarm(costs, [self._capability()], run.pipeline.max_in_flight, optimizer_values(run.outer))
+        swarm = Swarm(costs, [self._capability()], run.pipeline.in_flight, optimizer_values(run.outer))
         table = swarm.table(boundaries)
         return bool(table.recomputes[0, table.index_of((span.first, span.last))])
 

@@ -180,16 +180,19 @@ class CheckpointsSection(_Section):
         return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
+_USUAL_STAGES, _SPARE_IN_FLIGHT = 3, 4
+
+
 class PipelineSection(_Section):
     """``[pipeline]``: the model is cut into stages, each held by some peers. ``stages``: how many, or ``auto``: by what
     the first peers can hold. ``micro_batch``: samples that go through the stages together. ``activations``: the codec
     of activations and their gradients, a name or a table as in ``averaging.codec``. ``max_in_flight``: up to so many
-    micro-batches wait at a peer for their gradients."""
+    micro-batches wait at a peer for their gradients; ``auto``: ``in_flight``."""
 
     stages: Literal["auto"] | Annotated[int, Field(ge=2, le=1024)] = "auto"
     micro_batch: Annotated[int, Field(gt=0, le=2**20)]
     activations: str | dict[str, Any] = "int8"
-    max_in_flight: Annotated[int, Field(gt=0, le=1024)] = 4
+    max_in_flight: Literal["auto"] | Annotated[int, Field(gt=0, le=1024)] = "auto"
 
     @field_validator("activations")
     @classmethod
@@ -199,6 +202,15 @@ class PipelineSection(_Section):
         except CodecError as error:
             raise ValueError(str(error)) from error
         return activations
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that may wait at a peer. For ``auto`` two for each stage of a chain, one at work and one on its
+        way, and some more, as replicas of a stage do not take turns exactly (docs/decisions.md)."""
+        if self.max_in_flight != "auto":
+            return self.max_in_flight
+        stages = _USUAL_STAGES if self.stages == "auto" else self.stages
+        return _SPARE_IN_FLIGHT + 2 * stages
 
     @property
     def codec(self) -> Codec:

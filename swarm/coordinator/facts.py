@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgpack
+from pydantic import Field
 
 from shoal.swarm.errors import StorageError
 from shoal.swarm.messages import (
@@ -255,6 +256,7 @@ class PipelineSnapshot(Fact):
     version: Count
     driven: tuple[SampleRange, ...]
     in_flight: dict[str, tuple[SampleRange, ...]]
+    finished: dict[str, Count] = Field(default_factory=dict)
     stages: tuple[RunSnapshot, ...]
 
     @property

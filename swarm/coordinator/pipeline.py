@@ -85,8 +85,8 @@ class PipelineMachine(Spans):
 
     def drive(self, peer: str, ask: PeerToCoordinatorDrive, now_s: float) -> Ranges:
         """All micro-batches that this peer is to drive, one range each: those that it has not said to be done, and new
-        ones until there are ``samples`` of them. Asking again changes nothing, so a lost answer costs nothing. What it
-        said to be done and stands there nonetheless is to be driven once more.
+        ones until there are ``samples`` of them, or its part of the batch. Asking again changes nothing, so a lost
+        answer costs nothing. What it said to be done and stands there nonetheless is to be driven once more.
 
         Raises ``WireError`` for samples that overlap."""
         self.now_s = now_s
@@ -99,7 +99,9 @@ class PipelineMachine(Spans):
         done = overlap(self.drives.in_flight.get(peer, []), merge(done))
         if done:
             self._give_to_drive(peer, [], done)
-        missing = ask.samples - count(self.drives.in_flight.get(peer, []))
+        fair = self.drives.fair_samples(peer, batch)
+        most = ask.samples if fair is None else min(ask.samples, fair)
+        missing = most - count(self.drives.in_flight.get(peer, []))
         if missing > 0 and self._may_drive(peer):
             stalled = [one for one in self.drives.in_flight if one != peer and self._has_stalled(one, now_s)]
             fresh = self.drives.choose(batch, self.missing(batch), stalled, missing)

@@ -15,7 +15,7 @@ def planner_of(run: RunFile) -> Planner:
     """Of a run that has a pipeline."""
     assert run.pipeline is not None
     stages = None if run.pipeline.stages == "auto" else run.pipeline.stages
-    max_in_flight, values = run.pipeline.max_in_flight, optimizer_values(run.outer)
+    max_in_flight, values = run.pipeline.in_flight, optimizer_values(run.outer)
 
     def plan(
         previous: StagePlan | None,

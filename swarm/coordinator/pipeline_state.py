@@ -125,7 +125,7 @@ class PipelineState(Admission):
         """What a fact of the first stage, whose replicas drive, is for the run's own scope."""
         match fact.fact:
             case f.VerdictGiven(verdict=verdict) if fact.scope == 1:
-                self.drives = Drives()
+                self.drives = self.drives.next_round()
                 self.anchor_version = verdict.anchor_version
             case f.MemberLost(peer=peer) if fact.scope == 1:
                 self.drives.lose(peer)
@@ -150,6 +150,7 @@ class PipelineState(Admission):
             version=self.version,
             driven=to_wire(self.drives.driven),
             in_flight={peer: to_wire(ranges) for peer, ranges in self.drives.in_flight.items()},
+            finished=self.drives.finished,
             stages=tuple(snapshot.take(stage) for stage in self.stages),
         )
 
@@ -161,7 +162,7 @@ class PipelineState(Admission):
         self.spans = {one.peer: (one.first, one.last) for one in fact.spans}
         self.former = {one.peer: (one.first, one.last) for one in fact.former}
         in_flight = {peer: from_wire(ranges) for peer, ranges in fact.in_flight.items()}
-        self.drives = Drives(from_wire(fact.driven), in_flight)
+        self.drives = Drives(from_wire(fact.driven), in_flight, dict(fact.finished))
         if self.boundaries:
             self._make_stages()
             for stage, kept in zip(self.stages, fact.stages, strict=True):

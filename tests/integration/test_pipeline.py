@@ -61,6 +61,7 @@ source = "stdlib"
 stages = {STAGES}
 micro_batch = 2
 activations = "float32"
+max_in_flight = 4
 [inner]
 precision = "float32"
 [outer]

@@ -147,8 +147,20 @@ micro_batch = 4
 def test_a_pipelines_defaults() -> None:
     pipeline = parse_run_file(PIPELINE + LEAST).pipeline
     assert pipeline is not None
-    assert pipeline.model_dump() == {"stages": "auto", "micro_batch": 4, "activations": "int8", "max_in_flight": 4}
+    assert pipeline.model_dump() == {"stages": "auto", "micro_batch": 4, "activations": "int8", "max_in_flight": "auto"}
     assert pipeline.codec.name == "int8"
+    assert pipeline.in_flight == 10
+
+
+def test_in_flight_follows_from_the_stages_unless_it_is_said() -> None:
+    def in_flight(more: str) -> int:
+        pipeline = parse_run_file(PIPELINE + more + LEAST).pipeline
+        assert pipeline is not None
+        return pipeline.in_flight
+
+    assert [in_flight(f"stages = {stages}\n") for stages in (2, 4)] == [8, 12]
+    assert in_flight("stages = 4\nmax_in_flight = 3\n") == 3
+    assert "auto" in refusal(f'{PIPELINE}max_in_flight = "all"\n{LEAST}')
 
 
 def test_a_whole_pipeline() -> None:
@@ -163,7 +175,7 @@ def test_a_whole_pipeline() -> None:
     [
         ("stages = 1", r"pipeline\.stages.*greater than or equal to 2"),
         ('stages = "many"', r"pipeline\.stages.*'auto'"),
-        ("max_in_flight = 0", r"pipeline\.max_in_flight: .*greater than 0"),
+        ("max_in_flight = 0", r"pipeline\.max_in_flight.*greater than 0"),
         ('activations = "gzip"', r"pipeline\.activations: expected one of float32, .*'gzip'"),
         ('activations = "auto"', r"pipeline\.activations: expected one of float32, .*'auto'"),
         ("activations = { block = 64 }", r"pipeline\.activations: a table of a codec has its name"),
@@ -200,7 +212,7 @@ def test_runs_with_a_pipeline_have_another_hash() -> None:
     run = parse_run_file(PIPELINE + LEAST)
     more = parse_run_file(PIPELINE + "max_in_flight = 5\n" + LEAST)
     assert len({without.hash, run.hash, more.hash}) == 3
-    assert run.hash == parse_run_file(PIPELINE + "max_in_flight = 4\n" + LEAST).hash
+    assert run.hash == parse_run_file(PIPELINE + 'max_in_flight = "auto"\n' + LEAST).hash
 
 
 # The hash -----------------------------------------------------------------------------------------------

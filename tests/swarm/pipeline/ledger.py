@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.coordinator.leases import Ranges, merge
+from shoal.swarm.coordinator.pipeline_drives import fair_samples
 from shoal.swarm.pipeline.effects import AskToDrive, Claim, Release
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Ledger:
         self.heard_s: dict[str, float] = {}
         self.ready: dict[str, dict[int, Ranges]] = {}
         self.reopened = 0
+        self.finished: Counter[str] = Counter()
         self._open_round()
 
     def begin(self) -> None:
@@ -41,6 +44,7 @@ class Ledger:
     def _open_round(self) -> None:
         batch = self.world.batch
         self.batch = range(self.round * batch, (self.round + 1) * batch)
+        self.finished = Counter({peer: samples // 2 for peer, samples in self.finished.items()})
         self.fresh = self.batch.start
         self.driven: dict[int, str] = {}
         self.claimed: dict[int, dict[int, str]] = {stage: {} for stage in range(self.world.stages)}
@@ -115,9 +119,18 @@ class Ledger:
                 for sample in range(start, stop):
                     if self.driven.get(sample) == peer.name:
                         del self.driven[sample]
-            granted = self._lease(min(ask.samples, self.world.lease_samples))
+                        self.finished[peer.name] += 1
+            granted = self._lease(min(ask.samples, self.world.lease_samples, self._fair(peer.name)))
             self.driven |= dict.fromkeys(granted, peer.name)
         self.simulation.from_coordinator(peer, "driving_granted", ask, as_ranges(granted))
+
+    def _fair(self, peer: str) -> int:
+        """As the coordinator has it."""
+        fresh = self.batch.stop - self.fresh
+        if not fresh or not self.finished[peer]:
+            return self.world.batch
+        mine = sum(driver == peer for driver in self.driven.values())
+        return max(0, fair_samples(self.finished, peer, fresh + len(self.driven), self.world.micro_batch) - mine)
 
     def _lease(self, samples: int) -> list[int]:
         """Whole micro-batches: on the multiples of their size, cut only by the ends of the batch."""
@@ -158,6 +171,7 @@ class Ledger:
     def lose(self, name: str) -> None:
         """Its claims, done or not, and what it drives are for others."""
         del self.live[name]
+        self.finished.pop(name, None)
         self.counted.pop(name, None)
         self.ready.pop(name, None)
         self.driven = {sample: peer for sample, peer in self.driven.items() if peer != name}

@@ -103,6 +103,18 @@ def test_drivers_share_the_stages_behind_and_nobody_starves() -> None:
     assert min(shares) >= 0.9 * max(shares)
 
 
+def test_slow_drivers_do_not_keep_the_others_waiting_in_the_end() -> None:
+    names = {"fast": (0, 0), "slow": (0, 0), "behind": (1, 1)}
+    speeds = {"slow": Speed(4.0, 8.0), "behind": Speed(0.5, 1.0)}
+    world = World(2, names, batch=192, max_in_flight=8, rounds=3, speeds=speeds, averaging_s=20.0)
+    simulation = Simulation(world).run()
+    assert computed_once(simulation)
+    began_s, ended_s = simulation.commits[-2:]
+    usual_s = micro_batches(world) / (1 / 3 + 1 / 12)
+    slow_s = 12.0  # one micro-batch there
+    assert ended_s - began_s - world.averaging_s <= 1.05 * usual_s + slow_s
+
+
 def test_a_full_replica_beside_a_chain_adds_its_speed() -> None:
     names = {"a": (0, 0), "b": (1, 1), "c": (2, 2), "full": (0, 2)}
     world = World(3, names, batch=480, patience_s=100.0)
