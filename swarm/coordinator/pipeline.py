@@ -10,7 +10,7 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
 from shoal.swarm.coordinator.pipeline_barrier import Barrier
-from shoal.swarm.coordinator.pipeline_spans import Planner, Spans
+from shoal.swarm.coordinator.pipeline_spans import Spans
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.coordinator.pipeline_status import status_of
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
@@ -29,8 +29,8 @@ class PipelineMachine(Spans):
     """Methods named for events may raise a typed error for whoever caused it. What a stage's members say goes to
     ``stage(scope)``, but for what other scopes have a say in."""
 
-    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int, planner: Planner) -> None:
-        super().__init__(run, sign, now_s, epoch, planner)
+    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
+        super().__init__(run, sign, now_s, epoch)
         self._barrier = Barrier()
         self._drove_s: dict[str, float] = {}
         """When each driver was given something, or had done something, the last time."""
@@ -136,9 +136,8 @@ class PipelineMachine(Spans):
         has_ended = bool(self.stages) and self._barrier.tick(self.stages, now_s)
         if has_ended:
             self._drove_s.clear()
-            self._is_plan_due = True
-        if not self.has_ended:
-            self._plan_spans(now_s, between_rounds=has_ended)
+            if not self.has_ended:
+                self._between_rounds()
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
         return status_of(self, now_s)

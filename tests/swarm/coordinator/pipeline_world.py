@@ -166,6 +166,7 @@ def journaled(machine: PipelineMachine) -> dict[str, Any]:
     return {
         "members": {peer: (one.entry, one.device, one.alive) for peer, one in members.items()},
         "plan": (machine.layers, machine.capabilities, machine.boundaries, machine.spans, machine.former),
+        "moves": (machine.moved_s, machine.rests),
         "versions": (machine.version, machine.anchor_version, machine.model),
         "drives": machine.drives,
         "stages": [journaled_stage(stage) for stage in machine.stages],
@@ -177,10 +178,11 @@ NOT_FROM_FACTS = {
     "_barrier",
     "_drove_s",
     "_is_plan_due",
+    "_may_rebalance",
+    "_asked",
+    "_proposed",
     "_cut_from_s",
-    "_moved_s",
     "shortage",
-    "planner",
     "keep",
 }
 
@@ -215,13 +217,13 @@ class PipelineWorld:
         """Of each committed round that was not undone, the samples of each scope."""
         self.archive = [{0: initial(stage)} for stage in range(STAGES)]
         """Of which version of each stage there is a state to be had, on disks or from others."""
-        self.refusals = 0
+        self.plans = True
         self.settle()
         for peer in self.peers[:peers]:
             self.start(peer)
 
     def made(self) -> PipelineMachine:
-        return PipelineMachine(self.run, SIGNER.sign, self.now_s, self.epoch, plan)
+        return PipelineMachine(self.run, SIGNER.sign, self.now_s, self.epoch)
 
     # Peers ----------------------------------------------------------------------------------------------
 
@@ -526,7 +528,13 @@ class PipelineWorld:
 
     # What must hold ---------------------------------------------------------------------------------------
 
+    def plan(self) -> None:
+        """The planner answers whatever it is asked, unless it is busy."""
+        while self.plans and (asked := self.machine.plan_question(self.now_s)) is not None:
+            self.machine.take_plan(asked, asked.answer(plan), self.now_s)
+
     def settle(self) -> None:
+        self.plan()
         facts = self.machine.take_facts()
         packed = [f.pack_fact(fact) for fact in facts]
         assert [f.unpack_fact(one) for one in packed] == facts
