@@ -94,11 +94,14 @@ class HeldSpan:
         batch = work.samples.data.batch([0])  # type: ignore[attr-defined]
         shapes = StageShapes.of(work.samples.recipe, work.layered, boundaries, batch, work.run.pipeline.micro_batch)
         held, replicas = [], {}
+        progress = members.run.progress
+        progress.prepared, progress.has_work = 0.0, False
         try:
             for stage in stages:
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.device)
                 member: Member = network.call(members.enter(stage))
                 replicas[stage] = _replica(work, network, member, stage, Brought(model, data=work.about))
+                progress.prepared = len(replicas) / len(stages)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
         except BaseException:
             network.call(members.leave_all())

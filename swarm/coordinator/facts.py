@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgpack
+from pydantic import Field
 
 from shoal.swarm.errors import StorageError
 from shoal.swarm.messages import (
@@ -267,8 +268,8 @@ class PipelineSnapshot(Fact):
     boundaries: tuple[Count, ...]
     spans: tuple[SpanAssigned, ...]
     former: tuple[SpanAssigned, ...]
-    moved_s: dict[str, UnixTime] = {}
-    rests: dict[str, Rest] = {}
+    moved_s: dict[str, UnixTime] = Field(default_factory=dict)
+    rests: dict[str, Rest] = Field(default_factory=dict)
     version: Count
     driven: tuple[SampleRange, ...]
     in_flight: dict[str, tuple[SampleRange, ...]]

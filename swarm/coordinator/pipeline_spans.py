@@ -165,6 +165,14 @@ class Spans(PipelineState):
                 self.record(f.SpanAssigned(peer=peer, first=span[0], last=span[1], at_s=self.unix_s))
             self._leave_stages(peer, "moved to another stage")
 
+    def take_span(self, peer: str, reason: str) -> None:
+        """It kept the others waiting; ``reason``: for people, after its name."""
+        times = self.rests[peer].times if peer in self.rests else 0
+        until_s = self.unix_s + self.deadlines.rest_s(times)
+        self.record(f.SpanTaken(peer=peer, at_s=self.unix_s, reason=reason, until_s=until_s))
+        self._leave_stages(peer, reason)
+        self._is_plan_due = True
+
     def _leave_stages(self, peer: str, reason: str) -> None:
         """Those that are not its own any more."""
         for stage in self.stages:
@@ -185,16 +193,23 @@ class Spans(PipelineState):
             if not stage.working():
                 first, stop = self.boundaries[stage.stage : stage.stage + 2]
                 gib = self.parameters_bytes(stage.stage) / _GIB
-                holders = len(self.holders(stage.stage))
-                who = f"{holders} peers that are to hold it" if holders else "a peer that can hold it"
+                who = self._name(self.holders(stage.stage)) or "a peer that can hold it"
                 what = f"layers {first} to {stop - 1}, {gib:.2f} GiB of parameters"
-                return f"stage {stage.stage} ({what}) waits for {who}{why}"
+                return f"stage {stage.stage} ({what}) waits for {who}{why}{self._say_resting()}"
         return ""
 
-    def parameters_bytes(self, stage: int) -> int:
-        """Of a stage's parameters in float32."""
-        first, stop = self.boundaries[stage : stage + 2]
-        return sum(layer.parameters_bytes for layer in self.layers[first:stop])
+    def _name(self, peers: list[str]) -> str:
+        names = [self.membership.members[peer].entry.name for peer in sorted(peers)]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    def _say_resting(self) -> str:
+        """Who gets no stage now, and why."""
+        said = ""
+        for peer in sorted(self.resting() & self.capabilities.keys() - self.spans.keys())[:3]:
+            rest = self.rests[peer]
+            left_s = rest.until_s - self.unix_s
+            said += f"; {self._name([peer])} {rest.reason}, and may come again in {left_s:.0f} s"
+        return said
 
 
 def _cost(layer: LayerSize) -> LayerCost:

@@ -74,6 +74,11 @@ class PipelineState(Admission):
         """Who is to hold no stage now."""
         return {peer for peer, rest in self.rests.items() if rest.until_s > self.unix_s}
 
+    def parameters_bytes(self, stage: int) -> int:
+        """Of a stage's parameters in float32."""
+        first, stop = self.boundaries[stage : stage + 2]
+        return sum(layer.parameters_bytes for layer in self.layers[first:stop])
+
     def holders(self, stage: int) -> list[str]:
         """Whose span has this stage."""
         return [peer for peer, (first, last) in self.spans.items() if first <= stage <= last]

@@ -27,6 +27,7 @@ from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.messages import (
     Capability,
+    Headway,
     KeptState,
     LayerSize,
     PeerToCoordinatorClaim,
@@ -136,6 +137,11 @@ class MicroBatch:
     back: int = 0
     granted: list[bool] = field(default_factory=list)
 
+    @property
+    def stage(self) -> int:
+        """Where it is."""
+        return self.at if self.at < STAGES else STAGES - 1 - self.back
+
 
 @dataclass
 class Peer:
@@ -147,6 +153,8 @@ class Peer:
     running: bool = False
     hung: bool = False
     replicas: dict[int, Replica] = field(default_factory=dict)
+    computed: int = 0
+    prepared: float = 0.0
     drives: list[MicroBatch] = field(default_factory=list)
     driven: Ranges = field(default_factory=list)
     """Since it asked last."""
@@ -182,6 +190,9 @@ NOT_FROM_FACTS = {
     "_asked",
     "_proposed",
     "_cut_from_s",
+    "_places",
+    "_resting",
+    "_looks_s",
     "shortage",
     "keep",
 }
@@ -276,7 +287,9 @@ class PipelineWorld:
 
     def beat(self, peer: Peer) -> None:
         """In all its scopes."""
-        self.machine.heartbeat(peer.name, heartbeat(anchor_version=None, state_digest=None), self.now_s)
+        headway = Headway(prepared=peer.prepared, computed=peer.computed, has_work=self._has_work(peer))
+        said = heartbeat(anchor_version=None, state_digest=None, headway=headway)
+        self.machine.heartbeat(peer.name, said, self.now_s)
         self.settle()
         for stage, replica in peer.replicas.items():
             if self.admitted(peer, stage + 1):
@@ -291,6 +304,11 @@ class PipelineWorld:
                 )
                 self.machine.stages[stage].heartbeat(peer.name, said, self.now_s)
                 self.settle()
+
+    def _has_work(self, peer: Peer) -> bool:
+        """Something has come to it. A driver that hangs keeps all that it drives from moving."""
+        moving = [batch for one in self.peers for batch in one.drives if one.running and not one.hung]
+        return bool(peer.hung and peer.drives) or any(batch.route[batch.stage] == peer.name for batch in moving)
 
     def sync(self, peer: Peer, stage: int) -> None:
         """Fetch the state that the stage is at, from others or the disk, and say so; else say what is on the disk."""
@@ -435,24 +453,31 @@ class PipelineWorld:
                 peer.drives.append(MicroBatch(peer.driven_round, cell, route))
 
     def route(self, driver: Peer) -> list[str] | None:
-        """Itself where it can, else each time another replica that does not hang."""
+        """Itself where it can, else each time another replica, one that does not hang if there is any."""
         self._turn += 1
         route = []
         for stage in range(STAGES):
-            able = [one.name for one in self.peers if one.running and not one.hung and stage in one.replicas]
+            able = self._able(stage)
             if not able:
                 return None
             route.append(driver.name if driver.name in able else able[self._turn % len(able)])
         return route
 
+    def _able(self, stage: int) -> list[str]:
+        there = [one for one in self.peers if one.running and stage in one.replicas]
+        return [one.name for one in there if not one.hung] or [one.name for one in there]
+
     def advance(self, driver: Peer, batch: MicroBatch) -> None:
         """One hop: forward with a claim, or backward; given up where the other side is not there any more."""
-        stage = batch.at if batch.at < STAGES else STAGES - 1 - batch.back
+        stage = batch.stage
         peer = self.by_name(batch.route[stage])
         replica = peer.replicas.get(stage)
+        if peer.hung and peer.name in self._able(stage) and self.admitted(peer, stage + 1):
+            return  # there is nobody else to send it to
         if replica is None or peer.hung or replica.round != batch.round or not self.admitted(peer, stage + 1):
             self.give_up(driver, batch)
             return
+        peer.computed += 1
         if batch.at < STAGES:
             batch.granted.append(self.claim(peer, stage, [batch.cell]) == [batch.cell])
             batch.at += 1
