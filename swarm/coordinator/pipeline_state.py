@@ -33,6 +33,7 @@ class PipelineState(Admission):
         self.version = 0
         self.stages: list[StageMachine] = []
         self.drives = Drives()
+        self._shown: PipelineView | None = None
         self._sign = sign
 
     @property
@@ -221,15 +222,22 @@ class PipelineState(Admission):
             must_resync=False,
             roster_version=self.membership.roster_version,
             roster=self.membership.roster() if roster_version != self.membership.roster_version else None,
-            pipeline=self.pipeline_view(),
+            pipeline=self.pipeline_view() if not self._knows_spans(peer) else None,
         )
+
+    def _knows_spans(self, peer: str) -> bool:
+        """As it has said itself: of a thousand peers each view would be a thousand spans long."""
+        member = self.membership.members.get(peer)
+        return member is not None and self.version > 0 and member.headway.plan_version == self.version
 
     def pipeline_view(self) -> PipelineView | None:
         """Where the model is cut and who holds what; None before it is cut."""
         if not self.boundaries:
             return None
-        spans = tuple(Span(peer=peer, first=first, last=last) for peer, (first, last) in sorted(self.spans.items()))
-        return PipelineView(boundaries=self.boundaries, spans=spans, version=self.version)
+        if self._shown is None or self._shown.version != self.version:
+            spans = tuple(Span(peer=peer, first=first, last=last) for peer, (first, last) in sorted(self.spans.items()))
+            self._shown = PipelineView(boundaries=self.boundaries, spans=spans, version=self.version)
+        return self._shown
 
 
 def _spans(spans: dict[str, tuple[int, int]]) -> tuple[f.SpanAssigned, ...]:

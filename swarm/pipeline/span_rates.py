@@ -102,8 +102,8 @@ class Swarm:
         self._usual_hop_s = 2 * 8 * self._crossing / usual_bps + usual_rtt_s
 
     def stages(self, starts: Indices, stops: Indices) -> tuple[Floats, Flags]:
-        """As ``SpanTable.rates`` and ``recomputes``, for single stages of the layers [start, stop), with the layers after
-        them in one stage."""
+        """As ``SpanTable.rates`` and ``recomputes``, for single stages of the layers [start, stop), with all layers
+        after them in one stage."""
         return self._rates(starts, stops, self._again_bytes(starts, stops), self._usual_s[-1] - self._usual_s[stops])
 
     def table(self, boundaries: Sequence[int]) -> SpanTable:
@@ -120,6 +120,10 @@ class Swarm:
         again = np.minimum(self._again_bytes(starts, stops), self._plain_bytes(starts, stops))
         least: Floats = self._fixed_bytes(starts, stops) + again
         return least
+
+    def state_bytes(self, start: int, stop: int) -> float:
+        """What the layers [start, stop) take without activations."""
+        return float(self._copies * (self._parameters[stop] - self._parameters[start]))
 
     def most_memory(self) -> float:
         """Of any peer; 0 without one."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_of
 from tests.swarm.coordinator.world import (
     CPU,
     SIGNER,
@@ -24,7 +25,7 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
-from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
+from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.messages import (
     Capability,
     Headway,
@@ -184,6 +185,7 @@ def journaled(machine: PipelineMachine) -> dict[str, Any]:
 NOT_FROM_FACTS = {
     "_sign",
     "_barrier",
+    "_shown",
     "_drove_s",
     "_is_plan_due",
     "_may_rebalance",
@@ -199,28 +201,17 @@ NOT_FROM_FACTS = {
 
 
 def attributes(machine: Any) -> dict[str, Any]:
-    """Every attribute, of all scopes; rosters have other versions after each start."""
-    found = {name: value for name, value in vars(machine).items() if name not in NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS}
-    caches = ("roster_version", "_states", "_remembered")
-    found["membership"] = {name: value for name, value in vars(machine.membership).items() if name not in caches}
-    if "stages" in found:
-        found["stages"] = [attributes(stage) for stage in machine.stages]
-    return found | {"order": list(machine.membership.members)}
+    """As of a run that is one scope, of all scopes."""
+    found = attributes_of(machine, NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS)
+    return found | {"stages": [attributes_of(stage, NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS) for stage in machine.stages]}
 
 
-class PipelineWorld:
+class PipelineWorld(JournaledWorld[PipelineMachine]):
     """Every event goes through here; ``settle`` after it takes the facts and checks what must always hold."""
 
     def __init__(self, run: RunFile, peers: int = 0) -> None:
-        self.run = run
-        self.now_s, self.epoch, self._keys, self._turn = 1000.0, 10**6, 0, 0
-        self.journal: list[list[bytes]] = []
-        """Its transactions."""
-        self.short: list[list[bytes]] = []
-        """The same, compacted at every verdict."""
-        self.facts: list[f.Fact] = []
-        self.machine = self.made()
-        self.machine.begin()
+        super().__init__(run)
+        self._keys = self._turn = 0
         self.peers = [Peer(number) for number in range(10)]
         self.verdicts: list[dict[int, f.VerdictGiven]] = []
         self.planned: dict[int, f.RoundPlanned] = {}
@@ -235,6 +226,12 @@ class PipelineWorld:
 
     def made(self) -> PipelineMachine:
         return PipelineMachine(self.run, SIGNER.sign, self.now_s, self.epoch)
+
+    def journaled(self, machine: PipelineMachine) -> dict[str, Any]:
+        return journaled(machine)
+
+    def attributes(self, machine: PipelineMachine) -> dict[str, Any]:
+        return attributes(machine)
 
     # Peers ----------------------------------------------------------------------------------------------
 
@@ -518,39 +515,6 @@ class PipelineWorld:
             if replica.round == batch.round and subtract([batch.cell], replica.done):
                 self.release(peer, stage, [batch.cell])
 
-    # Time and the coordinator -----------------------------------------------------------------------------
-
-    def tick(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.machine.tick(self.now_s)
-        self.settle()
-
-    def restart(self, *, compact: bool = True) -> None:
-        """Kill the coordinator and start it from its journal."""
-        before = journaled(self.machine)
-        short, whole = attributes(self.replayed(self.short)), attributes(self.replayed(self.journal))
-        assert [name for name in whole if short[name] != whole[name]] == []
-        self.revive(compact=compact)
-        assert journaled(self.machine) == before
-
-    def crash_unwritten(self, seconds: float) -> None:
-        """Kill it between a decision and the journal."""
-        self.now_s += seconds
-        self.machine.tick(self.now_s)
-        self.revive()
-
-    def revive(self, *, compact: bool = True) -> None:
-        self.epoch += 10**6
-        self.machine = self.replayed(self.short if compact else self.journal)
-        assert self.machine.take_facts() == []
-        self.machine.begin()
-        self.settle()
-
-    def replayed(self, journal: list[list[bytes]]) -> PipelineMachine:
-        machine = self.made()
-        machine.replay([f.unpack_fact(one) for transaction in journal for one in transaction], self.now_s)
-        return machine
-
     # What must hold ---------------------------------------------------------------------------------------
 
     def plan(self) -> None:
@@ -560,22 +524,13 @@ class PipelineWorld:
 
     def settle(self) -> None:
         self.plan()
-        facts = self.machine.take_facts()
-        packed = [f.pack_fact(fact) for fact in facts]
-        assert [f.unpack_fact(one) for one in packed] == facts
-        if packed:
-            self.journal.append(packed)
-            self.short.append(packed)
-            self.facts += facts
+        facts = self.written()
         for fact in facts:
             if isinstance(fact, f.InScope) and isinstance(fact.fact, f.RoundPlanned):
                 self.planned[fact.scope] = fact.fact
         given = f.verdicts_in(facts)
         if given:
             self._check_verdicts(given)
-            if (snapshot := self.machine.snapshot()) is not None:
-                self.short = [[f.pack_fact(snapshot)]]
-                assert f.unpack_fact(self.short[0][0]) == snapshot
         self.check()
 
     def _check_verdicts(self, given: dict[int, f.VerdictGiven]) -> None:
@@ -648,12 +603,3 @@ class PipelineWorld:
         for peer, member in members.items():
             assert not member.alive or self.machine.holds(peer, stage.stage)
             assert not member.alive or self.machine.membership.members[peer].alive
-
-    def refused(self, event: Any, *arguments: Any, **keywords: Any) -> bool:
-        try:
-            event(*arguments, **keywords)
-        except (StaleWork, WireError, NotAdmitted):
-            return True
-        finally:
-            self.settle()
-        return False

@@ -2,8 +2,10 @@
 
 from tests.swarm.coordinator.pipeline_world import STAGES, PipelineWorld, plan, run_file
 from tests.swarm.coordinator.test_pipeline import holder, rounds, training, until
+from tests.swarm.coordinator.world import heartbeat
 
 from shoal.swarm.coordinator.pipeline_question import Question
+from shoal.swarm.messages import Headway, PipelineView
 from shoal.swarm.pipeline.replanning import Rebalancing
 from shoal.swarm.pipeline.stage_plan import Infeasible, StagePlan
 
@@ -122,3 +124,25 @@ def test_moves_are_remembered_over_restarts_compacted_or_not() -> None:
         rounds(world, 2)
         question = asked(world)
         assert question.rebalancing == Rebalancing(world.now_s, {mover: moved_s})
+
+
+def test_who_knows_the_spans_is_not_told_them_with_every_view() -> None:
+    world = training(4)
+    peer = world.peers[0]
+
+    def told() -> PipelineView | None:
+        return world.machine.view(peer.name, world.now_s).pipeline
+
+    first = told()
+    assert first is not None
+    said = heartbeat(headway=Headway(plan_version=first.version))
+    world.machine.heartbeat(peer.name, said, world.now_s)
+    assert told() is None
+    world.start(world.peers[4])
+    after = told()
+    assert after is not None
+    assert len(after.spans) == len(first.spans) + 1
+    world.machine.heartbeat(peer.name, said, world.now_s)
+    assert told() == after, "it has not heard of the newcomer yet"
+    world.restart()
+    assert told() == after, "what it knows it says to the next coordinator itself"
