@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
 from shoal.swarm.coordinator import facts as f
@@ -15,6 +16,9 @@ from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapabilit
 from shoal.swarm.run_file import RunFile
 
 _GIB = 2**30
+_FASTEST = 64.0
+"""Times as fast as usual, at a layer: more is not believed of anybody."""
+_FASTEST_BPS = 1e11
 
 
 class Spans(PipelineState):
@@ -151,9 +155,19 @@ class Spans(PipelineState):
         return [stage for stage in range(len(self.stages)) if not self.holders(stage)]
 
     def _peers(self) -> list[PeerCapability]:
+        """As far as what they say of themselves can be: nobody is faster than all others by any factor."""
+        shown = sorted(self.capabilities.items())
+        layers = zip(*(one.layer_s for _, one in shown), strict=True)
+        least_s = [statistics.median(seconds) / _FASTEST for seconds in layers]
         return [
-            PeerCapability(peer, one.memory_bytes, one.layer_s, max(one.bandwidth_bps, 1.0), one.rtt_s)
-            for peer, one in sorted(self.capabilities.items())
+            PeerCapability(
+                peer,
+                one.memory_bytes,
+                tuple(map(max, one.layer_s, least_s)),
+                min(max(one.bandwidth_bps, 1.0), _FASTEST_BPS),
+                one.rtt_s,
+            )
+            for peer, one in shown
         ]
 
     def _assign(self, spans: Mapping[str, tuple[int, int] | None]) -> None:

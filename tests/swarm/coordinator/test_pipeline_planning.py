@@ -1,11 +1,11 @@
 """The planner is asked, answers later, and what it says counts as far as it still holds; over restarts, too."""
 
-from tests.swarm.coordinator.pipeline_world import STAGES, PipelineWorld, plan, run_file
+from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, PipelineWorld, plan, run_file
 from tests.swarm.coordinator.test_pipeline import holder, rounds, training, until
 from tests.swarm.coordinator.world import heartbeat
 
 from shoal.swarm.coordinator.pipeline_question import Question
-from shoal.swarm.messages import Headway, PipelineView
+from shoal.swarm.messages import Capability, Headway, PeerToCoordinatorShowCapability, PipelineView
 from shoal.swarm.pipeline.replanning import Rebalancing
 from shoal.swarm.pipeline.stage_plan import Infeasible, StagePlan
 
@@ -146,3 +146,17 @@ def test_who_knows_the_spans_is_not_told_them_with_every_view() -> None:
     assert told() == after, "it has not heard of the newcomer yet"
     world.restart()
     assert told() == after, "what it knows it says to the next coordinator itself"
+
+
+def test_a_forged_capability_is_believed_within_bounds() -> None:
+    world = training(3)
+    world.plans = False
+    liar = world.peers[3]
+    world.start(liar)
+    forged = Capability(memory_bytes=2**62, layer_s=(0.0,) * LAYERS, bandwidth_bps=1e18, rtt_s=0.0)
+    shown = PeerToCoordinatorShowCapability(capability=forged, layers=SIZES)
+    world.machine.show_capability(liar.name, shown, world.now_s)
+    peers = {one.peer: one for one in asked(world).peers}
+    assert min(peers[liar.name].layer_s) == 0.1 / 64
+    assert peers[liar.name].bandwidth_bps == 1e11
+    assert {one.layer_s for peer, one in peers.items() if peer != liar.name} == {(0.1,) * LAYERS}
