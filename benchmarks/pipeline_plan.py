@@ -116,7 +116,7 @@ def measured(kind: Kind, peers: int, layers: int, stages: int | None, seed: int)
         row["stages"] = plan.stages
         row["plan"] = plan_rate(plan, costs, members, **LIMITS)
         if peers >= LARGE:
-            row["bound"] = prices(swarm.table(range(layers + 1)), BOUND_STEPS)[1]
+            row["bound"] = prices(swarm.table(plan.boundaries), BOUND_STEPS)[1]
     row["greedy"] = best_greedy(swarm, cuts, seed) or None
     return row | {
         "vs optimal": over(row["plan"] or 0.0, row["optimal"]),

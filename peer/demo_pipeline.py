@@ -176,7 +176,7 @@ def memory_needs(
     assert run.pipeline is not None
     model = measured_model(run, recipe, torch.device("cpu"), time.time(), cache)
     costs = [layer.cost for layer in model.layers]
-    swarm = Swarm(costs, [], run.pipeline.max_in_flight, optimizer_values(run.outer))
+    swarm = Swarm(costs, [], run.pipeline.in_flight, optimizer_values(run.outer))
     cut = np.array(boundaries)
     stages = swarm.least_bytes(cut[:-1], cut[1:])
     whole = swarm.least_bytes(cut[:1], cut[-1:])

@@ -42,7 +42,7 @@ def describe_fact(fact: f.Fact) -> Event | None:
         case f.SpanAssigned():
             about = {"event": "span_assigned", "peer": fact.peer, "first": fact.first, "last": fact.last}
         case f.SpanTaken():
-            about = {"event": "span_taken", "peer": fact.peer}
+            about = {"event": "span_taken", "peer": fact.peer, "reason": fact.reason}
         case f.InScope():
             inner = describe_fact(fact.fact)
             if inner is None:
@@ -248,7 +248,10 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "member_lost": _member_lost,
     "stages_cut": _stages_cut,
     "span_assigned": _span_assigned,
-    "span_taken": lambda event: f"{event.get('name') or event.get('peer')} holds no stage any more",
+    "span_taken": lambda event: (
+        f"{event.get('name') or event.get('peer')} holds no stage any more"
+        + (f": it {event['reason']}" if event.get("reason") else "")
+    ),
     "round_closing": _round_closing,
     "round_reopened": _round_reopened,
     "round_planned": _round_planned,

@@ -98,6 +98,8 @@ class HeldSpan:
         batch = work.samples.data.batch([0])  # type: ignore[attr-defined]
         shapes = StageShapes.of(work.samples.recipe, work.layered, boundaries, batch, work.run.pipeline.micro_batch)
         held, replicas = [], {}
+        progress = members.run.progress
+        progress.prepared, progress.has_work = 0.0, False
         try:
             for stage in stages:
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.device)
@@ -105,6 +107,7 @@ class HeldSpan:
                 about = StageAbout(number=stage, stages=len(boundaries) - 1)
                 brought = Brought(model, data=work.about, recipe_config=work.recipe_config, stage=about)
                 replicas[stage] = _replica(work, network, member, stage, brought)
+                progress.prepared = len(replicas) / len(stages)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
         except BaseException:
             network.call(members.leave_all())
@@ -143,7 +146,7 @@ class HeldSpan:
             return run
         flow = Flow(
             in_flight=self.runner.in_flight,
-            max_in_flight=settings.max_in_flight,
+            max_in_flight=settings.in_flight,
             forwards=self.training.forwards,
             backwards=self.training.backwards,
         )

@@ -33,6 +33,7 @@ from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
+    Headway,
     KeptState,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
@@ -62,6 +63,9 @@ class Progress:
     tokens_per_s: float = 0.0
     step_s: float = 0.0
     loss: float | None = None
+    prepared: float = 0.0
+    computed: int = 0
+    has_work: bool = False
 
 
 class Member:
@@ -184,12 +188,20 @@ class Member:
             bandwidth_bps=max(meter.bandwidth_bps, meter.probed_bps),
             roster_version=0,
             kept=self._kept if state is None else (),
+            headway=self._headway(),
         )
         try:
             await self.client.heartbeat(heartbeat)
         except NotAdmitted:
             log.warning("the coordinator had given us up; joining again")
             await self._come_back()
+
+    def _headway(self) -> Headway:
+        """In the run how far this process is, in a stage how much of its state is here."""
+        one, done = self.progress, self._downloads.done if self._downloads else None
+        if self.client.scope:
+            return Headway(prepared=1.0 if self.state else done or 0.0)
+        return Headway(prepared=one.prepared, computed=one.computed, has_work=one.has_work)
 
     async def _come_back(self) -> None:
         try:

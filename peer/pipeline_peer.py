@@ -180,6 +180,7 @@ class PipelinePeer:
                 made = None
                 if not isinstance(task, LookUp):
                     made = held.training.do(task)
+                    self._members.run.progress.computed += made is not None
                     held.training.report_progress(self._members)
                 elif not self._settle(held, task.reason):
                     return

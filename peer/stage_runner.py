@@ -121,11 +121,14 @@ class StageRunner:
         """What is to be done next, after what was ``made``."""
         if made is not None:
             self._take(made)
+        progress = self._members.run.progress
         while True:
             self._woken.clear()
+            reason = self._watch.attention(self._round)
+            progress.has_work = bool(self._due) and not reason  # until it asks again, when this is done
             if self._failure is not None:
                 raise self._failure
-            if reason := self._watch.attention(self._round):
+            if reason:
                 return LookUp(reason)
             if self._due:
                 return self._due.popleft()

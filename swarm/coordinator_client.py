@@ -206,6 +206,8 @@ class CoordinatorClient:
             view = view.model_copy(update={"verdict": verdict})
         if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
             check_verdict(verdict, self._coordinator_key)
+        if view.pipeline is None and old is not None and old.pipeline is not None:  # as we have said that we know it
+            view = view.model_copy(update={"pipeline": old.pipeline})
         if view.roster is not None:
             self.node.update_roster(view.roster, self.scope)
             self._roster_version = view.roster_version
@@ -266,7 +268,10 @@ class CoordinatorClient:
 
     async def heartbeat(self, heartbeat: PeerToCoordinatorHeartbeat) -> None:
         """One beat; raises like ``ask``."""
-        known = {"roster_version": self._roster_version, "verdict_chain": self.view.verdict_chain}
+        headway, plan = heartbeat.headway, self.view.pipeline
+        if plan is not None:
+            headway = headway.model_copy(update={"plan_version": plan.version})
+        known = {"roster_version": self._roster_version, "verdict_chain": self.view.verdict_chain, "headway": headway}
         beat = heartbeat.model_copy(update=known)
         await self.ask(beat, CoordinatorToPeerView)
         if self._is_ahead and self.view.verdict is not None:

@@ -89,6 +89,21 @@ class Deadlines:
         may be starting. At least; who would undo much waits longer (``coordinator/rollback.py``)."""
         return 4 * self.patience_s
 
+    def enter_s(self, fetch_s: float) -> float:
+        """Without any progress of a peer on its way into its stages, until others get them. It may be in the averaging
+        of those that it leaves first. ``fetch_s``: for their state at what its link carries; building layers takes less
+        than that again."""
+        return self.report_s + self.patience_s + 2 * fetch_s
+
+    def idle_s(self, micro_batch_s: float) -> float:
+        """Without any computation in a pipeline that has something to do, until whoever the others wait for loses its
+        place. ``micro_batch_s``: the longest that one takes anywhere."""
+        return self.report_s + 4 * micro_batch_s
+
+    def rest_s(self, times: int) -> float:
+        """For how long a peer that kept a pipeline waiting is given no stage, after so many such rests."""
+        return self.patience_s * min(4 << min(times, 8), 64)
+
     @property
     def lease_s(self) -> float:
         """How many seconds of work one lease should hold: enough to ride out a coordinator's restart."""

@@ -146,6 +146,17 @@ class Capability(Record):
     rtt_s: Seconds
 
 
+class Headway(Record):
+    """How a pipeline's peer gets on: ``prepared``: which share of its stages' layers is built, or, in a stage's scope,
+    of its state is there; ``computed``: how many forwards and backwards its process has done; ``has_work``: whether
+    there is one for it to do; ``plan_version``: which version of the spans it knows, in the run's own scope."""
+
+    prepared: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    computed: Count = 0
+    has_work: bool = False
+    plan_version: Count = 0
+
+
 class Span(Record):
     """The stages ``first <= s <= last`` that a peer holds."""
 

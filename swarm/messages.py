@@ -41,6 +41,7 @@ from shoal.swarm.message_values import (
     DeviceInfo as DeviceInfo,
     Digest as Digest,
     Dtype as Dtype,
+    Headway as Headway,
     Host as Host,
     Index as Index,
     KeptState as KeptState,
@@ -126,6 +127,7 @@ class PeerToCoordinatorHeartbeat(Message):
     roster_version: Count
     verdict_chain: Digest | None = None
     kept: Annotated[tuple[KeptState, ...], Field(max_length=MAX_KEPT)] = ()
+    headway: Headway = Headway()
 
 
 class PeerToCoordinatorRequestLease(Message):

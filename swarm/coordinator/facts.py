@@ -26,6 +26,7 @@ from shoal.swarm.messages import (
     SampleRange,
     Seconds,
     Text,
+    UnixTime,
     Verdict,
 )
 
@@ -211,12 +212,25 @@ class SpanAssigned(Fact):
     peer: PeerId
     first: Count
     last: Count
+    at_s: UnixTime = 0.0
 
 
 class SpanTaken(Fact):
-    """This peer holds no stage any more."""
+    """This peer holds no stage any more. With a ``reason``, which is for people: it kept others waiting, and gets none
+    before ``until_s`` if the run can do without it."""
 
     peer: PeerId
+    at_s: UnixTime = 0.0
+    reason: Text = ""
+    until_s: UnixTime = 0.0
+
+
+class Rest(Record):
+    """Until when a peer is to hold no stage, and why; ``times``: how often that has been since its process joined."""
+
+    until_s: UnixTime
+    reason: Text
+    times: Count
 
 
 class SamplesDriven(Fact):
@@ -242,7 +256,8 @@ class SamplesReleased(Fact):
 
 
 class PipelineSnapshot(Fact):
-    """As ``RunSnapshot``, of a pipeline: its own scope and all its stages. ``former``: the last span of every peer."""
+    """As ``RunSnapshot``, of a pipeline: its own scope and all its stages. ``former``: the last span of every peer;
+    ``moved_s``: when somebody was last given another span than it had."""
 
     epoch: Count
     model: PeerToCoordinatorDescribeModel | None
@@ -253,6 +268,8 @@ class PipelineSnapshot(Fact):
     boundaries: tuple[Count, ...]
     spans: tuple[SpanAssigned, ...]
     former: tuple[SpanAssigned, ...]
+    moved_s: dict[str, UnixTime] = Field(default_factory=dict)
+    rests: dict[str, Rest] = Field(default_factory=dict)
     version: Count
     driven: tuple[SampleRange, ...]
     in_flight: dict[str, tuple[SampleRange, ...]]

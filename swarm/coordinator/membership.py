@@ -11,6 +11,7 @@ from shoal.swarm.coordinator.facts import MemberJoined
 from shoal.swarm.messages import (
     MAX_MEMBERS,
     DeviceInfo,
+    Headway,
     KeptState,
     MemberStatus,
     PeerToCoordinatorHeartbeat,
@@ -57,6 +58,7 @@ class Member:
     joined_version: int = 0
     seen_version: int = 0
     kept: tuple[KeptState, ...] = ()
+    headway: Headway = field(default_factory=Headway)
 
     @property
     def is_trainer(self) -> bool:
@@ -166,6 +168,7 @@ class Membership:
             "bytes_sent",
             "bytes_received",
             "kept",
+            "headway",
         ):
             setattr(member, name, getattr(heartbeat, name))
         member.claimed_bps = heartbeat.bandwidth_bps

@@ -10,7 +10,9 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
 from shoal.swarm.coordinator.pipeline_barrier import Barrier
-from shoal.swarm.coordinator.pipeline_spans import Planner, Spans
+from shoal.swarm.coordinator.pipeline_places import Places
+from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+from shoal.swarm.coordinator.pipeline_spans import Spans
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.coordinator.pipeline_status import status_of
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
@@ -29,9 +31,12 @@ class PipelineMachine(Spans):
     """Methods named for events may raise a typed error for whoever caused it. What a stage's members say goes to
     ``stage(scope)``, but for what other scopes have a say in."""
 
-    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int, planner: Planner) -> None:
-        super().__init__(run, sign, now_s, epoch, planner)
+    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
+        super().__init__(run, sign, now_s, epoch)
         self._barrier = Barrier()
+        self._places = Places(self.deadlines, 1 + optimizer_values(run.outer))
+        self._resting: set[str] = set()
+        self._looks_s = now_s
         self._drove_s: dict[str, float] = {}
         """When each driver was given something, or had done something, the last time."""
 
@@ -128,6 +133,7 @@ class PipelineMachine(Spans):
         """Whatever time decides: silence, spans, and how rounds go on."""
         self.now_s = now_s
         stood_s = self.excuse_own_silence(now_s)
+        self._places.excuse(stood_s)
         self._drove_s = {peer: since_s + stood_s for peer, since_s in self._drove_s.items()}
         for stage in self.stages:
             stage.now_s, stage.unix_offset_s = now_s, self.unix_offset_s
@@ -138,9 +144,21 @@ class PipelineMachine(Spans):
         has_ended = bool(self.stages) and self._barrier.tick(self.stages, now_s)
         if has_ended:
             self._drove_s.clear()
-            self._is_plan_due = True
+            if not self.has_ended:
+                self._between_rounds()
         if not self.has_ended:
-            self._plan_spans(now_s, between_rounds=has_ended)
+            self._look_at_places(now_s)
+
+    def _look_at_places(self, now_s: float) -> None:
+        """Now and then: who keeps the others waiting has to go, and whoever has rested may come again."""
+        if now_s < self._looks_s:
+            return
+        self._looks_s = now_s + self.deadlines.heartbeat_s / 2
+        resting = self.resting()
+        if resting != self._resting:
+            self._resting, self._is_plan_due = resting, True
+        for overdue in self._places.look(self, now_s):
+            self.take_span(overdue.peer, overdue.reason)
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
         return status_of(self, now_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.swarm.coordinator.pipeline_spans import Planner
+from shoal.swarm.coordinator.pipeline_question import Planner
 from shoal.swarm.pipeline.plan import plan_stages
 from shoal.swarm.pipeline.replanning import Rebalancing, replan
 from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan

@@ -17,7 +17,9 @@ class PipelineState(Admission):
     """The run's own scope, in which every peer is a member, and its stages once the model is cut.
 
     ``spans``: by live member, the first and the last stage that it holds; ``former``: by member, the span that it held
-    last, as the state of those stages may be on its disk. ``version``: of the spans."""
+    last, as the state of those stages may be on its disk. ``version``: of the spans. ``moved_s``: when a peer was last
+    given another span than it had, in Unix time, as moments of our own clock mean nothing after a restart; ``rests``:
+    who kept others waiting, and so is given no stage for a while."""
 
     def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
         super().__init__(run, now_s, epoch)
@@ -26,9 +28,12 @@ class PipelineState(Admission):
         self.boundaries: tuple[int, ...] = ()
         self.spans: dict[str, tuple[int, int]] = {}
         self.former: dict[str, tuple[int, int]] = {}
+        self.moved_s: dict[str, float] = {}
+        self.rests: dict[str, f.Rest] = {}
         self.version = 0
         self.stages: list[StageMachine] = []
         self.drives = Drives()
+        self._shown: PipelineView | None = None
         self._sign = sign
 
     @property
@@ -62,6 +67,19 @@ class PipelineState(Admission):
             missing = union(missing, stage.unclaimed(batch))
         return missing
 
+    @property
+    def unix_s(self) -> float:
+        return max(0.0, self.now_s + self.unix_offset_s)
+
+    def resting(self) -> set[str]:
+        """Who is to hold no stage now."""
+        return {peer for peer, rest in self.rests.items() if rest.until_s > self.unix_s}
+
+    def parameters_bytes(self, stage: int) -> int:
+        """Of a stage's parameters in float32."""
+        first, stop = self.boundaries[stage : stage + 2]
+        return sum(layer.parameters_bytes for layer in self.layers[first:stop])
+
     def holders(self, stage: int) -> list[str]:
         """Whose span has this stage."""
         return [peer for peer, (first, last) in self.spans.items() if first <= stage <= last]
@@ -92,13 +110,23 @@ class PipelineState(Admission):
                 self.boundaries = fact.boundaries
                 self._make_stages()
             case f.SpanAssigned():
+                if fact.peer in self.spans:
+                    self.moved_s[fact.peer] = fact.at_s
                 self.spans[fact.peer] = self.former[fact.peer] = (fact.first, fact.last)
                 self.version += 1
             case f.SpanTaken():
                 del self.spans[fact.peer]
                 self.version += 1
+                if fact.reason:
+                    times = self.rests[fact.peer].times if fact.peer in self.rests else 0
+                    self.rests[fact.peer] = f.Rest(until_s=fact.until_s, reason=fact.reason, times=times + 1)
             case f.SamplesDriven():
                 self.drives.take(fact.peer, from_wire(fact.ranges), from_wire(fact.done))
+            case f.MemberJoined(entry=entry):
+                earlier = self.membership.members.get(entry.peer)
+                if earlier is not None and earlier.entry.certificate.curve_key != entry.certificate.curve_key:
+                    self.rests.pop(entry.peer, None)  # another process: whatever ailed the one before
+                super()._apply(fact)
             case f.MemberLost():
                 super()._apply(fact)
                 self.capabilities.pop(fact.peer, None)
@@ -147,6 +175,8 @@ class PipelineState(Admission):
             boundaries=self.boundaries,
             spans=_spans(self.spans),
             former=_spans(self.former),
+            moved_s=dict(self.moved_s),
+            rests=dict(self.rests),
             version=self.version,
             driven=to_wire(self.drives.driven),
             in_flight={peer: to_wire(ranges) for peer, ranges in self.drives.in_flight.items()},
@@ -161,6 +191,7 @@ class PipelineState(Admission):
         self.capabilities = {one.peer: one.capability for one in fact.capabilities}
         self.spans = {one.peer: (one.first, one.last) for one in fact.spans}
         self.former = {one.peer: (one.first, one.last) for one in fact.former}
+        self.moved_s, self.rests = dict(fact.moved_s), dict(fact.rests)
         in_flight = {peer: from_wire(ranges) for peer, ranges in fact.in_flight.items()}
         self.drives = Drives(from_wire(fact.driven), in_flight, dict(fact.finished))
         if self.boundaries:
@@ -192,15 +223,22 @@ class PipelineState(Admission):
             must_resync=False,
             roster_version=self.membership.roster_version,
             roster=self.membership.roster() if roster_version != self.membership.roster_version else None,
-            pipeline=self.pipeline_view(),
+            pipeline=self.pipeline_view() if not self._knows_spans(peer) else None,
         )
+
+    def _knows_spans(self, peer: str) -> bool:
+        """As it has said itself: of a thousand peers each view would be a thousand spans long."""
+        member = self.membership.members.get(peer)
+        return member is not None and self.version > 0 and member.headway.plan_version == self.version
 
     def pipeline_view(self) -> PipelineView | None:
         """Where the model is cut and who holds what; None before it is cut."""
         if not self.boundaries:
             return None
-        spans = tuple(Span(peer=peer, first=first, last=last) for peer, (first, last) in sorted(self.spans.items()))
-        return PipelineView(boundaries=self.boundaries, spans=spans, version=self.version)
+        if self._shown is None or self._shown.version != self.version:
+            spans = tuple(Span(peer=peer, first=first, last=last) for peer, (first, last) in sorted(self.spans.items()))
+            self._shown = PipelineView(boundaries=self.boundaries, spans=spans, version=self.version)
+        return self._shown
 
 
 def _spans(spans: dict[str, tuple[int, int]]) -> tuple[f.SpanAssigned, ...]:

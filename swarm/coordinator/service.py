@@ -17,6 +17,7 @@ from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_planner import planner_of
+from shoal.swarm.coordinator.pipeline_question import Planner
 from shoal.swarm.errors import DeadlineExceeded, LinkError, StorageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.links import in_thread
@@ -43,6 +44,7 @@ class CoordinatorService:
         self.lock = asyncio.Lock()
         self.reading = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._may_plan = asyncio.Event()
         self._announced = -1
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[Fact], None]] = []
@@ -54,7 +56,7 @@ class CoordinatorService:
             self.machine = RunMachine(run, identity.sign, now_s, epoch)
             self.doors = [RunDoor(self, self.machine, 0)]
         else:
-            self.machine = PipelineMachine(run, identity.sign, now_s, epoch, planner_of(run))
+            self.machine = PipelineMachine(run, identity.sign, now_s, epoch)
             self.doors = [PipelineDoor(self, self.machine, 0)]
         self.machine.replay(journal.read(), time.monotonic())
         self.machine.begin()
@@ -81,6 +83,8 @@ class CoordinatorService:
             service = cls(run_toml, run, identity, node, journal)
             async with task_scope() as tasks:
                 loops = [tasks.create_task(service._tick()), tasks.create_task(service._push())]
+                if isinstance(service.machine, PipelineMachine):
+                    loops.append(tasks.create_task(service._plan(service.machine, planner_of(run))))
                 try:
                     yield service
                 finally:
@@ -118,6 +122,7 @@ class CoordinatorService:
                 for observer in self._observers:
                     observer(fact)
         self._open_stages()
+        self._may_plan.set()
         announcements = sum(door.machine.announcements for door in self.doors)
         if announcements != self._announced:
             self._announced = announcements
@@ -140,6 +145,22 @@ class CoordinatorService:
                 with suppress(DeadlineExceeded):
                     await self.flush()
             await asyncio.sleep(_TICK_S)
+
+    async def _plan(self, machine: PipelineMachine, planner: Planner) -> None:
+        """Who gets which stages: worked out in a thread, while everybody is answered."""
+        while True:
+            await self._may_plan.wait()
+            self._may_plan.clear()
+            async with self.lock:
+                asked = machine.plan_question(time.monotonic())
+            if asked is None:
+                continue
+            plan = await in_thread(asked.answer, planner)
+            async with self.lock:
+                self._set_clock()
+                machine.take_plan(asked, plan, time.monotonic())
+                with suppress(DeadlineExceeded):
+                    await self.flush()
 
     def _set_clock(self) -> None:
         """Again and again: the one clock stands while the machine sleeps, the other one is set by people."""

@@ -93,17 +93,26 @@ class Swarm:
         self._bandwidth = np.array([one.bandwidth_bps for one in self.peers], dtype=np.float64)
         self._rtt_s = np.array([one.rtt_s for one in self.peers], dtype=np.float64)
         self._copies = STATE_COPIES + optimizer_values
+        # What it takes elsewhere, as far as it matters which peer it is: (layers + 1,) sums, and for each boundary.
+        usual_s = np.median(np.diff(self._seconds), axis=0) if self.peers else np.zeros(self.layers)
+        self._usual_s = _sums([usual_s])[0]
+        usual_bps, usual_rtt_s = (
+            float(np.median(one)) if self.peers else 1.0 for one in (self._bandwidth, self._rtt_s)
+        )
+        self._usual_hop_s = 2 * 8 * self._crossing / usual_bps + usual_rtt_s
 
     def stages(self, starts: Indices, stops: Indices) -> tuple[Floats, Flags]:
-        """As ``SpanTable.rates`` and ``recomputes``, for single stages of the layers [start, stop)."""
-        return self._rates(starts, stops, self._again_bytes(starts, stops))
+        """As ``SpanTable.rates`` and ``recomputes``, for single stages of the layers [start, stop), with all layers
+        after them in one stage."""
+        return self._rates(starts, stops, self._again_bytes(starts, stops), self._usual_s[-1] - self._usual_s[stops])
 
     def table(self, boundaries: Sequence[int]) -> SpanTable:
         """Of all spans of a cut."""
         cut = np.array(boundaries, dtype=np.int64)
         count = len(cut) - 1
         first, last = (index.astype(np.int64) for index in np.triu_indices(count))
-        rates, recomputes = self._rates(cut[first], cut[last + 1], self._span_again_bytes(cut, first, last))
+        again_bytes = self._span_again_bytes(cut, first, last)
+        rates, recomputes = self._rates(cut[first], cut[last + 1], again_bytes, self._away_s(cut)[last + 1])
         return SpanTable(tuple(int(one) for one in cut), first, last, rates, recomputes)
 
     def least_bytes(self, starts: Indices, stops: Indices) -> Floats:
@@ -111,6 +120,10 @@ class Swarm:
         again = np.minimum(self._again_bytes(starts, stops), self._plain_bytes(starts, stops))
         least: Floats = self._fixed_bytes(starts, stops) + again
         return least
+
+    def state_bytes(self, start: int, stop: int) -> float:
+        """What the layers [start, stop) take without activations."""
+        return float(self._copies * (self._parameters[stop] - self._parameters[start]))
 
     def most_memory(self) -> float:
         """Of any peer; 0 without one."""
@@ -139,7 +152,16 @@ class Swarm:
         again: Floats = self.in_flight * (inputs[last + 1] - inputs[first]) + largest
         return again
 
-    def _rates(self, starts: Indices, stops: Indices, again_bytes: Floats) -> tuple[Floats, Flags]:
+    def _away_s(self, cut: Indices) -> Floats:
+        """``(stages + 1,)``: once an output has come to where a stage begins, or the model ends, the time until its
+        gradient goes back from there, at the least."""
+        hops_s = np.concatenate([[0.0], self._usual_hop_s[cut[1:-1]], [0.0]])
+        passed_s = np.cumsum(hops_s)
+        away_s: Floats = self._usual_s[-1] - self._usual_s[cut] + passed_s[-1] - passed_s
+        return away_s
+
+    def _rates(self, starts: Indices, stops: Indices, again_bytes: Floats, away_s: Floats) -> tuple[Floats, Flags]:
+        """``away_s``: between what goes out at the end of each and its gradient, besides its own link."""
         fixed = self._fixed_bytes(starts, stops)
         plain = self._memory[:, None] >= fixed + self._plain_bytes(starts, stops)
         again = ~plain & (self._memory[:, None] >= fixed + again_bytes)
@@ -148,8 +170,8 @@ class Swarm:
         # Each way: activations in and gradients out at the one side, gradients in and activations out at the other.
         one_way_s = 8 * (self._crossing[starts] + self._crossing[stops]) / self._bandwidth[:, None]
         sides = (starts > 0).astype(np.float64) + (stops < self.layers)
-        # Little's law: so many micro-batches at a time, each of which stays at least so long.
-        stay_s = compute_s + 2 * one_way_s + sides * self._rtt_s[:, None]
+        # Little's law: so many micro-batches at a time, each of which is held until its gradient is back.
+        stay_s = compute_s + 2 * one_way_s + sides * self._rtt_s[:, None] + away_s
         micro_batch_s = np.maximum(np.maximum(compute_s, one_way_s), stay_s / self.in_flight)
         rates = np.where(plain | again, 1 / np.maximum(micro_batch_s, 1e-9), 0.0)
         return rates, again

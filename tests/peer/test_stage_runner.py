@@ -192,6 +192,7 @@ class Peer:
         first, last = coordinator.spans[name]
         self.name, self.coordinator = name, coordinator
         self.computed: Callable[[Any], None] = lambda task: None
+        self.hangs = False
         members = [
             SimpleNamespace(
                 client=Client(coordinator, name, scope),
@@ -232,7 +233,7 @@ class Peer:
                 assert not isinstance(task, LookUp)
                 await asyncio.sleep(STEP_S)
                 self.computed(task)
-                if self.name in self.coordinator.dead:
+                if self.hangs or self.name in self.coordinator.dead:
                     await asyncio.Event().wait()
                 made = self.training.do(task)
 
@@ -327,6 +328,18 @@ def test_a_replica_dies_and_every_sample_counts_once(victim: str, nth: int) -> N
             await whole_batch(peers, coordinator)
             check_gradient(peers, coordinator)
             assert victim in coordinator.dead
+
+    run_virtual(main())
+
+
+def test_who_hangs_says_that_it_has_work_and_those_who_wait_for_it_do_not() -> None:
+    async def main() -> None:
+        async with pipeline(SPANS["a chain"]) as (_, _, peers):
+            while not peers["c"].progress.has_work:  # noqa: ASYNC110
+                await asyncio.sleep(STEP_S / 4)
+            peers["b"].hangs = True
+            await asyncio.sleep(10 * PATIENCE_S)
+            assert {name: peer.progress.has_work for name, peer in peers.items()} == {"a": False, "b": True, "c": False}
 
     run_virtual(main())
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_of
 from tests.swarm.coordinator.world import (
     CPU,
     SIGNER,
@@ -24,9 +25,10 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
-from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
+from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.messages import (
     Capability,
+    Headway,
     KeptState,
     LayerSize,
     PeerToCoordinatorClaim,
@@ -136,6 +138,11 @@ class MicroBatch:
     back: int = 0
     granted: list[bool] = field(default_factory=list)
 
+    @property
+    def stage(self) -> int:
+        """Where it is."""
+        return self.at if self.at < STAGES else STAGES - 1 - self.back
+
 
 @dataclass
 class Peer:
@@ -147,6 +154,8 @@ class Peer:
     running: bool = False
     hung: bool = False
     replicas: dict[int, Replica] = field(default_factory=dict)
+    computed: int = 0
+    prepared: float = 0.0
     drives: list[MicroBatch] = field(default_factory=list)
     driven: Ranges = field(default_factory=list)
     """Since it asked last."""
@@ -166,6 +175,7 @@ def journaled(machine: PipelineMachine) -> dict[str, Any]:
     return {
         "members": {peer: (one.entry, one.device, one.alive) for peer, one in members.items()},
         "plan": (machine.layers, machine.capabilities, machine.boundaries, machine.spans, machine.former),
+        "moves": (machine.moved_s, machine.rests),
         "versions": (machine.version, machine.anchor_version, machine.model),
         "drives": machine.drives,
         "stages": [journaled_stage(stage) for stage in machine.stages],
@@ -175,39 +185,33 @@ def journaled(machine: PipelineMachine) -> dict[str, Any]:
 NOT_FROM_FACTS = {
     "_sign",
     "_barrier",
+    "_shown",
     "_drove_s",
     "_is_plan_due",
+    "_may_rebalance",
+    "_asked",
+    "_proposed",
     "_cut_from_s",
-    "_moved_s",
+    "_places",
+    "_resting",
+    "_looks_s",
     "shortage",
-    "planner",
     "keep",
 }
 
 
 def attributes(machine: Any) -> dict[str, Any]:
-    """Every attribute, of all scopes; rosters have other versions after each start."""
-    found = {name: value for name, value in vars(machine).items() if name not in NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS}
-    caches = ("roster_version", "_states", "_remembered")
-    found["membership"] = {name: value for name, value in vars(machine.membership).items() if name not in caches}
-    if "stages" in found:
-        found["stages"] = [attributes(stage) for stage in machine.stages]
-    return found | {"order": list(machine.membership.members)}
+    """As of a run that is one scope, of all scopes."""
+    found = attributes_of(machine, NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS)
+    return found | {"stages": [attributes_of(stage, NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS) for stage in machine.stages]}
 
 
-class PipelineWorld:
+class PipelineWorld(JournaledWorld[PipelineMachine]):
     """Every event goes through here; ``settle`` after it takes the facts and checks what must always hold."""
 
     def __init__(self, run: RunFile, peers: int = 0) -> None:
-        self.run = run
-        self.now_s, self.epoch, self._keys, self._turn = 1000.0, 10**6, 0, 0
-        self.journal: list[list[bytes]] = []
-        """Its transactions."""
-        self.short: list[list[bytes]] = []
-        """The same, compacted at every verdict."""
-        self.facts: list[f.Fact] = []
-        self.machine = self.made()
-        self.machine.begin()
+        super().__init__(run)
+        self._keys = self._turn = 0
         self.peers = [Peer(number) for number in range(10)]
         self.verdicts: list[dict[int, f.VerdictGiven]] = []
         self.planned: dict[int, f.RoundPlanned] = {}
@@ -215,13 +219,19 @@ class PipelineWorld:
         """Of each committed round that was not undone, the samples of each scope."""
         self.archive = [{0: initial(stage)} for stage in range(STAGES)]
         """Of which version of each stage there is a state to be had, on disks or from others."""
-        self.refusals = 0
+        self.plans = True
         self.settle()
         for peer in self.peers[:peers]:
             self.start(peer)
 
     def made(self) -> PipelineMachine:
-        return PipelineMachine(self.run, SIGNER.sign, self.now_s, self.epoch, plan)
+        return PipelineMachine(self.run, SIGNER.sign, self.now_s, self.epoch)
+
+    def journaled(self, machine: PipelineMachine) -> dict[str, Any]:
+        return journaled(machine)
+
+    def attributes(self, machine: PipelineMachine) -> dict[str, Any]:
+        return attributes(machine)
 
     # Peers ----------------------------------------------------------------------------------------------
 
@@ -274,7 +284,9 @@ class PipelineWorld:
 
     def beat(self, peer: Peer) -> None:
         """In all its scopes."""
-        self.machine.heartbeat(peer.name, heartbeat(anchor_version=None, state_digest=None), self.now_s)
+        headway = Headway(prepared=peer.prepared, computed=peer.computed, has_work=self._has_work(peer))
+        said = heartbeat(anchor_version=None, state_digest=None, headway=headway)
+        self.machine.heartbeat(peer.name, said, self.now_s)
         self.settle()
         for stage, replica in peer.replicas.items():
             if self.admitted(peer, stage + 1):
@@ -289,6 +301,11 @@ class PipelineWorld:
                 )
                 self.machine.stages[stage].heartbeat(peer.name, said, self.now_s)
                 self.settle()
+
+    def _has_work(self, peer: Peer) -> bool:
+        """Something has come to it. A driver that hangs keeps all that it drives from moving."""
+        moving = [batch for one in self.peers for batch in one.drives if one.running and not one.hung]
+        return bool(peer.hung and peer.drives) or any(batch.route[batch.stage] == peer.name for batch in moving)
 
     def sync(self, peer: Peer, stage: int) -> None:
         """Fetch the state that the stage is at, from others or the disk, and say so; else say what is on the disk."""
@@ -433,24 +450,31 @@ class PipelineWorld:
                 peer.drives.append(MicroBatch(peer.driven_round, cell, route))
 
     def route(self, driver: Peer) -> list[str] | None:
-        """Itself where it can, else each time another replica that does not hang."""
+        """Itself where it can, else each time another replica, one that does not hang if there is any."""
         self._turn += 1
         route = []
         for stage in range(STAGES):
-            able = [one.name for one in self.peers if one.running and not one.hung and stage in one.replicas]
+            able = self._able(stage)
             if not able:
                 return None
             route.append(driver.name if driver.name in able else able[self._turn % len(able)])
         return route
 
+    def _able(self, stage: int) -> list[str]:
+        there = [one for one in self.peers if one.running and stage in one.replicas]
+        return [one.name for one in there if not one.hung] or [one.name for one in there]
+
     def advance(self, driver: Peer, batch: MicroBatch) -> None:
         """One hop: forward with a claim, or backward; given up where the other side is not there any more."""
-        stage = batch.at if batch.at < STAGES else STAGES - 1 - batch.back
+        stage = batch.stage
         peer = self.by_name(batch.route[stage])
         replica = peer.replicas.get(stage)
+        if peer.hung and peer.name in self._able(stage) and self.admitted(peer, stage + 1):
+            return  # there is nobody else to send it to
         if replica is None or peer.hung or replica.round != batch.round or not self.admitted(peer, stage + 1):
             self.give_up(driver, batch)
             return
+        peer.computed += 1
         if batch.at < STAGES:
             batch.granted.append(self.claim(peer, stage, [batch.cell]) == [batch.cell])
             batch.at += 1
@@ -491,58 +515,22 @@ class PipelineWorld:
             if replica.round == batch.round and subtract([batch.cell], replica.done):
                 self.release(peer, stage, [batch.cell])
 
-    # Time and the coordinator -----------------------------------------------------------------------------
-
-    def tick(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.machine.tick(self.now_s)
-        self.settle()
-
-    def restart(self, *, compact: bool = True) -> None:
-        """Kill the coordinator and start it from its journal."""
-        before = journaled(self.machine)
-        short, whole = attributes(self.replayed(self.short)), attributes(self.replayed(self.journal))
-        assert [name for name in whole if short[name] != whole[name]] == []
-        self.revive(compact=compact)
-        assert journaled(self.machine) == before
-
-    def crash_unwritten(self, seconds: float) -> None:
-        """Kill it between a decision and the journal."""
-        self.now_s += seconds
-        self.machine.tick(self.now_s)
-        self.revive()
-
-    def revive(self, *, compact: bool = True) -> None:
-        self.epoch += 10**6
-        self.machine = self.replayed(self.short if compact else self.journal)
-        assert self.machine.take_facts() == []
-        self.machine.begin()
-        self.settle()
-
-    def replayed(self, journal: list[list[bytes]]) -> PipelineMachine:
-        machine = self.made()
-        machine.replay([f.unpack_fact(one) for transaction in journal for one in transaction], self.now_s)
-        return machine
-
     # What must hold ---------------------------------------------------------------------------------------
 
+    def plan(self) -> None:
+        """The planner answers whatever it is asked, unless it is busy."""
+        while self.plans and (asked := self.machine.plan_question(self.now_s)) is not None:
+            self.machine.take_plan(asked, asked.answer(plan), self.now_s)
+
     def settle(self) -> None:
-        facts = self.machine.take_facts()
-        packed = [f.pack_fact(fact) for fact in facts]
-        assert [f.unpack_fact(one) for one in packed] == facts
-        if packed:
-            self.journal.append(packed)
-            self.short.append(packed)
-            self.facts += facts
+        self.plan()
+        facts = self.written()
         for fact in facts:
             if isinstance(fact, f.InScope) and isinstance(fact.fact, f.RoundPlanned):
                 self.planned[fact.scope] = fact.fact
         given = f.verdicts_in(facts)
         if given:
             self._check_verdicts(given)
-            if (snapshot := self.machine.snapshot()) is not None:
-                self.short = [[f.pack_fact(snapshot)]]
-                assert f.unpack_fact(self.short[0][0]) == snapshot
         self.check()
 
     def _check_verdicts(self, given: dict[int, f.VerdictGiven]) -> None:
@@ -615,12 +603,3 @@ class PipelineWorld:
         for peer, member in members.items():
             assert not member.alive or self.machine.holds(peer, stage.stage)
             assert not member.alive or self.machine.membership.members[peer].alive
-
-    def refused(self, event: Any, *arguments: Any, **keywords: Any) -> bool:
-        try:
-            event(*arguments, **keywords)
-        except (StaleWork, WireError, NotAdmitted):
-            return True
-        finally:
-            self.settle()
-        return False

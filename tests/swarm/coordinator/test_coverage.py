@@ -72,7 +72,7 @@ def test_every_epoch_is_told_of_once_and_after_a_restart_goes_on() -> None:
 def test_an_epoch_that_a_verdict_taken_over_has_covered_is_told_of() -> None:
     world = World(run_file(), 2)
     until_covered(world, 1)
-    facts = [f.unpack_fact(one) for one in world.journal]
+    facts = [f.unpack_fact(one) for transaction in world.journal for one in transaction]
     end = next(number for number, one in enumerate(facts) if isinstance(one, f.EpochsCovered))
     given, told = facts[end - 1 : end + 1]
     assert isinstance(given, f.VerdictGiven)

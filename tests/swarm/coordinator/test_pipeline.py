@@ -186,6 +186,37 @@ def test_who_releases_what_it_had_offered_offers_anew() -> None:
     assert "RoundReopened" in [type(one.fact).__name__ for one in world.facts if isinstance(one, f.InScope)]
 
 
+@pytest.mark.parametrize("phase", ["closing", "averaging"])
+def test_all_holders_of_one_stage_die_when_everybody_else_is_done(phase: str) -> None:
+    world = PipelineWorld(run_file(), 4)
+    until(world, phase)
+    lost = [world.by_name(peer) for peer in world.machine.holders(1)]
+    for stage in (0, 2):
+        for peer in map(world.by_name, world.machine.holders(stage)):
+            world.follow(peer, stage)
+    for peer in lost:
+        world.leave(peer)
+    assert world.history == []
+    rounds(world, 2)
+    assert [reason.split(":")[0] for reason in reasons(world)] == ([] if phase == "closing" else ["stage 1"])
+
+
+def test_nobody_claims_drives_or_releases_what_is_not_its_own() -> None:
+    world = training(5)
+    first, other = holder(world, 1), holder(world, 0)
+    assert world.claim(first, 1, CELLS[:2]) == CELLS[:2]
+    assert not world.admitted(other, 2), "the stage's door refuses whatever it asks there"
+    assert drive(world, first, 4) == []
+    second = holder(world, 1, 1)
+    second.replicas[1].claimed = list(first.replicas[1].claimed)
+    world.release(second, 1, CELLS[:2])
+    assert world.machine.stages[1].leases.held == {first.name: [(0, 2 * MICRO)]}
+    world.machine.take_span(first.name, "for the test")
+    world.settle()
+    assert not world.admitted(first, 2)
+    assert world.machine.stages[1].leases.held == {}
+
+
 # Claims -------------------------------------------------------------------------------------------------
 
 
@@ -324,8 +355,8 @@ def test_the_run_waits_for_an_empty_stage_says_so_and_goes_on() -> None:
     assert "nobody can hold stage 1, which takes" in outlook
     committed = len(world.history)
     world.start(lost)
-    found = world.machine.status(world.now_s).stages[1]
-    assert (found.coming, found.outlook) == ((lost.name,), "waits for 1 peer to get its state")
+    found, name = world.machine.status(world.now_s).stages[1], world.machine.membership.members[lost.name].entry.name
+    assert (found.coming, found.outlook) == ((lost.name,), f"waits for {name} to get its state")
     rounds(world, committed + 1)
     for peer in world.peers[:3]:
         world.behave(peer)

@@ -1,9 +1,10 @@
 """A pipeline's coordinator over real sockets: the run and its stages on one connection, one journal for all of them."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from tests.swarm.coordinator.pipeline_world import initial, model
@@ -12,9 +13,12 @@ from tests.swarm.network import HOST, LONG_S, Member
 from tests.swarm.test_transport import run
 
 from shoal.swarm.control import Channel
+from shoal.swarm.coordinator import service as service_module
 from shoal.swarm.coordinator.facts import Fact, verdicts_in
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.leases import count, from_wire
+from shoal.swarm.coordinator.pipeline_planner import planner_of
+from shoal.swarm.coordinator.pipeline_question import Planner
 from shoal.swarm.coordinator.rounds import Judgement
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError, WireError
@@ -43,7 +47,8 @@ from shoal.swarm.messages import (
     RunView,
     SampleRange,
 )
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.pipeline.stage_plan import Infeasible, StagePlan
+from shoal.swarm.run_file import RunFile, parse_run_file
 from shoal.swarm.verdicts import chain_hash, check_verdict, genesis, signed_bytes
 
 TOML = """
@@ -116,6 +121,13 @@ class Peer:
             said = heartbeat(state_digest=initial(scope - 1), tokens_done=done)
         return (await self.ask(said, CoordinatorToPeerView, scope)).view
 
+    async def cut(self) -> RunView:
+        """The run's view once there are stages."""
+        async with asyncio.timeout(LONG_S):
+            while (view := await self.beat()).pipeline is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return view
+
     async def enter(self, scope: int) -> None:
         await self.join(scope)
         await self.ask(model(scope - 1), CoordinatorToPeerModelAccepted, scope)
@@ -147,7 +159,7 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
         with pytest.raises(WireError, match=r"in scope 1"):
             await peer.join(1)
         await peer.show()
-        view = (await peer.beat()).pipeline
+        view = (await peer.cut()).pipeline
         assert view is not None
         assert len(view.boundaries) == 3
         assert [(span.peer, span.first, span.last) for span in view.spans] == [(member.peer, 0, 1)]
@@ -217,6 +229,7 @@ async def test_a_verdict_that_the_journal_lacks_stops_the_coordinator(tmp_path: 
         peer = Peer(member, service)
         await peer.join()
         await peer.show()
+        await peer.cut()
         await peer.enter(1)
         lost = service.doors[1].machine.verdict_of(Judgement(reason="in a journal that is lost"))
         chain = chain_hash(lost.verdict)
@@ -228,3 +241,58 @@ async def test_a_verdict_that_the_journal_lacks_stops_the_coordinator(tmp_path: 
             await service.wait(asyncio.Event())
     journal.close()
     await member.stop()
+
+
+@run
+async def test_everybody_is_answered_while_the_planner_is_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = parse_run_file(TOML)
+    begun, released = threading.Event(), threading.Event()
+    released.set()
+
+    def planner_that_waits(file: RunFile) -> Planner:
+        inner = planner_of(file)
+
+        def plan(*question: Any) -> StagePlan | Infeasible:
+            begun.set()
+            assert released.wait(LONG_S)
+            return inner(*question)
+
+        return plan
+
+    monkeypatch.setattr(service_module, "planner_of", planner_that_waits)
+    first, second = Member(), Member()
+    for member in (first, second):
+        member.allowed.add(HOST_IDENTITY.coordinator_keys().public)
+        await member.start()
+    journal = Written(tmp_path, file.hash, TOML)
+    try:
+        async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal) as service:
+            one, two = Peer(first, service), Peer(second, service)
+            await one.join()
+            await one.show()
+            await one.cut()
+            for scope in (1, 2):
+                await one.enter(scope)
+            begun.clear()
+            released.clear()
+            await two.join()
+            await two.show()
+            assert await asyncio.to_thread(begun.wait, LONG_S)
+            lease = await one.ask(PeerToCoordinatorDrive(round=0, samples=2, done=()), CoordinatorToPeerLease)
+            assert count(from_wire(lease.ranges)) == 2
+            assert await one.claim(1, lease.ranges) == lease.ranges
+            view = (await two.beat()).pipeline
+            assert view is not None
+            assert [span.peer for span in view.spans] == [first.peer]
+            released.set()
+            async with asyncio.timeout(LONG_S):
+                while len(view.spans) < 2:
+                    view = (await two.beat()).pipeline
+                    assert view is not None
+    finally:
+        released.set()
+        journal.close()
+        await first.stop()
+        await second.stop()

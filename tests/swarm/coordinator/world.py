@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_of
+
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
-from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
+from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.identity import Identity
 from shoal.swarm.messages import (
     Certificate,
@@ -197,28 +199,15 @@ NOT_FROM_FACTS = {"_sign", "_ready_delays", "_report_delays", "_bandwidths", "_o
 
 
 def attributes(machine: RunMachine) -> dict[str, Any]:
-    """Every attribute, so that none is forgotten in ``RunSnapshot``; rosters have other versions after each start."""
-    found = {name: value for name, value in vars(machine).items() if name not in NOT_FROM_FACTS}
-    caches = ("roster_version", "_states", "_remembered")
-    found["membership"] = {name: value for name, value in vars(machine.membership).items() if name not in caches}
-    # A dict is equal to one in another order, but the first to join decides between equals.
-    return found | {"order": list(machine.membership.members)}
+    return attributes_of(machine, NOT_FROM_FACTS)
 
 
-class World:
+class World(JournaledWorld[RunMachine]):
     """Every event goes through here; ``settle`` after it takes the facts and checks what must always hold."""
 
     def __init__(self, run: RunFile, members: int = 0) -> None:
-        self.run = run
+        super().__init__(run)
         self.overlap = run.averaging.overlap
-        self.now_s = 1000.0
-        self.epoch = 10**6
-        self.journal: list[bytes] = []
-        self.short: list[bytes] = []
-        """The same, compacted at every verdict."""
-        self.facts: list[f.Fact] = []
-        self.machine = RunMachine(run, SIGNER.sign, self.now_s, self.epoch)
-        self.machine.begin()
         self.workers = [Worker(number) for number in range(8)]
         self.committed: Ranges = []
         self.verdicts: list[f.VerdictGiven] = []
@@ -356,41 +345,19 @@ class World:
             self.machine.tick(self.now_s)
             self.settle()
 
-    def tick(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.machine.tick(self.now_s)
-        self.settle()
-
     def pass_time(self, seconds: float) -> None:
         """In ticks that are short enough not to count as the coordinator's own silence."""
         for _ in range(round(seconds / 0.25)):
             self.tick(0.25)
 
-    def restart(self, *, compact: bool = True) -> None:
-        """Kill the coordinator and start it from its journal."""
-        before = journaled(self.machine)
-        short, whole = attributes(self.replayed(self.short)), attributes(self.replayed(self.journal))
-        assert [name for name in whole if short[name] != whole[name]] == []
-        self.revive(compact=compact)
-        assert journaled(self.machine) == before
+    def made(self) -> RunMachine:
+        return RunMachine(self.run, SIGNER.sign, self.now_s, self.epoch)
 
-    def crash_unwritten(self, seconds: float) -> None:
-        """Kill it between a decision and the journal."""
-        self.now_s += seconds
-        self.machine.tick(self.now_s)
-        self.revive()
+    def journaled(self, machine: RunMachine) -> dict[str, Any]:
+        return journaled(machine)
 
-    def revive(self, *, compact: bool = True) -> None:
-        self.epoch += 10**6
-        self.machine = self.replayed(self.short if compact else self.journal)
-        assert self.machine.take_facts() == []
-        self.machine.begin()
-        self.settle()
-
-    def replayed(self, journal: list[bytes]) -> RunMachine:
-        machine = RunMachine(self.run, SIGNER.sign, self.now_s, self.epoch)
-        machine.replay([f.unpack_fact(one) for one in journal], self.now_s)
-        return machine
+    def attributes(self, machine: RunMachine) -> dict[str, Any]:
+        return attributes(machine)
 
     def view(self, worker: Worker) -> RunView:
         return self.machine.view(worker.peer, self.now_s)
@@ -463,17 +430,8 @@ class World:
     # What must hold ---------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        facts = self.machine.take_facts()
-        for fact in facts:
-            packed = f.pack_fact(fact)
-            assert f.unpack_fact(packed) == fact
-            self.journal.append(packed)
-            self.short.append(packed)
-            self.facts.append(fact)
+        for fact in self.written():
             self._follow(fact)
-        if any(isinstance(fact, f.VerdictGiven) for fact in facts) and (snapshot := self.machine.snapshot()):
-            self.short = [f.pack_fact(snapshot)]
-            assert f.unpack_fact(self.short[0]) == snapshot
         self.check()
 
     def _follow(self, fact: f.Fact) -> None:
@@ -607,12 +565,3 @@ class World:
         status = machine.status(self.now_s)
         assert view.tokens_in_round == status.tokens_in_round
         assert len(status.members) == sum(one.entry.role == "trainer" for one in members.members.values())
-
-    def refused(self, event: Any, *arguments: Any, **keywords: Any) -> bool:
-        try:
-            event(*arguments, **keywords)
-        except (StaleWork, WireError, NotAdmitted):
-            return True
-        finally:
-            self.settle()
-        return False

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
+from statistics import median
 
 from hypothesis import strategies as st
 
@@ -16,8 +17,15 @@ Layers = Sequence[LayerCost]
 Spans = dict[str, tuple[int, int]]
 
 
-def span_rate(layers: Layers, peer: PeerCapability, boundaries: Sequence[int], span: tuple[int, int]) -> float:
-    """Micro-batches a second, 0 if it does not fit; as the planner's docstrings define it."""
+def span_rate(
+    layers: Layers,
+    peer: PeerCapability,
+    boundaries: Sequence[int],
+    span: tuple[int, int],
+    peers: Sequence[PeerCapability],
+    in_flight: int = IN_FLIGHT,
+) -> float:
+    """Micro-batches a second, 0 if it does not fit; as the planner's docstrings define it. ``peers``: all of them."""
     first, last = span
     start, stop = boundaries[first], boundaries[last + 1]
 
@@ -25,25 +33,29 @@ def span_rate(layers: Layers, peer: PeerCapability, boundaries: Sequence[int], s
         return layers[boundary - 1].activation_bytes if 0 < boundary < len(layers) else 0
 
     fixed = (6.2 + OPTIMIZER_VALUES) * sum(layer.parameters_bytes for layer in layers[start:stop])
-    fixed += IN_FLIGHT * (crossing(start) + crossing(stop))
+    fixed += in_flight * (crossing(start) + crossing(stop))
     kept = [sum(one.kept_bytes for one in layers[boundaries[s] : boundaries[s + 1]]) for s in range(first, last + 1)]
     inputs = sum(crossing(boundaries[stage]) for stage in range(first, last + 1))
     seconds = sum(peer.layer_s[start:stop])
-    if fixed + IN_FLIGHT * sum(kept) > peer.memory_bytes:
-        if fixed + IN_FLIGHT * inputs + max(kept) > peer.memory_bytes:
+    if fixed + in_flight * sum(kept) > peer.memory_bytes:
+        if fixed + in_flight * inputs + max(kept) > peer.memory_bytes:
             return 0.0
         seconds *= 4 / 3
     one_way_s = 8 * (crossing(start) + crossing(stop)) / peer.bandwidth_bps
     stay_s = seconds + 2 * one_way_s + peer.rtt_s * ((start > 0) + (stop < len(layers)))
-    return 1 / max(seconds, one_way_s, stay_s / IN_FLIGHT)
+    stay_s += sum(median(one.layer_s[layer] for one in peers) for layer in range(stop, len(layers)))
+    for boundary in boundaries[last + 2 : -1]:
+        stay_s += 2 * 8 * crossing(boundary) / median(one.bandwidth_bps for one in peers)
+        stay_s += median(one.rtt_s for one in peers)
+    return 1 / max(seconds, one_way_s, stay_s / in_flight)
 
 
-def rate(layers: Layers, peers: Sequence[PeerCapability], plan: StagePlan) -> float:
+def rate(layers: Layers, peers: Sequence[PeerCapability], plan: StagePlan, in_flight: int = IN_FLIGHT) -> float:
     by_stage = [0.0] * plan.stages
     for peer in peers:
         if (span := plan.spans.get(peer.peer)) is not None:
             for stage in range(span[0], span[1] + 1):
-                by_stage[stage] += span_rate(layers, peer, plan.boundaries, span)
+                by_stage[stage] += span_rate(layers, peer, plan.boundaries, span, peers, in_flight)
     return min(by_stage)
 
 
@@ -61,7 +73,7 @@ def assignments(
     options = []
     for peer in peers:
         open_to_it = [held[peer.peer]] if held is not None and peer.peer in held else spans
-        rated = [(span, span_rate(layers, peer, boundaries, span)) for span in open_to_it]
+        rated = [(span, span_rate(layers, peer, boundaries, span, peers)) for span in open_to_it]
         options.append([(span, one) for span, one in rated if one > 0] or [(None, 0.0)])
     for chosen in product(*options):
         by_stage = [0.0] * stages

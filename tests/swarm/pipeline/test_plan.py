@@ -39,7 +39,7 @@ def check(layers: Layers, peers: list[PeerCapability], plan: StagePlan) -> None:
     assert list(plan.boundaries) == sorted(set(plan.boundaries))
     by_id = {one.peer: one for one in peers}
     assert plan.spans.keys() <= by_id.keys()
-    assert all(span_rate(layers, by_id[one], plan.boundaries, span) > 0 for one, span in plan.spans.items())
+    assert all(span_rate(layers, by_id[one], plan.boundaries, span, peers) > 0 for one, span in plan.spans.items())
     assert plan.recomputes <= plan.spans.keys()
     assert rate(layers, peers, plan) > 0
     assert plan_rate(plan, layers, peers, **LIMITS) == pytest.approx(rate(layers, peers, plan))

@@ -35,7 +35,7 @@ def still_held(previous: StagePlan, layers: Layers, peers: list[PeerCapability])
     return {
         one: span
         for one, span in previous.spans.items()
-        if one in by_id and span_rate(layers, by_id[one], previous.boundaries, span) > 0
+        if one in by_id and span_rate(layers, by_id[one], previous.boundaries, span, peers) > 0
     }
 
 
@@ -73,7 +73,10 @@ def test_after_joins_and_leaves_as_few_as_possible_move(
     assert len(moved_between(previous, plan)) == fewest
     # Who can hold anything has a place.
     able = {
-        one.peer for one in after for stage in range(stages) if span_rate(layers, one, plan.boundaries, (stage,) * 2)
+        one.peer
+        for one in after
+        for stage in range(stages)
+        if span_rate(layers, one, plan.boundaries, (stage,) * 2, after)
     }
     assert plan.spans.keys() == able
 

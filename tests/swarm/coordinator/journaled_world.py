@@ -1,0 +1,107 @@
+"""A coordinator on a virtual clock with its journal, whole and compacted: killed and started again from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.pipeline import PipelineMachine
+from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
+from shoal.swarm.run_file import RunFile
+
+MachineT = TypeVar("MachineT", bound=RunMachine | PipelineMachine)
+
+
+def attributes_of(machine: Any, left_out: set[str]) -> dict[str, Any]:
+    """Every attribute, so that none is forgotten in a snapshot; rosters have other versions after each start."""
+    found = {name: value for name, value in vars(machine).items() if name not in left_out}
+    caches = ("roster_version", "_states", "_remembered")
+    found["membership"] = {name: value for name, value in vars(machine.membership).items() if name not in caches}
+    # A dict is equal to one in another order, but the first to join decides between equals.
+    return found | {"order": list(machine.membership.members)}
+
+
+class JournaledWorld(Generic[MachineT]):
+    """``settle`` after every event, which takes its facts with ``written`` and checks what must always hold."""
+
+    def __init__(self, run: RunFile) -> None:
+        self.run = run
+        self.now_s, self.epoch = 1000.0, 10**6
+        self.journal: list[list[bytes]] = []
+        """Its transactions."""
+        self.short: list[list[bytes]] = []
+        """The same, compacted at every verdict."""
+        self.facts: list[f.Fact] = []
+        self.machine = self.made()
+        self.machine.begin()
+
+    def made(self) -> MachineT:
+        raise NotImplementedError
+
+    def journaled(self, machine: MachineT) -> dict[str, Any]:
+        """All that a journal has to bring back."""
+        raise NotImplementedError
+
+    def attributes(self, machine: MachineT) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        raise NotImplementedError
+
+    def written(self) -> Sequence[f.Fact]:
+        """The facts since the last time, written."""
+        facts = self.machine.take_facts()
+        packed = [f.pack_fact(fact) for fact in facts]
+        assert [f.unpack_fact(one) for one in packed] == facts
+        if packed:
+            self.journal.append(packed)
+            self.short.append(packed)
+            self.facts += facts
+        if f.verdicts_in(facts) and (snapshot := self.machine.snapshot()) is not None:
+            self.short = [[f.pack_fact(snapshot)]]
+            assert f.unpack_fact(self.short[0][0]) == snapshot
+        return facts
+
+    # Time and the coordinator -----------------------------------------------------------------------------
+
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.machine.tick(self.now_s)
+        self.settle()
+
+    def restart(self, *, compact: bool = True) -> None:
+        """Kill the coordinator and start it from its journal."""
+        before = self.journaled(self.machine)
+        short, whole = self.attributes(self.replayed(self.short)), self.attributes(self.replayed(self.journal))
+        assert [name for name in whole if short[name] != whole[name]] == []
+        self.revive(compact=compact)
+        assert self.journaled(self.machine) == before
+
+    def crash_unwritten(self, seconds: float) -> None:
+        """Kill it between a decision and the journal."""
+        self.now_s += seconds
+        self.machine.tick(self.now_s)
+        self.revive()
+
+    def revive(self, *, compact: bool = True) -> None:
+        self.epoch += 10**6
+        self.machine = self.replayed(self.short if compact else self.journal)
+        assert self.machine.take_facts() == []
+        self.machine.begin()
+        self.settle()
+
+    def replayed(self, journal: Sequence[Sequence[bytes]]) -> MachineT:
+        machine = self.made()
+        machine.replay([f.unpack_fact(one) for transaction in journal for one in transaction], self.now_s)
+        return machine
+
+    def refused(self, event: Any, *arguments: Any, **keywords: Any) -> bool:
+        try:
+            event(*arguments, **keywords)
+        except (StaleWork, WireError, NotAdmitted):
+            return True
+        finally:
+            self.settle()
+        return False

@@ -1,0 +1,206 @@
+"""A peer that has a stage, and keeps the others waiting there, loses it; one that makes progress does not."""
+
+import pytest
+from tests.swarm.coordinator.pipeline_world import SMALL, STAGES, Peer, PipelineWorld, run_file
+from tests.swarm.coordinator.test_pipeline import holder, rounds, training
+
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+
+
+def turn(world: PipelineWorld, seconds: float = 0.25) -> None:
+    """The others work; who hangs says that it is there."""
+    for peer in world.peers:
+        if peer.running and peer.hung and world.admitted(peer):
+            world.beat(peer)
+        elif peer.running:
+            world.behave(peer)
+    world.tick(seconds)
+
+
+def until_taken(world: PipelineWorld, within_s: float = 120.0) -> tuple[f.SpanTaken, float]:
+    """The next span that is taken from somebody, and after which time."""
+    began_s, seen = world.now_s, len(world.facts)
+    while True:
+        taken = [one for one in world.facts[seen:] if isinstance(one, f.SpanTaken) and one.reason]
+        if taken:
+            return taken[0], world.now_s - began_s
+        assert world.now_s < began_s + within_s, f"{world.machine.say_outlook()!r} for ever"
+        turn(world)
+
+
+def never_enters(world: PipelineWorld, stage: int) -> Peer:
+    """The stage's holder leaves, and who gets its place only says that it is there."""
+    world.leave(holder(world, stage))
+    found = holder(world, stage)
+    found.hung = True
+    found.forget()
+    return found
+
+
+def test_who_never_enters_its_stage_loses_it_and_the_run_goes_on() -> None:
+    world = training(5)
+    late = never_enters(world, 2)
+    turn(world)
+    assert f"waits for {world.machine.membership.members[late.name].entry.name}" in world.machine.say_outlook()
+    taken, took_s = until_taken(world)
+    deadlines = world.machine.deadlines
+    assert taken.peer == late.name
+    assert "closer to stage 2" in taken.reason
+    assert deadlines.enter_s(0) <= took_s <= deadlines.enter_s(0) + 3
+    assert taken.until_s == taken.at_s + deadlines.rest_s(0)
+    rounds(world, 1, within_s=30)
+    assert late.name not in world.machine.spans
+
+
+def test_who_rested_is_given_a_stage_again_and_rests_longer_the_next_time() -> None:
+    world = training(5)
+    late = never_enters(world, 2)
+    first, _ = until_taken(world)
+    while late.name not in world.machine.spans:
+        assert world.now_s < first.until_s + 2
+        turn(world)
+    assert world.now_s >= first.until_s
+    second, _ = until_taken(world)
+    assert second.until_s - second.at_s == pytest.approx(2 * (first.until_s - first.at_s))
+
+
+def test_another_process_of_the_same_peer_need_not_rest() -> None:
+    world = training(5)
+    late = never_enters(world, 2)
+    until_taken(world)
+    world.start(late)
+    assert late.name in world.machine.spans
+
+
+def test_rests_outlive_the_coordinator() -> None:
+    for compact in (False, True):
+        world = training(5)
+        late = never_enters(world, 2)
+        taken, _ = until_taken(world)
+        rounds(world, 1)
+        world.restart(compact=compact)
+        assert world.machine.rests[late.name] == f.Rest(until_s=taken.until_s, reason=taken.reason, times=1)
+        turn(world)
+        assert late.name not in world.machine.spans
+
+
+def test_who_left_its_stage_and_not_the_run_loses_its_place() -> None:
+    world = training(4)
+    gone = holder(world, 2)
+    world.machine.stages[2].leave(gone.name, "its stage failed", world.now_s)
+    gone.hung = True
+    gone.forget()
+    taken, _ = until_taken(world)
+    assert taken.peer == gone.name
+    rounds(world, 1)
+
+
+def test_who_gets_closer_keeps_its_place_but_not_for_ever() -> None:
+    world = training(5)
+    slow = never_enters(world, 2)
+    allowed_s = world.machine.deadlines.enter_s(0)
+    for step in range(1, 9):
+        slow.prepared = step / 8
+        until_s = world.now_s + 0.8 * allowed_s
+        while world.now_s < until_s:
+            turn(world)
+            assert slow.name in world.machine.spans
+    taken, took_s = until_taken(world)
+    assert taken.peer == slow.name, "saying the same again is no progress"
+    assert took_s < allowed_s
+
+
+def test_a_large_stage_over_a_slow_link_takes_its_time() -> None:
+    world = training(5)
+    slow = never_enters(world, 2)
+    shown = world.machine.capabilities[slow.name]
+    world.machine.capabilities[slow.name] = shown.model_copy(update={"bandwidth_bps": 1e3})
+    layers = tuple(one.model_copy(update={"parameters_bytes": 10**7}) for one in world.machine.layers)
+    world.machine.layers = layers
+    state_bits = 8 * world.machine.parameters_bytes(2) * (1 + optimizer_values(world.run.outer))
+    _, took_s = until_taken(world, within_s=3000)
+    assert took_s > 2 * state_bits / 1e6, "1 Mbit/s is the least that is believed"
+
+
+def test_nobody_is_blamed_for_a_state_that_nobody_has() -> None:
+    world = PipelineWorld(run_file(), 3)
+    rounds(world, 2)
+    world.lose_all(lambda stage, version: stage != 1)
+    for peer in world.peers[:3]:
+        world.start(peer)
+    while world.machine.anchor_version == 2:
+        turn(world)
+    assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
+    assert world.machine.anchor_version == 0
+
+
+# In its stage -------------------------------------------------------------------------------------------
+
+
+def spare(world: PipelineWorld) -> None:
+    """One peer that is there, and gets no stage before somebody else loses one."""
+    peer = world.peers[STAGES]
+    peer.memory_bytes = SMALL
+    world.start(peer)
+    for one in world.peers[: STAGES + 1]:
+        world.behave(one, drives=False)
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_who_does_nothing_in_its_stage_while_the_others_wait_loses_it(stage: int, is_begun: bool) -> None:
+    world = PipelineWorld(run_file(max_s=600.0), STAGES)
+    rounds(world, 1)
+    for peer in world.peers[:STAGES]:
+        world.behave(peer, drives=False)
+    if is_begun:
+        world.behave(holder(world, 0), steps=3)
+    hung = holder(world, stage)
+    hung.hung = True
+    taken, took_s = until_taken(world)
+    assert taken.peer == hung.name
+    assert f"nothing in stage {stage} for" in taken.reason
+    allowed_s = world.machine.deadlines.idle_s(0.2)
+    assert allowed_s <= took_s <= allowed_s + 4
+
+
+def test_a_spare_peer_takes_over_from_one_that_hangs() -> None:
+    world = training(3)
+    spare(world)
+    stage = world.machine.spans[world.peers[STAGES].name][0]
+    other = next(number for number in range(STAGES) if number != stage)
+    holder(world, other).hung = True
+    until_taken(world)
+    rounds(world, 2)
+
+
+def test_who_alone_can_hold_a_stage_gets_it_again_at_once() -> None:
+    world = training(3)
+    hung = holder(world, 1)
+    hung.hung = True
+    span = world.machine.spans[hung.name]
+    until_taken(world)
+    assert world.machine.spans[hung.name] == span
+    hung.hung = False
+    rounds(world, 1)
+
+
+def test_slow_computing_is_no_idling() -> None:
+    world = training(3)
+    slow = holder(world, 1)
+    slow.hung = True
+    for _ in range(6):
+        slow.computed += 1
+        until_s = world.now_s + 0.8 * world.machine.deadlines.idle_s(0.2)
+        while world.now_s < until_s and not world.verdicts:
+            turn(world)
+    assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
+
+
+def test_who_waits_for_an_empty_stage_is_not_blamed() -> None:
+    world = training(3)
+    world.leave(holder(world, 1))
+    for _ in range(100):
+        turn(world)
+    assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
