@@ -13,8 +13,8 @@ from shoal.swarm.errors import RunEnded
 
 
 def check(scene: Scene) -> None:
-    """Nobody who lives has failed, but that the run may be over when somebody wakes up; every sample counted once in each
-    stage; all are where one process would be."""
+    """Nobody who lives has failed, but for who wakes up when the run is over; every sample counted once in each stage;
+    all are where one process would be."""
     for peer in scene.alive:
         if peer.thread.failure is not None and not isinstance(peer.thread.failure, RunEnded):
             raise AssertionError(f"{peer.process} failed") from peer.thread.failure

@@ -1,5 +1,6 @@
-"""Pipelines under fire: every stage, every fault, every step of a micro-batch and of a round. A quarter of an hour on one
-core: ``make chaos`` runs it, and ``test_pipeline.py`` a part of it with the other tests."""
+"""Pipelines under fire: every stage, every fault, every step of a micro-batch and of a round.
+
+A quarter of an hour on one core: ``make chaos`` runs it, and ``test_pipeline.py`` a part of it with the other tests."""
 
 from pathlib import Path
 
@@ -18,8 +19,8 @@ REPLICATED = (2,) * 6
 FIVE = (2,) * 5
 """One replica of the last stage."""
 
-MIXED = (6, 2, 2, 2)
-"""A replica of the whole model, and one of each stage."""
+MIXED = (2, 2, 2, 6)
+"""One replica of each stage, and one of the whole model."""
 
 
 def attacked(folder: Path, layers: tuple[int, ...], *attacks: Attack) -> None:

@@ -199,8 +199,8 @@ def _patched(scene: Scene) -> Iterator[None]:
 
         return do
 
-    def entered(work: Any, network: Any, members: Any, boundaries: Any, span: Any) -> HeldSpan:
-        held = enter(work, network, members, boundaries, span)
+    def entered(*arguments: Any) -> HeldSpan:
+        held = enter(*arguments)
         peer = scene.of_process(current_process())
         assert peer is not None
         peer.held = held

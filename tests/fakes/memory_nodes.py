@@ -62,9 +62,9 @@ class MemoryNodes:
             self.shut(node)
 
     def shut(self, node: "MemoryNode") -> None:
-        del self.by_port[node.control_port]
-        node.plane.lose_all()
-        self.chunks.kill(node.process)
+        if self.by_port.pop(node.control_port, None) is not None:
+            node.plane.lose_all()
+            self.chunks.kill(node.process)
 
     def with_key(self, key: bytes) -> "MemoryNode | None":
         return next((node for node in self.by_port.values() if node.plane.keys.public == key), None)
