@@ -5,13 +5,14 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+CHAOS_ARGS ?=
 BENCHMARKS ?= convergence transport allreduce codecs coordinator recovery
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test soak check bench clean
+.PHONY: help install demo test soak chaos check bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +21,7 @@ help:
 	@echo '               a model in stages, which none of them can hold            DEMO_ARGS=--pipeline'
 	@echo 'make test      run the tests                                             PYTEST_ARGS=…'
 	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
+	@echo 'make chaos     a pipeline under every fault at every step, 20 minutes     CHAOS_ARGS=…'
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'
 	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'
 	@echo 'make clean     remove caches and build outputs; .venv stays'
@@ -38,6 +40,9 @@ test: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
+
+chaos: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto tests/chaos/pipeline_matrix.py $(CHAOS_ARGS)
 
 # Benchmarks are scripts that import each other by name, and codecs.py has that of a standard module: for the types of
 # everything else it has to have another one.

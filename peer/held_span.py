@@ -29,6 +29,7 @@ from shoal.peer.snapshot import Flow, Snapshot, held_stages, with_stages
 from shoal.peer.span_training import Samples, SpanTraining
 from shoal.peer.stage_compute import ComputeSettings, HeldStage
 from shoal.peer.stage_members import StageMembers, stage_folder
+from shoal.peer.stage_model import StageModel
 from shoal.peer.stage_runner import StageRunner
 from shoal.peer.stage_shapes import StageShapes
 from shoal.swarm.errors import LinkError
@@ -102,10 +103,11 @@ class HeldSpan:
         progress.prepared, progress.has_work = 0.0, False
         try:
             for stage in stages:
+                build = partial(_at_start, work, boundaries[stage], boundaries[stage + 1])
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.device)
                 member: Member = network.call(members.enter(stage))
                 about = StageAbout(number=stage, stages=len(boundaries) - 1)
-                brought = Brought(model, data=work.about, recipe_config=work.recipe_config, stage=about)
+                brought = Brought(model, data=work.about, recipe_config=work.recipe_config, stage=about, build=build)
                 replicas[stage] = _replica(work, network, member, stage, brought)
                 progress.prepared = len(replicas) / len(stages)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
@@ -170,6 +172,11 @@ class HeldSpan:
                 self._network.finish(self._running)
             with suppress(LinkError):
                 self._network.call(self._members.leave_all())
+
+
+def _at_start(work: SpanWork, first: int, stop: int) -> StageModel:
+    """Those layers as the run began with them, whatever was trained since."""
+    return work.samples.recipe.layers(work.run.run.seed).build(first, stop)
 
 
 def _replica(work: SpanWork, network: NetworkThread[Any], member: Member, stage: int, brought: Brought) -> Replica:

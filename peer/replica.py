@@ -46,7 +46,7 @@ class Brought:
     """What a member brings to the run. ``inner_optimizer`` is needed by ``diloco``; ``data`` may come later;
     ``recipe_config`` is None for own training loops. ``make_work``: local work of another kind than the algorithm's;
     ``on_mean``: called with every committed mean, (n,) float32, and whether our contribution is in it; ``stage``: which
-    one the model is, in a pipeline."""
+    one the model is, in a pipeline; ``build``: makes the model anew, as it is at the run's start."""
 
     model: nn.Module
     inner_optimizer: Optimizer | None = None
@@ -55,6 +55,7 @@ class Brought:
     make_work: Callable[[ParameterVector], LocalWork] | None = None
     on_mean: Callable[[Tensor, bool], None] | None = None
     stage: StageAbout | None = None
+    build: Callable[[], nn.Module] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Replica:
         self.samples = LeasedSamples(self.tokens_per_sample)
         self.work = brought.make_work(self.vector) if brought.make_work else _local_work(run, self.vector, brought)
         self._on_mean = brought.on_mean
+        self._build = brought.build
         self.round = 0
         self.recipe_config = brought.recipe_config
         self._run = run
@@ -315,11 +317,12 @@ class Replica:
         if start is not None:
             make, digest = (start.read if start.is_here else None), start.digest
         else:  # what the model was made with is gone once it has trained
-            make, digest = (self._initial_state if is_first else None), None
+            make, digest = (self._initial_state if is_first or self._build else None), None
         return OwnStates(self._keeper, make, self._roll_forward, is_first=is_first, initial_digest=digest)
 
     def _initial_state(self) -> State:
-        return State.make(self.vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
+        vector = ParameterVector(self._build()) if self._build else self.vector
+        return State.make(vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
 
     def _heard(self, verdict: Verdict) -> None:
         if self._keeper is not None:

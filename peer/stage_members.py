@@ -63,8 +63,15 @@ class StageMembers:
     async def enter(self, stage: int) -> Member:
         """Join that stage. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of them."""
         assert stage not in self._stays, f"stage {stage} was entered already"
-        stay = self._stays[stage] = _Stay()
-        stay.task = self._tasks.create_task(self._stay(stage, stay))
+        stay = _Stay()
+        life = self._stay(stage, stay)
+        try:
+            stay.task = self._tasks.create_task(life)
+        except RuntimeError:  # all of it is ending, and whoever waits here is told why when it has
+            life.close()
+            await asyncio.Event().wait()
+            raise
+        self._stays[stage] = stay
         try:
             return await asyncio.shield(stay.entered)
         except asyncio.CancelledError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import count, from_wire, merge
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
-from shoal.swarm.coordinator.rounds import Judgement, lost_work
+from shoal.swarm.coordinator.rounds import Judgement, left_out
 from shoal.swarm.verdicts import tied_together
 
 _OVER = "the run's time was over"
@@ -102,9 +102,9 @@ class Barrier:
                 continue
             if not judgement.committed:
                 return _abort(stages, f"stage {stage.stage}: {judgement.reason}", {stage.stage: judgement.failed})
-            lost = lost_work(stage.round, judgement.digests)
-            if lost:
-                return _abort(stages, f"stage {stage.stage}: the work of {len(lost)} replicas was lost with them")
+            # Whoever lives would bring it to the next round: later than it counts in the other stages.
+            if missing := left_out(stage.round, judgement.digests):
+                return _abort(stages, f"stage {stage.stage}: the work of {len(missing)} replicas is not in the mean")
         if any(judgement is None for _, judgement in judged):
             return False
         _end([stage.verdict_of(judgement) for stage, judgement in judged if judgement is not None], stages)

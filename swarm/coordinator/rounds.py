@@ -108,19 +108,24 @@ def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
 def lost_work(ended: Round, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
     """Dead members whose contribution did not get into every chunk: others train on their samples again.
 
-    Of a part that is void, what the living offered is offered again; what the dead did is gone. Who is missing in
-    the committed bytes is known to those that hold them all, of whom two have to say so; where there is nobody,
-    all are believed, for samples are better trained on twice than never."""
+    Of a part that is void, what the living offered is offered again; what the dead did is gone."""
+    if ended.plan is not None and None in digests:
+        return tuple(sorted(ended.orphans))
+    return tuple(peer for peer in left_out(ended, digests) if peer in ended.orphans)
+
+
+def left_out(ended: Round, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
+    """Members whose contribution did not get into every chunk of a round without void parts, in the plan's order.
+
+    Who is missing in the committed bytes is known to those that hold them all, of whom two have to say so; where there
+    is nobody, all are believed, for samples are better trained on twice than never."""
     if ended.plan is None:
         return ()
-    if None in digests:
-        return tuple(sorted(ended.orphans))
     reports = ended.reports.values()
     holders = [report for report in reports if report.digests == digests]
     said = Counter(index for report in holders or reports for index in set(report.dropped))
     needed = min(2, max(1, len(holders)))
-    peers = [ended.plan.members[index].peer for index in sorted(said) if said[index] >= needed]
-    return tuple(peer for peer in peers if peer in ended.orphans)
+    return tuple(ended.plan.members[index].peer for index in sorted(said) if said[index] >= needed)
 
 
 @dataclass(frozen=True)

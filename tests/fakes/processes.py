@@ -56,6 +56,11 @@ def context_of(process: str) -> Context:
     return context
 
 
+def current_process() -> str:
+    """That of the running task; empty for the test itself."""
+    return _PROCESS.get()
+
+
 def the_loop() -> ProcessLoop:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ProcessLoop)

@@ -102,7 +102,7 @@ class FakeNetwork:
 class Side:
     """One member of a run with ``overlap``: a model of four parameters, plain gradient descent."""
 
-    def __init__(self, tmp_path: Path, overlap: bool = True) -> None:
+    def __init__(self, tmp_path: Path, overlap: bool = True, build: Callable[[], nn.Module] | None = None) -> None:
         toml = f"[run]\nname = 't'\n[recipe]\nname = 'own'\n[averaging]\noverlap = {str(overlap).lower()}\n"
         self.run = parse_run_file(toml + "[inner]\n[round]\ntokens = 100\n")
         self.model = nn.Linear(4, 1, bias=False)
@@ -114,7 +114,7 @@ class Side:
         network: Any = self.network
         self.replica = Replica(
             self.run,
-            Brought(self.model, optimizer, about),
+            Brought(self.model, optimizer, about, build=build),
             network,
             network.resource,
             tmp_path,
@@ -295,6 +295,24 @@ def test_without_overlap_the_verdict_is_awaited_at_once(tmp_path: Path) -> None:
     assert not side.replica.exchanging
     assert (side.replica.round, side.replica.samples.tokens_done) == (1, 0)
     assert torch.equal(side.local, side.anchor)
+
+
+def test_a_run_may_go_back_to_what_it_began_with(tmp_path: Path) -> None:
+    """Nobody may have had a reason to keep it: of a pipeline's stages another one may be lost."""
+    made: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        made.append(nn.Linear(4, 1, bias=False))
+        nn.init.ones_(made[-1].weight)  # type: ignore[arg-type]
+        return made[-1]
+
+    side = Side(tmp_path, overlap=False, build=build)
+    side.train()
+    assert not torch.equal(side.local, torch.ones(4))
+    side.member.held.clear()
+    side.replica.start_afresh("the run has gone back")
+    assert torch.equal(side.local, torch.ones(4))
+    assert torch.equal(side.anchor, torch.ones(4))
 
 
 def _done(outcome: Outcome) -> "Future[Outcome]":

@@ -97,6 +97,19 @@ async def test_stages_are_entered_and_left_at_any_time() -> None:
 
 
 @run
+async def test_who_enters_while_everything_ends_waits_for_the_reason() -> None:
+    async with asyncio.TaskGroup() as over:
+        pass
+    members: Any = StageMembers(None, over)  # type: ignore[arg-type]
+    entering = asyncio.create_task(members.enter(0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not entering.done()
+    await members.leave_all()
+    entering.cancel()
+
+
+@run
 async def test_a_stage_that_cannot_be_joined_is_its_callers_error_and_nobody_elses() -> None:
     async with hosted(1) as (invite, _), opened(invite, 1) as members:
         held = await members.enter(0)

@@ -142,7 +142,20 @@ def test_nothing_is_committed_when_the_work_of_a_dead_replica_is_lost() -> None:
         for member in world.planned[stage + 1].plan.members:
             if world.machine.phase == "averaging":
                 world.report(world.by_name(member.peer), stage)
-    assert reasons(world) == ["stage 1: the work of 1 replicas was lost with them"]
+    assert reasons(world) == ["stage 1: the work of 1 replicas is not in the mean"]
+    rounds(world, 1)
+
+
+def test_nothing_is_committed_without_the_work_of_a_living_replica() -> None:
+    """It would come with the next round, and in the other stages it would have come with this one."""
+    world = PipelineWorld(run_file())
+    for peer in world.peers[:6]:
+        world.start(peer)
+    until(world, "averaging")
+    for stage in range(STAGES):
+        for member in world.planned[stage + 1].plan.members:
+            world.report(world.by_name(member.peer), stage, dropped=(1,) if stage == 1 else ())
+    assert reasons(world) == ["stage 1: the work of 1 replicas is not in the mean"]
     rounds(world, 1)
 
 

@@ -1,0 +1,74 @@
+"""What must hold of a pipeline run that is over, whatever happened in it."""
+
+from collections.abc import Sequence
+
+import torch
+from tests.chaos.pipeline_scene import BATCH, ROUNDS, STAGES, Peer, Scene
+from tests.chaos.small_model import plain_loop
+from torch import Tensor
+
+from shoal.swarm.coordinator.facts import Fact, InScope, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.leases import from_wire
+from shoal.swarm.errors import RunEnded
+
+
+def check(scene: Scene) -> None:
+    """Nobody who lives has failed, but for who wakes up when the run is over; every sample counted once in each stage;
+    all are where one process would be."""
+    for peer in scene.alive:
+        if peer.thread.failure is not None and not isinstance(peer.thread.failure, RunEnded):
+            raise AssertionError(f"{peer.process} failed") from peer.thread.failure
+    check_samples(scene.facts)
+    ours, plain = trained(scene.alive), plain_loop(ROUNDS, BATCH)
+    assert ours.shape == plain.shape
+    assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)
+
+
+def check_samples(facts: Sequence[Fact]) -> None:
+    """Every round is committed or aborted in all stages; of a committed one each sample counts once in each stage, and
+    is the next of the run's sequence."""
+    plans: dict[int, RoundPlanned] = {}
+    ends: dict[int, list[tuple[bool, int]]] = {}
+    for fact in facts:
+        if not isinstance(fact, InScope):
+            continue
+        if isinstance(fact.fact, RoundPlanned):
+            plans[fact.scope] = fact.fact
+        if isinstance(fact.fact, VerdictGiven):
+            verdict = fact.fact.verdict
+            ends.setdefault(verdict.round, []).append((verdict.committed, verdict.anchor_version))
+            if verdict.committed:
+                ranges = [one for wire in plans[fact.scope].ranges for one in from_wire(wire)]
+                counted = sorted(sample for start, stop in ranges for sample in range(start, stop))
+                first = (verdict.anchor_version - 1) * BATCH
+                assert counted == list(range(first, first + BATCH)), f"stage {fact.scope - 1}"
+    assert all(len(end) == STAGES and len(set(end)) == 1 for end in ends.values()), ends
+    assert list(ends.values())[-1][0] == (True, ROUNDS)
+
+
+def aborted(facts: Sequence[Fact]) -> list[str]:
+    """Why, of each round that was."""
+    return [
+        fact.fact.verdict.reason
+        for fact in facts
+        if isinstance(fact, InScope)
+        and fact.scope == 1
+        and isinstance(fact.fact, VerdictGiven)
+        and not fact.fact.verdict.committed
+    ]
+
+
+def trained(peers: Sequence[Peer]) -> Tensor:
+    """The stages of the last round, one after the other; all replicas' are the same."""
+    stages: dict[int, list[Tensor]] = {}
+    digests: dict[int, set[bytes]] = {}
+    for peer in peers:
+        if peer.held is None:
+            continue
+        for stage, replica in peer.held.training.replicas.items():
+            if replica.state is not None and replica.state.version == ROUNDS:
+                stages.setdefault(stage, []).append(replica.state.anchor)
+                digests.setdefault(stage, set()).add(replica.state.digest)
+    assert sorted(stages) == list(range(STAGES)), f"nobody holds the other stages than {sorted(stages)}"
+    assert all(len(one) == 1 for one in digests.values()), "parity"
+    return torch.cat([stages[stage][0] for stage in range(STAGES)])

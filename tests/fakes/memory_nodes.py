@@ -1,0 +1,239 @@
+"""Whole nodes in one event loop: the real control plane and rosters over lines that exist only there, and chunks that
+``MemoryNetwork`` moves. A node belongs to the process in whose context it was opened."""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fakes.memory_network import MemoryEndpoint, MemoryNetwork
+from tests.fakes.processes import ProcessLoop, context_of, current_process
+
+from shoal.swarm.bulk import ChunkSource
+from shoal.swarm.channel import Channel
+from shoal.swarm.control import ControlPlane
+from shoal.swarm.errors import LinkError, NotAdmitted, Unreachable
+from shoal.swarm.gate import Admit
+from shoal.swarm.identity import CurveKeys
+from shoal.swarm.links import Meter, Sink
+from shoal.swarm.messages import Blob, Message, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.transport import Node
+from shoal.swarm.wire import Envelope, decode, encode
+
+HOST = "127.0.0.1"
+_LATENCY_S = 0.002
+_RETRY_S = 0.1
+
+OnMessage = Callable[[str, str, Envelope], None]
+"""Sees from which process to which something arrives that is about to be handled; may stop or kill processes."""
+
+
+class MemoryNodes:
+    """All nodes of a test. ``opener`` takes the place of ``Node.open``; ``watch`` sees all messages that arrive."""
+
+    def __init__(self, loop: ProcessLoop) -> None:
+        self.loop = loop
+        self.chunks = MemoryNetwork()
+        self.chunks.is_stopped = loop.is_stopped
+        self.watch: list[OnMessage] = []
+        self.by_port: dict[int, MemoryNode] = {}
+        self._ports = itertools.count(1000)
+
+    @asynccontextmanager
+    async def opener(
+        self, keys: CurveKeys, host: str, ports: tuple[int, int | None], admit: Admit
+    ) -> AsyncIterator["MemoryNode"]:
+        port = next(self._ports)
+        async with asyncio.TaskGroup() as tasks:
+            node = MemoryNode(self, keys, tasks, admit, port)
+            self.by_port[port] = node
+            try:
+                yield node
+            finally:
+                self.shut(node)
+
+    def kill(self, process: str) -> None:
+        """As SIGKILL: nothing of it runs any more, and its connections are lost."""
+        self.loop.stop_process(process)
+        for node in [node for node in self.by_port.values() if node.process == process]:
+            self.shut(node)
+
+    def shut(self, node: "MemoryNode") -> None:
+        if self.by_port.pop(node.control_port, None) is not None:
+            node.plane.lose_all()
+            self.chunks.kill(node.process)
+
+    def with_key(self, key: bytes) -> "MemoryNode | None":
+        return next((node for node in self.by_port.values() if node.plane.keys.public == key), None)
+
+
+class _NoSocket:
+    closed = True
+
+
+class _Line(Channel):
+    """One end. ``other``: the end on the other side, while there is a connection."""
+
+    def __init__(self, plane: "_Plane", remote_key: bytes, label: str, routing: bytes | None) -> None:
+        super().__init__(remote_key, label, _NoSocket(), routing, remote_host=HOST)  # type: ignore[arg-type]
+        self.plane = plane
+        self.other: _Line | None = None
+        self._arriving: deque[bytes] = deque()
+
+    async def send(self, envelope: Envelope) -> None:
+        data = encode(envelope)
+        await self._decided.wait()  # a socket that is not connected keeps it back
+        if self.other is None:
+            raise self.diagnosis(0)
+        other = self.other
+        other._arriving.append(data)
+        asyncio.get_running_loop().call_later(_LATENCY_S, other._arrive, context=context_of(other.plane.process))
+
+    def _arrive(self) -> None:
+        """In the receiver's process."""
+        if self._arriving:
+            self.plane.take(self, self._arriving.popleft())
+
+    def part(self) -> None:
+        """The connection is lost, for both ends."""
+        other, self.other = self.other, None
+        self._arriving.clear()
+        self.mark_away()
+        if other is not None and other.other is self:
+            other.part()
+
+
+class _Plane(ControlPlane):
+    """The real one's handlers over lines."""
+
+    def __init__(self, nodes: MemoryNodes, keys: CurveKeys, tasks: asyncio.TaskGroup, process: str) -> None:
+        self.keys = keys
+        self.process = process
+        self._nodes = nodes
+        self._tasks = tasks
+        self._handlers = {}
+        self._incoming = {}
+        self._dialed = {}
+        self._running_handlers = 0
+
+    def take(self, line: _Line, data: bytes) -> None:
+        envelope = decode(data)
+        for watch in self._nodes.watch:
+            watch(line.other.plane.process if line.other else "", self.process, envelope)
+        self._tasks.create_task(self._dispatch(line, memoryview(data)))
+
+    def dial(self, host: str, port: int, key: bytes) -> Channel:
+        known = self._dialed.get((f"{host}:{port}", key))
+        if known is not None:
+            return known
+        line = _Line(self, key, f"{host}:{port}", None)
+        self._dialed[f"{host}:{port}", key] = line
+        self._tasks.create_task(self._keep_connected(line, port))
+        return line
+
+    async def _keep_connected(self, line: _Line, port: int) -> None:
+        while not line.is_broken:
+            if line.other is None:
+                there = self._nodes.by_port.get(port)
+                if there is None or there.plane.keys.public != line.remote_key:
+                    line.note_trouble(Unreachable(f"nothing answers at {line.label}"))
+                elif await _in_process(there.process, there.admit(self.keys.public)):
+                    there.plane.accept(line)
+                else:
+                    self.hang_up(line)
+                    line.note_trouble(NotAdmitted(f"{line.label} does not admit this key"))
+            await asyncio.sleep(_RETRY_S)
+
+    def accept(self, line: _Line) -> None:
+        """A caller's line: this end of it."""
+        end = _Line(self, line.plane.keys.public, "a caller", b"caller")
+        earlier = self._incoming.pop(end.remote_key, None)
+        if earlier is not None:
+            earlier.mark_broken(Unreachable("it has connected anew"))
+        self._incoming[end.remote_key] = end
+        end.other, line.other = line, end
+        end.mark_connected()
+        line.mark_connected()
+
+    def _close(self, channel: Channel, why: LinkError, linger_ms: int = 0) -> None:
+        super()._close(channel, why, linger_ms)
+        assert isinstance(channel, _Line)
+        channel.part()
+
+    def lose_all(self) -> None:
+        for line in [*self._dialed.values(), *self._incoming.values()]:
+            assert isinstance(line, _Line)
+            line.part()
+            line.mark_broken(Unreachable("closing down"))
+
+    def stop(self) -> None:
+        pass
+
+
+async def _in_process(process: str, work: Awaitable[bool]) -> bool:
+    """Done by another process, when it runs."""
+
+    async def do() -> bool:
+        return await work
+
+    return await asyncio.get_running_loop().create_task(do(), context=context_of(process))
+
+
+@dataclass
+class _Bulk:
+    """What a node wants of its data plane."""
+
+    endpoint: MemoryEndpoint
+    meter: Meter
+    connections_per_link: int = 1
+
+    def publish(self, blob: Blob, source: ChunkSource) -> None:
+        self.endpoint.publish(blob, source)
+
+    def retract(self, blob: Blob) -> None:
+        self.endpoint.retract(blob)
+
+    def leave(self, scope: int) -> None:
+        self.endpoint.leave(scope)
+
+    def share_uplink(self, shares: Any) -> None:
+        pass
+
+    def links_with(self, key: bytes) -> tuple[()]:
+        return ()
+
+
+class MemoryNode(Node):
+    def __init__(self, nodes: MemoryNodes, keys: CurveKeys, tasks: asyncio.TaskGroup, admit: Admit, port: int) -> None:
+        self.process = current_process()
+        self.plane = _Plane(nodes, keys, tasks, self.process)
+        self.admit = admit
+        self._nodes = nodes
+        self._endpoint = nodes.chunks.endpoint(self.process)
+        super().__init__(self.plane, _Bulk(self._endpoint, Meter()))  # type: ignore[arg-type]
+        self.control_port = self.data_port = port
+        self.plane.handle(PeerToPeerPing, _pong)
+
+    def _part_from(self, keys: set[bytes]) -> None:
+        """Fetches from whoever is not known any more end with their attempt."""
+        super()._part_from(keys)
+        known = self._nodes.by_port.values()
+        self._endpoint.roster = {node.process for node in known if self.knows_key(node.plane.keys.public)}
+
+    async def fetch(
+        self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
+    ) -> AsyncGenerator[int, None]:
+        entry, _ = self._known(peer, blob.scope)
+        there = self._nodes.with_key(entry.certificate.curve_key)
+        if there is None:
+            raise Unreachable(f"nothing answers at {peer}")
+        async with aclosing(self._endpoint.fetch(there.process, blob, chunks, sink, progress_s)) as stream:
+            async for chunk in stream:
+                yield chunk
+
+
+async def _pong(channel: Channel, message: Message) -> Message:
+    return PeerToPeerPong()
