@@ -89,6 +89,13 @@ def test_a_peer_that_holds_the_whole_model_is_a_chain_of_one() -> None:
     rounds(world, 1) if world.peers[0].running else world.start(world.peers[0])
     rounds(world, 2)
     assert world.machine.spans == {world.peers[0].name: (0, STAGES - 1)}
+    turn(world)
+    stages = world.machine.status(world.now_s).stages
+    whole_s = 0.1 * LAYERS
+    assert [one.capacity_tokens_per_s for one in stages] == pytest.approx(
+        [MICRO * TOKENS_PER_SAMPLE / whole_s] * STAGES
+    )
+    assert not any(one.is_bottleneck for one in stages), "all could do the same"
 
 
 def test_whole_replicas_and_stages_together() -> None:
