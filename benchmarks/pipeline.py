@@ -109,8 +109,11 @@ def predicted(pipeline: Pipeline) -> float:
     layers = [LayerCost(*costs) for costs in told[0]["layers"]]
     spans = {one["peer"]: peer.span for one, peer in zip(told, pipeline.peers, strict=True) if peer.span}
     plan = StagePlan(boundaries_of(pipeline), spans)
-    in_flight = pipeline.case.run_file.pipeline.in_flight
-    return plan_rate(plan, layers, peers, max_in_flight=in_flight, optimizer_values=pipeline_plan.OPTIMIZER_VALUES)
+    settings = pipeline.case.run_file.pipeline
+    assert settings is not None
+    return plan_rate(
+        plan, layers, peers, max_in_flight=settings.in_flight, optimizer_values=pipeline_plan.OPTIMIZER_VALUES
+    )
 
 
 def measure_links(case: Case, limit_s: float) -> Iterator[Row]:

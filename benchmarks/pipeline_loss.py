@@ -105,7 +105,7 @@ class Chain:
                 received = self._sent(back)
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return unpack(memoryview(pack(tensor, self._codec).numpy()), TensorForm.of(tensor), self._codec)
+        return unpack(pack(tensor, self._codec).numpy().data, TensorForm.of(tensor), self._codec)
 
 
 def held_out_losses(codec: str, seeds: Sequence[int], steps: int, samples: int = 256) -> list[float]:

@@ -23,13 +23,12 @@ from shoal.peer.cli import main as shoal
 from shoal.peer.measured import MeasuredModel, measured_model
 from shoal.peer.span_training import SpanTraining
 from shoal.swarm.coordinator import service
+from shoal.swarm.coordinator.pipeline_planner import planner_of
 from shoal.swarm.pipeline.stage_plan import Infeasible
 from shoal.swarm.run_file import RunFile
 
 
 def wait_for_all(peers: int) -> None:
-    planner_of = service.planner_of
-
     def patient(run: RunFile) -> Callable[..., Any]:
         planner = planner_of(run)
 
@@ -65,14 +64,14 @@ def tell_speed(notes: Notes) -> None:
         notes.write("capability", layers=costs, **vars(capability))
         return capability
 
-    MeasuredModel.capability = told  # type: ignore[method-assign]
+    MeasuredModel.capability = told  # type: ignore[method-assign,assignment]
 
     def measured(run: RunFile, *about: Any) -> MeasuredModel:
-        model = measured_model(run, *about, cache=Path("measured.json"))
+        model = measured_model(run, *about, cache=Path("measured.json"))  # type: ignore[misc]
         layer_s = run.recipe.settings["layer_ms"] / 1000 * pipeline_recipe.slowness
         return replace(model, layers=tuple(replace(one, seconds=layer_s) for one in model.layers))
 
-    pipeline_peer.measured_model = measured  # type: ignore[attr-defined]
+    pipeline_peer.measured_model = measured  # type: ignore[assignment,attr-defined]
 
 
 def note_computing(notes: Notes) -> None:
