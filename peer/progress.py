@@ -15,7 +15,8 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.text import Text
 
-from shoal.peer.events import Event, describe_fact, plain_line
+from shoal.peer.events import Event, plain_line
+from shoal.peer.fact_events import describe_fact
 from shoal.peer.snapshot import Snapshot, Watched
 from shoal.peer.views import session_panel, status_json, status_line, status_table
 from shoal.swarm.errors import ShoalError, StorageError
