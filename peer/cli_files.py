@@ -176,7 +176,11 @@ def _reader(identity: Path) -> Identity | None:
 
 
 def start_of(folder: Path | None, identity: Path | None, *, only_parameters: bool) -> StartFrom | None:
-    """What the host's options say of it; ``identity``: the file with a reader's, for sealed checkpoints."""
+    """What the host's options say of it; ``identity``: the file with a reader's, for sealed checkpoints.
+
+    Raises ``UserError``."""
     if folder is None:
+        if only_parameters:
+            raise UserError("--parameters-only says what to take from a checkpoint: give that with --from FOLDER")
         return None
     return StartFrom(folder, _reader(identity or SHOAL_HOME / "identity"), only_parameters)

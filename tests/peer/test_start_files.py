@@ -26,6 +26,7 @@ from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.cli_files import start_of
 from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.sample_order import run_order
@@ -34,7 +35,7 @@ from shoal.peer.start_files import StartFiles
 from shoal.peer.start_section import StartFrom, start_section, started_run_file, with_section
 from shoal.peer.state import State
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.errors import ModelMismatch, RunFileError, SealedForOthers, StateFileError
+from shoal.swarm.errors import ModelMismatch, RunFileError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.run_file import RunFile, parse_run_file
 
 LAYERED = gpt().layers(1)
@@ -305,6 +306,13 @@ def test_a_host_goes_on_with_the_start_that_it_wrote(place: Path, tmp_path: Path
     path.write_text(run_toml("next", 2))
     with pytest.raises(StateFileError):
         started_run_file(path, kept, StartFrom(tmp_path / "is gone"))
+
+
+def test_what_to_take_needs_something_to_take_it_from(place: Path, tmp_path: Path) -> None:
+    assert start_of(None, None, only_parameters=False) is None
+    assert start_of(place, tmp_path / "none", only_parameters=True) == StartFrom(place, only_parameters=True)
+    with pytest.raises(UserError, match="--from FOLDER"):
+        start_of(None, None, only_parameters=True)
 
 
 def test_a_run_file_has_one_start(place: Path) -> None:
