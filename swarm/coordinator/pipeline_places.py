@@ -81,10 +81,11 @@ class Places:
                 way = _Way(span, now_s, steps)
             elif steps > way.steps or _lacks_donors(run, peer, lacking):
                 way.since_s, way.steps = now_s, max(steps, way.steps)
-            self._ways[peer] = way
             allowed_s = self._allowed_s(run, peer, span)
-            if now_s > way.since_s + allowed_s:
+            if now_s > way.since_s + allowed_s:  # if it has to be given the same again, it has all the time again
                 overdue.append(Overdue(peer, f"got no closer to stage {lacking[0]} for {allowed_s:.0f} s"))
+            else:
+                self._ways[peer] = way
         return overdue
 
     def _allowed_s(self, run: PipelineState, peer: str, span: tuple[int, int]) -> float:

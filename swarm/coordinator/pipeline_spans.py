@@ -227,7 +227,7 @@ class Spans(PipelineState):
     def _say_resting(self) -> str:
         """Who gets no stage now, and why."""
         said = ""
-        for peer in sorted(self.resting() & self.capabilities.keys() - self.spans.keys())[:3]:
+        for peer in sorted(self.resting() & self.capabilities.keys())[:3]:
             rest = self.rests[peer]
             left_s = rest.until_s - self.unix_s
             said += f"; {self._name([peer])} {rest.reason}, and may come again in {left_s:.0f} s"

@@ -72,8 +72,9 @@ class PipelineState(Admission):
         return max(0.0, self.now_s + self.unix_offset_s)
 
     def resting(self) -> set[str]:
-        """Who is to hold no stage now."""
-        return {peer for peer, rest in self.rests.items() if rest.until_s > self.unix_s}
+        """Who is to be given no stage now. Whoever had to be given one nonetheless is one of those that hold stages."""
+        resting = {peer for peer, rest in self.rests.items() if rest.until_s > self.unix_s}
+        return resting - self.spans.keys()
 
     def parameters_bytes(self, stage: int) -> int:
         """Of a stage's parameters in float32."""

@@ -88,8 +88,10 @@ def plan(
     rebalancing: Rebalancing | None,
 ) -> StagePlan | Infeasible:
     """Whoever can, holds all stages; the others one each, newcomers where there are fewest; empty stages are filled by
-    whoever is least missed. From the last to the first: then one move changes who drives only if it has to."""
-    spans = dict(previous.spans) if previous else {}
+    whoever is least missed. From the last to the first: then one move changes who drives only if it has to. Whoever is
+    not named among ``peers`` has no place."""
+    there = {one.peer for one in peers}
+    spans = {peer: span for peer, span in previous.spans.items() if peer in there} if previous else {}
     boundaries = previous.boundaries if previous else tuple(range(0, LAYERS + 1, LAYERS // STAGES))
 
     def holders(stage: int) -> list[str]:

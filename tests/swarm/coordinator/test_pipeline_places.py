@@ -186,6 +186,31 @@ def test_who_alone_can_hold_a_stage_gets_it_again_at_once() -> None:
     rounds(world, 1)
 
 
+def test_who_gets_its_stage_again_has_all_the_time_again() -> None:
+    world = training(3)
+    gone = holder(world, 1)
+    world.machine.stages[1].leave(gone.name, "its stage failed", world.now_s)
+    gone.hung = True
+    gone.forget()
+    until_taken(world)
+    _, took_s = until_taken(world)
+    assert took_s >= world.machine.deadlines.enter_s(0) - 1
+
+
+def test_who_got_its_stage_again_before_it_has_rested_keeps_it() -> None:
+    world = training(5)
+    stage = next(number for number in range(STAGES) if len(world.machine.holders(number)) == 1)
+    alone = holder(world, stage).name
+    span, unix_s = world.machine.spans[alone], world.machine.unix_s
+    world.machine.record(f.SpanTaken(peer=alone, at_s=unix_s, reason="hung", until_s=unix_s + 1000.0))
+    world.machine.record(f.SpanAssigned(peer=alone, first=span[0], last=span[1], at_s=unix_s))
+    turn(world)
+    seen = len(world.facts)
+    rounds(world, 6)
+    assert [one for one in world.facts[seen:] if isinstance(one, f.SpanTaken | f.SpanAssigned)] == []
+    assert world.machine.spans[alone] == span
+
+
 def test_slow_computing_is_no_idling() -> None:
     world = training(3)
     slow = holder(world, 1)
