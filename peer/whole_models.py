@@ -123,8 +123,6 @@ def _of_one_round(standing: Sequence[Standing]) -> Iterator[WholeModel]:
     for one in standing:
         by_tie[one.verdict.together][one.kept.stage.number].append(one)
     for stages in by_tie.values():
-        if sorted(stages) != list(range(len(stages))):
-            continue
         chosen = [sorted(stages[number], key=lambda one: len(one.way)) for number in sorted(stages)]
         if not _are_the_runs(chosen):
             continue
