@@ -18,9 +18,10 @@ from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.round_records import RECORDS, Owner, RoundRecords
 from shoal.peer.state import State
-from shoal.swarm.errors import StateFileError
+from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.messages import Verdict
 from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.verdicts import check_verdict
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,21 @@ class Standing:
 
     def load(self) -> State:
         return self.kept.load(self.way)
+
+    def named_later(self) -> bytes | None:
+        """The digest of this state by the next round's plan, as the coordinator signed it; None where that is not known
+        here."""
+        later = self.kept.known.get(self.verdict.round + 1)
+        if later is None or later.plan is None or later.previous_chain != self.verdict.chain:
+            return None
+        if later.plan.anchor_version != self.verdict.anchor_version:
+            return None
+        try:
+            check_verdict(later, bytes.fromhex(self.kept.manifest.coordinator_key))
+        except WireError as error:
+            log.warning("%s: %s", self.kept.place, error)
+            return None
+        return later.plan.state_digest
 
 
 def _history(place: Path) -> dict[int, Verdict]:

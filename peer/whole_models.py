@@ -123,8 +123,6 @@ def _of_one_round(standing: Sequence[Standing]) -> Iterator[WholeModel]:
     for one in standing:
         by_tie[one.verdict.together][one.kept.stage.number].append(one)
     for stages in by_tie.values():
-        if sorted(stages) != list(range(len(stages))):
-            continue
         chosen = [sorted(stages[number], key=lambda one: len(one.way)) for number in sorted(stages)]
         if not _are_the_runs(chosen):
             continue
@@ -149,13 +147,17 @@ def _are_the_runs(chosen: Iterable[Sequence[Standing]]) -> bool:
 
 
 def _stage_state(choices: Sequence[Standing]) -> StageState:
-    """From the first of these that is whole: they are the same."""
+    """From the first of these that is whole, and that a later plan, where one is known here, has named."""
+    named = next((digest for one in choices if (digest := one.named_later()) is not None), None)
 
     def load() -> State:
         refused: StateFileError | None = None
         for one in choices:
             try:
-                return one.load()
+                state = one.load()
+                if named in (None, state.digest):
+                    return state
+                raise StateFileError(f"{one.kept.place}: leads to another state than the run's plan after it names")
             except StateFileError as error:
                 log.warning("a stage's checkpoint cannot be used, another peer's may do: %s", error)
                 refused = error

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tests.peer.checkpoints.making import contents as plain_contents
 from tests.peer.checkpoints.making import open_store
-from tests.peer.checkpoints.stages import IDENTITY, LAYOUTS, TOML, given, keep, stage_chains, whole_values
+from tests.peer.checkpoints.stages import IDENTITY, LAYOUTS, TOML, given, keep, stage_chains, stage_state, whole_values
 from tests.swarm.coordinator.world import SIGNER
 from torch import Tensor
 from typer.testing import CliRunner
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import StageAbout, StagePart
 from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.checkpoints.store import CHECKPOINTS
 from shoal.peer.checkpoints.whole import write_whole
 from shoal.peer.checkpoints.writing import CheckpointWriter
 from shoal.peer.cli import app
@@ -24,6 +25,7 @@ from shoal.peer.export import export_model, gather_checkpoint
 from shoal.peer.history import Origin, pack_history
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.stage_members import scope_of, stage_folder
+from shoal.peer.state import State
 from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.identity import CurveKeys, Identity
@@ -132,6 +134,22 @@ def test_of_a_damaged_checkpoint_another_peers_is_taken(tmp_path: Path) -> None:
     version, values = exported(tmp_path / "run", tmp_path)
     assert version == 2
     assert torch.equal(values, whole_values(2)[0])
+
+
+def test_of_several_states_that_is_taken_which_the_next_plan_names(tmp_path: Path) -> None:
+    """One peer signs whatever it likes; the coordinator's next plan says what the stage had."""
+    chains = stage_chains(3)
+    keep_all(tmp_path / "run", chains, 1)
+    wrong = stage_state(1, 7).values
+    keep(tmp_path / "run" / "a-liar", 1, chains[1], 1, state=State.of(wrong, 2))
+    history(tmp_path / "run" / "peer1", 1, chains[1])
+    version, values = exported(tmp_path / "run", tmp_path)
+    assert version == 2
+    assert torch.equal(values, whole_values(2)[0])
+    shutil.rmtree(stage_folder(tmp_path / "run" / "peer1", 1) / CHECKPOINTS)
+    history(tmp_path / "run" / "a-liar", 1, chains[1])
+    with pytest.raises(StateFileError, match="leads to another state than the run's plan after it names"):
+        exported(tmp_path / "run", tmp_path)
 
 
 def test_a_checkpoint_of_a_whole_model_is_no_stage_to_be_put_together(tmp_path: Path) -> None:

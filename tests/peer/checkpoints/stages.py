@@ -16,7 +16,7 @@ from shoal.peer.checkpoints.whole import StageState
 from shoal.peer.stage_members import scope_of, stage_folder
 from shoal.peer.state import State
 from shoal.swarm.identity import Identity
-from shoal.swarm.messages import TensorSpec, Verdict
+from shoal.swarm.messages import Part, PlanMember, RoundPlan, TensorSpec, Verdict
 from shoal.swarm.run_file import parse_run_file
 from shoal.swarm.verdicts import genesis, tied_together
 
@@ -64,13 +64,30 @@ def stage_chains(rounds: int, aborted: Sequence[int] = (), stages: int = len(LAY
         }
         bare = [
             blank.model_copy(
-                update={**changes, "previous_chain": chain[-1].chain if chain else genesis(RUN.hash, scope_of(stage))}
+                update={
+                    **changes,
+                    "plan": _plan(stage, chain),
+                    "previous_chain": chain[-1].chain if chain else genesis(RUN.hash, scope_of(stage)),
+                }
             )
             for stage, chain in enumerate(chains)
         ]
         for chain, verdict in zip(chains, tied_together(bare), strict=True):
             chain.append(signed(verdict))
     return [tuple(chain) for chain in chains]
+
+
+def _plan(stage: int, before: Sequence[Verdict]) -> RoundPlan:
+    """Of the next round of a stage: it names the state that there is."""
+    version = before[-1].anchor_version if before else 0
+    return RoundPlan(
+        round=len(before),
+        anchor_version=version,
+        state_digest=stage_state(stage, version).digest if stage < len(LAYOUTS) else bytes(32),
+        chunk_elements=1,
+        members=(PlanMember(peer="a" * 16, weight_tokens=10),),
+        parts=(Part(owner=0, start=0, stop=1),),
+    )
 
 
 def stage_state(stage: int, version: int, layout: Iterable[TensorSpec] | None = None) -> State:
@@ -115,11 +132,17 @@ def whole_values(version: int) -> torch.Tensor:
 
 
 def keep(
-    peer: Path, number: int, chain: Sequence[Verdict], of_round: int, identity: Identity = IDENTITY, **changes: Any
+    peer: Path,
+    number: int,
+    chain: Sequence[Verdict],
+    of_round: int,
+    identity: Identity = IDENTITY,
+    state: State | None = None,
+    **changes: Any,
 ) -> Path:
     """The checkpoint of that stage and round in a peer's folder."""
     verdict = chain[of_round]
-    state = stage_state(number, verdict.anchor_version)
+    state = state or stage_state(number, verdict.anchor_version)
     store = CheckpointStore(stage_folder(peer, number) / CHECKPOINTS, RUN.hash, identity, Retention(9))
     contents = Contents(about(number, state, verdict, **changes), state, None, tuple(chain[: of_round + 1]))
     return store.write(contents).folder
