@@ -50,7 +50,9 @@ CASES = (
     Case("unequal", 3, (FAST, FAST, FAST, SLOW, SLOW, SLOW), 40.0, 96, 3),
     Case("unequal", 4, (FAST, FAST, FAST, SLOW, SLOW), 30.0, 96, 3),
 )
-LINK_CASE = Case("slow link", 2, (FAST, FAST), 20.0, 48, 2, tokens=8192, width=32, ballast=4_000_000, room=1.9)
+LINK_CASE = Case(
+    "slow link", 2, (FAST, FAST), 14.0, 48, 2, tokens=4096, width=32, max_in_flight=4, ballast=1_000_000, room=1.9
+)
 REFILL_CASE = Case("refill", 2, (FAST,) * 5, 40.0, 36, 0)
 REFILL_ROUNDS_BEFORE = 3
 REFILL_WITHIN = 6
