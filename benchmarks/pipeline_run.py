@@ -14,7 +14,7 @@ from pipeline_recipe import NAME
 from recovery_run import Event, NotRecovered, Running
 from shaped_links import Site as Place
 
-from shoal.peer.demo_report import EventFile
+from shoal.peer.demo_child import EventFile
 from shoal.swarm.pipeline.span_rates import STATE_COPIES
 from shoal.swarm.run_file import RunFile, parse_run_file
 
