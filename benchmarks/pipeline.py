@@ -45,12 +45,14 @@ SMALL_SEEDS, LARGE_PEERS = 2, (30,)
 CASES = (
     Case("equal", 2, (FAST,) * 4, 30.0, 96, 3),
     Case("equal", 3, (FAST,) * 6, 45.0, 96, 3),
-    Case("equal", 4, (FAST,) * 4, 40.0, 96, 3),
+    Case("equal", 4, (FAST,) * 4, 30.0, 96, 3),
     Case("unequal", 2, (FAST, FAST, SLOW, SLOW), 20.0, 96, 3),
-    Case("unequal", 3, (FAST, FAST, FAST, SLOW, SLOW, SLOW), 40.0, 96, 3),
+    Case("unequal", 3, (FAST, FAST, FAST, SLOW, SLOW, SLOW), 30.0, 96, 3),
     Case("unequal", 4, (FAST, FAST, FAST, SLOW, SLOW), 30.0, 96, 3),
 )
-LINK_CASE = Case("slow link", 2, (FAST, FAST), 20.0, 48, 2, tokens=8192, width=32, ballast=4_000_000, room=1.9)
+LINK_CASE = Case(
+    "slow link", 2, (FAST, FAST), 14.0, 32, 2, tokens=4096, width=32, max_in_flight=4, ballast=1_000_000, room=1.9
+)
 REFILL_CASE = Case("refill", 2, (FAST,) * 5, 40.0, 36, 0)
 REFILL_ROUNDS_BEFORE = 3
 REFILL_WITHIN = 6
@@ -185,7 +187,7 @@ def measure_all(options: Any) -> Iterator[Row]:
     if "refill" in options.rows:
         yield from measure_refill(REFILL_CASE, options.limit_s)
     if "loss" in options.rows:
-        yield from measure_losses(*((4, 1) if options.quick else (150, 3)))
+        yield from measure_losses(*((4, 1) if options.quick else (100, 2)))
 
 
 def shortened(case: Case) -> Case:
