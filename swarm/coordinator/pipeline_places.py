@@ -148,12 +148,15 @@ def _lacks_donors(run: PipelineState, peer: str, lacking: Sequence[int]) -> bool
     """It has come to its stages, and what it lacks nobody has: the run waits for somebody else."""
     for stage in (run.stages[number] for number in lacking):
         member = stage.membership.members.get(peer)
-        if member is None or not member.alive or not stage.anchor_version or stage.working():
+        is_made_here = not stage.anchor_version and run.run.start is None
+        if member is None or not member.alive or is_made_here or stage.working():
             return False
     return True
 
 
 def _span_s(run: PipelineState, peer: str) -> float:
-    """What a micro-batch takes there, as it says."""
-    first, last = run.spans[peer]
-    return sum(run.capabilities[peer].layer_s[run.boundaries[first] : run.boundaries[last + 1]])
+    """What a micro-batch takes there and on its way, as the peer says."""
+    (first, last), able = run.spans[peer], run.capabilities[peer]
+    start, stop = run.boundaries[first], run.boundaries[last + 1]
+    crossing = [run.layers[at - 1].activation_bytes for at in (start, stop) if 0 < at < len(run.layers)]
+    return sum(able.layer_s[start:stop]) + 2 * 8 * sum(crossing) / max(able.bandwidth_bps, _SLOWEST_BPS)

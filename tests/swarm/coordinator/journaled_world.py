@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from shoal.swarm.coordinator import facts as f
@@ -19,6 +20,9 @@ def attributes_of(machine: Any, left_out: set[str]) -> dict[str, Any]:
     found = {name: value for name, value in vars(machine).items() if name not in left_out}
     caches = ("roster_version", "_states", "_remembered")
     found["membership"] = {name: value for name, value in vars(machine.membership).items() if name not in caches}
+    current = found.get("round")
+    if current is not None and current.phase == "training":
+        found["round"] = replace(current, phase="waiting")  # which of the two it is, heartbeats say anew
     # A dict is equal to one in another order, but the first to join decides between equals.
     return found | {"order": list(machine.membership.members)}
 

@@ -1,11 +1,14 @@
 """A peer that has a stage, and keeps the others waiting there, loses it; one that makes progress does not."""
 
 import pytest
-from tests.swarm.coordinator.pipeline_world import SMALL, STAGES, Peer, PipelineWorld, run_file
+from tests.swarm.coordinator.pipeline_world import SMALL, STAGES, Peer, PipelineWorld, Replica, run_file
 from tests.swarm.coordinator.test_pipeline import holder, rounds, training
+from tests.swarm.coordinator.world import CPU, entry
 
 from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.pipeline_places import _span_s
 from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+from shoal.swarm.start import StartSection, StartTensor
 
 
 def turn(world: PipelineWorld, seconds: float = 0.25) -> None:
@@ -133,6 +136,38 @@ def test_nobody_is_blamed_for_a_state_that_nobody_has() -> None:
         turn(world)
     assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
     assert world.machine.anchor_version == 0
+
+
+def test_nobody_is_blamed_while_nobody_has_what_the_run_starts_from() -> None:
+    world = PipelineWorld(run_file(), STAGES)
+    tensors = {"w": StartTensor(shape=(1,), sha256="0" * 64)}
+    start = StartSection(run="earlier", round=3, state="0" * 64, tensors=tensors)
+    started = world.run.model_copy(update={"start": start})
+    for machine in (world.machine, *world.machine.stages):
+        machine.run = started
+    for peer in world.peers[:STAGES]:
+        stage = world.machine.spans[peer.name][0]
+        world.machine.join_stage(stage + 1, entry(peer.number, peer.key), CPU, world.now_s)
+        peer.replicas[stage] = Replica()
+        peer.hung = True
+    world.archive = [{} for _ in range(STAGES)]
+    for _ in range(200):
+        for peer in world.peers[:STAGES]:
+            world.beat(peer)
+        world.machine.tick(world.now_s)
+        world.now_s += 0.25
+        world.facts += world.machine.take_facts()
+    assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
+
+
+def test_a_transfer_over_a_slow_link_is_no_idling() -> None:
+    world = training(3)
+    allowed_s = [_span_s(world.machine, peer) for peer in world.machine.spans]
+    layers = tuple(one.model_copy(update={"activation_bytes": 10**9}) for one in world.machine.layers)
+    world.machine.layers = layers
+    assert [_span_s(world.machine, peer) - s for peer, s in zip(world.machine.spans, allowed_s, strict=True)] == (
+        pytest.approx([16.0 * sides for sides in (1, 2, 1)], rel=1e-3)
+    )
 
 
 # In its stage -------------------------------------------------------------------------------------------
