@@ -14,10 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shoal.peer.member import Member
+from shoal.peer.tenure import Tenure
 from shoal.swarm.coordinator_client import MemberInfo
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
+from shoal.swarm.messages import RunView
 from shoal.swarm.tasks import task_scope
 
 log = logging.getLogger(__name__)
@@ -60,10 +62,12 @@ class StageMembers:
         entered = {stage: stay.member for stage, stay in self._stays.items() if stay.member is not None}
         return MappingProxyType(dict(sorted(entered.items())))
 
-    async def enter(self, stage: int) -> Member:
-        """Join that stage. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of them."""
+    async def enter(self, stage: int, is_ours: Callable[[RunView], bool] = lambda view: True) -> Member:
+        """Join that stage. While the run's view says that it ``is_ours``, the member waits for others as long as it
+        takes; else it gives way. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of
+        them."""
         assert stage not in self._stays, f"stage {stage} was entered already"
-        stay = _Stay()
+        stay = _Stay(Tenure(self.run.client, is_ours, f"stage {stage}"))
         life = self._stay(stage, stay)
         try:
             stay.task = self._tasks.create_task(life)
@@ -101,7 +105,7 @@ class StageMembers:
     async def _stay(self, stage: int, stay: _Stay) -> None:
         client = self.run.client.in_scope(scope_of(stage))
         try:
-            async with Member.joined(client) as member:
+            async with Member.joined(client, stay.tenure) as member:
                 stay.member, member.start = member, self.run.start
                 stay.entered.set_result(member)
                 log.debug("in stage %d", stage)
@@ -119,7 +123,8 @@ class StageMembers:
 class _Stay:
     """In one stage, from ``entered`` until it is ``over``."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenure: Tenure) -> None:
+        self.tenure = tenure
         self.member: Member | None = None
         self.task: asyncio.Task[None] | None = None
         self.entered: asyncio.Future[Member] = asyncio.get_running_loop().create_future()

@@ -5,7 +5,7 @@ from tests.swarm.coordinator.pipeline_world import SMALL, STAGES, Peer, Pipeline
 from tests.swarm.coordinator.test_pipeline import holder, rounds, training
 
 from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+from shoal.swarm.coordinator.pipeline_view import optimizer_values
 
 
 def turn(world: PipelineWorld, seconds: float = 0.25) -> None:
