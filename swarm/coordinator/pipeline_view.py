@@ -20,9 +20,7 @@ class PipelineViews:
     """The same object for as long as nothing has changed, so that it is packed once for everybody."""
 
     def __init__(self, run: RunFile) -> None:
-        assert run.pipeline is not None
-        self._max_in_flight = run.pipeline.in_flight
-        self._optimizer_values = optimizer_values(run.outer)
+        self._run = run
         self._made: PipelineView | None = None
         self._capabilities: dict[str, Capability] = {}
 
@@ -37,10 +35,10 @@ class PipelineViews:
         return made
 
     def _make(self, plan: StagePlan, version: int, layers: Sequence[LayerSize]) -> PipelineView:
+        assert self._run.pipeline is not None
         costs = [cost_of(one) for one in layers]
-        expected = predictions(
-            Swarm(costs, believed(self._capabilities), self._max_in_flight, self._optimizer_values), plan
-        )
+        peers, in_flight = believed(self._capabilities), self._run.pipeline.in_flight
+        expected = predictions(Swarm(costs, peers, in_flight, optimizer_values(self._run.outer)), plan)
         return PipelineView(
             boundaries=plan.boundaries,
             spans=tuple(
