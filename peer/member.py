@@ -321,13 +321,13 @@ class Member:
     def missed_rounds(self, steps: Steps) -> MissedRounds:
         """What brings an earlier state up to the run's, by rounds from the others."""
         assert self._keeper is not None, "keep_records first"
-        client = self.client
+        client, donors = self.client, self._others
 
         async def verdicts_from(first: int) -> list[Verdict]:
             return await (self.history.since(first) if self.history else fetch_verdicts(client, first))
 
         progress_s = client.deadlines.request_s
-        return MissedRounds(steps, self.endpoint, self._keeper, verdicts_from, self._others, lambda: client.view, progress_s)
+        return MissedRounds(steps, self.endpoint, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)
 
     # Rounds -------------------------------------------------------------------------------------------------
 

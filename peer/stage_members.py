@@ -67,8 +67,8 @@ class StageMembers:
         takes; else it gives way. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of
         them."""
         assert stage not in self._stays, f"stage {stage} was entered already"
-        stay = _Stay(Tenure(self.run.client, is_ours, f"stage {stage}"))
-        life = self._stay(stage, stay)
+        stay = _Stay()
+        life = self._stay(stage, stay, is_ours)
         try:
             stay.task = self._tasks.create_task(life)
         except RuntimeError:  # all of it is ending, and whoever waits here is told why when it has
@@ -102,10 +102,11 @@ class StageMembers:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _stay(self, stage: int, stay: _Stay) -> None:
+    async def _stay(self, stage: int, stay: _Stay, is_ours: Callable[[RunView], bool]) -> None:
         client = self.run.client.in_scope(scope_of(stage))
+        tenure = Tenure(self.run.client, is_ours, f"stage {stage}")
         try:
-            async with Member.joined(client, stay.tenure) as member:
+            async with Member.joined(client, tenure) as member:
                 stay.member, member.start = member, self.run.start
                 stay.entered.set_result(member)
                 log.debug("in stage %d", stage)
@@ -123,8 +124,7 @@ class StageMembers:
 class _Stay:
     """In one stage, from ``entered`` until it is ``over``."""
 
-    def __init__(self, tenure: Tenure) -> None:
-        self.tenure = tenure
+    def __init__(self) -> None:
         self.member: Member | None = None
         self.task: asyncio.Task[None] | None = None
         self.entered: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
