@@ -12,7 +12,7 @@ from common import await_invite, comma, end_on_sigterm, parser, publish
 
 from shoal.peer.demo_child import Child
 from shoal.peer.recipes import layered_recipe, load_recipe
-from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+from shoal.swarm.coordinator.pipeline_view import optimizer_values
 from shoal.swarm.pipeline.span_rates import Swarm
 from shoal.swarm.pipeline.stage_plan import LayerCost, PeerCapability
 from shoal.swarm.run_file import RunFile, parse_run_file

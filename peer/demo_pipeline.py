@@ -25,7 +25,7 @@ from shoal.peer.events import Event
 from shoal.peer.export import read_model
 from shoal.peer.measured import measured_model
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
-from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+from shoal.swarm.coordinator.pipeline_view import optimizer_values
 from shoal.swarm.errors import LinkError, StateFileError
 from shoal.swarm.invite import Invite
 from shoal.swarm.observer import get_status

@@ -143,7 +143,9 @@ def advice(found: Diagnosis) -> Iterator[str]:
     """What somebody should know or do, the most important first."""
     layers = len(found.model.layers)
     first, stop = found.span
-    if found.is_whole:
+    if found.is_whole and found.model.whole:
+        yield "The whole model fits: this machine can train alone."
+    elif found.is_whole:
         yield "The whole model fits: this machine can train alone, or hold any stage of a pipeline."
     elif stop:
         yield (
@@ -156,6 +158,8 @@ def advice(found: Diagnosis) -> Iterator[str]:
         yield f"Not one layer fits, the smallest takes {size(need)}: {more}, or join a run with smaller layers."
     if found.model.whole:
         yield f"Measured as a whole, since it cannot be cut into stages: {escape(found.model.whole)}."
+    if found.limit_bytes is not None and found.limit_bytes > found.usable_bytes:
+        yield f"Of the {size(found.limit_bytes)} of --max-memory only {size(found.usable_bytes)} are free now."
     if found.limit_bytes is None and found.usable_bytes < found.device.memory_bytes / 2:
         yield "More than half of the memory is in use: other programs take it."
     if found.has_idle_gpu:

@@ -25,6 +25,7 @@ from shoal.peer.member import Member
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.replica import Brought, Emit, Replica
 from shoal.peer.round_records import RECORDS
+from shoal.peer.showing import RealSpeed
 from shoal.peer.snapshot import Flow, Snapshot, held_stages, with_stages
 from shoal.peer.span_training import Samples, SpanTraining
 from shoal.peer.stage_compute import ComputeSettings, HeldStage
@@ -32,9 +33,11 @@ from shoal.peer.stage_members import StageMembers, stage_folder
 from shoal.peer.stage_model import StageModel
 from shoal.peer.stage_runner import StageRunner
 from shoal.peer.stage_shapes import StageShapes
-from shoal.swarm.errors import LinkError
+from shoal.peer.stage_watch import Place, is_held
+from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.pipeline.hops import Settings, Span
 from shoal.swarm.pipeline.routing import Router
+from shoal.swarm.pipeline.span_rates import RECOMPUTE_TIME
 from shoal.swarm.pipeline.stage import StageEngine
 from shoal.swarm.run_file import RunFile
 
@@ -47,8 +50,8 @@ could be taken for one of it."""
 
 @dataclass(frozen=True)
 class SpanWork:
-    """What this peer needs to hold any span of the run. ``store``: of a stage's checkpoints, in that folder, or None;
-    ``recomputes``: whether of so much as a span only inputs are to be kept, where the model is cut there."""
+    """What this peer needs to hold any span of the run. ``store``: of a stage's checkpoints, in that folder, or
+    None; ``layer_s``: each layer's measured seconds for a micro-batch, forward and backward."""
 
     run: RunFile
     layered: Layered
@@ -58,8 +61,8 @@ class SpanWork:
     device: torch.device
     folder: Path
     store: Callable[[Path], CheckpointStore | None]
-    recomputes: Callable[[tuple[int, ...], Span], bool]
     emit: Emit
+    layer_s: tuple[float, ...]
 
 
 class HeldSpan:
@@ -72,8 +75,10 @@ class HeldSpan:
         span: Span,
         training: SpanTraining,
         runner: StageRunner,
+        speed: RealSpeed,
     ) -> None:
         self.span = span
+        self.speed = speed
         self.training = training
         self.runner = runner
         self._network = network
@@ -87,14 +92,14 @@ class HeldSpan:
         work: SpanWork,
         network: NetworkThread[Any],
         members: StageMembers,
-        boundaries: tuple[int, ...],
-        span: Span,
+        place: Place,
     ) -> HeldSpan:
-        """Build the layers of these stages and join them. Raises ``NotAdmitted`` when they are not ours any more, and
-        what a model raises that is not the run's."""
+        """Build the layers of these stages and join them. Raises ``NotAdmitted`` when they are not ours any more,
+        ``Interrupted``, and what a model raises that is not the run's."""
+        boundaries, span = place.boundaries, place.span
         work.layered.check_boundaries(boundaries)
         stages = range(span.first, span.last + 1)
-        is_last = span.last == len(boundaries) - 2
+        is_last = span.last == place.stages - 1
         assert work.run.pipeline is not None
         batch = work.samples.data.batch([0])  # type: ignore[attr-defined]
         shapes = StageShapes.of(work.samples.recipe, work.layered, boundaries, batch, work.run.pipeline.micro_batch)
@@ -103,10 +108,13 @@ class HeldSpan:
         progress.prepared, progress.has_work = 0.0, False
         try:
             for stage in stages:
+                is_ours = partial(is_held, peer=members.run.client.peer, stage=stage)
+                if not is_ours(members.run.client.view):  # a large model takes a while to build
+                    raise NotAdmitted(f"stage {stage} is not this peer's any more")
                 build = partial(_at_start, work, boundaries[stage], boundaries[stage + 1])
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.device)
-                member: Member = network.call(members.enter(stage))
-                about = StageAbout(number=stage, stages=len(boundaries) - 1)
+                member: Member = network.call(members.enter(stage, is_ours), interruptible=True)
+                about = StageAbout(number=stage, stages=place.stages)
                 brought = Brought(model, data=work.about, recipe_config=work.recipe_config, stage=about, build=build)
                 replicas[stage] = _replica(work, network, member, stage, brought)
                 progress.prepared = len(replicas) / len(stages)
@@ -114,17 +122,20 @@ class HeldSpan:
         except BaseException:
             network.call(members.leave_all())
             raise
-        recompute = work.recomputes(boundaries, span)
-        settings = {stage: _compute_settings(work, shapes, stage, recompute=recompute) for stage in stages}
-        training = SpanTraining(held, replicas, work.samples, settings, is_last=is_last)
+        settings = {stage: _compute_settings(work, shapes, stage, recompute=place.recomputes) for stage in stages}
+        speed = RealSpeed(partial(_expected_s, work, place, is_last=is_last))
+        # Elsewhere computations are only begun when they return.
+        took = speed.took if work.device.type == "cpu" else lambda stage, seconds: None
+        training = SpanTraining(held, replicas, work.samples, settings, took, is_last=is_last)
         client = members.run.client
         engine = StageEngine(
             span,
-            _engine_settings(work.run, len(boundaries) - 1, client.deadlines.heartbeat_s),
+            _engine_settings(work.run, place.stages, client.deadlines.heartbeat_s),
             Router(client.peer, client.deadlines.patience_s),
             first_number=secrets.randbelow(2**40) * _NUMBERS,
         )
-        return cls(network, members, span, training, StageRunner(members, engine, shapes, work.run.pipeline.codec))
+        runner = StageRunner(members, engine, shapes, work.run.pipeline.codec)
+        return cls(network, members, span, training, runner, speed)
 
     def begin(self) -> None:
         """With the state of every stage in place: take part in the round."""
@@ -189,6 +200,12 @@ def _replica(work: SpanWork, network: NetworkThread[Any], member: Member, stage:
     network.tell(lambda: member.keep_history(folder / HISTORY_FILE))
     member.prepare_averaging(replica.vector.layout)
     return replica
+
+
+def _expected_s(work: SpanWork, place: Place, from_stage: int, *, is_last: bool) -> float:
+    """Of a micro-batch that comes in at that stage, as planned: the last stage computes nothing twice."""
+    layers = slice(place.boundaries[from_stage], place.boundaries[place.span.last + 1])
+    return sum(work.layer_s[layers]) * (RECOMPUTE_TIME if place.recomputes and not is_last else 1.0)
 
 
 def _compute_settings(work: SpanWork, shapes: StageShapes, stage: int, *, recompute: bool) -> ComputeSettings:

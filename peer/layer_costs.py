@@ -6,8 +6,8 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ def measure_layers(
             end = loss_of if number == last else None
             # The first one's input needs no gradient.
             wanted = flowing.detach().requires_grad_(number > 0 and flowing.is_floating_point())
-            known[kind] = _measure(kind, build(number), wanted, end, bench)
+            with _room_on(bench.device):
+                known[kind] = _measure(kind, build(number), wanted, end, bench)
         measured, flowing = known[kind]
         found.append(measured)
     return tuple(found)
@@ -91,30 +92,38 @@ def _plain(part: nn.Module) -> dict[str, int | float | str]:
 def _measure(
     kind: str, layer: nn.Module, given: Tensor, loss_of: Callable[[Tensor], Tensor] | None, bench: Bench
 ) -> tuple[LayerMeasure, Tensor]:
-    try:
-        layer = layer.to(bench.device)
+    layer = layer.to(bench.device)
 
-        def forward() -> Tensor:
-            with bench.autocast():
-                output: Tensor = layer(given)
-                return output if loss_of is None else loss_of(output)
+    def forward() -> Tensor:
+        with bench.autocast():
+            output: Tensor = layer(given)
+            return output if loss_of is None else loss_of(output)
 
-        with bench.autocast(), torch.no_grad():
-            output = layer(given)
-        kept = kept_bytes(layer, forward)
-        # Gradients of 1 everywhere: what they are changes nothing about how long it takes.
-        seconds = _median_s(lambda: _backward(forward()), bench.device)
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(
-            f"a micro-batch does not fit through one layer on {bench.device}: end other programs that use it, or join "
-            f"a run with smaller layers or micro-batches"
-        ) from error
+    with bench.autocast(), torch.no_grad():
+        output = layer(given)
+    kept = kept_bytes(layer, forward)
+    # Gradients of 1 everywhere: what they are changes nothing about how long it takes.
+    seconds = _median_s(lambda: _backward(forward()), bench.device)
     cost = LayerCost(
         parameters_bytes=4 * sum(one.numel() for one in layer.parameters() if one.requires_grad),
         activation_bytes=bench.sent_bytes(output.numel()),
         kept_bytes=kept,
     )
     return LayerMeasure(kind, cost, seconds), output.detach()
+
+
+@contextmanager
+def _room_on(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On the CPU it is an error like any other, but for its words.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise DeviceError(
+            f"a micro-batch does not fit through one layer on {device}: end other programs that use it, or join a run "
+            f"with smaller layers or micro-batches"
+        ) from error
 
 
 def _backward(output: Tensor) -> None:

@@ -38,6 +38,8 @@ class Layered:
     ``outline``: all layers, on the meta device where the whole would not fit; only names and shapes are read.
     ``build(first, stop)``: layers first to stop - 1, float32 on the CPU, each time new ones unless they exist anyway,
     with the values that they have in the whole model. ``untie``: what to do about weights that layers share.
+
+    Layers that share weights, and those between them, are one layer here: stages are averaged apart.
     """
 
     def __init__(
@@ -46,15 +48,20 @@ class Layered:
         build: Callable[[int, int], Sequence[Layer]],
         untie: str = "give each of them its own",
     ) -> None:
-        self.names = tuple(layer.name for layer in outline)
-        self._outline = tuple(outline)
-        self._build = build
-        self._untie = untie
-        self._ties = tuple(_ties(outline))
         StageModel(outline)  # raises for names in another order than the layers'
-        self.layouts = tuple(_layouts(outline))
-        """By layer: its trainable parameters as they follow each other in the parameter vector; a shared one is in the
-        layouts of the first layer that has it."""
+        ties = tuple(_ties(outline))
+        self._untied = len(outline)
+        self._why_tied = "".join(
+            f"; layers {outline[tie.first].name} and {outline[tie.second].name} share the parameter {tie.parameter}, "
+            f"and stages are averaged apart: {untie}"
+            for tie in ties[:1]
+        )
+        self._starts = (*(at for at in range(len(outline)) if not _is_tied(ties, at)), len(outline))
+        self._build = build
+        self._outline = self._joined(outline, 0)
+        self.names = tuple(layer.name for layer in self._outline)
+        self.layouts = tuple(_layouts(self._outline))
+        """By layer: its trainable parameters as they follow each other in the parameter vector."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -74,30 +81,22 @@ class Layered:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The layers, but the first, that a stage may begin with: no weights are shared across there, and there are
-        parameters on both sides."""
-        return tuple(
-            at
-            for at in range(1, len(self))
-            if not any(tie.first < at <= tie.second for tie in self._ties)
-            and any(self.layouts[:at])
-            and any(self.layouts[at:])
-        )
+        """The layers, but the first, that a stage may begin with: there are parameters on both sides."""
+        return tuple(at for at in range(1, len(self)) if any(self.layouts[:at]) and any(self.layouts[at:]))
 
     def check_stages(self, stages: int) -> None:
         """Raises ``RecipeError`` when the model cannot be cut into that many stages wherever it is cut."""
         if len(self.cuts) + 1 < stages:
-            shared = "".join(f"; {self._shared(tie)}: {self._untie}" for tie in self._ties[:1])
             raise RecipeError(
-                f"pipeline.stages: a model of {len(self)} layers that can be cut at {len(self.cuts)} places gives no "
-                f"{stages} stages{shared}"
+                f"pipeline.stages: a model of {self._untied} layers that can be cut at {len(self.cuts)} places gives "
+                f"no {stages} stages{self._why_tied}"
             )
 
     def check_boundaries(self, boundaries: Sequence[int]) -> None:
         """Whether the model can be cut there (first layer of each stage, the number of layers last).
 
-        Raises ``RecipeError`` when stages would share a parameter or one would have none, ``ModelMismatch`` when the
-        boundaries are not those of a model with so many layers.
+        Raises ``RecipeError`` when a stage would have no parameters, ``ModelMismatch`` when the boundaries are not
+        those of a model with so many layers.
         """
         edges = list(boundaries)
         if len(edges) < 2 or edges[0] != 0 or edges[-1] != len(self) or edges != sorted(set(edges)):
@@ -106,7 +105,6 @@ class Layered:
                 f"version of the recipe installed here as on the other machines?"
             )
         for first, stop in pairwise(edges):
-            self._check_ties(first, stop)
             if not any(self.layouts[first:stop]):
                 raise RecipeError(
                     f"a stage of the layers {', '.join(self.names[first:stop])} would have no trainable parameters: "
@@ -114,11 +112,9 @@ class Layered:
                 )
 
     def build(self, first: int, stop: int) -> StageModel:
-        """Layers first to stop - 1, with the values of the whole model. Raises ``RecipeError`` for shared weights of
-        which a part would be elsewhere."""
+        """Layers first to stop - 1, with the values of the whole model."""
         assert 0 <= first < stop <= len(self), (first, stop, len(self))
-        self._check_ties(first, stop)
-        model = StageModel(self._build(first, stop))
+        model = StageModel(self._joined(self._build(self._starts[first], self._starts[stop]), first))
         found = ParameterVector(model).layout if any(self.layouts[first:stop]) else ()
         expected = tuple(spec for layout in self.layouts[first:stop] for spec in layout)
         assert found == expected, (found, expected)
@@ -152,15 +148,17 @@ class Layered:
             shapes.append(tuple(flowing.shape))
         return tuple(shapes)
 
-    def _check_ties(self, first: int, stop: int) -> None:
-        for tie in self._ties:
-            if (first <= tie.first < stop) != (first <= tie.second < stop):
-                raise RecipeError(
-                    f"{self._shared(tie)}, and would be in two stages, which are averaged apart: {self._untie}"
-                )
-
-    def _shared(self, tie: _Tie) -> str:
-        return f"layers {self.names[tie.first]} and {self.names[tie.second]} share the parameter {tie.parameter}"
+    def _joined(self, given: Sequence[Layer], first: int) -> tuple[Layer, ...]:
+        """The recipe's layers as ours, from our layer ``first`` on."""
+        begin = self._starts[first]
+        edges = [at - begin for at in self._starts[first:] if at - begin <= len(given)]
+        return tuple(
+            Layer(
+                " + ".join(one.name for one in given[start:stop]),
+                tuple(part for one in given[start:stop] for part in one.parts),
+            )
+            for start, stop in pairwise(edges)
+        )
 
 
 @runtime_checkable
@@ -241,6 +239,11 @@ def _ties(layers: Sequence[Layer]) -> Iterator[_Tie]:
             first, known_as = seen.setdefault(parameter, (number, name))
             if first != number:
                 yield _Tie(known_as, first, number)
+
+
+def _is_tied(ties: Sequence[_Tie], at: int) -> bool:
+    """Whether a parameter is used on both sides of where that layer begins."""
+    return any(tie.first < at <= tie.second for tie in ties)
 
 
 def _layouts(layers: Sequence[Layer]) -> Iterator[tuple[TensorSpec, ...]]:

@@ -137,6 +137,8 @@ def _ways_to_measure(
     try:
         in_layers = layered_recipe(recipe, run)
         layered = in_layers.layers(run.run.seed)
+        stages = run.pipeline.stages if run.pipeline else "auto"
+        layered.check_stages(2 if stages == "auto" else stages)
         layered.check_boundaries(range(len(layered) + 1))
     except RecipeError as error:
         if run.pipeline is not None:

@@ -24,6 +24,7 @@ from shoal.peer.state import State
 from shoal.peer.state_fetch import Report
 from shoal.peer.state_forms import form_named
 from shoal.peer.state_sharing import DonorState
+from shoal.peer.tenure import Tenure, during
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcomes import Offer, Outcome
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
@@ -42,7 +43,7 @@ from shoal.swarm.messages import (
     TensorSpec,
     Verdict,
 )
-from shoal.swarm.probing import PROBE, ProbeSource, probe_between_rounds, witnesses
+from shoal.swarm.probing import PROBE, ProbeSource, probe_link, witnesses
 from shoal.swarm.scoped_endpoint import ScopedEndpoint
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Endpoint, Node
@@ -73,7 +74,10 @@ class Member:
 
     ``compression``: float32 bytes of a contribution for each of its bytes as sent."""
 
-    def __init__(self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup, tenure: Tenure | None = None
+    ) -> None:
+        """``tenure``: of a stage; its end ends, by ``NotAdmitted``, whatever others are waited for."""
         self.node = node
         self.client = client
         self.endpoint: Endpoint = ScopedEndpoint(node, client.scope) if client.scope else node
@@ -84,6 +88,7 @@ class Member:
         self._averager: Averager | None = None
         self.history: HistoryKeeper | None = None
         self._tasks = tasks
+        self._tenure = tenure
         self._background: list[asyncio.Task[None]] = []
         self._beat_now = asyncio.Event()
         self._form = form_named(client.run_file.checkpoints.transfer)
@@ -113,16 +118,17 @@ class Member:
             async with cls.joined(client) as member:
                 node.connections_per_link = client.run_file.averaging.streams
                 node.publish(PROBE, ProbeSource())
-                member._background.append(member._tasks.create_task(member._probe()))
+                probing = probe_link(client, member.endpoint, member._probed)
+                member._background.append(member._tasks.create_task(probing))
                 yield member
 
     @classmethod
     @asynccontextmanager
-    async def joined(cls, client: CoordinatorClient) -> AsyncIterator[Member]:
+    async def joined(cls, client: CoordinatorClient, tenure: Tenure | None = None) -> AsyncIterator[Member]:
         """Join what the client is for, on its node, and heartbeat until the context ends; leaves it then."""
         await client.join()
         async with task_scope() as tasks:
-            member = cls(client.node, client, tasks)
+            member = cls(client.node, client, tasks, tenure)
             member._background.append(tasks.create_task(member._beat()))
             try:
                 yield member
@@ -146,16 +152,14 @@ class Member:
                 async with asyncio.timeout(self.client.deadlines.heartbeat_s):
                     await self._beat_now.wait()
 
-    async def _probe(self) -> None:
-        """Learn what our link carries, for those that plan our first round; who will reduce nothing need not."""
-        client = self.client
-        if client.me.role != "trainer" or not client.reachable:
-            return
-        asked = witnesses(self.node.trainers(client.scope), client.peer)
-        probed_bps = self.node.meter.probed_bps = await probe_between_rounds(client, self.endpoint, asked)
+    def _probed(self, probed_bps: float) -> None:
+        self.node.meter.probed_bps = probed_bps
         if probed_bps:
             self._beat_now.set()
             log.info("the link carries about %.0f Mbit/s", probed_bps / 1e6)
+
+    def _others(self) -> list[str]:
+        return witnesses(self.node.trainers(self.client.scope), self.client.peer)
 
     @property
     def activity(self) -> str:
@@ -223,6 +227,9 @@ class Member:
 
     async def describe(self, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the difference to the run's."""
+        await during(self._tenure, self._describe(model))
+
+    async def _describe(self, model: PeerToCoordinatorDescribeModel) -> None:
         while True:
             try:
                 await self.client.ask(model, CoordinatorToPeerModelAccepted)
@@ -251,16 +258,12 @@ class Member:
 
         ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor;
         ``start``: what version 0 is, where the run starts from a checkpoint."""
-        client, own.earlier = self.client, self._earlier
-
-        def donors() -> list[str]:
-            return witnesses(self.node.trainers(client.scope), client.peer)
-
-        silent_s = client.deadlines.patience_s / 2
-        self._downloads = Downloads(self.endpoint, donors, silent_s, folder, report, self._form)
+        own.earlier = self._earlier
+        silent_s = self.client.deadlines.patience_s / 2
+        self._downloads = Downloads(self.endpoint, self._others, silent_s, folder, report, self._form)
         self._downloads.start = start
         try:
-            return await agree_on_state(self, own, shape, self._downloads, catch_up)
+            return await during(self._tenure, agree_on_state(self, own, shape, self._downloads, catch_up))
         finally:
             self._downloads.close()
             self._downloads = None
@@ -318,10 +321,7 @@ class Member:
     def missed_rounds(self, steps: Steps) -> MissedRounds:
         """What brings an earlier state up to the run's, by rounds from the others."""
         assert self._keeper is not None, "keep_records first"
-        client = self.client
-
-        def donors() -> list[str]:
-            return witnesses(self.node.trainers(client.scope), client.peer)
+        client, donors = self.client, self._others
 
         async def verdicts_from(first: int) -> list[Verdict]:
             return await (self.history.since(first) if self.history else fetch_verdicts(client, first))
@@ -347,4 +347,4 @@ class Member:
         return self._averager
 
     async def average(self, offer: Offer) -> Outcome:
-        return await self.averager.average(offer)
+        return await during(self._tenure, self.averager.average(offer))

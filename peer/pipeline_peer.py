@@ -5,8 +5,10 @@ On the training thread; everything asynchronous is done on the network thread.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,15 +24,16 @@ from shoal.peer.measured import MeasuredModel, measured_model
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.peer.sample_order import run_order
+from shoal.peer.showing import Showing
 from shoal.peer.snapshot import Snapshot, take_snapshot
 from shoal.peer.span_training import Samples
 from shoal.peer.stage_members import StageMembers
 from shoal.peer.stage_tasks import LookUp, Made
-from shoal.peer.stage_watch import Attention, span_of
-from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+from shoal.peer.stage_watch import Attention, Place, place_of
+from shoal.swarm.coordinator.pipeline_view import optimizer_values
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
 from shoal.swarm.messages import Acknowledged, Capability, LayerSize, PeerToCoordinatorShowCapability, RunView
-from shoal.swarm.pipeline.hops import Span
+from shoal.swarm.pipeline.answers import no_place
 from shoal.swarm.pipeline.plan import PeerCapability
 from shoal.swarm.pipeline.span_rates import Swarm
 
@@ -38,6 +41,9 @@ log = logging.getLogger(__name__)
 
 _USUAL_BPS = 1e8
 """What a link is supposed to carry while nobody has been there to try it with."""
+
+_LOOK_S = 15.0
+"""Between two looks at what this machine can do by now."""
 
 
 class PipelinePeer:
@@ -57,6 +63,11 @@ class PipelinePeer:
         self._left_with: list[dict[str, Any]] = []
         self._tokens_trained = 0
         self._measured: MeasuredModel
+        self._slowdown = 1.0
+        self._showing = Showing()
+        self._look_s = 0.0
+        self._telling: Future[None] | None = None
+        self._said = ""
         if connection.options.role == "validator":
             raise UserError("a pipeline's members hold stages: join it as full, or with --role contribute-only")
 
@@ -67,16 +78,15 @@ class PipelinePeer:
         try:
             work = self._prepare()
             self._show()
-            while (found := self._wait_for_span()) is not None:
-                boundaries, span = found
+            while (place := self._wait_for_place()) is not None:
                 try:
-                    held = HeldSpan.enter(work, self._network, self._members, boundaries, span)
+                    held = HeldSpan.enter(work, self._network, self._members, place)
                 except NotAdmitted as error:
                     log.info("these stages are not ours any more: %s", error)
                     continue
                 try:
                     self._held = held
-                    self._say_span(held, boundaries)
+                    self._say_span(held, place.boundaries)
                     self._work_on(held)
                 finally:
                     self._leave(held)
@@ -95,6 +105,8 @@ class PipelinePeer:
             self._members.run.start.check(layered.layout, whole=True)
         self._members.run.progress.activity = "measuring"
         self._memory_bytes = usable_bytes(self._device, self._max_memory_bytes)  # before anything of ours is in it
+        if self._max_memory_bytes is not None and self._memory_bytes < self._max_memory_bytes:
+            log.warning("of --max-memory only %.0f MB are free now, and count", self._memory_bytes / 1e6)
         self._measured = measured_model(run, recipe, self._device, time.time())
         return SpanWork(
             run=run,
@@ -105,8 +117,8 @@ class PipelinePeer:
             device=self._device,
             folder=connection.folder,
             store=self._open_store,
-            recomputes=self._recomputes,
             emit=connection.emit,
+            layer_s=tuple(layer.seconds for layer in self._measured.layers),
         )
 
     def _open_store(self, folder: Path) -> CheckpointStore | None:
@@ -116,22 +128,46 @@ class PipelinePeer:
             self._connection.copy(store)
         return store
 
-    def _capability(self) -> PeerCapability:
-        node, peer = self._members.run.node, self._connection.peer
-        return self._measured.capability(peer, self._memory_bytes, node.meter.probed_bps or _USUAL_BPS)
+    # What this machine can do ---------------------------------------------------------------------------------
 
-    def _recomputes(self, boundaries: tuple[int, ...], span: Span) -> bool:
-        """As the plan supposes of a peer with so much memory."""
-        run = self._connection.run_file
-        assert run.pipeline is not None
-        costs = [layer.cost for layer in self._measured.layers]
-        swarm = Swarm(costs, [self._capability()], run.pipeline.in_flight, optimizer_values(run.outer))
-        table = swarm.table(boundaries)
-        return bool(table.recomputes[0, table.index_of((span.first, span.last))])
+    def _capability(self) -> tuple[PeerCapability, bool]:
+        """As far as it is known by now, and whether its bandwidth is a guess. Its memory stays what it was before
+        anything of ours was in it."""
+        node, peer = self._members.run.node, self._connection.peer
+        probed_bps = node.meter.probed_bps
+        # What moves otherwise may be far less than the link carries, but not more.
+        bandwidth_bps = max(node.meter.bandwidth_bps, probed_bps or _USUAL_BPS)
+        one = self._measured.capability(peer, self._memory_bytes, bandwidth_bps, node.round_trip_s)
+        layer_s = tuple(seconds * self._slowdown for seconds in one.layer_s)
+        return dataclasses.replace(one, layer_s=layer_s), not probed_bps
 
     def _show(self) -> None:
         """Tell the coordinator what this machine can do; it answers with a span, in the view."""
-        one = self._capability()
+        self._members.run.rejoined = False
+        self._network.call(self._tell(), interruptible=True)
+
+    def _show_again(self) -> None:
+        """When it has become something else for some time; the work goes on meanwhile."""
+        now_s = time.monotonic()
+        if now_s < self._look_s or (self._telling is not None and not self._telling.done()):
+            return
+        self._look_s = now_s + _LOOK_S
+        if self._telling is not None:
+            self._network.finish(self._telling)
+            self._telling = None
+        one, is_guess = self._capability()
+        if self._showing.is_due(one, now_s, is_guess=is_guess):
+            log.info(
+                "shown anew: %.3g s a micro-batch, %.0f Mbit/s, %.0f ms to the others",
+                sum(one.layer_s),
+                one.bandwidth_bps / 1e6,
+                1000 * one.rtt_s,
+            )
+            self._telling = self._network.begin(self._tell())
+
+    async def _tell(self) -> None:
+        one, is_guess = self._capability()
+        self._showing.shown(one, time.monotonic(), is_guess=is_guess)
         shown = PeerToCoordinatorShowCapability(
             capability=Capability(
                 memory_bytes=one.memory_bytes, layer_s=one.layer_s, bandwidth_bps=one.bandwidth_bps, rtt_s=one.rtt_s
@@ -145,16 +181,18 @@ class PipelinePeer:
                 for layer in self._measured.layers
             ),
         )
-        self._members.run.rejoined = False
-        self._network.call(self._members.run.client.ask(shown, Acknowledged), interruptible=True)
+        try:
+            await self._members.run.client.ask(shown, Acknowledged)
+        except NotAdmitted as error:  # the next heartbeat joins again, and then it is shown anew
+            log.info("what this machine can do was not heard: %s", error)
 
-    def _wait_for_span(self) -> tuple[tuple[int, ...], Span] | None:
-        """Where the model is cut and what this peer holds; None when the run has ended or this peer stops."""
+    def _wait_for_place(self) -> Place | None:
+        """What this peer is to hold; None when the run has ended or this peer stops."""
         client = self._members.run.client
         self._members.run.progress.activity = "waiting"
 
         def is_over(view: RunView) -> bool:
-            return self._members.run.rejoined or view.phase == "ended" or span_of(view, client.peer) is not None
+            return self._members.run.rejoined or view.phase == "ended" or place_of(view, client.peer) is not None
 
         while not self._stopping:
             view = self._network.call(client.wait_for(is_over, client.deadlines.heartbeat_s), interruptible=True)
@@ -163,18 +201,31 @@ class PipelinePeer:
                 continue
             if view.phase == "ended":
                 return None
-            span = span_of(view, client.peer)
-            if span is not None and view.pipeline is not None:
-                return view.pipeline.boundaries, Span(*span)
+            if (place := place_of(view, client.peer)) is not None:
+                return place
+            if view.pipeline is not None:
+                self._say_why_it_waits(view.pipeline.boundaries)
+            self._show_again()
         return None
+
+    def _say_why_it_waits(self, boundaries: tuple[int, ...]) -> None:
+        """Once for each reason."""
+        run = self._connection.run_file
+        assert run.pipeline is not None
+        costs = [layer.cost for layer in self._measured.layers]
+        one, _ = self._capability()
+        why = no_place(Swarm(costs, [one], run.pipeline.in_flight, optimizer_values(run.outer)), boundaries)
+        if why != self._said:
+            self._said = why
+            log.warning("%s", why)
 
     # Stages ---------------------------------------------------------------------------------------------------
 
     def _work_on(self, held: HeldSpan) -> None:
         """Until these stages are not ours any more, the run ends, or this peer stops."""
-        held.begin()
         made: Made | None = None
         try:
+            held.begin()
             while not self._stopping:
                 task = self._network.call(held.runner.next_task(made), interruptible=True)
                 made = None
@@ -182,6 +233,8 @@ class PipelinePeer:
                     made = held.training.do(task)
                     self._members.run.progress.computed += made is not None
                     held.training.report_progress(self._members)
+                    self._slowdown = held.speed.factor or self._slowdown
+                    self._show_again()
                 elif not self._settle(held, task.reason):
                     return
             if any(member.client.view.phase == "closing" for member in self._members.stages.values()):
@@ -209,8 +262,9 @@ class PipelinePeer:
         """Somebody else has what we had claimed, or our state is not the run's."""
         if self._members.run.rejoined:
             self._show()
-            self._wait_for_span()
-        if span_of(self._members.run.client.view, self._members.run.client.peer) != (held.span.first, held.span.last):
+            self._wait_for_place()
+        place = place_of(self._members.run.client.view, self._members.run.client.peer)
+        if place is None or place.span != held.span:
             return False
         held.training.start_afresh("the coordinator had given this peer up, or its state is not the run's")
         held.begin_round(goes_on=False)

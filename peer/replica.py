@@ -32,7 +32,7 @@ from shoal.peer.own_states import OwnStates
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.errors import UserError
+from shoal.swarm.errors import NotAdmitted, UserError
 from shoal.swarm.messages import PeerToCoordinatorDescribeModel, Verdict
 from shoal.swarm.run_file import RunFile
 
@@ -228,13 +228,13 @@ class Replica:
 
     def conclude(self) -> bool:
         """Await the verdict of the closed round and act on it; False when that cost the local work. Raises
-        ``Interrupted``."""
+        ``Interrupted``, and ``NotAdmitted`` for a stage that is not this peer's any more."""
         exchange, self._exchange = self._exchange, None
         assert exchange is not None, "close_round() comes first"
         try:
             # Without a coordinator there may be no verdict for a long time: who wants to go, need not wait for it.
             outcome = self._network.finish(exchange.outcome, interruptible=self._coordinator_is_away)
-        except Interrupted:
+        except (Interrupted, NotAdmitted):
             self._carry_on(exchange.round, CarryOn("stopped"))
             raise
         match outcome:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from shoal.peer.sample_order import SampleOrder
 from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.stage_members import StageMembers
 from shoal.peer.stage_tasks import Backward, Forget, Forward, Made
+from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.effects import MicroBatch
 
 log = logging.getLogger(__name__)
@@ -66,13 +67,17 @@ class SpanTraining:
         replicas: Mapping[int, Replica],
         samples: Samples,
         settings: Mapping[int, ComputeSettings],
+        took: Callable[[int, float], None],
         *,
         is_last: bool,
     ) -> None:
-        """``settings``: by the stage at which a micro-batch comes in."""
+        """``settings``: by the stage at which a micro-batch comes in; ``took`` is told that and the seconds of each one
+        that counted in all stages from there on, forward and backward."""
         self.replicas = dict(replicas)
         self._samples = samples
         self._is_last = is_last
+        self._took = took
+        self._forward_s: dict[int, float] = {}
         self._computes = {
             stage.number: StageCompute(held[at:], settings[stage.number], samples.recipe if is_last else None)
             for at, stage in enumerate(held)
@@ -97,6 +102,7 @@ class SpanTraining:
         return None
 
     def _forward(self, task: Forward) -> Made:
+        began_s = time.perf_counter()
         micro_batch, job = task.compute.micro_batch, task.compute.job
         given, targets = task.given, task.targets
         if given is None or targets is None:
@@ -105,13 +111,15 @@ class SpanTraining:
         self._keys[job] = compute, key
         output = compute.forward(key, given)
         self.forwards += 1
+        self._forward_s[job] = time.perf_counter() - began_s
         if self._is_last:
             self._targets[job] = targets
             return Made(task.compute)
         return Made(task.compute, output, targets)
 
     def _backward(self, task: Backward) -> Made:
-        micro_batch, job = task.compute.micro_batch, task.compute.job
+        began_s = time.perf_counter()
+        micro_batch, job, from_stage = task.compute.micro_batch, task.compute.job, task.compute.from_stage
         compute, key = self._keys.pop(job)
         received = self._targets.pop(job) if self._is_last else task.gradient
         assert received is not None, "a gradient comes before its backward"
@@ -119,6 +127,9 @@ class SpanTraining:
         self.backwards += 1
         for stage in sorted(task.compute.accumulate):
             self.replicas[stage].trained(micro_batch.start, micro_batch.stop, back.loss)
+        forward_s = self._forward_s.pop(job)
+        if len(task.compute.accumulate) == len(range(from_stage, max(self.replicas) + 1)):
+            self._took(from_stage, forward_s + time.perf_counter() - began_s)
         self._finished.append((time.monotonic(), micro_batch.samples))
         return Made(task.compute, back.input_gradient)
 
@@ -127,6 +138,7 @@ class SpanTraining:
             if one in self._keys:
                 compute, key = self._keys.pop(one)
                 compute.drop(key)
+                self._forward_s.pop(one, None)
             self._targets.pop(one, None)
 
     # Rounds ---------------------------------------------------------------------------------------------------
@@ -149,8 +161,14 @@ class SpanTraining:
         taking_part = [replica for replica in self.replicas.values() if replica.round == number]
         offered = [replica for replica in taking_part if replica.offer()]
         is_whole = len(offered) == len(taking_part)
+        lost: NotAdmitted | None = None
         for replica in offered:
-            is_whole = replica.conclude() and is_whole
+            try:
+                is_whole = replica.conclude() and is_whole
+            except NotAdmitted as error:  # the others may still be ours, and nobody else may have their new state
+                lost = error
+        if lost is not None:
+            raise lost
         goes_on = [replica for replica in taking_part if replica.round == number]
         if goes_on and not is_whole:
             # A micro-batch counts in all our stages or is claimed anew in all.

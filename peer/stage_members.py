@@ -14,10 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shoal.peer.member import Member
+from shoal.peer.tenure import Tenure
 from shoal.swarm.coordinator_client import MemberInfo
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
+from shoal.swarm.messages import RunView
 from shoal.swarm.tasks import task_scope
 
 log = logging.getLogger(__name__)
@@ -60,11 +62,13 @@ class StageMembers:
         entered = {stage: stay.member for stage, stay in self._stays.items() if stay.member is not None}
         return MappingProxyType(dict(sorted(entered.items())))
 
-    async def enter(self, stage: int) -> Member:
-        """Join that stage. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of them."""
+    async def enter(self, stage: int, is_ours: Callable[[RunView], bool] = lambda view: True) -> Member:
+        """Join that stage. While the run's view says that it ``is_ours``, the member waits for others as long as it
+        takes; else it gives way. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of
+        them."""
         assert stage not in self._stays, f"stage {stage} was entered already"
         stay = _Stay()
-        life = self._stay(stage, stay)
+        life = self._stay(stage, stay, is_ours)
         try:
             stay.task = self._tasks.create_task(life)
         except RuntimeError:  # all of it is ending, and whoever waits here is told why when it has
@@ -98,10 +102,11 @@ class StageMembers:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _stay(self, stage: int, stay: _Stay) -> None:
+    async def _stay(self, stage: int, stay: _Stay, is_ours: Callable[[RunView], bool]) -> None:
         client = self.run.client.in_scope(scope_of(stage))
+        tenure = Tenure(self.run.client, is_ours, f"stage {stage}")
         try:
-            async with Member.joined(client) as member:
+            async with Member.joined(client, tenure) as member:
                 stay.member, member.start = member, self.run.start
                 stay.entered.set_result(member)
                 log.debug("in stage %d", stage)

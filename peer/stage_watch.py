@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from shoal.peer.closing import is_due
@@ -41,7 +42,8 @@ class StageWatch:
         run = self._members.run
         if run.rejoined or any(member.rejoined or member.client.view.must_resync for member in self._stages):
             return "afresh"
-        if span_of(run.client.view, run.client.peer) != (self._span.first, self._span.last):
+        place = place_of(run.client.view, run.client.peer)
+        if place is None or place.span != self._span:
             return "moved"
         views = [member.client.view for member in self._stages]
         if round_number >= 0 and any(_is_due(view, round_number) for view in views):
@@ -73,25 +75,51 @@ class StageWatch:
         return gone
 
     def take_replicas(self) -> dict[str, float | None] | None:
-        """Those of the stage behind ours, if they are others than the last time; nothing is known of their speed."""
+        """Those of the stage behind ours, if they are others than the last time, each with the micro-batches a second
+        that the plan expects of it; None where it does not know."""
         view, me = self._members.run.client.view, self._members.run.client.peer
-        found = frozenset(peer for peer in holders(view, self._span.last + 1) if peer in self._known and peer != me)
-        if found == self._replicas:
+        rates = holders(view, self._span.last + 1)
+        found = {peer: rate for peer, rate in rates.items() if peer in self._known and peer != me}
+        if found.keys() == self._replicas:
             return None
-        self._replicas = found
-        return dict.fromkeys(sorted(found))
+        self._replicas = frozenset(found)
+        return found
 
 
-def span_of(view: RunView, peer: str) -> tuple[int, int] | None:
-    """The stages that a peer is to hold."""
+@dataclass(frozen=True)
+class Place:
+    """What a peer is to hold, where the model is cut, and whether it is to keep inputs only and compute forward
+    again."""
+
+    boundaries: tuple[int, ...]
+    span: Span
+    recomputes: bool
+
+    @property
+    def stages(self) -> int:
+        """Of the whole model."""
+        return len(self.boundaries) - 1
+
+
+def place_of(view: RunView, peer: str) -> Place | None:
+    """Where the plan has that peer."""
+    if view.pipeline is None:
+        return None
+    for one in view.pipeline.spans:
+        if one.peer == peer:
+            return Place(view.pipeline.boundaries, Span(one.first, one.last), one.recomputes)
+    return None
+
+
+def is_held(view: RunView, peer: str, stage: int) -> bool:
+    """Whether that peer is to hold that stage."""
+    return peer in holders(view, stage)
+
+
+def holders(view: RunView, stage: int) -> dict[str, float | None]:
+    """Who is to hold a stage, and the micro-batches a second that are expected of it."""
     spans = view.pipeline.spans if view.pipeline else ()
-    return next(((span.first, span.last) for span in spans if span.peer == peer), None)
-
-
-def holders(view: RunView, stage: int) -> list[str]:
-    """Who is to hold a stage."""
-    spans = view.pipeline.spans if view.pipeline else ()
-    return [span.peer for span in spans if span.first <= stage <= span.last]
+    return {span.peer: span.rate or None for span in spans if span.first <= stage <= span.last}
 
 
 def _is_due(view: RunView, round_number: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from shoal.swarm.wire import Envelope, encode
 M = TypeVar("M", bound=Message)
 
 _NOTIFY_S = 1.0
+_TRIPS = 16
 
 
 @dataclass(eq=False)
@@ -41,6 +43,12 @@ class Channel:
     _sent: set[int] = field(default_factory=set)
     _decided: asyncio.Event = field(default_factory=asyncio.Event)
     _trouble: LinkError | None = None
+    _trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIPS))
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """From a request to its answer: the quickest of the last ones, as some take work over there."""
+        return min(self._trips_s, default=None)
 
     async def request(self, message: Message, reply: type[M], deadline_s: float, scope: int = 0) -> M:
         """Send and await the reply; while the other side is away, wait for it. ``scope``: the run's, or a stage's.
@@ -55,6 +63,7 @@ class Channel:
             async with asyncio.timeout(deadline_s):
                 await self.send(Envelope("request", number, message, scope))
                 self._sent.add(number)
+                sent_s = asyncio.get_running_loop().time() if self._is_connected else None
                 answer = await future
         except TimeoutError as error:
             raise self.diagnosis(deadline_s) from error
@@ -63,6 +72,8 @@ class Channel:
             self._sent.discard(number)
         if isinstance(answer, LinkError):
             raise answer
+        if sent_s is not None:
+            self._trips_s.append(asyncio.get_running_loop().time() - sent_s)
         if isinstance(answer, RequestFailed):
             raise REMOTE_ERRORS.get(answer.code, LinkError)(_printable(answer.message))
         if not isinstance(answer, reply):

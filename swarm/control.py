@@ -84,7 +84,7 @@ class ControlPlane:
 
     def stop(self) -> None:
         # Incoming ones too: sending on a closed socket leaves a failed future behind that nobody looks at.
-        for channel in [*self._dialed.values(), *self._incoming.values()]:
+        for channel in self.channels:
             self._close(channel, Unreachable("closing down"), linger_ms=100)
         self._router.close(linger=100)
 
@@ -125,9 +125,14 @@ class ControlPlane:
 
     def forget(self, key: bytes) -> None:
         """Hang up on whoever holds ``key``, whichever side had called."""
-        for channel in [*self._dialed.values(), *self._incoming.values()]:
+        for channel in self.channels:
             if channel.remote_key == key:
                 self.hang_up(channel)
+
+    @property
+    def channels(self) -> list[Channel]:
+        """With whomever there is one."""
+        return [*self._dialed.values(), *self._incoming.values()]
 
     def incoming(self, key: bytes) -> Channel | None:
         """The newest channel over which the holder of ``key`` has called us, if any."""

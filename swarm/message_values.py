@@ -158,11 +158,14 @@ class Headway(Record):
 
 
 class Span(Record):
-    """The stages ``first <= s <= last`` that a peer holds."""
+    """The stages ``first <= s <= last`` that a peer holds, the micro-batches a second that the plan expects of it there
+    (0: it does not know), and whether it ``recomputes`` what it has no memory to keep."""
 
     peer: PeerId
     first: Stage
     last: Stage
+    rate: Rate = 0.0
+    recomputes: bool = False
 
 
 class PipelineView(Record):

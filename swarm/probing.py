@@ -1,10 +1,12 @@
-"""What a newcomer's link carries, before its first round: a few random bytes from members that are here already."""
+"""What a link carries: a few random bytes from other members, for a newcomer before its first round, and in a pipeline
+every few minutes, as its plan depends on it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 
 from shoal.swarm.coordinator_client import CoordinatorClient
@@ -18,6 +20,10 @@ PROBE_CHUNK_BYTES = 2**16
 PROBE_S = 1.0
 """No member is asked for longer, and for 1 MiB at most."""
 
+AGAIN_S, FIRST_S = 300.0, 10.0
+"""Between two probes, and until the next one where nobody answered."""
+
+_COUNTED = 3
 _WITNESSES = 2
 _ASKED = 4
 
@@ -65,6 +71,32 @@ async def _probe_one(endpoint: Endpoint, member: str) -> float:
                 else:
                     arrived_bytes += PROBE_CHUNK_BYTES
     return 8 * arrived_bytes / (arrived_s - began_s) if arrived_s > began_s else 0.0
+
+
+async def probe_link(client: CoordinatorClient, endpoint: Endpoint, found: Callable[[float], None]) -> None:
+    """For those that plan our first round, where who will reduce nothing need not; or, until the run ends, our
+    stages."""
+
+    def members() -> list[str]:
+        return witnesses(client.node.trainers(client.scope), client.peer)
+
+    if client.run_file.pipeline is not None:
+        await keep_probing(client, endpoint, members, found)
+    elif client.me.role == "trainer" and client.reachable:
+        found(await probe_between_rounds(client, endpoint, members()))
+
+
+async def keep_probing(
+    client: CoordinatorClient, endpoint: Endpoint, members: Callable[[], Sequence[str]], found: Callable[[float], None]
+) -> None:
+    """Until the run ends; ``found`` is told the highest of the last three probes, in bits a second: others use the
+    link, too, and hardly each time."""
+    rates: deque[float] = deque(maxlen=_COUNTED)
+    while client.view.phase != "ended":
+        if rate := await probe_between_rounds(client, endpoint, members()):
+            rates.append(rate)
+            found(max(rates))
+        await asyncio.sleep(AGAIN_S if rate else FIRST_S)
 
 
 async def probe_between_rounds(client: CoordinatorClient, endpoint: Endpoint, members: Sequence[str]) -> float:

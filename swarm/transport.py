@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -159,6 +160,13 @@ class Node:
     def processes(self, scope: int = 0) -> dict[str, bytes]:
         """The key of the process that each of the scope's members is now."""
         return self._rosters.processes(scope)
+
+    @property
+    def round_trip_s(self) -> float:
+        """From a small request to its answer, of the middle one of the members that we have asked; 0 before any."""
+        channels = [one for one in self.control.channels if self.knows_key(one.remote_key)]
+        trips_s = [trip_s for one in channels if (trip_s := one.round_trip_s) is not None]
+        return statistics.median(trips_s) if trips_s else 0.0
 
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self._data.publish(blob, source)

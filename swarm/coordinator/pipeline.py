@@ -11,10 +11,10 @@ from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
 from shoal.swarm.coordinator.pipeline_barrier import Barrier
 from shoal.swarm.coordinator.pipeline_places import Places
-from shoal.swarm.coordinator.pipeline_planner import optimizer_values
 from shoal.swarm.coordinator.pipeline_spans import Spans
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.coordinator.pipeline_status import status_of
+from shoal.swarm.coordinator.pipeline_view import optimizer_values
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
 from shoal.swarm.messages import (
     CoordinatorToPeerStatus,

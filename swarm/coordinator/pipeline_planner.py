@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.swarm.coordinator.pipeline_question import Planner
+from shoal.swarm.coordinator.pipeline_view import optimizer_values
 from shoal.swarm.pipeline.plan import plan_stages
 from shoal.swarm.pipeline.replanning import Rebalancing, replan
 from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
-from shoal.swarm.run_file import OuterSection, RunFile
+from shoal.swarm.run_file import RunFile
 
 
 def planner_of(run: RunFile) -> Planner:
@@ -32,14 +33,3 @@ def planner_of(run: RunFile) -> Planner:
         return plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, optimizer_values=values)
 
     return plan
-
-
-def optimizer_values(outer: OuterSection) -> int:
-    """Float32 values that the outer optimizer keeps for each parameter."""
-    match outer.optimizer:
-        case "adamw":
-            return 2
-        case "nesterov":
-            return 1
-        case "sgd":
-            return 0

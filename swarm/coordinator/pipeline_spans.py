@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 
 from shoal.swarm.coordinator import facts as f
@@ -10,15 +9,12 @@ from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.pipeline_question import Question
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.coordinator.pipeline_state import PipelineState
+from shoal.swarm.coordinator.pipeline_view import believed, cost_of
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
 from shoal.swarm.messages import LayerSize, PeerToCoordinatorShowCapability
 from shoal.swarm.pipeline.replanning import Rebalancing
-from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.stage_plan import Infeasible, PeerCapability, StagePlan
 from shoal.swarm.run_file import RunFile
-
-_FASTEST = 64.0
-"""Times as fast as usual, at a layer: more is not believed of anybody."""
-_FASTEST_BPS = 1e11
 
 
 class Spans(PipelineState):
@@ -125,7 +121,7 @@ class Spans(PipelineState):
         resting, peers = self.resting(), self._peers()
         return Question(
             previous=StagePlan(self.boundaries, dict(self.spans)) if self.boundaries else None,
-            layers=tuple(_cost(one) for one in self.layers),
+            layers=tuple(cost_of(one) for one in self.layers),
             peers=tuple(one for one in peers if one.peer not in resting),
             resting=tuple(one for one in peers if one.peer in resting),
             rebalancing=rebalancing,
@@ -155,20 +151,7 @@ class Spans(PipelineState):
         return [stage for stage in range(len(self.stages)) if not self.holders(stage)]
 
     def _peers(self) -> list[PeerCapability]:
-        """As far as what they say of themselves can be: nobody is faster than all others by any factor."""
-        shown = sorted(self.capabilities.items())
-        layers = zip(*(one.layer_s for _, one in shown), strict=True)
-        least_s = [statistics.median(seconds) / _FASTEST for seconds in layers]
-        return [
-            PeerCapability(
-                peer,
-                one.memory_bytes,
-                tuple(map(max, one.layer_s, least_s)),
-                min(max(one.bandwidth_bps, 1.0), _FASTEST_BPS),
-                one.rtt_s,
-            )
-            for peer, one in shown
-        ]
+        return believed(self.capabilities)
 
     def _assign(self, spans: Mapping[str, tuple[int, int] | None]) -> None:
         """Whoever holds other stages leaves them: what it had claimed there is for others."""
@@ -232,7 +215,3 @@ class Spans(PipelineState):
             left_s = rest.until_s - self.unix_s
             said += f"; {self._name([peer])} {rest.reason}, and may come again in {left_s:.0f} s"
         return said
-
-
-def _cost(layer: LayerSize) -> LayerCost:
-    return LayerCost(layer.parameters_bytes, layer.activation_bytes, layer.kept_bytes)

@@ -9,7 +9,9 @@ from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.leases import Ranges, from_wire, to_wire, union
 from shoal.swarm.coordinator.pipeline_drives import Batch, Drives
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
-from shoal.swarm.messages import Capability, LayerSize, Phase, PipelineView, RunView, Span
+from shoal.swarm.coordinator.pipeline_view import PipelineViews
+from shoal.swarm.messages import Capability, LayerSize, Phase, PipelineView, RunView
+from shoal.swarm.pipeline.stage_plan import StagePlan
 from shoal.swarm.run_file import RunFile
 
 
@@ -33,8 +35,8 @@ class PipelineState(Admission):
         self.version = 0
         self.stages: list[StageMachine] = []
         self.drives = Drives()
-        self._shown: PipelineView | None = None
         self._sign = sign
+        self._views = PipelineViews(run)
 
     @property
     def has_ended(self) -> bool:
@@ -236,10 +238,8 @@ class PipelineState(Admission):
         """Where the model is cut and who holds what; None before it is cut."""
         if not self.boundaries:
             return None
-        if self._shown is None or self._shown.version != self.version:
-            spans = tuple(Span(peer=peer, first=first, last=last) for peer, (first, last) in sorted(self.spans.items()))
-            self._shown = PipelineView(boundaries=self.boundaries, spans=spans, version=self.version)
-        return self._shown
+        plan = StagePlan(self.boundaries, self.spans)
+        return self._views.of(plan, self.version, self.layers, self.capabilities)
 
 
 def _spans(spans: dict[str, tuple[int, int]]) -> tuple[f.SpanAssigned, ...]:

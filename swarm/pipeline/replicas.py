@@ -41,11 +41,13 @@ class _Sent:
 class Replica(Generic[KeyT]):
     """One replica, as it looks from here: others send to it, too, and what it delivers to us is what counts."""
 
-    def __init__(self, rate: float | None, patience_s: float) -> None:
-        """``rate``: micro-batches a second, as the plan has it; counts as much as one that it delivered."""
+    def __init__(self, rate: float | None, part: float, patience_s: float) -> None:
+        """``rate``: micro-batches a second, as the plan has it; ``part``: of that, what one sender seems to get. They
+        count as much as one that it delivered."""
         self._patience_s = patience_s
         self._pending: dict[KeyT, _Sent] = {}
-        self._intervals_s: deque[float] = deque([1 / rate] if rate else [], maxlen=_WINDOW)
+        self._planned = rate
+        self._intervals_s: deque[float] = deque([1 / (rate * part)] if rate else [], maxlen=_WINDOW)
         self._silences, self._answers = Delays(patience_s), Delays(patience_s)
         self._busy_since_s = self._heard_s = self._until_s = self._full_until_s = 0.0
         self._standing: Standing = "trusted"
@@ -58,6 +60,13 @@ class Replica(Generic[KeyT]):
 
     def pending(self) -> tuple[KeyT, ...]:
         return tuple(self._pending)
+
+    @property
+    def our_part(self) -> float | None:
+        """Of what the plan expects of it, what it delivers to us; None before both are known."""
+        if self._planned is None or self._delivered < _WINDOW:
+            return None
+        return 1 / (self._planned * max(sum(self._intervals_s) / len(self._intervals_s), _SHORTEST_S))
 
     @property
     def is_known(self) -> bool:

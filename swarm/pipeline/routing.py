@@ -49,13 +49,16 @@ class Router(Generic[KeyT]):
     def set_replicas(self, stage: int, rates: Mapping[str, float | None], now_s: float) -> None:
         """The live replicas of a stage, each with the micro-batches a second that the plan expects of it, or None.
 
-        A rate counts only for who is new. Whoever is missing is not picked any more; what it has of ours stays pending.
+        A rate counts only for who is new, beside the others: other senders have their part of what a replica does.
+        Whoever is missing is not picked any more; what it has of ours stays pending.
         """
         hop = self._hops.setdefault(stage, _Hop())
         hop.turns = {peer: turn for peer, turn in hop.turns.items() if peer in rates}
         new = sorted(rates.keys() - hop.turns.keys())
+        parts = self._parts(hop.turns)
+        our_part = statistics.median(parts) if parts else 1.0
         for peer in new:
-            self._replicas.setdefault(peer, Replica(rates[peer], self._patience_s))
+            self._replicas.setdefault(peer, Replica(rates[peer], our_part, self._patience_s))
         hop.turns |= dict.fromkeys(new, hop.clock_s)
         for peer in new:
             hop.turns[peer] -= self._head_start(peer) * self._interval_s(peer, hop.turns, now_s)
@@ -144,6 +147,10 @@ class Router(Generic[KeyT]):
             rate = 1 / replica.interval_s(now_s, 0.0) if replica.is_known else None
             found[peer] = ReplicaView(rate, replica.queue, replica.standing(now_s))
         return found
+
+    def _parts(self, peers: Iterable[str]) -> list[float]:
+        """Of what was expected of each, what we get; without those of which not enough is known."""
+        return [part for peer in peers if (part := self._replicas[peer].our_part) is not None]
 
     def _take_turn(self, hop: _Hop, peer: str, now_s: float) -> None:
         hop.clock_s = max(hop.clock_s, hop.turns[peer] + self._interval_s(peer, hop.turns, now_s))

@@ -90,12 +90,13 @@ def test_a_machine_that_holds_everything_is_told_so() -> None:
         (diagnosis((1, 3)), "2 of 3 layers, 67% of the parameters"),
         (diagnosis((0, 0)), "the smallest takes 64 MiB: end other programs"),
         (diagnosis((0, 0), limit_bytes=2**20), "allow a larger --max-memory"),
+        (diagnosis(usable=2**32, limit_bytes=2**33), "Of the 8.0 GiB of --max-memory only 4.0 GiB are free now"),
         (diagnosis(usable=2**32), "More than half of the memory is in use"),
         (diagnosis(has_idle_gpu=True), "leave --device out"),
         (diagnosis(has_numba=False), "pip install 'shoal[fast]'"),
         (diagnosis(port_is_free=False), "--bind 0.0.0.0:PORT"),
     ],
-    ids=["a stage", "nothing", "capped", "busy", "gpu", "numba", "port"],
+    ids=["a stage", "nothing", "capped", "above", "busy", "gpu", "numba", "port"],
 )
 def test_advice_is_given_where_there_is_any(found: Diagnosis, says: str) -> None:
     assert says in " ".join(text_of(found).split())

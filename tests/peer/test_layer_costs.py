@@ -1,6 +1,6 @@
 """Layers measured one by one: bytes exactly, seconds that are there at all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -105,10 +105,20 @@ def test_bfloat16_keeps_fewer_bytes() -> None:
     assert measured(layers, torch.ones(256, 64), cast)[1].cost.kept_bytes < plain
 
 
-def test_a_device_without_room_is_a_device_error() -> None:
+def too_large_for_the_cpu() -> None:
+    torch.empty(10**15)
+
+
+def too_large_for_a_gpu() -> None:
+    raise torch.OutOfMemoryError("no")
+
+
+@pytest.mark.parametrize("fails", [too_large_for_the_cpu, too_large_for_a_gpu])
+def test_a_device_without_room_is_a_device_error(fails: Callable[[], None]) -> None:
     class Large(nn.Module):
         def forward(self, given: Tensor) -> Tensor:
-            raise torch.OutOfMemoryError("no")
+            fails()
+            return given
 
     with pytest.raises(DeviceError, match="does not fit through one layer"):
         measured([Large()], torch.zeros(2, 8))

@@ -1,6 +1,7 @@
 import gc
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -233,32 +234,57 @@ def tied() -> Layered:
     return layered_from_sequential(model)
 
 
-def test_tied_weights_in_two_stages_are_refused() -> None:
+def test_neighbours_that_share_weights_are_one_layer() -> None:
     layered = tied()
-    for boundaries in ((0, 2, 4), (0, 1, 2, 3, 4)):
-        with pytest.raises(RecipeError, match=r"layers 1 and 2 share the parameter 1\.weight, and would be in two"):
-            layered.check_boundaries(boundaries)
-    for first, stop in ((0, 2), (2, 3), (2, 4)):
-        with pytest.raises(RecipeError, match="layers 1 and 2 share"):
-            layered.build(first, stop)
-
-
-def test_tied_weights_in_one_stage_are_fine() -> None:
-    layered = tied()
-    layered.check_boundaries((0, 1, 3, 4))
-    assert layered.cuts == (1, 3)
+    assert layered.names == ("0", "1 + 2", "3")
+    assert layered.cuts == (1, 2)
+    layered.check_boundaries((0, 1, 2, 3))
     layered.check_stages(3)
     with pytest.raises(RecipeError, match="of 4 layers that can be cut at 2 places gives no 4 stages; layers 1 and 2"):
         layered.check_stages(4)
-    assert [spec.name for spec in ParameterVector(layered.build(1, 3)).layout] == ["1.weight", "1.bias", "2.bias"]
-    assert [spec.name for spec in layered.layouts[2]] == ["2.bias"]
+    assert [spec.name for spec in layered.layouts[1]] == ["1.weight", "1.bias", "2.bias"]
+    assert [spec.name for spec in ParameterVector(layered.build(1, 2)).layout] == ["1.weight", "1.bias", "2.bias"]
+    assert [spec.name for spec in layered.layouts[2]] == ["3.weight", "3.bias"]
+    assert layered.parameters_bytes(1) == 4 * (9 + 3 + 3)
+    assert len(layered.outline(1)) == 2
+
+
+def test_stages_with_shared_weights_give_the_whole_models_gradient() -> None:
+    layered, given = tied(), torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    whole = layered.build(0, 3)
+    whole(given).square().mean().backward()
+    expected = ParameterVector(whole).take_gradients()
+    stages = [layered.build(number, number + 1) for number in range(3)]
+    flowing = given
+    for stage in stages:
+        flowing = stage(flowing)
+    flowing.square().mean().backward()
+    assert torch.equal(torch.cat([ParameterVector(stage).take_gradients() for stage in stages]), expected)
+
+
+def test_all_between_two_that_share_weights_is_one_layer_with_them() -> None:
+    parts = [nn.Linear(2, 2) for _ in range(7)]
+    parts[3].weight = parts[1].weight
+    parts[4].bias = parts[2].bias
+    layered = layered_from_sequential(nn.Sequential(*parts))
+    assert layered.names == ("0", "1 + 2 + 3 + 4", "5", "6")
+    runs: list[int] = []
+
+    def around(layer: int) -> nullcontext[None]:
+        runs.append(layer)
+        return nullcontext()
+
+    given = torch.ones(1, 2)
+    assert torch.equal(layered.build(1, 3)(given, around), nn.Sequential(*parts[1:6])(given))
+    assert runs == [0, 1]
 
 
 def test_gpt_says_how_to_untie() -> None:
     layered = gpt(tie_embedding=True).layers(0)
-    with pytest.raises(RecipeError, match=r"embedding and head share .*embedding\.weight.*tie_embedding = false"):
-        layered.check_boundaries((0, 3, 6))
-    layered.check_boundaries((0, 6))
+    for stages in (2, 6):
+        with pytest.raises(RecipeError, match=r"embedding and head share .*embedding\.weight.*tie_embedding = false"):
+            layered.check_stages(stages)
+    layered.check_boundaries((0, 1))
     gpt().layers(0).check_boundaries((0, 3, 6))
 
 

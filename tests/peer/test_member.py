@@ -1,8 +1,9 @@
 """A member's own wiring, with the real coordinator's machine and no sockets: on the virtual clock."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,23 +14,34 @@ from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer.member import Member
+from shoal.peer.own_states import OwnStates
 from shoal.peer.state import State
-from shoal.swarm.errors import Busy
+from shoal.peer.tenure import Tenure, during
+from shoal.swarm.averaging.outcomes import Offer, Outcome
+from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
 from shoal.swarm.links import Meter
-from shoal.swarm.messages import Blob, PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun, TensorSpec
+from shoal.swarm.messages import (
+    Blob,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorJoinRun,
+    RunView,
+    TensorSpec,
+)
 
 ELEMENTS = 4096
 READER = b"a joiner"
 
 
 @asynccontextmanager
-async def a_member(coordinator: MemoryCoordinator) -> AsyncIterator[Member]:
+async def a_member(
+    coordinator: MemoryCoordinator, is_ours: Callable[[RunView], bool] | None = None
+) -> AsyncIterator[Member]:
     node: Any = MemoryNetwork().endpoint(identity(1).peer_id)
     node.meter = Meter()
     client, _ = make_client(coordinator, node, identity(1), curve_keys(1), 0.01)
     await client.join()
     async with asyncio.TaskGroup() as tasks:
-        yield Member(node, client, tasks)
+        yield Member(node, client, tasks, Tenure(client, is_ours, "it") if is_ours else None)
 
 
 def test_no_state_is_served_while_a_round_is_averaged_here() -> None:
@@ -81,5 +93,78 @@ def test_a_member_that_was_forgotten_outlives_a_coordinator_that_does_not_let_it
             await beat
             assert member.rejoined
             assert member.client.joins == 2
+
+    run_virtual(main())
+
+
+# A stage that goes to others ------------------------------------------------------------------------------
+
+
+LAYOUT = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
+MODEL = PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=None, corpus_about="", tokens_per_sample=1)
+
+
+async def waits_for_a_donor(member: Member) -> None:
+    own = OwnStates(None, None, lambda state, newest: state, is_first=False)
+    await member.agreed_state(own, (2, ELEMENTS), None, lambda *_, **__: None)
+
+
+async def waits_for_a_verdict(member: Member) -> None:
+    """That it is not told any more: it goes to the stage's members."""
+
+    async def average(offer: Offer) -> Outcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    averager: Any = SimpleNamespace(average=average)
+    member._averager = averager
+    await member.average(Offer(0, 0, bytes(32), torch.zeros(ELEMENTS), weight_tokens=4, ranges=(), loss=None))
+
+
+async def waits_to_say_what_it_trains(member: Member) -> None:
+    async def refused(*_: Any) -> Any:
+        await asyncio.sleep(1.0)
+        raise NotAdmitted("not a member of this stage")
+
+    member.client.ask = refused  # type: ignore[method-assign]
+    member.beat = lambda: asyncio.sleep(1.0)  # type: ignore[method-assign]
+    await member.describe(MODEL)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [waits_for_a_donor, waits_for_a_verdict, waits_to_say_what_it_trains],
+    ids=lambda one: one.__name__,
+)
+def test_whatever_a_stages_member_waits_for_gives_way_when_the_stage_is_taken_away(
+    waits: Callable[[Member], Awaitable[None]],
+) -> None:
+    async def main() -> None:
+        coordinator, ours = MemoryCoordinator(run_toml(4)), [True]
+        async with a_member(coordinator, lambda view: ours[0]) as member:
+            serving = asyncio.create_task(coordinator.serve())
+            await member.describe(MODEL)
+            waiting = asyncio.create_task(waits(member))
+            await asyncio.sleep(600.0)
+            assert not waiting.done(), "as long as it takes"
+            ours[0] = False
+            member.client.wake()
+            with pytest.raises(NotAdmitted, match="not this peer's any more"):
+                await asyncio.wait_for(waiting, 1.0)
+            serving.cancel()
+
+    run_virtual(main())
+
+
+def test_what_is_done_before_a_stage_is_taken_away_is_done() -> None:
+    async def main() -> None:
+        async with a_member(MemoryCoordinator(run_toml(4)), lambda view: True) as member:
+            await member.describe(MODEL)
+
+            async def fails() -> None:
+                raise ModelMismatch("as it was raised")
+
+            with pytest.raises(ModelMismatch, match="as it was raised"):
+                await during(member._tenure, fails())
 
     run_virtual(main())

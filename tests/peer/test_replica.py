@@ -21,6 +21,7 @@ from shoal.peer.replica import Brought, Replica
 from shoal.peer.round_records import Owner, RoundRecords
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.messages import Verdict
 from shoal.swarm.run_file import parse_run_file
 
@@ -77,7 +78,7 @@ class FakeNetwork:
     def __init__(self) -> None:
         self.resource = FakeMember()
         self.exchange: Future[Outcome] = Future()
-        self.interrupted = False
+        self.trouble: Exception | None = None
 
     def call(self, coroutine: Coroutine[Any, Any, Any], interruptible: object = False) -> Any:
         return asyncio.run(coroutine)
@@ -91,8 +92,8 @@ class FakeNetwork:
         return future
 
     def finish(self, future: Future[Outcome], interruptible: object = False) -> Outcome:
-        if self.interrupted:
-            raise Interrupted
+        if self.trouble is not None:
+            raise self.trouble
         return future.result(timeout=0)
 
     def tell(self, callback: Callable[[], object]) -> None:
@@ -278,11 +279,12 @@ def test_a_round_is_closed_once_the_one_before_is_concluded(side: Side) -> None:
     assert side.ranges() == [(2, 4)]
 
 
-def test_who_stops_waiting_has_its_work_still(side: Side) -> None:
+@pytest.mark.parametrize("why", [Interrupted(), NotAdmitted("the stage is not ours any more")], ids=["stop", "taken"])
+def test_who_stops_waiting_has_its_work_still(side: Side, why: Exception) -> None:
     side.train()
     side.replica.close_round()
-    side.network.interrupted = True
-    with pytest.raises(Interrupted):
+    side.network.trouble = why
+    with pytest.raises(type(why)):
         side.replica.conclude()
     assert (side.replica.exchanging, side.replica.samples.tokens_done, side.replica.round) == (False, 2 * TOKENS, 0)
 

@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 
 from shoal.peer.span_training import SpanTraining
+from shoal.swarm.errors import NotAdmitted
+
+TAKEN = (-1, False)
 
 
 class FakeReplica:
@@ -20,6 +23,8 @@ class FakeReplica:
 
     def conclude(self) -> bool:
         self._log.append(f"{self._name} concludes")
+        if self._ends == TAKEN:
+            raise NotAdmitted("it is not ours any more")
         self.round, kept = self._ends
         return kept
 
@@ -70,3 +75,12 @@ def test_a_stage_that_lags_behind_catches_up_alone(lost: bool) -> None:
     goes_on, log = end((6, not lost), (9, True), rounds=(5, 6))
     assert not goes_on
     assert log == ["a offers", "a concludes"]
+
+
+def test_a_stage_that_was_taken_away_does_not_keep_the_others_from_their_verdicts() -> None:
+    training: Any = SpanTraining.__new__(SpanTraining)
+    log: list[str] = []
+    training.replicas = {0: FakeReplica(log, "a", 5, TAKEN), 1: FakeReplica(log, "b", 5, (6, True))}
+    with pytest.raises(NotAdmitted):
+        training.end_round()
+    assert log == ["a offers", "b offers", "a concludes", "b concludes"]

@@ -408,7 +408,7 @@ def test_buffers_change_once_a_micro_batch_recomputed_or_not() -> None:
 
 def test_tied_weights_within_a_stage_have_the_sum_of_their_gradients() -> None:
     recipe = gpt(tie_embedding=True)
-    line = Line(recipe, (0, 6), [(0, 0)])
+    line = Line(recipe, (0, 1), [(0, 0)])
     batch = batch_of(recipe.training_data(), 0, 2)
     line.drive(Key(0, 0, 2), batch, (0,))
     expected = mean_gradient(recipe, recipe.build_model(1), batch)

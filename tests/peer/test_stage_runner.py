@@ -68,7 +68,10 @@ class Coordinator:
         self.watchers: list[asyncio.Event] = []
 
     def view(self) -> Any:
-        spans = [SimpleNamespace(peer=peer, first=a, last=b) for peer, (a, b) in sorted(self.spans.items())]
+        spans = [
+            SimpleNamespace(peer=peer, first=a, last=b, rate=1.0, recomputes=False)
+            for peer, (a, b) in sorted(self.spans.items())
+        ]
         pipeline = SimpleNamespace(boundaries=BOUNDARIES, spans=spans)
         return SimpleNamespace(pipeline=pipeline, round=ROUND, phase="training", must_resync=False)
 
@@ -215,7 +218,12 @@ class Peer:
             self.replicas[stage] = FakeReplica(ParameterVector(model))
             held.append(HeldStage(stage, BOUNDARIES[stage], model, self.replicas[stage].work))
         settings = {stage: ComputeSettings(CPU, max_in_flight=3) for stage in stages}
-        self.training = SpanTraining(held, self.replicas, samples, settings, is_last=last == STAGES - 1)
+        self.took: list[tuple[int, float]] = []
+
+        def took(stage: int, seconds: float) -> None:
+            self.took.append((stage, seconds))
+
+        self.training = SpanTraining(held, self.replicas, samples, settings, took, is_last=last == STAGES - 1)
         engine = StageEngine(
             Span(first, last), Settings(STAGES, MICRO_BATCH, 3, 0.25, PATIENCE_S), Router(name, PATIENCE_S), 0
         )
@@ -304,6 +312,10 @@ def test_the_gradient_is_that_of_the_whole_model(kind: str) -> None:
             assert {peer.runner.in_flight for peer in peers.values()} == {0}
             told = [peer.progress.activity for peer in peers.values()]
             assert told == ["idle"] * len(peers), "nothing is left to do"
+            for peer in peers.values():
+                counts = sum(stop - start for start, stop in peer.replicas[max(peer.replicas)].ranges) / MICRO_BATCH
+                assert len(peer.took) == counts, "each is timed once"
+                assert all(stage in peer.replicas and seconds > 0 for stage, seconds in peer.took)
 
     run_virtual(main())
 

@@ -6,15 +6,19 @@ from typing import Any
 import pytest
 
 from shoal.peer.member import Progress
-from shoal.peer.stage_watch import StageWatch
+from shoal.peer.stage_watch import Place, StageWatch, place_of
 from shoal.swarm.pipeline.hops import Span
 
 ROUND = 4
+RATES = {"b": 2.5}
 
 
 def view(phase: str = "training", round_number: int = ROUND, **spans: tuple[int, int]) -> Any:
-    given = [SimpleNamespace(peer=peer, first=one[0], last=one[1]) for peer, one in spans.items()]
-    pipeline = SimpleNamespace(spans=given) if spans else None
+    given = [
+        SimpleNamespace(peer=peer, first=one[0], last=one[1], rate=RATES.get(peer, 0.0), recomputes=peer == "me")
+        for peer, one in spans.items()
+    ]
+    pipeline = SimpleNamespace(spans=given, boundaries=(0, 1, 2, 3)) if spans else None
     return SimpleNamespace(phase=phase, round=round_number, must_resync=False, pipeline=pipeline)
 
 
@@ -80,14 +84,21 @@ def test_who_is_gone_or_begins_anew_is_named_once() -> None:
     assert world.watch.take_gone() == []
 
 
+def test_a_place_is_what_the_plan_has() -> None:
+    world = World()
+    assert place_of(world.run.client.view, "me") == Place((0, 1, 2, 3), Span(0, 1), recomputes=True)
+    assert place_of(world.run.client.view, "nobody") is None
+    assert place_of(view(), "me") is None, "nothing is cut yet"
+
+
 def test_replicas_are_those_of_the_next_stage_that_are_in_the_run() -> None:
     world = World()
     world.watch.take_gone()
-    assert world.watch.take_replicas() == {"b": None, "c": None}
+    assert world.watch.take_replicas() == {"b": 2.5, "c": None}
     assert world.watch.take_replicas() is None, "nothing new"
     del world.processes["c"]
     world.watch.take_gone()
-    assert world.watch.take_replicas() == {"b": None}
+    assert world.watch.take_replicas() == {"b": 2.5}
     world.move(b=(0, 0))
     assert world.watch.take_replicas() == {}
 

@@ -15,7 +15,6 @@ from shoal.swarm.messages import (
     PeerToCoordinatorShowCapability,
     PipelineView,
     RoundPlan,
-    Span,
 )
 
 
@@ -104,7 +103,9 @@ def _staged(view: dict[str, Any]) -> dict[str, Any]:
     ends = {peer: sorted((span.first % stages, span.last % stages)) for peer, span in by_peer.items()}
     return view | {
         "boundaries": tuple(range(stages + 1)),
-        "spans": tuple(Span(peer=peer, first=ends[peer][0], last=ends[peer][1]) for peer in sorted(ends)),
+        "spans": tuple(
+            by_peer[peer].model_copy(update={"first": ends[peer][0], "last": ends[peer][1]}) for peer in sorted(ends)
+        ),
     }
 
 

@@ -7,11 +7,14 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 
 from shoal.swarm.probing import (
+    AGAIN_S,
+    FIRST_S,
     PROBE,
     PROBE_CHUNK_BYTES,
     PROBE_CHUNKS,
     PROBE_S,
     ProbeSource,
+    keep_probing,
     probe,
     probe_between_rounds,
     witnesses,
@@ -92,6 +95,7 @@ class _Phases:
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
+        self.view = self
 
     async def wait_for(self, predicate: Callable[[Any], bool]) -> "_Phases":
         await until(lambda: predicate(self), 0.01)
@@ -132,5 +136,30 @@ def test_of_a_run_that_is_over_nothing_is_asked() -> None:
         network = _Uplinks(fast=5e7)
         assert await probe_between_rounds(_Phases("ended"), network.endpoints["me"], ["fast"]) == 0.0  # type: ignore[arg-type]
         assert network.log == []
+
+    run_virtual(main())
+
+
+def test_a_pipelines_links_are_probed_again_and_again() -> None:
+    """Soon while nobody is there; then now and then. The highest of the last three counts."""
+
+    async def main() -> None:
+        network, client, found = _Uplinks(other=4e7), _Phases("training"), []
+        others: list[str] = []
+        probing = asyncio.create_task(
+            keep_probing(client, network.endpoints["me"], lambda: others, found.append)  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(5 * FIRST_S + 1.0)
+        assert found == []
+        others.append("other")
+        await asyncio.sleep(FIRST_S)
+        assert found == pytest.approx([4e7])
+        for bps in (2e7, 1e7, 5e6):
+            network.uplinks_bps["other"] = bps
+            await asyncio.sleep(AGAIN_S + 1.0)
+        assert found == pytest.approx([4e7, 4e7, 4e7, 2e7])
+        client.phase = "ended"
+        await asyncio.sleep(AGAIN_S + 1.0)
+        assert probing.done()
 
     run_virtual(main())

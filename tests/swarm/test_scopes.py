@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from typing import Literal
 
 import pytest
 from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, swarm
@@ -267,3 +268,51 @@ async def test_rounds_of_several_scopes_share_the_uplink() -> None:
         a.node.leave(2)
         b_key, c_key = b.keys.public, c.keys.public
         assert told == [{b_key: 0.75, c_key: 0.25}, {b_key: 0.875, c_key: 0.125}, {b_key: 1.0}, {}]
+
+
+@run
+async def test_one_stage_after_another_needs_no_new_connections() -> None:
+    async with swarm() as (a, b):
+        for scope in (1, 2, 1):
+            for member, other in ((a, b), (b, a)):
+                member.node.update_roster((member.entry(), other.entry()), scope)
+                ScopedEndpoint(member.node, scope).publish(STATE, Source(2))
+            await fetch(a, b, Sink(), range(2), blob=of_scope(scope))
+            await fetch(b, a, Sink(), range(2), blob=of_scope(scope))
+            links = [*a.node._data._links.values()]
+            if scope == 1:
+                a.node.leave(scope)
+                b.node.leave(scope)
+            assert [*a.node._data._links.values()] == links
+        assert len(a.node._data._links) == len(b.node._data._links) == 1
+        assert len(a.node.control.channels) + len(b.node.control.channels) <= 4, (
+            "each has dialed the other once at most"
+        )
+
+
+@pytest.mark.parametrize(("many", "few"), [("contribution", "activation"), ("activation", "contribution")])
+@pytest.mark.parametrize("scopes", [(1, 0), (0, 2)], ids=["averaging first", "averaging second"])
+def test_one_stages_averaging_and_anothers_activations_do_not_wait_for_each_other(
+    many: Literal["contribution", "activation"], few: Literal["contribution", "activation"], scopes: tuple[int, int]
+) -> None:
+    """Over one link: what is asked for later, and is short, is here before the end of what is long."""
+
+    @run
+    async def test() -> None:
+        async with swarm() as (a, b):
+            for member, other in ((a, b), (b, a)):
+                for scope in (1, 2):
+                    member.node.update_roster((member.entry(), other.entry()), scope)
+            flood = Blob(kind=many, number=1, scope=scopes[0])
+            short = Blob(kind=few, number=2, scope=scopes[1])
+            b.node.publish(flood, source := Source(3000, 2**14))
+            b.node.publish(short, Source(4, 2**14))
+            sink = Sink()
+            flooding = asyncio.create_task(fetch(a, b, sink, range(source.chunks), blob=flood))
+            while len(sink.chunks) < 100:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await fetch(a, b, Sink(), range(4), blob=short)
+            assert len(sink.chunks) < source.chunks
+            flooding.cancel()
+
+    test()

@@ -96,6 +96,19 @@ async def test_requests_both_ways_over_one_connection() -> None:
 
 
 @run
+async def test_round_trips_are_those_of_requests_over_connections_that_were_there() -> None:
+    async with swarm() as (a, b):
+        assert a.node.round_trip_s == 0.0
+        began_s = asyncio.get_running_loop().time()
+        await ping(a, b)
+        assert a.node.round_trip_s == 0.0, "connecting is not the way there and back"
+        await ping(a, b)
+        assert 0.0 < a.node.round_trip_s <= asyncio.get_running_loop().time() - began_s
+        a.node.update_roster(())
+        assert a.node.round_trip_s == 0.0, "only members count"
+
+
+@run
 async def test_notices_are_handled() -> None:
     async with swarm() as (a, b):
         got = asyncio.Event()

@@ -187,7 +187,6 @@ def journaled(machine: PipelineMachine) -> dict[str, Any]:
 NOT_FROM_FACTS = {
     "_sign",
     "_barrier",
-    "_shown",
     "_drove_s",
     "_is_plan_due",
     "_may_rebalance",
@@ -197,6 +196,7 @@ NOT_FROM_FACTS = {
     "_places",
     "_resting",
     "_looks_s",
+    "_views",
     "shortage",
     "keep",
 }

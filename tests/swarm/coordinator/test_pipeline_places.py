@@ -7,7 +7,7 @@ from tests.swarm.coordinator.world import CPU, entry
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.pipeline_places import _span_s
-from shoal.swarm.coordinator.pipeline_planner import optimizer_values
+from shoal.swarm.coordinator.pipeline_view import optimizer_values
 from shoal.swarm.start import StartSection, StartTensor
 
 

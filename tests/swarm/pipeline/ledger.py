@@ -215,8 +215,14 @@ class Ledger:
 
     def _tell_replicas(self) -> None:
         for stage in range(self.world.stages):
-            rates = {name: None for name, peer in self.live.items() if stage in peer.span}
+            rates = {name: self._planned_rate(peer) for name, peer in self.live.items() if stage in peer.span}
             self._tell_all("replicas_changed", stage, rates)
+
+    def _planned_rate(self, peer: SimulatedPeer) -> float | None:
+        """Micro-batches a second; None where nothing is known, which is what a prediction of 0 stands for."""
+        speed = self.world.speed_of(peer.name)
+        micro_batch_s = len(peer.span) * (speed.forward_s + speed.backward_s)
+        return self.world.predictions.get(peer.name, 1.0) / micro_batch_s or None
 
 
 def check_exactly_once(peers: Any, batch: range, stages: int) -> None:

@@ -16,7 +16,6 @@ from itertools import count as numbers
 from typing import Any
 
 from tests.swarm.pipeline.ledger import Ledger
-from tests.swarm.pipeline.turns import Turns
 
 from shoal.swarm.pipeline.effects import (
     Answer,
@@ -38,6 +37,7 @@ from shoal.swarm.pipeline.effects import (
     Send,
 )
 from shoal.swarm.pipeline.hops import NextHop, Settings, Span
+from shoal.swarm.pipeline.routing import Router
 from shoal.swarm.pipeline.stage import StageEngine
 
 Tensor = tuple[str, MicroBatch, int]
@@ -66,7 +66,8 @@ class Network:
 
 @dataclass(frozen=True)
 class World:
-    """``spans``: first and last stage of every peer. ``heartbeat_s``: how often peers report, and tick."""
+    """``spans``: first and last stage of every peer. ``heartbeat_s``: how often peers report, and tick.
+    ``predictions``: the rate that the plan has of a peer, in true ones; 1 where nothing else is said, 0: none."""
 
     stages: int
     spans: dict[str, tuple[int, int]]
@@ -76,12 +77,16 @@ class World:
     rounds: int = 1
     lease_samples: int = 10**9
     speeds: dict[str, Speed] = field(default_factory=dict)
+    predictions: dict[str, float] = field(default_factory=dict)
     network: Network = Network()
     patience_s: float = 30.0
     request_s: float = 6.0
     heartbeat_s: float = 5.0
     retry_s: float = 2.0
     averaging_s: float = 3.0
+
+    def speed_of(self, peer: str) -> Speed:
+        return self.speeds.get(peer, Speed())
 
 
 Point = Callable[["Simulation", str], bool]
@@ -199,7 +204,7 @@ class SimulatedPeer:
         self.computing, self.computing_round_dropped = compute, False
         self.order.append(compute)
         stages = self.span.stop - compute.from_stage
-        speed = self.simulation.world.speeds.get(self.name, Speed())
+        speed = self.simulation.world.speed_of(self.name)
         if isinstance(compute, ComputeForward):
             assert compute.from_stage == 0 or kept["input"] == ("activation", compute.micro_batch, compute.from_stage)
             took_s = speed.forward_s * stages
@@ -243,7 +248,7 @@ class Simulation:
         self.now_s = self.finished_s = 0.0
         self.events = 0
         self.random = random.Random(seed)
-        self.make_router = make_router or (lambda name: Turns(2 * world.patience_s, world.retry_s))
+        self.make_router = make_router or (lambda name: Router(name, world.patience_s))
         self.computed: Counter[tuple[str, MicroBatch, int]] = Counter()
         self.done: Counter[MicroBatch] = Counter()
         self.commits: list[float] = []

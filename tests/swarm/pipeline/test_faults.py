@@ -136,6 +136,7 @@ def worlds(draw: st.DrawFn) -> World:
         rounds=draw(st.integers(1, 3)),
         lease_samples=draw(st.sampled_from([4, 8, 10**9])),
         speeds=dict.fromkeys(sorted(slow), Speed(3.0, 2.0)),
+        predictions={name: draw(st.sampled_from([0.0, 0.25, 1.0, 4.0])) for name in sorted(slow)},
         network=network,
     )
 

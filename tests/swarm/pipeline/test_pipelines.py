@@ -30,7 +30,7 @@ def bottleneck_s(world: World) -> float:
     """No pipeline is faster than its slowest stage, with all its replicas busy."""
     slowest = 0.0
     for stage in range(world.stages):
-        speeds = [world.speeds.get(name, Speed()) for name, span in world.spans.items() if span[0] == stage]
+        speeds = [world.speed_of(name) for name, span in world.spans.items() if span[0] == stage]
         rate = sum(1 / (speed.forward_s + speed.backward_s) for speed in speeds)
         slowest = max(slowest, micro_batches(world) / rate)
     return slowest
@@ -84,6 +84,32 @@ def test_replicas_share_their_stage(copies: tuple[int, ...]) -> None:
     simulation = Simulation(world).run()
     assert computed_once(simulation)
     assert simulation.finished_s <= 1.15 * bottleneck_s(world)
+
+
+@pytest.mark.parametrize("predictions", [{}, {"slow": 0.0, "fast": 0.0}, {"slow": 16.0}])
+def test_unequal_replicas_get_their_shares_whatever_was_predicted(predictions: dict[str, float]) -> None:
+    names = {"driver": (0, 0), "slow": (1, 1), "fast": (1, 1)}
+    speeds = {"driver": Speed(0.5, 1.0), "slow": Speed(4.0, 8.0), "fast": Speed(1.0, 2.0)}
+    world = World(2, names, batch=480, max_in_flight=8, speeds=speeds, predictions=predictions, patience_s=1000.0)
+    simulation = Simulation(world).run()
+    assert computed_once(simulation)
+    assert simulation.finished_s <= 1.02 * bottleneck_s(world)
+    assert len(simulation.peers["slow"].order) == pytest.approx(0.2 * 480, rel=0.1)
+
+
+def test_a_short_round_is_shared_as_predicted() -> None:
+    """Twenty micro-batches: who would first have to find out who is slow, has given it too many."""
+    names = {"driver": (0, 0), "slow": (1, 1), "fast": (1, 1)}
+    speeds = {"driver": Speed(0.1, 0.1), "slow": Speed(4.0, 8.0), "fast": Speed(1.0, 2.0)}
+    took_s = {}
+    for name, predictions in {"right": {}, "none": dict.fromkeys(names, 0.0), "wrong": {"slow": 16.0}}.items():
+        world = World(2, names, batch=40, max_in_flight=20, speeds=speeds, predictions=predictions, patience_s=1e4)
+        simulation = Simulation(world).run()
+        took_s[name] = simulation.finished_s
+        if name == "right":
+            assert len(simulation.peers["slow"].order) == 2 * 4
+            assert simulation.finished_s <= 1.05 * bottleneck_s(world)
+    assert took_s["right"] < took_s["none"] < took_s["wrong"]
 
 
 def test_the_network_s_delays_are_hidden_by_what_is_in_flight() -> None:

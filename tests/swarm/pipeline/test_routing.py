@@ -67,6 +67,34 @@ def test_planned_speeds_are_followed_from_the_first_micro_batch_on() -> None:
     assert "slow" in picked[5:], "turns are interleaved"
 
 
+def test_the_first_twenty_micro_batches_go_as_planned() -> None:
+    """Before and while the first ones come back; without a plan the slow one gets more of them."""
+    rates = {"slow": 1.0, "fast": 4.0}
+    replicas = {peer: steady(rate) for peer, rate in rates.items()}
+    found = {}
+    for name, prior in {"planned": rates, "unplanned": {}}.items():
+        flow = Flow(replicas, window=8, prior=prior)
+        flow.run(10)
+        found[name] = [peer for _, peer in flow.picked[:20]].count("slow")
+        for replica in replicas.values():
+            replica.free_s, replica.held = 0.0, 0
+    assert found["planned"] == 4
+    assert found["unplanned"] > 4
+
+
+def test_a_planned_newcomer_gets_its_share_though_others_send_to_it_too() -> None:
+    """The plan's rate is what a replica does for everybody; what was measured of the others is one sender's part."""
+    flow = Flow({"a": steady(4), "b": steady(4)}, senders=8, window=2, prior={"a": 4.0, "b": 4.0})
+    flow.run(60)
+    flow.replicas["new"] = steady(4)
+    for made in flow.routers.values():
+        made.set_replicas(1, {"a": 4.0, "b": 4.0, "new": 4.0}, 60)
+    flow.run(120)
+    first = [peer for at_s, peer in flow.picked if at_s > 60][:24]
+    assert 6 <= first.count("new") <= 12
+    assert flow.shares(70)["new"] == pytest.approx(1 / 3, abs=0.03)
+
+
 def test_far_links_share_too_though_nothing_saturates_them() -> None:
     flow = Flow({"a": steady(100), "b": steady(100)}, delay_s=5.0, prior={"a": 3.0, "b": 1.0})
     flow.run(200)

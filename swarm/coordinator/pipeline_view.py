@@ -1,0 +1,88 @@
+"""What members see of a pipeline: where the model is cut, who holds what, and what is expected of each there. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from shoal.swarm.messages import Capability, LayerSize, PipelineView, Span
+from shoal.swarm.pipeline.answers import predictions
+from shoal.swarm.pipeline.span_rates import Swarm
+from shoal.swarm.pipeline.stage_plan import LayerCost, PeerCapability, StagePlan
+from shoal.swarm.run_file import OuterSection, RunFile
+
+_FASTEST = 64.0
+"""Times as fast as usual, at a layer: more is not believed of anybody."""
+_FASTEST_BPS = 1e11
+
+
+class PipelineViews:
+    """The same object for as long as nothing has changed, so that it is packed once for everybody."""
+
+    def __init__(self, run: RunFile) -> None:
+        self._run = run
+        self._made: PipelineView | None = None
+        self._capabilities: dict[str, Capability] = {}
+
+    def of(
+        self, plan: StagePlan, version: int, layers: Sequence[LayerSize], capabilities: Mapping[str, Capability]
+    ) -> PipelineView:
+        """``version``: of the plan's spans. Who holds stages has shown a capability."""
+        made = self._made
+        if made is None or made.version != version or self._capabilities != capabilities:
+            self._capabilities = dict(capabilities)
+            made = self._made = self._make(plan, version, layers)
+        return made
+
+    def _make(self, plan: StagePlan, version: int, layers: Sequence[LayerSize]) -> PipelineView:
+        assert self._run.pipeline is not None
+        costs = [cost_of(one) for one in layers]
+        peers, in_flight = believed(self._capabilities), self._run.pipeline.in_flight
+        expected = predictions(Swarm(costs, peers, in_flight, optimizer_values(self._run.outer)), plan)
+        return PipelineView(
+            boundaries=plan.boundaries,
+            spans=tuple(
+                Span(
+                    peer=peer,
+                    first=first,
+                    last=last,
+                    rate=expected[peer].rate,
+                    recomputes=expected[peer].recomputes,
+                )
+                for peer, (first, last) in sorted(plan.spans.items())
+            ),
+            version=version,
+        )
+
+
+def cost_of(layer: LayerSize) -> LayerCost:
+    """As the planner has it."""
+    return LayerCost(layer.parameters_bytes, layer.activation_bytes, layer.kept_bytes)
+
+
+def believed(shown: Mapping[str, Capability]) -> list[PeerCapability]:
+    """As the planner has it, as far as what they say of themselves can be: nobody is faster than all others by any
+    factor."""
+    layers = zip(*(one.layer_s for one in shown.values()), strict=True)
+    least_s = [statistics.median(seconds) / _FASTEST for seconds in layers]
+    return [
+        PeerCapability(
+            peer,
+            one.memory_bytes,
+            tuple(map(max, one.layer_s, least_s)),
+            min(max(one.bandwidth_bps, 1.0), _FASTEST_BPS),
+            one.rtt_s,
+        )
+        for peer, one in sorted(shown.items())
+    ]
+
+
+def optimizer_values(outer: OuterSection) -> int:
+    """Float32 values that the outer optimizer keeps for each parameter."""
+    match outer.optimizer:
+        case "adamw":
+            return 2
+        case "nesterov":
+            return 1
+        case "sgd":
+            return 0
