@@ -72,6 +72,8 @@ class StageWatch:
         now = self._members.run.node.processes()
         gone = [peer for peer, process in self._known.items() if now.get(peer) != process]
         self._known = now
+        if self._replicas is not None and not self._replicas.isdisjoint(gone):
+            self._replicas = None  # who began anew is a replica again, as somebody else
         return gone
 
     def take_replicas(self) -> dict[str, float | None] | None:

@@ -1,7 +1,7 @@
 """``shoal``, but it kills itself at a named step: ``doomed_member.py STEP TIMES ARMED join INVITE …``.
 
-It sends itself a SIGKILL as it comes to the step for the ``TIMES``-th time in a round that begins to come to it
-when the file ``ARMED`` is there.
+It sends itself a SIGKILL, or the signal that is named in the file ``ARMED``, as it comes to the step for the
+``TIMES``-th time in a round that begins to come to it when that file is there.
 """
 
 import os
@@ -43,7 +43,7 @@ class Doom:
         if self._left:
             self._left -= 1
             if not self._left:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.Signals[self._armed.read_text() or "SIGKILL"])
 
 
 def serving(doom: Doom) -> None:

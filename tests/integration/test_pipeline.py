@@ -1,6 +1,7 @@
 """Pipelines of real processes: three stages over five peers train as one process does, whoever dies meanwhile."""
 
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.integration.harness import HERE, KILLED, ROUNDS_S, START_S, Host, Member, Swarm
+from tests.integration.harness import HERE, KILLED, ROUNDS_S, START_S, Host, Member, Swarm, eventually
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -25,8 +26,9 @@ from shoal.peer.remote.restoring import Restorer
 from shoal.peer.sample_order import SampleOrder
 from shoal.peer.stage_members import stage_folder
 from shoal.peer.verifying import Verified, find_checkpoints, verify_checkpoints
-from shoal.swarm.coordinator.facts import InScope, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.facts import InScope, MemberLost, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.leases import from_wire
+from shoal.swarm.errors import RunEnded
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.run_file import parse_run_file
@@ -241,15 +243,34 @@ def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm, tmp_path_f
         shows(str(place))
 
 
-@pytest.mark.parametrize(("step", "times"), [("forward", 2), ("backward", 2), ("claimed", 2), ("ready", 1)])
-def test_a_replica_of_the_middle_stage_is_killed(swarm: Swarm, step: str, times: int) -> None:
-    host = swarm.host(TOML)
+def middle_of_five(swarm: Swarm, host: Host, step: str, times: int) -> tuple[Member, list[Member], Path]:
+    """A replica of the middle stage, the others, and the file that arms it."""
     armed = {label: swarm.folder / f"armed-{label}" for label in "abcde"}
     members = {label: join(swarm, host, label, step, times, armed[label]) for label in armed}
     spans = {label: span(member) for label, member in members.items()}
     middle = [label for label, held in spans.items() if held == (1, 1)]
     assert len(middle) >= 2, spans
-    victim = members.pop(middle[0])
-    armed[middle[0]].touch()
+    return members.pop(middle[0]), list(members.values()), armed[middle[0]]
+
+
+@pytest.mark.parametrize(("step", "times"), [("backward", 2), ("ready", 1)])
+def test_a_replica_of_the_middle_stage_is_killed(swarm: Swarm, step: str, times: int) -> None:
+    """All other steps, stages and faults are in ``tests/chaos``; what sockets do of processes that die is only here."""
+    host = swarm.host(TOML)
+    victim, others, armed = middle_of_five(swarm, host, step, times)
+    armed.touch()
     assert victim.exit_code(START_S + ROUNDS_S) == KILLED, victim.tail()
-    check(host, list(members.values()))
+    check(host, others)
+
+
+def test_a_replica_of_the_middle_stage_is_stopped_and_continued(swarm: Swarm) -> None:
+    """Its sockets stay open meanwhile, which no network in memory has."""
+    host = swarm.host(TOML)
+    victim, others, armed = middle_of_five(swarm, host, "forward", 2)
+    peer = victim.peer
+    armed.write_text("SIGSTOP")
+    eventually("it is missed", lambda: MemberLost(peer=peer, reason="silent") in host.facts(), START_S + ROUNDS_S)
+    armed.unlink()
+    victim.send(signal.SIGCONT)
+    assert victim.exit_code(START_S + ROUNDS_S) in (0, RunEnded.exit_code), victim.tail()
+    check(host, others)

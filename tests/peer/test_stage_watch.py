@@ -103,6 +103,16 @@ def test_replicas_are_those_of_the_next_stage_that_are_in_the_run() -> None:
     assert world.watch.take_replicas() == {}
 
 
+def test_who_begins_anew_is_a_replica_again() -> None:
+    world = World()
+    world.watch.take_gone()
+    world.watch.take_replicas()
+    world.processes |= {"b": b"2", "c": b"2"}
+    assert world.watch.take_gone() == ["b", "c"]
+    assert world.watch.take_replicas() == {"b": None, "c": None}, "the engine has forgotten them"
+    assert world.watch.take_replicas() is None
+
+
 def test_whoever_has_nothing_to_compute_says_so_everywhere() -> None:
     world = World()
     everybody = [world.run, *world.stages.values()]
