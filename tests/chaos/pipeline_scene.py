@@ -54,6 +54,7 @@ name = "own"
 stages = {STAGES}
 micro_batch = {MICRO}
 activations = "float32"
+max_in_flight = 3
 [inner]
 precision = "float32"
 [outer]
