@@ -100,7 +100,7 @@ class Run:
 
     def __init__(self, goes_back_to: State) -> None:
         self._goes_back_to = goes_back_to
-        self.view: Any = SimpleNamespace(anchor_version=5, state_digest=None)
+        self.view: Any = SimpleNamespace(phase="training", anchor_version=5, state_digest=None)
         self.client = self
         self.held: State | None = None
         self.told: list[tuple[KeptState, ...]] = []

@@ -44,6 +44,8 @@ def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy
         return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):
         return st.one_of([values(argument) for argument in arguments])
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return st.tuples(*map(values, arguments))
     if origin is tuple:
         return st.lists(values(arguments[0]), min_size=least, max_size=max(least, 2)).map(tuple)
     if annotation is type(None):
