@@ -1,4 +1,4 @@
-"""How a session ends when something goes wrong at its end."""
+"""When a session starts afresh, and how it ends when something goes wrong at its end."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,3 +28,17 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
     with pytest.raises(RuntimeError, match="for the test"):
         session.close()
     assert ended == ["network", "finish", "copies"]
+
+
+@pytest.mark.parametrize("phase", ["training", "closing", "averaging"])
+def test_a_session_whose_state_is_not_the_runs_starts_afresh(phase: str) -> None:
+    reasons: list[str] = []
+    session: Any = Session.__new__(Session)
+    session._network, session._stopping = SimpleNamespace(failure=None), False
+    session._replica_or_none = SimpleNamespace(
+        verdict_is_known=False, exchanging=False, round=3, start_afresh=reasons.append
+    )
+    view = SimpleNamespace(round=3, phase=phase, must_resync=True)
+    session._member = SimpleNamespace(client=SimpleNamespace(view=view, closes_at_s=None), rejoined=False)
+    assert session.settle() is False
+    assert reasons == ["its state is not the run's"]

@@ -233,6 +233,30 @@ def test_a_first_state_that_nobody_has_any_more_gives_way() -> None:
     assert not world.view(world.workers[1]).must_resync
 
 
+def test_who_got_another_state_than_the_one_planned_on_resyncs_and_the_run_goes_on() -> None:
+    """One member tells of another state than it offers from, and dies in the averaging."""
+    world = World(run_file(), 2)
+    until(world, "averaging")
+    until(world, "training")
+    until(world, "closing")
+    newcomer, two_faced = world.workers[:2]
+    world.leave(newcomer)
+    world.ready(two_faced)
+    world.beat(two_faced, state_digest=b"o" * 32)
+    world.join(newcomer)
+    world.sync(newcomer)
+    assert newcomer.digest == b"o" * 32
+    until(world, "averaging", 1)
+    assert world.machine.agreed_digest == next_state(INITIAL)
+    assert world.view(newcomer).must_resync
+    until(world, "training", 1)
+    assert not world.verdicts[-1].verdict.committed
+    until(world, "averaging", 1)
+    until(world, "training", 1)
+    assert [one.verdict.committed for one in world.verdicts] == [True, False, True]
+    assert world.machine.history.rounds[1].digest == next_state(INITIAL)
+
+
 def test_work_on_another_state_is_refused() -> None:
     world = World(run_file(), 2)
     until(world, "closing")

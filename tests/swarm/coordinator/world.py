@@ -380,6 +380,9 @@ class World(JournaledWorld[RunMachine]):
         if worker.version is None:
             return
         view = self.view(worker)
+        if view.must_resync and not worker.offered:
+            self.afresh(worker)
+            return
         match view.phase:
             case "training":
                 worker.catch_up()
