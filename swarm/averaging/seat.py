@@ -100,6 +100,7 @@ class Seat:
             except LinkError:
                 if not self.was_away(start_s):
                     raise
+            await asyncio.sleep(self.deadlines.heartbeat_s)  # that somebody cannot be had is known at once, and again
 
     def _fetch(self, member: int, wanted: Wanted, chunks: range, sink: Sink) -> AsyncGenerator[int, None]:
         if member == self.me:
