@@ -106,7 +106,7 @@ def bound_now(pipeline: Pipeline, peers: Sequence[Peer]) -> float:
 def predicted(pipeline: Pipeline) -> float:
     """By the planner, of what the peers told it."""
     told = [next(one for one in peer.read() if one["event"] == "capability") for peer in pipeline.peers]
-    fields = ("peer", "memory_bytes", "layer_s", "bandwidth_bps", "rtt_s")
+    fields = ("peer", "memory_bytes", "layer_s", "bandwidth_bps", "rtt_s", "holds_all")
     peers = [PeerCapability(**{name: one[name] for name in fields}) for one in told]
     layers = [LayerCost(*costs) for costs in told[0]["layers"]]
     spans = {one["peer"]: peer.span for one, peer in zip(told, pipeline.peers, strict=True) if peer.span}

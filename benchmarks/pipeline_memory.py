@@ -13,8 +13,7 @@ from common import await_invite, comma, end_on_sigterm, parser, publish
 from shoal.peer.demo_child import Child
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.swarm.coordinator.pipeline_view import optimizer_values
-from shoal.swarm.pipeline.span_rates import Swarm
-from shoal.swarm.pipeline.stage_plan import LayerCost, PeerCapability
+from shoal.swarm.pipeline.span_rates import state_copies
 from shoal.swarm.run_file import RunFile, parse_run_file
 
 PEERS, ROUNDS = 3, 4
@@ -60,10 +59,9 @@ patience_s = 10
 def planned_bytes(run: RunFile, spans: Sequence[tuple[int, int]], boundaries: Sequence[int]) -> list[float]:
     """What the plan counts for each span besides activations, which are next to nothing here."""
     layered = layered_recipe(load_recipe(run), run).layers(run.run.seed)
-    costs = [LayerCost(layered.parameters_bytes(number), 0, 0) for number in range(len(layered))]
-    nobody = PeerCapability("nobody", 0, (0.0,) * len(costs), 1.0)
-    swarm = Swarm(costs, [nobody], 1, optimizer_values(run.outer))
-    return [swarm.state_bytes(boundaries[first], boundaries[last + 1]) for first, last in spans]
+    parameters = [layered.parameters_bytes(number) for number in range(len(layered))]
+    copies = state_copies(optimizer_values(run.outer), holds_all=True)
+    return [copies * sum(parameters[boundaries[first] : boundaries[last + 1]]) for first, last in spans]
 
 
 def peak_bytes(child: Child) -> int:

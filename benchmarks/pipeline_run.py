@@ -15,7 +15,7 @@ from recovery_run import Event, NotRecovered, Running
 from shaped_links import Site as Place
 
 from shoal.peer.demo_child import EventFile
-from shoal.swarm.pipeline.span_rates import STATE_COPIES
+from shoal.swarm.pipeline.span_rates import state_copies
 from shoal.swarm.run_file import RunFile, parse_run_file
 
 PATIENCE_S = 6.0
@@ -86,7 +86,7 @@ patience_s = {PATIENCE_S}
     @property
     def memory_bytes(self) -> int:
         """Nobody can hold two stages."""
-        state = (STATE_COPIES + _OPTIMIZER_VALUES) * 4 * (self.ballast + self.width * (self.width + 1))
+        state = state_copies(_OPTIMIZER_VALUES, holds_all=True) * 4 * (self.ballast + self.width * (self.width + 1))
         return int(self.room * LAYERS / self.stages * state)
 
 

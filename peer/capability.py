@@ -73,6 +73,12 @@ def available_bytes(device: torch.device) -> int:
     return min(found, default=memory_bytes(device))
 
 
+def has_all_state(device: torch.device) -> bool:
+    """Whether the memory that counts is the machine's, in which all copies of a state are: what is computed with, and
+    those of the averaging and the checkpoints."""
+    return device.type != "cuda"
+
+
 def usable_bytes(device: torch.device, limit: int | None) -> int:
     """Of what is available as much as a member takes: all but a tenth, which others may want meanwhile, and at most
     ``limit`` (``--max-memory``)."""

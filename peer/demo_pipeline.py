@@ -30,6 +30,7 @@ from shoal.swarm.errors import LinkError, StateFileError
 from shoal.swarm.invite import Invite
 from shoal.swarm.observer import get_status
 from shoal.swarm.pipeline.span_rates import Swarm
+from shoal.swarm.pipeline.stage_plan import PeerCapability
 from shoal.swarm.run_file import RunFile, load_run_file
 
 SPARE_PEERS = 2
@@ -176,7 +177,8 @@ def memory_needs(
     assert run.pipeline is not None
     model = measured_model(run, recipe, torch.device("cpu"), time.time(), cache)
     costs = [layer.cost for layer in model.layers]
-    swarm = Swarm(costs, [], run.pipeline.in_flight, optimizer_values(run.outer))
+    peer = PeerCapability("peer", 0, (0.0,) * len(costs), 1.0, holds_all=True)
+    swarm = Swarm(costs, [peer], run.pipeline.in_flight, optimizer_values(run.outer))
     cut = np.array(boundaries)
     stages = swarm.least_bytes(cut[:-1], cut[1:])
     whole = swarm.least_bytes(cut[:1], cut[-1:])

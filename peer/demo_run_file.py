@@ -63,7 +63,7 @@ optimizer = "sgd"
 lr = 1.0""",
 }
 
-STAGE_MEMORY = "48M"
+STAGE_MEMORY = "94M"
 """What each peer of a pipeline may use: enough for two blocks of the model and not for three."""
 
 _BLOCKS_A_STAGE = 2

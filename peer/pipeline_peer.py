@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from shoal.peer.capability import usable_bytes
+from shoal.peer.capability import has_all_state, usable_bytes
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.connection import Connection
 from shoal.peer.data import DataAbout
@@ -139,7 +139,8 @@ class PipelinePeer:
         bandwidth_bps = max(node.meter.bandwidth_bps, probed_bps or _USUAL_BPS)
         one = self._measured.capability(peer, self._memory_bytes, bandwidth_bps, node.round_trip_s)
         layer_s = tuple(seconds * self._slowdown for seconds in one.layer_s)
-        return dataclasses.replace(one, layer_s=layer_s), not probed_bps
+        holds_all = has_all_state(self._device)
+        return dataclasses.replace(one, layer_s=layer_s, holds_all=holds_all), not probed_bps
 
     def _show(self) -> None:
         """Tell the coordinator what this machine can do; it answers with a span, in the view."""
@@ -170,7 +171,11 @@ class PipelinePeer:
         self._showing.shown(one, time.monotonic(), is_guess=is_guess)
         shown = PeerToCoordinatorShowCapability(
             capability=Capability(
-                memory_bytes=one.memory_bytes, layer_s=one.layer_s, bandwidth_bps=one.bandwidth_bps, rtt_s=one.rtt_s
+                memory_bytes=one.memory_bytes,
+                holds_all=one.holds_all,
+                layer_s=one.layer_s,
+                bandwidth_bps=one.bandwidth_bps,
+                rtt_s=one.rtt_s,
             ),
             layers=tuple(
                 LayerSize(

@@ -137,10 +137,11 @@ class LayerSize(Record):
 
 
 class Capability(Record):
-    """What a peer could do in a pipeline: its free memory, seconds of each layer's forward and backward of a
-    micro-batch, and its link."""
+    """What a peer could do in a pipeline: its free memory, whether all copies of the state are in there or only those
+    that a device of its own computes with, seconds of each layer's forward and backward of a micro-batch, its link."""
 
     memory_bytes: Count
+    holds_all: bool
     layer_s: Annotated[tuple[Seconds, ...], Field(max_length=MAX_LAYERS)]
     bandwidth_bps: Rate
     rtt_s: Seconds

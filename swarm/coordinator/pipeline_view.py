@@ -72,6 +72,7 @@ def believed(shown: Mapping[str, Capability]) -> list[PeerCapability]:
             tuple(map(max, one.layer_s, least_s)),
             min(max(one.bandwidth_bps, 1.0), _FASTEST_BPS),
             one.rtt_s,
+            one.holds_all,
         )
         for peer, one in sorted(shown.items())
     ]

@@ -17,8 +17,12 @@ Flags: TypeAlias = NDArray[np.bool_]
 
 AVERAGER_COPIES = 3.2
 """What the averager adds at most, in contributions: the README's figure for a round of int8, "in all"."""
-STATE_COPIES = 3.0 + AVERAGER_COPIES
-"""Of the parameters, without optimizer values: themselves, gradients, the anchor; and the averager."""
+_DEVICE_COPIES = 3.0 + AVERAGER_COPIES
+"""Of the parameters, without optimizer values: more than parameters, gradients and their sum, which a GPU has."""
+_ALL_COPIES, _VERSIONS = 12.3, 3.7
+"""In the machine's memory, by ``benchmarks/pipeline_memory.py``: of the parameters, those of the work and of the
+averaging; and of the state (parameters and optimizer values), of which some versions are there at a time: the present
+one, the next one, and those that are served or being written as checkpoints."""
 RECOMPUTE_TIME = 4 / 3
 """Forward takes about half of backward (Chen et al. 2016, arXiv:1604.06174), so once more is a third on top."""
 
@@ -92,7 +96,10 @@ class Swarm:
         self._memory = np.array([one.memory_bytes for one in self.peers], dtype=np.float64)
         self._bandwidth = np.array([one.bandwidth_bps for one in self.peers], dtype=np.float64)
         self._rtt_s = np.array([one.rtt_s for one in self.peers], dtype=np.float64)
-        self._copies = STATE_COPIES + optimizer_values
+        # (peers,): of the parameters.
+        self._copies = np.array([state_copies(optimizer_values, one.holds_all) for one in self.peers], dtype=np.float64)
+        # Whoever has room for the most parameters, to say what a stage takes.
+        self._roomiest = int(np.argmax(self._memory / self._copies)) if self.peers else None
         # What it takes elsewhere, as far as it matters which peer it is: (layers + 1,) sums, and for each boundary.
         usual_s = np.median(np.diff(self._seconds), axis=0) if self.peers else np.zeros(self.layers)
         self._usual_s = _sums([usual_s])[0]
@@ -116,24 +123,22 @@ class Swarm:
         return SpanTable(tuple(int(one) for one in cut), first, last, rates, recomputes)
 
     def least_bytes(self, starts: Indices, stops: Indices) -> Floats:
-        """The memory that the stages of the layers [start, stop) take at least: with or without recomputation."""
+        """The memory that the stages of the layers [start, stop) take at least, with or without recomputation, of the
+        peer with room for the most parameters; without peers, only the parameters count as state."""
         again = np.minimum(self._again_bytes(starts, stops), self._plain_bytes(starts, stops))
-        least: Floats = self._fixed_bytes(starts, stops) + again
+        copies = 1.0 if self._roomiest is None else self._copies[self._roomiest]
+        parameters = self._parameters[stops] - self._parameters[starts]
+        least: Floats = copies * parameters + self._sent_bytes(starts, stops) + again
         return least
 
-    def state_bytes(self, start: int, stop: int) -> float:
-        """What the layers [start, stop) take without activations."""
-        return float(self._copies * (self._parameters[stop] - self._parameters[start]))
-
     def most_memory(self) -> float:
-        """Of any peer; 0 without one."""
-        return float(self._memory.max(initial=0.0))
+        """Of the peer with room for the most parameters; 0 without one."""
+        return 0.0 if self._roomiest is None else float(self._memory[self._roomiest])
 
-    def _fixed_bytes(self, starts: Indices, stops: Indices) -> Floats:
-        """State, and what is kept as sent until a neighbour has it for good: outputs and gradients."""
-        fixed: Floats = self._copies * (self._parameters[stops] - self._parameters[starts])
-        fixed += self.in_flight * (self._crossing[starts] + self._crossing[stops])
-        return fixed
+    def _sent_bytes(self, starts: Indices, stops: Indices) -> Floats:
+        """What is kept as sent until a neighbour has it for good: outputs and gradients."""
+        sent: Floats = self.in_flight * (self._crossing[starts] + self._crossing[stops])
+        return sent
 
     def _plain_bytes(self, starts: Indices, stops: Indices) -> Floats:
         kept: Floats = self.in_flight * (self._kept[stops] - self._kept[starts])
@@ -162,7 +167,8 @@ class Swarm:
 
     def _rates(self, starts: Indices, stops: Indices, again_bytes: Floats, away_s: Floats) -> tuple[Floats, Flags]:
         """``away_s``: between what goes out at the end of each and its gradient, besides its own link."""
-        fixed = self._fixed_bytes(starts, stops)
+        fixed = self._copies[:, None] * (self._parameters[stops] - self._parameters[starts])
+        fixed += self._sent_bytes(starts, stops)
         plain = self._memory[:, None] >= fixed + self._plain_bytes(starts, stops)
         again = ~plain & (self._memory[:, None] >= fixed + again_bytes)
         compute_s = self._seconds[:, stops] - self._seconds[:, starts]
@@ -175,6 +181,16 @@ class Swarm:
         micro_batch_s = np.maximum(np.maximum(compute_s, one_way_s), stay_s / self.in_flight)
         rates = np.where(plain | again, 1 / np.maximum(micro_batch_s, 1e-9), 0.0)
         return rates, again
+
+
+def state_copies(optimizer_values: int, holds_all: bool) -> float:
+    """How many times the parameters in float32 are in a peer's memory, with all that belongs to them.
+
+    ``optimizer_values``: that the outer optimizer keeps for each; ``holds_all``: as ``PeerCapability`` has it.
+    """
+    if holds_all:
+        return _ALL_COPIES + _VERSIONS * (1 + optimizer_values)
+    return _DEVICE_COPIES + optimizer_values
 
 
 def _sums(rows: Sequence[Sequence[float]] | Sequence[Floats]) -> Floats:

@@ -31,6 +31,9 @@ class PeerCapability:
     """What its link carries, in each direction."""
     rtt_s: float = 0.0
     """To its neighbours: a request and its answer."""
+    holds_all: bool = False
+    """Whether its memory is the machine's, in which all copies of the state are, or that of a device of its own, with
+    those that it computes with."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_a_peers_memory_is_enough_for_one_stage_and_for_no_two() -> None:
         assert pipeline is not None
         sent = MICRO_BATCH * case.tokens * case.width
         layer = LayerCost(4 * (case.ballast + case.width * (case.width + 1)), 4 * sent, 12 * sent)
-        peer = PeerCapability("peer", case.memory_bytes, (0.1,) * LAYERS, 1e9)
+        peer = PeerCapability("peer", case.memory_bytes, (0.1,) * LAYERS, 1e9, holds_all=True)
         swarm = Swarm([layer] * LAYERS, [peer], pipeline.in_flight, 2)
         table = swarm.table(range(0, LAYERS + 1, LAYERS // case.stages))
         assert ((table.rates[0] > 0) == (table.first == table.last)).all(), case

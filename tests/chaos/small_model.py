@@ -15,6 +15,7 @@ from shoal.peer.layered import Layered, layered_from_makers
 from shoal.peer.measured import MeasuredModel
 from shoal.peer.sample_order import SampleOrder
 from shoal.swarm.pipeline.plan import LayerCost
+from shoal.swarm.pipeline.span_rates import state_copies
 
 LAYERS, WIDTH, KINDS, POINTS = 6, 8, 3, 500
 SEED = 1
@@ -85,8 +86,8 @@ def measured(*about: object) -> MeasuredModel:
 
 
 def memory_bytes(layers: int) -> int:
-    """For so many layers, and not for one more; of everything as ``span_rates`` counts it."""
-    return int((layers + 0.5) * 10**6 * 8)
+    """For so many layers, and not for one more; of the state as ``span_rates`` counts it for AdamW."""
+    return int((layers + 0.5) * 10**6 * state_copies(2, holds_all=True))
 
 
 def plain_loop(rounds: int, batch: int) -> Tensor:

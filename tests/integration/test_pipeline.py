@@ -39,7 +39,7 @@ STAGES = 3
 ROUNDS = 5
 BATCH = 48
 CONTEXT = 16
-MEMORY = "4100K"
+MEMORY = "10700K"
 """Enough for two blocks of four, if they are computed again for the way back, and for nothing else."""
 
 TOML = f"""

@@ -150,6 +150,15 @@ def test_this_machine_is_examined(tmp_path: Path) -> None:
     assert examine(path, "cpu", smallest - 1, tmp_path / "measured.json").span == (0, 0)
 
 
+def test_a_layers_state_counts_as_the_plan_has_it() -> None:
+    cost = LayerCost(10**6, 1000, 1000)
+    run = doctor.parse_run_file(RUN + '[outer]\noptimizer = "adamw"\n')
+    assert run.pipeline is not None
+    waiting = 1000 * run.pipeline.in_flight
+    assert doctor.held_bytes(cost, run, torch.device("cpu")) == pytest.approx(23.4e6 + waiting, abs=1)
+    assert doctor.held_bytes(cost, run, torch.device("cuda")) == pytest.approx(8.2e6 + waiting, abs=1)
+
+
 def test_a_machine_without_memory_is_a_device_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.peer import pipeline_peer
 from shoal.peer.layer_costs import LayerMeasure
@@ -74,7 +75,7 @@ class Side:
         self.peer._members = SimpleNamespace(run=self.run, stages={})
         self.peer._network = FakeNetwork()
         self.peer._connection = SimpleNamespace(peer="me", emit=lambda event, **_: None)
-        self.peer._stopping, self.peer._memory_bytes = False, 1000
+        self.peer._stopping, self.peer._memory_bytes, self.peer._device = False, 1000, torch.device("cpu")
         self.peer._slowdown, self.peer._showing, self.peer._look_s, self.peer._telling = 1.0, Showing(), 0.0, None
         self.peer._said = ""
         self.peer._measured = MeasuredModel(1, ("a",), (LayerMeasure("a", LayerCost(4, 4, 4), 0.1),))
@@ -146,6 +147,16 @@ def test_the_bandwidth_is_supposed_until_it_is_measured(monkeypatch: pytest.Monk
     assert shown(side) == (0.1, 4e7, 0.03)
     side.peer._show_again()
     assert len(side.client.shown) == 2
+
+
+@pytest.mark.parametrize(("device", "holds_all"), [("cpu", True), ("mps", True), ("cuda", False)])
+def test_whose_memory_is_the_machines_has_all_of_the_state_in_it(
+    device: str, holds_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = Side([(0, 0)], monkeypatch)
+    side.peer._device = torch.device(device)
+    side.peer._show()
+    assert side.client.shown[-1].capability.holds_all == holds_all
 
 
 def test_the_layers_take_what_they_really_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def entry(name: str = "dolphin") -> RosterEntry:
 
 
 TOML = '[run]\nname = "whale"\n[recipe]\nname = "own"\n[round]\ntokens = 100\n'
-CAPABILITY = Capability(memory_bytes=2**30, layer_s=(0.1,), bandwidth_bps=1e8, rtt_s=0.01)
+CAPABILITY = Capability(memory_bytes=2**30, holds_all=False, layer_s=(0.1,), bandwidth_bps=1e8, rtt_s=0.01)
 
 
 def pipeline_snapshot() -> f.PipelineSnapshot:

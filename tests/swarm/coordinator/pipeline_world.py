@@ -248,7 +248,9 @@ class PipelineWorld(JournaledWorld[PipelineMachine]):
     def join(self, peer: Peer) -> None:
         peer.forget()
         self.machine.join(entry(peer.number, peer.key), CPU, self.now_s)
-        able = Capability(memory_bytes=peer.memory_bytes, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01)
+        able = Capability(
+            memory_bytes=peer.memory_bytes, holds_all=False, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01
+        )
         shown = PeerToCoordinatorShowCapability(capability=able, layers=SIZES)
         self.machine.show_capability(peer.name, shown, self.now_s)
         self.settle()

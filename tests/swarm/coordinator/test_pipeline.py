@@ -459,7 +459,7 @@ def test_the_first_plan_of_a_free_number_of_stages_waits_for_those_that_start_to
 
 def test_layers_and_samples_are_the_runs() -> None:
     world = training()
-    able = Capability(memory_bytes=1, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01)
+    able = Capability(memory_bytes=1, holds_all=False, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01)
     peer = world.peers[0]
     for layers in (SIZES[:-1], (SIZES[1], *SIZES[1:])):
         shown = able.model_copy(update={"layer_s": (0.1,) * len(layers)})

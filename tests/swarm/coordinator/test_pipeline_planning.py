@@ -153,7 +153,7 @@ def test_a_forged_capability_is_believed_within_bounds() -> None:
     world.plans = False
     liar = world.peers[3]
     world.start(liar)
-    forged = Capability(memory_bytes=2**62, layer_s=(0.0,) * LAYERS, bandwidth_bps=1e18, rtt_s=0.0)
+    forged = Capability(memory_bytes=2**62, holds_all=False, layer_s=(0.0,) * LAYERS, bandwidth_bps=1e18, rtt_s=0.0)
     shown = PeerToCoordinatorShowCapability(capability=forged, layers=SIZES)
     world.machine.show_capability(liar.name, shown, world.now_s)
     peers = {one.peer: one for one in asked(world).peers}

@@ -12,7 +12,9 @@ MEMORY_BYTES = 10**9
 
 
 def able(layer_s: float, memory_bytes: int = MEMORY_BYTES) -> Capability:
-    return Capability(memory_bytes=memory_bytes, layer_s=(layer_s,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.0)
+    return Capability(
+        memory_bytes=memory_bytes, holds_all=False, layer_s=(layer_s,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.0
+    )
 
 
 def seen(shown: dict[str, Capability], plan: StagePlan = PLAN) -> dict[str, Span]:
@@ -39,6 +41,12 @@ def test_who_has_too_little_memory_to_keep_everything_recomputes() -> None:
 
 def seen_by_a(memory_bytes: int) -> Span:
     return seen({"a" * 16: able(0.1, memory_bytes), "b" * 16: able(0.4)})["a"]
+
+
+def test_memory_with_all_of_the_state_holds_less() -> None:
+    shown = able(0.1, next(size for size in range(10_000, 90_000, 10) if seen_by_a(size).rate > 0))
+    spans = seen({"a" * 16: shown.model_copy(update={"holds_all": True}), "b" * 16: able(0.4)})
+    assert spans["a"].rate == 0.0
 
 
 def test_nothing_is_expected_of_who_has_too_little_memory_by_now() -> None:

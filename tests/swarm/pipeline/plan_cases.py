@@ -32,7 +32,8 @@ def span_rate(
     def crossing(boundary: int) -> int:
         return layers[boundary - 1].activation_bytes if 0 < boundary < len(layers) else 0
 
-    fixed = (6.2 + OPTIMIZER_VALUES) * sum(layer.parameters_bytes for layer in layers[start:stop])
+    copies = 12.3 + 3.7 * (1 + OPTIMIZER_VALUES) if peer.holds_all else 6.2 + OPTIMIZER_VALUES
+    fixed = copies * sum(layer.parameters_bytes for layer in layers[start:stop])
     fixed += in_flight * (crossing(start) + crossing(stop))
     kept = [sum(one.kept_bytes for one in layers[boundaries[s] : boundaries[s + 1]]) for s in range(first, last + 1)]
     inputs = sum(crossing(boundaries[stage]) for stage in range(first, last + 1))
@@ -103,10 +104,11 @@ def small_swarms(draw: st.DrawFn, most_layers: int = 5, most_peers: int = 4) -> 
     peers = [
         PeerCapability(
             peer=f"peer-{number}",
-            memory_bytes=draw(numbers(1, 40)) * 1_000_000,
+            memory_bytes=draw(numbers(1, 60)) * 1_000_000,
             layer_s=tuple(draw(numbers(1, 20)) / 1_000 for _ in layers),
             bandwidth_bps=draw(st.sampled_from([1e6, 1e7, 1e8])),
             rtt_s=draw(st.sampled_from([0.0, 0.02, 0.1])),
+            holds_all=draw(st.booleans()),
         )
         for number in range(draw(numbers(1, most_peers)))
     ]

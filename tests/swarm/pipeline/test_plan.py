@@ -127,6 +127,28 @@ def test_who_lacks_memory_for_activations_recomputes_them() -> None:
     assert plan_rate(roomy, layers, [peer("roomy", 49, 0.3)], **LIMITS) == pytest.approx(1 / 0.3)
 
 
+def test_a_machines_memory_has_more_copies_of_the_state_than_a_devices() -> None:
+    # Of AdamW's 3 MB of state 23.4 MB are in memory, of SGD's 1 MB 16 MB, and at a device 8.2 and 6.2 MB.
+    layers = [LayerCost(MB, 1, 1)]
+    for values, all_mb, device_mb in ((2, 23.4, 8.2), (1, 19.7, 7.2), (0, 16.0, 6.2)):
+        for holds_all, needed_mb in ((True, all_mb), (False, device_mb)):
+            enough, less = (
+                replace(peer("one", needed_mb + more_mb, 1.0), holds_all=holds_all) for more_mb in (0.01, -0.01)
+            )
+            limits = {"max_in_flight": 1, "optimizer_values": values}
+            assert planned(plan_stages(layers, [enough], stages=1, **limits)).spans == {"one": (0, 0)}
+            answer = plan_stages(layers, [less], stages=1, **limits)
+            assert isinstance(answer, Infeasible)
+            assert f"takes {needed_mb} MB" in answer.reason
+
+
+def test_what_is_missing_is_said_for_whom_it_misses_least() -> None:
+    machine, device = peer("machine", 60, 1.0), peer("device", 50, 1.0)
+    answer = plan_stages([LayerCost(10 * MB, 1, 1)], [replace(machine, holds_all=True), device], stages=1, **LIMITS)
+    assert isinstance(answer, Infeasible)
+    assert "takes 82.0 MB of memory and the most that a peer has is 50.0 MB" in answer.reason
+
+
 def test_what_nobody_can_hold_is_named_with_what_it_takes() -> None:
     layers = [LayerCost(MB, 1, 1), LayerCost(10 * MB, 1, 1), LayerCost(MB, 1, 1)]
     answer = plan_stages(layers, [peer("one", 50, 1, 1, 1), peer("two", 60, 1, 1, 1)], stages=3, **LIMITS)
