@@ -44,6 +44,9 @@ class _Summed:
     def contribution(self, anchor: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def forget_steps(self) -> None:
+        raise NotImplementedError
+
     def restart(self, anchor: Tensor) -> None:
         raise NotImplementedError
 

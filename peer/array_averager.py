@@ -56,6 +56,9 @@ class _Given:
         """See ``LocalWork.contribution``."""
         return torch.zeros_like(anchor) if self.values is None else self.values.clone()
 
+    def forget_steps(self) -> None:
+        """There are none here: who gives the arrays has them."""
+
     def restart(self, anchor: Tensor) -> None:
         """What was given is offered until it has been in a mean."""
         self._vector.write(anchor)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from shoal.peer.capability import autocast
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout
+from shoal.peer.divergence import Divergence
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.layered import Layered
 from shoal.peer.member import Member
@@ -63,6 +64,7 @@ class SpanWork:
     store: Callable[[Path], CheckpointStore | None]
     emit: Emit
     layer_s: tuple[float, ...]
+    divergence: Divergence = field(default_factory=Divergence)
 
 
 class HeldSpan:
@@ -115,7 +117,14 @@ class HeldSpan:
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.device)
                 member: Member = network.call(members.enter(stage, is_ours), interruptible=True)
                 about = StageAbout(number=stage, stages=place.stages)
-                brought = Brought(model, data=work.about, recipe_config=work.recipe_config, stage=about, build=build)
+                brought = Brought(
+                    model,
+                    data=work.about,
+                    recipe_config=work.recipe_config,
+                    stage=about,
+                    build=build,
+                    divergence=work.divergence,
+                )
                 replicas[stage] = _replica(work, network, member, stage, brought)
                 progress.prepared = len(replicas) / len(stages)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.peer.parameters import ParameterVector
+from shoal.swarm.errors import UserError
+from shoal.swarm.run_file import RunFile
 
 
 class LocalWork(Protocol):
@@ -22,6 +24,9 @@ class LocalWork(Protocol):
 
     def restart(self, anchor: Tensor) -> None:
         """Forget the work and begin again from ``anchor``."""
+
+    def forget_steps(self) -> None:
+        """The work was infinite or not a number: so may be what the inner optimizer remembers of its steps."""
 
     def go_on(self, anchor: Tensor) -> None:
         """A round that the last contribution was made for is committed: go on from its ``anchor``, with the work that
@@ -47,6 +52,10 @@ class PseudoGradient:
 
     def contribution(self, anchor: Tensor) -> Tensor:
         return torch.sub(anchor, self._vector.read())
+
+    def forget_steps(self) -> None:
+        self._optimizer.state.clear()
+        self._optimizer.zero_grad(set_to_none=True)
 
     def restart(self, anchor: Tensor) -> None:
         self._vector.write(anchor)
@@ -98,9 +107,22 @@ class AccumulatedGradient:
             return torch.zeros_like(anchor)
         return (self._sum / float(self._samples)).to("cpu", copy=True)
 
+    def forget_steps(self) -> None:
+        """There are none between two rounds."""
+
     def restart(self, anchor: Tensor) -> None:
         self._sum, self._samples = None, 0
         self._vector.write(anchor)
 
     def go_on(self, anchor: Tensor) -> None:
         self.restart(anchor)
+
+
+def local_work(run: RunFile, vector: ParameterVector, inner: Optimizer | None) -> LocalWork:
+    """The algorithm's. Raises ``UserError`` where it needs an inner optimizer, and there is none."""
+    if run.algorithm == "virtual_batch":
+        return AccumulatedGradient(vector)
+    if inner is None:
+        raise UserError("the run's algorithm is diloco: give the session an inner_optimizer")
+    kind = OverlappedPseudoGradient if run.averaging.overlap else PseudoGradient
+    return kind(vector, inner, run.inner.clip_norm)

@@ -254,6 +254,9 @@ class PipelinePeer:
                 held.begin_round(goes_on=held.training.end_round())
             case "afresh":
                 return self._start_afresh(held)
+            case "spoilt":
+                held.training.begin_anew(held.runner.trouble)
+                held.begin_round(goes_on=False)
             case "ended":
                 # Others may still need results that we hold.
                 run = self._members.run

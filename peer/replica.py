@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout, LeasedSamples
+from shoal.peer.divergence import Divergence
 from shoal.peer.history_file import HISTORY_FILE
-from shoal.peer.local_work import AccumulatedGradient, LocalWork, OverlappedPseudoGradient, PseudoGradient
+from shoal.peer.local_work import LocalWork, local_work
 from shoal.peer.member import Member
 from shoal.peer.missed_rounds import MissedRounds
 from shoal.peer.network_thread import Interrupted, NetworkThread
@@ -32,7 +33,7 @@ from shoal.peer.own_states import OwnStates
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.errors import NotAdmitted, UserError
+from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.messages import PeerToCoordinatorDescribeModel, Verdict
 from shoal.swarm.run_file import RunFile
 
@@ -46,7 +47,8 @@ class Brought:
     """What a member brings to the run. ``inner_optimizer`` is needed by ``diloco``; ``data`` may come later;
     ``recipe_config`` is None for own training loops. ``make_work``: local work of another kind than the algorithm's;
     ``on_mean``: called with every committed mean, (n,) float32, and whether our contribution is in it; ``stage``: which
-    one the model is, in a pipeline; ``build``: makes the model anew, as it is at the run's start."""
+    one the model is, in a pipeline; ``build``: makes the model anew, as it is at the run's start; ``divergence``: this
+    peer's."""
 
     model: nn.Module
     inner_optimizer: Optimizer | None = None
@@ -56,6 +58,7 @@ class Brought:
     on_mean: Callable[[Tensor, bool], None] | None = None
     stage: StageAbout | None = None
     build: Callable[[], nn.Module] | None = None
+    divergence: Divergence = field(default_factory=Divergence)
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,11 @@ class Replica:
         self.vector = ParameterVector(brought.model)
         self.tokens_per_sample = (brought.data.tokens_per_sample if brought.data else run.data.tokens_per_sample) or 1
         self.samples = LeasedSamples(self.tokens_per_sample)
-        self.work = brought.make_work(self.vector) if brought.make_work else _local_work(run, self.vector, brought)
+        make_work, inner = brought.make_work, brought.inner_optimizer
+        self.work = make_work(self.vector) if make_work else local_work(run, self.vector, inner)
         self._on_mean = brought.on_mean
         self._build = brought.build
+        self._divergence, self._stage = brought.divergence, brought.stage
         self.round = 0
         self.recipe_config = brought.recipe_config
         self._run = run
@@ -171,6 +176,14 @@ class Replica:
         self._network.call(self._member.start_afresh(), interruptible=True)
         self.sync(afresh=True)
 
+    def begin_anew(self, reason: str) -> None:
+        """``start_afresh``, as the local work is of no use to anybody. Raises ``Diverged`` when that was so several
+        times in a row, and nothing else would come of it."""
+        number = self._stage.number if self._stage is not None else None
+        self._divergence.spoilt(number, self._state.version, self._state.anchor, reason)
+        self.work.forget_steps()
+        self.start_afresh(reason)
+
     def step(self, samples: int, lr_factor: float) -> None:
         """The gradients of so many samples are there: the local step."""
         self.work.step(samples, lr_factor)
@@ -197,7 +210,7 @@ class Replica:
 
     def close_round(self) -> None:
         """Offer the local work, and ``conclude``; with ``overlap`` that is due later, and work for the next round may
-        go on. Raises ``Interrupted``."""
+        go on. Raises ``Interrupted``, ``Diverged``."""
         if self.offer() and not self._run.averaging.overlap:
             self.conclude()
 
@@ -209,7 +222,7 @@ class Replica:
         self._member.progress.activity = "ready"
         contribution = self.work.contribution(self._state.anchor)
         if not bool(torch.isfinite(contribution).all()):
-            self.start_afresh("the local work had become infinite or not a number")
+            self.begin_anew("the local work had become infinite or not a number")
             return False
         offer = Offer(
             round=self.round,
@@ -242,6 +255,8 @@ class Replica:
                 self._apply(outcome)
             case CarryOn():
                 self._carry_on(exchange.round, outcome)
+            case OutOfDate(is_spoilt=True):
+                self.begin_anew(outcome.reason)
             case OutOfDate():
                 self.start_afresh(outcome.reason)
         return not isinstance(outcome, OutOfDate)
@@ -264,6 +279,7 @@ class Replica:
         self.work.go_on(self._state.anchor)
         if outcome.included:
             self.samples.committed()
+            self._divergence.counted()
         else:
             self.samples.take_back()
         if self._on_mean is not None:
@@ -332,13 +348,3 @@ class Replica:
         client = self._member.client
         layout, slots = self.vector.layout, self._outer.slots
         return Subject(self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key, stage)
-
-
-def _local_work(run: RunFile, vector: ParameterVector, brought: Brought) -> LocalWork:
-    inner = brought.inner_optimizer
-    if run.algorithm == "virtual_batch":
-        return AccumulatedGradient(vector)
-    if inner is None:
-        raise UserError("the run's algorithm is diloco: give the session an inner_optimizer")
-    kind = OverlappedPseudoGradient if run.averaging.overlap else PseudoGradient
-    return kind(vector, inner, run.inner.clip_norm)

@@ -155,7 +155,7 @@ class SpanTraining:
 
     def end_round(self) -> bool:
         """Offer what every stage has, and conclude them all; returns whether the work for the round goes on, as it was
-        reopened. Raises ``Interrupted``, ``NotAdmitted``."""
+        reopened. Raises ``Interrupted``, ``NotAdmitted``, ``Diverged``."""
         number = self.round
         # A stage that was synced while a round ended is behind the others, and catches up.
         taking_part = [replica for replica in self.replicas.values() if replica.round == number]
@@ -181,6 +181,12 @@ class SpanTraining:
         """Give back all that was claimed in any stage and begin again from the run's state."""
         for replica in self.replicas.values():
             replica.start_afresh(reason)
+        self._finished.clear()
+
+    def begin_anew(self, reason: str) -> None:
+        """``start_afresh``, as what was computed is of no use to anybody. Raises ``Diverged``."""
+        for replica in self.replicas.values():
+            replica.begin_anew(reason)
         self._finished.clear()
 
     def save(self) -> None:

@@ -71,7 +71,8 @@ class StageRunner:
         self._failure: Exception | None = None
         self._round = -1
         self._is_closing = False
-        self._said_trouble_in = -1
+        self.trouble = ""
+        """Why something computed here can go to nobody, as it is infinite or not a number."""
         self._tasks: asyncio.TaskGroup
 
     @property
@@ -124,7 +125,7 @@ class StageRunner:
         progress = self._members.run.progress
         while True:
             self._woken.clear()
-            reason = self._watch.attention(self._round)
+            reason = self._watch.attention(self._round) or ("spoilt" if self.trouble else "")
             progress.has_work = bool(self._due) and not reason  # until it asks again, when this is done
             if self._failure is not None:
                 raise self._failure
@@ -156,6 +157,7 @@ class StageRunner:
         waiting = [task.compute for task in self._due if isinstance(task, Forward | Backward)]
         self._due.clear()
         self._jobs.clear()
+        self.trouble = ""
         self._inbox.forget()
         self._tensors.drop_all()
         self._put(Forget(None))
@@ -203,10 +205,9 @@ class StageRunner:
         try:
             parcel = await self._tensors.parcel(send.number, send.kind)
         except CodecError as error:
-            if self._said_trouble_in != self._round:
-                log.warning("micro-batches of round %d cannot go on: %s", self._round, error)
-                self._said_trouble_in = self._round
-            self._execute(engine.send_failed(send, now_s()))
+            if send.number in self._jobs:  # sending it once more would end in the same
+                self.trouble = f"the {send.kind} of a micro-batch cannot be sent: {error}"
+                self._woken.set()
             return
         if parcel is None:
             return

@@ -13,9 +13,9 @@ from shoal.swarm.messages import RunView
 from shoal.swarm.pipeline.hops import Span
 from shoal.swarm.tasks import task_scope
 
-Attention = Literal["", "round", "afresh", "moved", "ended"]
+Attention = Literal["", "round", "afresh", "spoilt", "moved", "ended"]
 """What goes before computing: a round that is to be closed or concluded, or was; a membership that was lost or a state
-that is not the run's; other stages; the run's end."""
+that is not the run's; results that are infinite or not a number; other stages; the run's end."""
 
 
 class StageWatch:

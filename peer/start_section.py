@@ -7,6 +7,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
 from shoal.peer.checkpoints.reading import CheckpointTensors
 from shoal.peer.checkpoints.source import Source
@@ -17,6 +20,7 @@ from shoal.peer.start_files import hash_of, run_of, whole_checkpoints
 from shoal.swarm.coordinator.journal_files import JOURNAL
 from shoal.swarm.errors import ModelMismatch, RecipeError, RunFileError, StateFileError
 from shoal.swarm.identity import Identity
+from shoal.swarm.messages import TensorSpec
 from shoal.swarm.run_file import RunFile, load_run_file, parse_run_file
 from shoal.swarm.start import StartSection, StartTensor
 
@@ -74,10 +78,20 @@ def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
         tokens=tokens,
         outer_steps=steps if goes_on else 0,
         tensors={
-            spec.name: StartTensor(shape=spec.shape, sha256=hash_of(spec.shape, tensors.rows(spec.name, rows)))
+            spec.name: StartTensor(shape=spec.shape, sha256=_hash(source, spec, tensors.rows(spec.name, rows)))
             for spec in manifest.layout
         },
     )
+
+
+def _hash(source: Source, spec: TensorSpec, rows: Tensor) -> str:
+    """Raises ``StateFileError`` where no training can go on from."""
+    if not bool(torch.isfinite(rows).all()):
+        raise StateFileError(
+            f"{source.place(MANIFEST)}: tensor {spec.name!r} has values that are infinite or not a number: the run had "
+            "diverged; give the checkpoint of an earlier round"
+        )
+    return hash_of(spec.shape, rows)
 
 
 def with_section(text: str, start: StartSection, where: str) -> tuple[str, RunFile]:

@@ -11,8 +11,9 @@
     │   ├── CorpusError         14    the data is missing or differs from the run's
     │   ├── ModelMismatch       15    the model differs from the run's; names the first difference
     │   ├── DeviceError         16    the device is missing or too small
-    │   └── StateFileError      17    a checkpoint or model is missing, damaged or of another run
-    │       └── SealedForOthers 18    it is sealed, and not for this identity
+    │   ├── StateFileError      17    a checkpoint or model is missing, damaged or of another run
+    │   │   └── SealedForOthers 18    it is sealed, and not for this identity
+    │   └── Diverged            19    training has become infinite or not a number
     ├── LinkError                     somebody else's machine, or the way to it
     │   ├── Unreachable         20    nothing answers at that address
     │   │   └── MemberGone      20    it is not a member of the run any more
@@ -97,6 +98,12 @@ class SealedForOthers(StateFileError):
     """The checkpoint is encrypted, and this identity is not among its readers."""
 
     exit_code = 18
+
+
+class Diverged(UserError):
+    """Local work is infinite or not a number, however often it is begun again from the run's state."""
+
+    exit_code = 19
 
 
 class LinkError(ShoalError):

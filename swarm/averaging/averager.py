@@ -105,7 +105,7 @@ class Averager:
             async with task_scope() as tasks:
                 outcome = await self._until_verdict(offer, tasks)
         except (StaleWork, NotAdmitted, CodecError) as error:
-            outcome = OutOfDate(str(error))
+            outcome = OutOfDate(str(error), is_spoilt=isinstance(error, CodecError))
         finally:
             await self._end_exchange()
             self._decoding = None

@@ -41,9 +41,11 @@ class CarryOn:
 
 @dataclass(frozen=True)
 class OutOfDate:
-    """We missed something: drop the local work, join afresh and fetch the state."""
+    """We missed something: drop the local work, join afresh and fetch the state. ``is_spoilt``: what was offered was
+    at fault, as it cannot be packed."""
 
     reason: str
+    is_spoilt: bool = False
 
 
 Outcome = Committed | CarryOn | OutOfDate

@@ -145,6 +145,9 @@ class PipelineMachine(Spans):
         if has_ended:
             self._drove_s.clear()
             if not self.has_ended:
+                for peer in self._barrier.take_hopeless():
+                    if peer in self.spans:
+                        self.take_span(peer, "brought nothing that could be averaged")
                 self._between_rounds()
         if not self.has_ended:
             self._look_at_places(now_s)

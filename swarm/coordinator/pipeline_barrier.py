@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import count, from_wire, merge
@@ -12,13 +13,24 @@ from shoal.swarm.coordinator.rounds import Judgement, left_out
 from shoal.swarm.verdicts import tied_together
 
 _OVER = "the run's time was over"
+_TOO_OFTEN = 3
+"""Rounds in a row that are aborted as the work of the same peer is not in the mean."""
 
 
 @dataclass
 class Barrier:
-    """``is_staffed``: whether every stage had a replica with the run's newest state a moment ago. Not journaled."""
+    """``is_staffed``: whether every stage had a replica with the run's newest state a moment ago; ``left_out``: by
+    peer, how many rounds were aborted without its work since the last committed one. Not journaled."""
 
     is_staffed: bool = False
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def take_hopeless(self) -> list[str]:
+        """Whose work is never in a mean: its bytes are no numbers, or come too late. It costs everybody each round."""
+        hopeless = sorted(peer for peer, times in self.left_out.items() if times >= _TOO_OFTEN)
+        for peer in hopeless:
+            del self.left_out[peer]
+        return hopeless
 
     def tick(self, stages: Sequence[StageMachine], now_s: float) -> bool:
         """Whatever time decides; of stages that are all in the same round. Returns whether it has ended."""
@@ -93,8 +105,7 @@ class Barrier:
             stage.reopen()
         return False
 
-    @staticmethod
-    def _judge(stages: Sequence[StageMachine], now_s: float) -> bool:
+    def _judge(self, stages: Sequence[StageMachine], now_s: float) -> bool:
         """Committed when all are; one that cannot be is the end of all."""
         judged = [(stage, stage.judgement(now_s)) for stage in stages]
         for stage, judgement in judged:
@@ -104,9 +115,11 @@ class Barrier:
                 return _abort(stages, f"stage {stage.stage}: {judgement.reason}", {stage.stage: judgement.failed})
             # Whoever lives would bring it to the next round: later than it counts in the other stages.
             if missing := left_out(stage.round, judgement.digests):
+                self.left_out.update(missing)
                 return _abort(stages, f"stage {stage.stage}: the work of {len(missing)} replicas is not in the mean")
         if any(judgement is None for _, judgement in judged):
             return False
+        self.left_out.clear()
         _end([stage.verdict_of(judgement) for stage, judgement in judged if judgement is not None], stages)
         return True
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,21 @@ def test_a_pseudo_gradient_is_the_way_back_to_the_anchor() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     work.restart(anchor)
     assert torch.equal(vector.read(), anchor)
+
+
+def test_what_the_inner_optimizer_remembers_can_be_forgotten() -> None:
+    """One gradient that is not a number stays in its moments for ever."""
+    model = make_model()
+    vector = ParameterVector(model)
+    anchor = vector.read()
+    work = PseudoGradient(vector, torch.optim.AdamW(model.parameters(), lr=0.1), None)
+    backward(model, DATA, math.nan)
+    work.step(12, 1.0)
+    work.forget_steps()
+    work.restart(anchor)
+    backward(model, DATA)
+    work.step(12, 1.0)
+    assert bool(work.contribution(anchor).isfinite().all())
 
 
 def overlapped() -> tuple[nn.Module, ParameterVector, OverlappedPseudoGradient]:

@@ -111,6 +111,17 @@ def test_who_waits_for_a_state_of_a_stage_that_is_taken_away_goes_where_it_is_wa
     assert side.log == ["enters 0", "leaves 0", "enters 1", "leaves 1"]
 
 
+def test_results_that_are_not_finite_are_begun_anew_and_the_round_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, done = Side([(0, 0), None], monkeypatch), []
+    held: Any = SimpleNamespace(
+        runner=SimpleNamespace(trouble="an activation cannot be sent"),
+        training=SimpleNamespace(begin_anew=done.append),
+        begin_round=lambda *, goes_on: done.append(goes_on),
+    )
+    assert side.peer._settle(held, "spoilt")
+    assert done == ["an activation cannot be sent", False]
+
+
 def test_who_is_given_up_while_it_shows_what_it_can_do_shows_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side([(1, 1), None], monkeypatch)
 

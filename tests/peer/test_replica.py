@@ -1,6 +1,7 @@
 """What a round does to a member that works on while the round is averaged; the network is the test's."""
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.swarm.coordinator.world import SIGNER
 from torch import Tensor, nn
 
 from shoal.peer.data import DataAbout
+from shoal.peer.divergence import TRIES
 from shoal.peer.member import Progress
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.outer_optimizer import make_outer
@@ -21,7 +23,7 @@ from shoal.peer.replica import Brought, Replica
 from shoal.peer.round_records import Owner, RoundRecords
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.errors import NotAdmitted
+from shoal.swarm.errors import Diverged, NotAdmitted
 from shoal.swarm.messages import Verdict
 from shoal.swarm.run_file import parse_run_file
 
@@ -256,6 +258,61 @@ def test_out_of_date_is_a_fresh_start_without_what_was_done_since(side: Side) ->
     assert side.member.afresh == 1
     assert (side.replica.samples.tokens_done, side.replica.samples.left) == (0, 0)
     assert torch.equal(side.local, side.anchor)
+
+
+def spoil(side: Side) -> None:
+    side.train()
+    side.replica.vector.write(torch.full((4,), math.nan))
+
+
+def test_work_that_is_never_finite_is_given_up_in_the_end(side: Side) -> None:
+    for times in range(1, TRIES):
+        spoil(side)
+        assert not side.replica.offer()
+        assert (side.member.afresh, side.replica.samples.tokens_done) == (times, 0)
+        assert torch.equal(side.local, side.anchor)
+        side.replica.samples.add(0, 100)
+    spoil(side)
+    with pytest.raises(Diverged, match=r"3 times in a row .* lower learning rate"):
+        side.replica.close_round()
+    assert side.member.offers == [], "nothing of it went anywhere"
+
+
+def test_work_that_cannot_be_packed_counts_as_well(side: Side) -> None:
+    for _ in range(1, TRIES):
+        side.train()
+        side.replica.close_round()
+        assert not side.ends(OutOfDate("too large for float16", is_spoilt=True))
+        side.replica.samples.add(0, 100)
+    side.train()
+    side.replica.close_round()
+    with pytest.raises(Diverged, match="too large for float16"):
+        side.ends(OutOfDate("too large for float16", is_spoilt=True))
+
+
+def test_work_that_counted_makes_up_for_what_was_of_no_use_before(side: Side) -> None:
+    for number in range(2 * TRIES):
+        spoil(side)
+        assert not side.replica.offer()
+        side.replica.samples.add(0, 100)
+        side.train()
+        side.replica.close_round()
+        side.member.client.view.round = number + 1
+        assert side.ends(committed(number))
+
+
+def test_an_anchor_that_is_not_finite_is_named(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    side.ends(Committed(torch.full((4,), 3e38), verdict(0, committed=True), True))
+    assert not bool(side.anchor.isfinite().all())
+    for _ in range(1, TRIES):
+        side.train()
+        assert not side.replica.offer()
+        side.replica.samples.add(0, 100)
+    side.train()
+    with pytest.raises(Diverged, match="version 1 is itself infinite"):
+        side.replica.offer()
 
 
 def test_a_fresh_start_waits_for_the_verdict_of_what_is_offered(side: Side) -> None:

@@ -1,5 +1,6 @@
 """How the stages of one peer end their rounds together."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,15 @@ def test_a_stage_that_lags_behind_catches_up_alone(lost: bool) -> None:
     goes_on, log = end((6, not lost), (9, True), rounds=(5, 6))
     assert not goes_on
     assert log == ["a offers", "a concludes"]
+
+
+def test_what_is_of_no_use_is_begun_anew_in_all_stages() -> None:
+    training: Any = SpanTraining.__new__(SpanTraining)
+    begun: list[str] = []
+    training.replicas = {stage: SimpleNamespace(begin_anew=begun.append) for stage in range(2)}
+    training._finished = []
+    training.begin_anew("not a number")
+    assert begun == ["not a number"] * 2
 
 
 def test_a_stage_that_was_taken_away_does_not_keep_the_others_from_their_verdicts() -> None:

@@ -5,6 +5,7 @@ with those of the whole model on the whole batch.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -195,7 +196,8 @@ class Peer:
         first, last = coordinator.spans[name]
         self.name, self.coordinator = name, coordinator
         self.computed: Callable[[Any], None] = lambda task: None
-        self.hangs = False
+        self.hangs = self.may_look_up = False
+        self.looked_up: asyncio.Queue[str] = asyncio.Queue()
         members = [
             SimpleNamespace(
                 client=Client(coordinator, name, scope),
@@ -216,6 +218,7 @@ class Peer:
         for stage in stages:
             model = LAYERED.build(BOUNDARIES[stage], BOUNDARIES[stage + 1])
             self.replicas[stage] = FakeReplica(ParameterVector(model))
+            self.model = model
             held.append(HeldStage(stage, BOUNDARIES[stage], model, self.replicas[stage].work))
         settings = {stage: ComputeSettings(CPU, max_in_flight=3) for stage in stages}
         self.took: list[tuple[int, float]] = []
@@ -238,7 +241,10 @@ class Peer:
             made: Made | None = None
             while True:
                 task = await self.runner.next_task(made)
-                assert not isinstance(task, LookUp)
+                if isinstance(task, LookUp):
+                    assert self.may_look_up
+                    self.looked_up.put_nowait(task.reason)
+                    return
                 await asyncio.sleep(STEP_S)
                 self.computed(task)
                 if self.hangs or self.name in self.coordinator.dead:
@@ -316,6 +322,26 @@ def test_the_gradient_is_that_of_the_whole_model(kind: str) -> None:
                 counts = sum(stop - start for start, stop in peer.replicas[max(peer.replicas)].ranges) / MICRO_BATCH
                 assert len(peer.took) == counts, "each is timed once"
                 assert all(stage in peer.replicas and seconds > 0 for stage, seconds in peer.took)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("kind", "culprit"), [("activation", "a"), ("gradient", "c")])
+def test_what_is_not_finite_is_said_and_offered_to_nobody(kind: str, culprit: str) -> None:
+    """It would be the same each time that it is tried."""
+
+    async def main() -> None:
+        async with pipeline(SPANS["a chain"]) as (_, _, peers):
+            peer = peers[culprit]
+            peer.may_look_up = True
+            with torch.no_grad():
+                for parameter in peer.model.parameters():
+                    parameter.fill_(math.nan)
+            async with asyncio.timeout(60.0):
+                assert await peer.looked_up.get() == "spoilt"
+            assert peer.runner.trouble.startswith(f"the {kind} of a micro-batch cannot be sent")
+            await peer.runner.end_round()
+            assert peer.runner.trouble == ""
 
     run_virtual(main())
 

@@ -262,6 +262,14 @@ def test_a_stages_checkpoint_is_no_start(tmp_path: Path) -> None:
         start_section(StartFrom(tmp_path), parse_run_file(run_toml("next")))
 
 
+def test_a_checkpoint_of_a_run_that_diverged_is_no_start(tmp_path: Path) -> None:
+    toml, anchor = run_toml("diverged"), WHOLE.anchor.clone()
+    anchor[-1] = torch.nan
+    write_checkpoint(tmp_path, parse_run_file(toml), toml, LAYOUT, State.make(anchor, WHOLE.outer, WHOLE.version))
+    with pytest.raises(StateFileError, match=f"tensor '{LAYOUT[-1].name}' has values .* not a number: the run had div"):
+        start_section(StartFrom(tmp_path), parse_run_file(run_toml("next")))
+
+
 def test_of_several_runs_the_host_has_to_name_one(place: Path, tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to(place)
     toml = run_toml("other")

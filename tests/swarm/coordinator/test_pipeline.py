@@ -166,6 +166,26 @@ def test_nothing_is_committed_without_the_work_of_a_living_replica() -> None:
     rounds(world, 1)
 
 
+def test_whose_work_is_never_in_the_mean_loses_its_place() -> None:
+    """All its bytes may be no numbers: it would cost everybody each round, for ever."""
+    world = PipelineWorld(run_file())
+    for peer in world.peers[:6]:
+        world.start(peer)
+    for number in range(3):
+        until(world, "averaging")
+        plan = world.planned[2].plan
+        culprit = max(member.peer for member in plan.members)
+        assert culprit in world.machine.spans
+        index = [member.peer for member in plan.members].index(culprit)
+        for stage in range(STAGES):
+            for member in world.planned[stage + 1].plan.members:
+                world.report(world.by_name(member.peer), stage, dropped=(index,) if stage == 1 else ())
+        assert len(world.verdicts) == number + 1
+    assert culprit not in world.machine.spans
+    assert "brought nothing that could be averaged" in world.machine.rests[culprit].reason
+    rounds(world, 1)
+
+
 def test_a_batch_that_is_not_done_in_time_is_done_anew() -> None:
     world = training()
     late = holder(world, 1)
