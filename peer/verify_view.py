@@ -25,7 +25,8 @@ def verify_table(results: Iterable[Verified | Refused]) -> Table:
         table.add_column(title, justify="right" if is_number else "left", no_wrap=not is_name, overflow="ellipsis")
     for one in results:
         if isinstance(one, Refused):
-            number = one.place.name.rpartition("round-")[2].lstrip("0") or "0"
+            _, is_named, number = one.place.name.rpartition("round-")
+            number = (number.lstrip("0") or "0") if is_named else ""  # else somebody else has named it
             table.add_row("✗", *(("history",) if one.is_history else ("", printable(number[:8]))), style="red")
             continue
         manifest = one.manifest

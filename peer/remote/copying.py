@@ -46,19 +46,21 @@ def next_copy(
     """The round whose checkpoint is copied next; None for none. Pure.
 
     ``here``: rounds with a checkpoint here; ``begun``: those of which a part has been copied; ``done``: those
-    of which all has. What was begun is finished first, oldest before newest; then only the newest counts, or, where
-    others have to copy the same rounds and nobody knows how fast (``in_step``), of the new ones the one whose number
-    has the most factors of two."""
+    of which all has. What was begun is finished first, oldest before newest; then only the newest counts. Where others
+    have to copy the same rounds and nobody knows how fast, or since when (``in_step``), multiples of ``every`` are due,
+    and of the new ones that which is a multiple of the largest power of two of them."""
     half = [number for number in here if number in begun and number not in done]
     if half:
         return min(half)
     newest, last = max(here, default=None), max(done, default=None)
     if newest is None or newest in done:
         return None
-    if last is not None and last <= newest < last + every:
-        return None
+    if last is not None:
+        due = (last // every + 1) * every if in_step else last + every
+        if last <= newest < due:
+            return None
     fresh = [number for number in here if last is None or number > last] or [newest]
-    return max(fresh, key=lambda number: (number & -number, number)) if in_step else newest
+    return max(fresh, key=lambda number: (number % every == 0, number & -number, number)) if in_step else newest
 
 
 class RemoteCopies:

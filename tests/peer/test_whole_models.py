@@ -1,5 +1,6 @@
 """Whole models of what peers kept of their stages: exported, put together, refused where they do not go together."""
 
+import errno
 import io
 import shutil
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from shoal.peer.stage_members import scope_of, stage_folder
 from shoal.peer.state import State
 from shoal.peer.verify_view import verify_table
 from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
-from shoal.swarm.errors import StateFileError, UserError
+from shoal.swarm.errors import StateFileError, StorageError, UserError
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.messages import Verdict
 
@@ -102,6 +103,25 @@ def test_the_last_stage_cannot_be_left_out_by_whoever_says_that_there_are_fewer(
         keep(tmp_path / "run", stage, chains[stage], 0, stage=StageAbout(number=stage, stages=2))
     with pytest.raises(StateFileError, match="of no anchor version all 2 stages are here"):
         exported(tmp_path / "run", tmp_path)
+
+
+def test_an_export_stays_whole_when_the_disk_is_full_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_all(tmp_path / "run", stage_chains(3), 1)
+    out = tmp_path / "out" / "model.safetensors"
+    export_model(tmp_path / "run", out)
+    before = {path.name: path.read_bytes() for path in out.parent.iterdir()}
+    keep_all(tmp_path / "run", stage_chains(3), 2)
+
+    def half(path: Path, text: str) -> None:
+        path.write_bytes(text[:20].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(StorageError, match="No space left"):
+        export_model(tmp_path / "run", out)
+    assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
 
 
 def test_stages_of_two_histories_do_not_go_together(tmp_path: Path) -> None:

@@ -66,9 +66,11 @@ def url(tmp_path: Path) -> Url:
     return url
 
 
-def restored(url: Url, to: Path, identity: Identity, *, all_stages: bool = False) -> dict[int, int]:
-    """Round by stage."""
-    said: list[str] = []
+def restored(
+    url: Url, to: Path, identity: Identity, *, all_stages: bool = False, said: list[str] | None = None
+) -> dict[int, int]:
+    """Round by stage; ``said`` gets what people are told."""
+    said = [] if said is None else said
     restorer = Restorer(url.remote, to, identity, said.append, lambda _: None)
     folders = restorer.restore(find_copies(url.remote), all_stages=all_stages)
     found = {}
@@ -104,6 +106,18 @@ def test_a_round_of_which_one_stage_is_damaged_comes_of_none(url: Url, tmp_path:
 def test_without_a_round_in_common_the_newest_of_each_comes(url: Url, tmp_path: Path) -> None:
     url.flip(2, OTHER, 1)
     assert restored(url, tmp_path / "here", ME) == {0: 2, 1: 3, 2: 3}
+
+
+def test_a_stage_that_nobody_has_copied_is_named(url: Url, tmp_path: Path) -> None:
+    """What there is comes: a peer may have kept the rest."""
+    said: list[str] = []
+    assert restored(url, tmp_path / "all", ME, said=said) == {0: 1, 1: 1, 2: 1}
+    assert not any("no copy of" in line for line in said), said
+    for identity in (ONE, OTHER):
+        stage = f"/copies/{RUN_FOLDER}/{identity.peer_id}/stage-00001"
+        url.files.inner.rm(stage, recursive=True)
+    assert restored(url, tmp_path / "here", ME, said=said) == {0: 1, 2: 1}
+    assert "there is no copy of stage 1: unless a peer has kept" in said[-1]
 
 
 def test_a_copy_in_another_stages_folder_is_refused(url: Url, tmp_path: Path) -> None:
