@@ -81,6 +81,7 @@ class RemoteCopies:
         self._stop = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self._failures = 0
+        self._is_pace_told = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RemoteCopies]:
@@ -118,8 +119,10 @@ class RemoteCopies:
         kept = self._due()
         if kept is None:
             return True
+        newest = self._newest()
         try:
             await self._copy(kept)
+            self._tell_pace(self._newest() - newest)
             await self._tidy()
         except (StateFileError, OSError) as error:  # it was removed meanwhile, or is damaged
             log.warning("the checkpoint of round %d is not copied: %s", kept.round, error)
@@ -134,6 +137,21 @@ class RemoteCopies:
             self._failures = 0
             log.info("checkpoint of round %d copied to %s", kept.round, self._remote.shown(self._base))
         return False
+
+    def _newest(self) -> int:
+        return max((kept.round for kept in self._store.kept()), default=0)
+
+    def _tell_pace(self, rounds: int) -> None:
+        """A copy has taken so many. Who is behind copies other rounds than the rest, all by themselves."""
+        if self._in_step and rounds > self._every and not (self._stop.is_set() or self._is_pace_told):
+            self._is_pace_told = True
+            log.warning(
+                "a copy to %s takes %d rounds: stages may have no copies of one round, and could not be restored "
+                "together; all peers should copy every %d rounds or less often (--copy-every)",
+                self._remote.url,
+                rounds,
+                rounds,
+            )
 
     def _pause_s(self) -> float:
         if self._failures:
