@@ -63,6 +63,13 @@ def next_copy(
     return max(fresh, key=lambda number: (number % every == 0, number & -number, number)) if in_step else newest
 
 
+def superfluous_in_step(rounds: Collection[int], retention: Retention, every: int) -> list[int]:
+    """Which of a stage's copies may go, oldest first. Pure. Those that other stages have too, the multiples of
+    ``every``, are not displaced by the ones that a peer makes whenever it leaves its stage."""
+    shared = set(retention.superfluous([number for number in rounds if number % every == 0]))
+    return [number for number in retention.superfluous(rounds) if number % every or number in shared]
+
+
 class RemoteCopies:
     """``run`` until ``finish``; on the event loop, every call to the driver in a thread of its own."""
 
@@ -72,7 +79,7 @@ class RemoteCopies:
         self._store = store
         self._in_step = in_step
         self._remote = to.remote
-        self._every = to.every
+        self._every = self._apart = to.every
         self._retention = to.retention
         self._base = base
         self._ledger = Ledger(store.folder.parent / LEDGER, to.remote.shown(base))
@@ -209,7 +216,7 @@ class RemoteCopies:
                 whole[number] = name, last
             elif name not in here:
                 await self._remove(name)
-        for number in self._retention.superfluous(whole):
+        for number in superfluous_in_step(whole, self._retention, self._apart if self._in_step else 1):
             name, last = whole[number]
             # First what makes it count: half of a copy must not look like a whole one.
             await self._in_thread(self._remote.remove, f"{self._base}/{name}/{last}")
