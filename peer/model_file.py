@@ -42,6 +42,7 @@ class ModelFile:
         self._path = path
         self._about = about
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        self._temporary_config = path.with_name(f".{path.stem}.json.{os.getpid()}")
         self._elements = 0
         self._file: BinaryIO
 
@@ -72,12 +73,14 @@ class ModelFile:
             if error is None:
                 assert self._elements == sum(spec.elements for spec in self._about.layout), "all parameters"
                 text = json.dumps({"recipe": self._about.recipe, **self._about.provenance}, indent=2) + "\n"
-                self._path.with_suffix(".json").write_text(text)
+                self._temporary_config.write_text(text)
+                self._temporary_config.replace(self._path.with_suffix(".json"))
                 self._temporary.replace(self._path)
         except OSError as refused:
             raise self._refusal(refused) from refused
         finally:
             self._temporary.unlink(missing_ok=True)
+            self._temporary_config.unlink(missing_ok=True)
 
     def _refusal(self, error: OSError) -> StorageError:
         return StorageError(f"{self._path}: the model cannot be written: {error}")

@@ -13,17 +13,20 @@ from shoal.peer.verifying import Refused, Verified
 
 
 def verify_table(results: Iterable[Verified | Refused]) -> Table:
-    """A line for each. "chain": what of it was checked; "vouched by": who says that the run had this state."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    """A line for each. "chain": what of it was checked; "vouched by": who says that the run had this state. Where it is
+    narrow, names are cut, and nothing else."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     results = list(results)
     has_stages = any(isinstance(one, Verified) and _stages_text(one.manifest) for one in results)
     stages = ("stage",) if has_stages else ()
     for title in ("", "run", "round", *stages, "anchor", "tokens", "size", "signed by", "chain", "vouched by"):
         is_number = title in ("round", "anchor", "tokens", "size")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=True, min_width=1)
+        is_name = title in ("run", "signed by")  # single words: too long a one is not wrapped, but cut
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=not is_name, overflow="ellipsis")
     for one in results:
         if isinstance(one, Refused):
-            number = one.place.name.rpartition("round-")[2].lstrip("0") or "0"
+            _, is_named, number = one.place.name.rpartition("round-")
+            number = (number.lstrip("0") or "0") if is_named else ""  # else somebody else has named it
             table.add_row("✗", *(("history",) if one.is_history else ("", printable(number[:8]))), style="red")
             continue
         manifest = one.manifest

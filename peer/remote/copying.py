@@ -46,19 +46,28 @@ def next_copy(
     """The round whose checkpoint is copied next; None for none. Pure.
 
     ``here``: rounds with a checkpoint here; ``begun``: those of which a part has been copied; ``done``: those
-    of which all has. What was begun is finished first, oldest before newest; then only the newest counts, or, where
-    others have to copy the same rounds and nobody knows how fast (``in_step``), of the new ones the one whose number
-    has the most factors of two."""
+    of which all has. What was begun is finished first, oldest before newest; then only the newest counts. Where others
+    have to copy the same rounds and nobody knows how fast, or since when (``in_step``), multiples of ``every`` are due,
+    and of the new ones that which is a multiple of the largest power of two of them."""
     half = [number for number in here if number in begun and number not in done]
     if half:
         return min(half)
     newest, last = max(here, default=None), max(done, default=None)
     if newest is None or newest in done:
         return None
-    if last is not None and last <= newest < last + every:
-        return None
+    if last is not None:
+        due = (last // every + 1) * every if in_step else last + every
+        if last <= newest < due:
+            return None
     fresh = [number for number in here if last is None or number > last] or [newest]
-    return max(fresh, key=lambda number: (number & -number, number)) if in_step else newest
+    return max(fresh, key=lambda number: (number % every == 0, number & -number, number)) if in_step else newest
+
+
+def superfluous_in_step(rounds: Collection[int], retention: Retention, every: int) -> list[int]:
+    """Which of a stage's copies may go, oldest first. Pure. Those that other stages have too, the multiples of
+    ``every``, are not displaced by the ones that a peer makes whenever it leaves its stage."""
+    shared = set(retention.superfluous([number for number in rounds if number % every == 0]))
+    return [number for number in retention.superfluous(rounds) if number % every or number in shared]
 
 
 class RemoteCopies:
@@ -70,7 +79,7 @@ class RemoteCopies:
         self._store = store
         self._in_step = in_step
         self._remote = to.remote
-        self._every = to.every
+        self._every = self._apart = to.every
         self._retention = to.retention
         self._base = base
         self._ledger = Ledger(store.folder.parent / LEDGER, to.remote.shown(base))
@@ -79,6 +88,7 @@ class RemoteCopies:
         self._stop = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self._failures = 0
+        self._is_pace_told = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RemoteCopies]:
@@ -116,8 +126,10 @@ class RemoteCopies:
         kept = self._due()
         if kept is None:
             return True
+        newest = self._newest()
         try:
             await self._copy(kept)
+            self._tell_pace(self._newest() - newest)
             await self._tidy()
         except (StateFileError, OSError) as error:  # it was removed meanwhile, or is damaged
             log.warning("the checkpoint of round %d is not copied: %s", kept.round, error)
@@ -132,6 +144,21 @@ class RemoteCopies:
             self._failures = 0
             log.info("checkpoint of round %d copied to %s", kept.round, self._remote.shown(self._base))
         return False
+
+    def _newest(self) -> int:
+        return max((kept.round for kept in self._store.kept()), default=0)
+
+    def _tell_pace(self, rounds: int) -> None:
+        """A copy has taken so many. Who is behind copies other rounds than the rest, all by themselves."""
+        if self._in_step and rounds > self._every and not (self._stop.is_set() or self._is_pace_told):
+            self._is_pace_told = True
+            log.warning(
+                "a copy to %s takes %d rounds: stages may have no copies of one round, and could not be restored "
+                "together; all peers should copy every %d rounds or less often (--copy-every)",
+                self._remote.url,
+                rounds,
+                rounds,
+            )
 
     def _pause_s(self) -> float:
         if self._failures:
@@ -189,7 +216,7 @@ class RemoteCopies:
                 whole[number] = name, last
             elif name not in here:
                 await self._remove(name)
-        for number in self._retention.superfluous(whole):
+        for number in superfluous_in_step(whole, self._retention, self._apart if self._in_step else 1):
             name, last = whole[number]
             # First what makes it count: half of a copy must not look like a whole one.
             await self._in_thread(self._remote.remove, f"{self._base}/{name}/{last}")

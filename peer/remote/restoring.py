@@ -29,10 +29,12 @@ _INCOMING = "restoring"
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A checked copy on this machine, and where it is to be; ``incoming``: None where it is there already."""
+    """A checked copy on this machine, and where it is to be; ``incoming``: None where it is there already; ``stages``:
+    how many its run has, 0 for one without."""
 
     incoming: Path | None
     place: Path
+    stages: int
 
 
 class Restorer:
@@ -69,17 +71,25 @@ class Restorer:
         staged = [copy for copy in copies if copy.stage is not None]
         if not staged:
             return self._install_all([self._fetch_best(copies)])
-        stages = stages_needed(staged, "" if all_stages else self._identity.peer_id)
+        fetched = self._fetch_stages(staged, stages_needed(staged, "" if all_stages else self._identity.peer_id))
+        missing = sorted(set(range(fetched[0].stages)) - {copy.stage for copy in staged})
+        if missing:
+            which = ", ".join(f"stage {number}" for number in missing)
+            self._say(f"there is no copy of {which}: unless a peer has kept what is missing, the run begins anew")
+        return self._install_all(fetched)
+
+    def _fetch_stages(self, staged: Sequence[Copy], stages: Sequence[int]) -> list[_Fetched]:
+        """Of one round if there is such a one."""
         for number in in_step(staged, stages):
             try:
-                return self._install_all(self._fetch_each([copy for copy in staged if copy.round == number], stages))
+                return self._fetch_each([copy for copy in staged if copy.round == number], stages)
             except StateFileError as error:
                 self._say(f"round {number} of the stages cannot be had: {error}")
         self._say(
             "there is no round of which all these stages have a copy: the run goes back to a version that its members "
             "have of all stages, or to its beginning"
         )
-        return self._install_all(self._fetch_each(staged, stages))
+        return self._fetch_each(staged, stages)
 
     def _fetch_each(self, copies: Sequence[Copy], stages: Sequence[int]) -> list[_Fetched]:
         """One of each stage, or none of any."""
@@ -132,11 +142,12 @@ class Restorer:
         try:
             listing, manifest = self._list(copy, incoming)
             place = self._place(manifest)
+            stages = manifest.stage.stages if manifest.stage is not None else 0
             here = self._newest_here(place.parent)
             if here is not None and (round_in(here.name) or 0) >= copy.round:
                 self._say(f"{here}: is as new as the copy of round {copy.round}; it stays")
                 shutil.rmtree(incoming)
-                return _Fetched(None, here)
+                return _Fetched(None, here, stages)
             if place.exists():
                 raise StateFileError(f"{place}: is in the way, and is no whole checkpoint; move it away first")
             which = f"{manifest.run}" if copy.stage is None else f"{manifest.run}, stage {copy.stage}"
@@ -146,7 +157,7 @@ class Restorer:
         except StateFileError:
             shutil.rmtree(incoming, ignore_errors=True)
             raise
-        return _Fetched(incoming, place)
+        return _Fetched(incoming, place, stages)
 
     def _list(self, copy: Copy, incoming: Path) -> tuple[Listing, Manifest]:
         """Bring what lists the files, which is all that says of which run the copy is."""

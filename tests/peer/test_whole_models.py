@@ -1,11 +1,15 @@
 """Whole models of what peers kept of their stages: exported, put together, refused where they do not go together."""
 
+import errno
+import io
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from tests.peer.checkpoints.making import contents as plain_contents
 from tests.peer.checkpoints.making import open_store
@@ -26,8 +30,9 @@ from shoal.peer.history import Origin, pack_history
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.stage_members import scope_of, stage_folder
 from shoal.peer.state import State
+from shoal.peer.verify_view import verify_table
 from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
-from shoal.swarm.errors import StateFileError, UserError
+from shoal.swarm.errors import StateFileError, StorageError, UserError
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.messages import Verdict
 
@@ -100,6 +105,25 @@ def test_the_last_stage_cannot_be_left_out_by_whoever_says_that_there_are_fewer(
         exported(tmp_path / "run", tmp_path)
 
 
+def test_an_export_stays_whole_when_the_disk_is_full_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_all(tmp_path / "run", stage_chains(3), 1)
+    out = tmp_path / "out" / "model.safetensors"
+    export_model(tmp_path / "run", out)
+    before = {path.name: path.read_bytes() for path in out.parent.iterdir()}
+    keep_all(tmp_path / "run", stage_chains(3), 2)
+
+    def half(path: Path, text: str) -> None:
+        path.write_bytes(text[:20].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(StorageError, match="No space left"):
+        export_model(tmp_path / "run", out)
+    assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
+
+
 def test_stages_of_two_histories_do_not_go_together(tmp_path: Path) -> None:
     one, other = stage_chains(3), stage_chains(3, aborted=[0])
     for stage, chain in enumerate((one[0], other[1], one[2])):
@@ -169,12 +193,28 @@ def test_stages_and_the_whole_are_verified(tmp_path: Path) -> None:
     found = verify_checkpoints(find_checkpoints(tmp_path / "run"))
     assert [isinstance(one, Verified) for one in found] == [True] * 4, found
     assert [one.first_round for one in found if isinstance(one, Verified)] == [0] * 4
-    done = CliRunner().invoke(app, ["verify", str(tmp_path / "run")], env={"COLUMNS": "160"})
+    done = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
-    for words in ("0 of 3", "1 of 3", "2 of 3", "all 3"):
-        assert words in done.output
     shown = CliRunner().invoke(app, ["log", str(tmp_path / "run" / "whole" / "round-00000001")])
     assert shown.exit_code == 0, shown.output
+
+
+def test_eighty_columns_are_enough_for_what_is_said_of_a_stage(tmp_path: Path) -> None:
+    """Names are cut, be they of the longest kind; what was checked is not."""
+    place = keep(tmp_path / "run", 1, stage_chains(2)[1], 1)
+    (found,) = verify_checkpoints([place])
+    assert isinstance(found, Verified)
+    about = {"run": "a-run-with-a-name-as-long-as-it-may-be", "round": 12345, "anchor_version": 12346}
+    manifest = found.manifest.model_copy(update={**about, "tokens": 999_400_000_000})
+    shown = Console(file=io.StringIO(), width=80)
+    shown.print(verify_table([replace(found, manifest=manifest, size_bytes=12_345_678, first_round=12282)]))
+    shown.print(verify_table([replace(found, manifest=manifest, vouched_by=12345)]))
+    text = shown.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("1 of 3", "12345", "12346", "999G", "12.3 MB", "from 12282", "plan of 12345", "its peer", "tokens"):
+        assert f" {words} " in text.replace("\n", " \n"), text
+    assert "a-r" in text, text
+    assert f"{manifest.peer[:3]}" in text, text
+    assert all(len(line) <= 80 for line in text.splitlines()), text
 
 
 def test_a_stages_history_has_to_be_of_that_stage(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.peer.checkpoints.making import contents
 from tests.peer.remote.places import Killed, Place, run_for
 
-from shoal.peer.remote.copying import FINISH_S, LEDGER, next_copy
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.remote.copying import FINISH_S, LEDGER, next_copy, superfluous_in_step
 from shoal.peer.remote.remote_store import RemoteStore, without_password
 from shoal.swarm.errors import RemoteStorageError
 from shoal.swarm.identity import Identity
@@ -52,12 +53,24 @@ def test_what_is_copied_next(
         ([17, 18, 19], [16], 4, None),
         ([18, 19, 20], [16], 4, 20),
         ([19, 21, 22], [16], 4, 22),
+        ([22, 23, 24], [22], 4, 24),
+        ([48, 49, 50], [40], 10, 50),
+        ([198, 199, 200], [100], 100, 200),
+        ([199, 200, 201], [137], 100, 200),
+        ([235, 236, 237], [200], 100, None),
         ([0], [], 1, 0),
         ([3], [9], 1, 3),
     ],
 )
 def test_those_that_copy_in_step_choose_alike(here: list[int], done: list[int], every: int, expected: int) -> None:
     assert next_copy(here, done, done, every, in_step=True) == expected
+
+
+def test_copies_at_leaving_do_not_displace_those_that_other_stages_have() -> None:
+    retention = Retention(2)
+    assert superfluous_in_step([0, 8, 16, 17, 22, 25], retention, 8) == [0, 17]
+    assert superfluous_in_step([0, 8, 16, 17, 22, 25], retention, 1) == [0, 8, 16, 17]
+    assert superfluous_in_step([8, 16, 24], retention, 8) == [8]
 
 
 def test_the_newest_goes_there_its_manifest_last_and_nothing_of_the_peers_own(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Copies of a pipeline's stages at a URL: brought back of one round, and only those stages that are needed."""
 
+import logging
 from pathlib import Path
 
 import pytest
-from tests.fakes.virtual_clock import run_virtual
-from tests.peer.checkpoints.stages import RUN, keep, stage_chains, whole_values
+from tests.fakes.virtual_clock import run_virtual, until
+from tests.peer.checkpoints.stages import RUN, about, keep, stage_chains, stage_state, whole_values
 from tests.peer.remote.places import Faulty, fresh_memory
 
-from shoal.peer.checkpoints.checkpoint import read_checkpoint
+from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
@@ -66,9 +67,11 @@ def url(tmp_path: Path) -> Url:
     return url
 
 
-def restored(url: Url, to: Path, identity: Identity, *, all_stages: bool = False) -> dict[int, int]:
-    """Round by stage."""
-    said: list[str] = []
+def restored(
+    url: Url, to: Path, identity: Identity, *, all_stages: bool = False, said: list[str] | None = None
+) -> dict[int, int]:
+    """Round by stage; ``said`` gets what people are told."""
+    said = [] if said is None else said
     restorer = Restorer(url.remote, to, identity, said.append, lambda _: None)
     folders = restorer.restore(find_copies(url.remote), all_stages=all_stages)
     found = {}
@@ -104,6 +107,48 @@ def test_a_round_of_which_one_stage_is_damaged_comes_of_none(url: Url, tmp_path:
 def test_without_a_round_in_common_the_newest_of_each_comes(url: Url, tmp_path: Path) -> None:
     url.flip(2, OTHER, 1)
     assert restored(url, tmp_path / "here", ME) == {0: 2, 1: 3, 2: 3}
+
+
+@pytest.mark.parametrize(("every", "is_told"), [(2, True), (3, False)])
+def test_copies_that_take_longer_than_they_are_apart_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int, is_told: bool
+) -> None:
+    """Once: three rounds end while the first one is copied."""
+    url, store = Url(), CheckpointStore(tmp_path / CHECKPOINTS, RUN.hash, ONE, Retention(9))
+
+    def train(*rounds: int) -> None:
+        for number in rounds:
+            state = stage_state(1, CHAINS[1][number].anchor_version)
+            store.write(Contents(about(1, state, CHAINS[1][number]), state, None, CHAINS[1][: number + 1]))
+
+    def train_meanwhile(what: str, path: str) -> None:
+        if what == "sent" and path.endswith("manifest.json"):
+            url.files.fails = lambda what, path: None
+            train(1, 2, 3)
+
+    train(0)
+    url.files.fails = train_meanwhile
+    copies = RemoteCopies(store, CopyTo(url.remote, every), "peer", in_step=True)
+
+    async def main() -> None:
+        async with copies.running():
+            await until(lambda: "copied to" in caplog.text)
+
+    with caplog.at_level(logging.INFO):
+        run_virtual(main())
+    assert caplog.text.count("takes 3 rounds") == int(is_told), caplog.text
+
+
+def test_a_stage_that_nobody_has_copied_is_named(url: Url, tmp_path: Path) -> None:
+    """What there is comes: a peer may have kept the rest."""
+    said: list[str] = []
+    assert restored(url, tmp_path / "all", ME, said=said) == {0: 1, 1: 1, 2: 1}
+    assert not any("no copy of" in line for line in said), said
+    for identity in (ONE, OTHER):
+        stage = f"/copies/{RUN_FOLDER}/{identity.peer_id}/stage-00001"
+        url.files.inner.rm(stage, recursive=True)
+    assert restored(url, tmp_path / "here", ME, said=said) == {0: 1, 2: 1}
+    assert "there is no copy of stage 1: unless a peer has kept" in said[-1]
 
 
 def test_a_copy_in_another_stages_folder_is_refused(url: Url, tmp_path: Path) -> None:
