@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -14,6 +13,7 @@ from typing import Any
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, unpack_verdicts
 from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.own_state import Snapshots
+from shoal.peer.checkpoints.pace import Pace
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.state import State
@@ -23,9 +23,6 @@ from shoal.swarm.messages import TensorSpec, Verdict
 from shoal.swarm.run_file import RunFile
 
 log = logging.getLogger(__name__)
-
-_SHARE = 20
-"""Writing takes at most one part in so many of the time."""
 
 _RECENT_VERDICTS = 64
 """So much of the chain stands in a checkpoint: in a large swarm a verdict is as large as a shard of a small model."""
@@ -96,7 +93,7 @@ class CheckpointKeeper:
         self._is_prepared = False
         self._preparing: futures.Future[None] | None = None
         self._writing: futures.Future[None] | None = None
-        self._next_s = -math.inf
+        self._pace = Pace(in_step=subject.stage is not None)
         self._trouble = ""
         self._verdicts: tuple[Verdict, ...] = ()
 
@@ -132,7 +129,7 @@ class CheckpointKeeper:
         where that would take more than its share of the time."""
         if self._writing is not None and self._writing.done():
             self._settle()
-        if self._writing is None and self._clock() >= self._next_s:
+        if self._pace.is_due(verdict.round, self._clock()) and self._writing is None:
             self._begin(state, verdict)
 
     def finish(self, state: State, verdict: Verdict | None) -> None:
@@ -176,4 +173,4 @@ class CheckpointKeeper:
             self._trouble = ""
             log.debug("checkpoint of round %d: %.3f s", contents.about.round, self._clock() - started_s)
         finally:
-            self._next_s = self._clock() + _SHARE * (self._clock() - started_s)
+            self._pace.wrote(started_s, self._clock())

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.peer.checkpoints.checkpoint import unpack_verdicts
 from shoal.peer.checkpoints.keeper import Subject
+from shoal.peer.checkpoints.pace import Pace
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.data import DataAbout
@@ -269,7 +270,7 @@ def test_while_one_is_written_the_next_is_skipped(tmp_path: Path) -> None:
     assert len(begun) == 1
     asyncio.run(begun[0])
     pending.set_result(None)
-    keeper._next_s = -1.0
+    keeper._pace = Pace(in_step=False)
     life.round()
     assert len(begun) == 2
     begun[1].close()
