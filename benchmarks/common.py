@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,8 +103,19 @@ def publish(
     title: str, rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, float | None], path: Path | None
 ) -> None:
     """Print the table and the ratios; write them as JSON where asked for. None: it could not be measured here."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    table = Table(title=title)
+    for _, alike in groupby(rows, key=tuple):
+        console.print(table_of(title, list(alike)))
+    for name, ratio in ratios.items():
+        console.print(f"{name} = {'not measured' if ratio is None else f'{ratio:.5g}'}", highlight=False)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine(), "rows": list(rows), "ratios": dict(ratios)}
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One that has a column for each key."""
+    columns, table = list(dict.fromkeys(column for row in rows for column in row)), Table(title=title)
     for column in columns:
         is_text = any(isinstance(row.get(column), str) for row in rows)
         table.add_column(
@@ -111,13 +123,7 @@ def publish(
         )
     for row in rows:
         table.add_row(*(in_words(row.get(column)) for column in columns))
-    console.print(table)
-    for name, ratio in ratios.items():
-        console.print(f"{name} = {'not measured' if ratio is None else f'{ratio:.5g}'}", highlight=False)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(), "rows": list(rows), "ratios": dict(ratios)}
-        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return table
 
 
 def in_words(value: Any) -> str:

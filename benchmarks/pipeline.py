@@ -103,6 +103,16 @@ def bound_now(pipeline: Pipeline, peers: Sequence[Peer]) -> float:
     return bound_of(boundaries_of(pipeline), [span for span, _ in placed], [layer_s for _, layer_s in placed])
 
 
+def bound_refilled(pipeline: Pipeline, others: Sequence[Peer], victim: Peer) -> float:
+    """When the best one of ``others`` has taken the place of ``victim``."""
+    layer_s = [peer.slowness * pipeline.case.layer_ms / 1000 for peer in others]
+    cut, held = boundaries_of(pipeline), [peer.span or (0, 0) for peer in others]
+    placed = (
+        [victim.span or (0, 0) if at == moved else span for at, span in enumerate(held)] for moved in range(len(held))
+    )
+    return max(bound_of(cut, spans, layer_s) for spans in placed)
+
+
 def predicted(pipeline: Pipeline) -> float:
     """By the planner, of what the peers told it."""
     told = [next(one for one in peer.read() if one["event"] == "capability") for peer in pipeline.peers]
@@ -143,6 +153,9 @@ def measure_refill(case: Case, limit_s: float) -> Iterator[Row]:
         spans = [peer.span for peer in pipeline.peers]
         fewest = min(set(spans), key=spans.count)
         victim = pipeline.peers[spans.index(fewest)]
+        others = [peer for peer in pipeline.peers if peer is not victim]
+        bound = bound_refilled(pipeline, others, victim)
+        possible = before * bound / bound_now(pipeline, pipeline.peers)
         killed_s = victim.kill()
         until_s = killed_s + REFILL_WITHIN * PATIENCE_S
         moments: list[float] = []
@@ -151,14 +164,15 @@ def measure_refill(case: Case, limit_s: float) -> Iterator[Row]:
             time.sleep(1.0)
             pipeline.committed()
             moments = completions([peer.read() for peer in pipeline.peers], case.stages - 1)
-            took_s = recovered_s(moments, killed_s, before, PATIENCE_S)
+            took_s = recovered_s(moments, killed_s, possible, PATIENCE_S)
         start_s = killed_s - PATIENCE_S
         yield {
             "what": case.name,
             "stages": case.stages,
             "mb/s": rate_in(moments, moments[-1] - PATIENCE_S, PATIENCE_S),
             "before mb/s": before,
-            "bound mb/s": bound_now(pipeline, [peer for peer in pipeline.peers if peer is not victim]),
+            "possible mb/s": possible,
+            "bound mb/s": bound,
             "s": took_s,
             "vs patience": over(took_s, PATIENCE_S),
         }
