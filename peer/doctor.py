@@ -27,7 +27,7 @@ from shoal.swarm.errors import DeviceError, RecipeError
 from shoal.swarm.messages import DeviceInfo
 from shoal.swarm.pipeline.plan import LayerCost
 from shoal.swarm.pipeline.span_rates import AVERAGER_COPIES, state_copies
-from shoal.swarm.run_file import RunFile, load_run_file, parse_run_file
+from shoal.swarm.run_file import PipelineSection, RunFile, load_run_file, parse_run_file
 
 _USUAL = """\
 algorithm = "virtual_batch"
@@ -54,7 +54,7 @@ tokens = 2_048_000
 """
 """The model of examples/stdlib.toml, in layers."""
 
-_WAITING = 10
+_WAITING = PipelineSection(micro_batch=1).in_flight
 """Micro-batches that a peer of a run without ``[pipeline]`` is supposed to have under way: that section's default."""
 
 
