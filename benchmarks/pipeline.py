@@ -7,7 +7,6 @@ this machine's cores; that time a peer's ``slowness`` multiplies.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ from pipeline_figures import (
 )
 from pipeline_loss import MICRO_BATCH, MICRO_BATCHES, SETTINGS, held_out_losses
 from pipeline_run import PATIENCE_S, Case, Peer, Pipeline
-from recovery_run import Event, NotRecovered
+from recovery_run import Event, collected
 from shaped_links import NoShapedLinks, check_machine, shaped_links
 
 from shoal.swarm.pipeline.plan import LayerCost, PeerCapability, StagePlan, plan_rate
@@ -216,13 +215,7 @@ def main() -> None:
     arguments.add_argument("--limit-s", type=float, default=180.0, help="for one pipeline; then all is given up")
     options = arguments.parse_args()
     end_on_sigterm()
-    rows: list[Row] = []
-    try:
-        for row in measure_all(options):
-            rows.append(row)
-            print(row, flush=True)
-    except NotRecovered as error:
-        sys.exit(f"benchmarks/pipeline.py: {error}")
+    rows = collected(measure_all(options))
     ratios = ratios_of(rows)
     planned: list[Row] = []
     if "plan" in options.rows:

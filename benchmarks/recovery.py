@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from common import comma, elements_of, end_on_sigterm, over, parser, publish, size_of
-from recovery_run import PATIENCE_S, STEPS_A_ROUND, Event, NotRecovered, Running, Site
+from recovery_run import PATIENCE_S, STEPS_A_ROUND, Event, NotRecovered, Running, Site, collected
 from transport import CHUNK, measure, shoal_end
 from usage import available_bytes
 
@@ -278,13 +277,7 @@ def main() -> None:
     arguments.add_argument("--limit-s", type=float, default=900.0, help="for all of one size; then it is given up")
     options = arguments.parse_args()
     end_on_sigterm()
-    rows: list[Row] = []
-    try:
-        for row in measure_all(options):
-            rows.append(row)
-            print(row, flush=True)
-    except NotRecovered as error:
-        sys.exit(f"benchmarks/recovery.py: {error}")
+    rows = collected(measure_all(options))
     publish(f"{options.members} members on loopback, medians", rows, ratios_of(rows), options.json)
 
 

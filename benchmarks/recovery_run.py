@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,6 +24,18 @@ Found = TypeVar("Found")
 
 class NotRecovered(Exception):
     """What was waited for did not come in time, or its process ended; the message has the end of its log."""
+
+
+def collected(rows: Iterable[Event]) -> list[Event]:
+    """All of them, each printed as it comes; ends the script when one cannot be had."""
+    found = []
+    try:
+        for row in rows:
+            found.append(row)
+            print(row, flush=True)
+    except NotRecovered as error:
+        sys.exit(f"{sys.argv[0]}: {error}")
+    return found
 
 
 def run_toml(members: int) -> str:
