@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.harness import HERE, KILLED, ROUNDS_S, START_S, Host, Member, Swarm, eventually
+from tests.integration.plain_loop import plain_loop
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -19,11 +20,9 @@ from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
 from shoal.peer.cli import app
 from shoal.peer.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
-from shoal.peer.recipes import load_recipe
 from shoal.peer.remote.copies import find_copies
 from shoal.peer.remote.remote_store import RemoteStore
 from shoal.peer.remote.restoring import Restorer
-from shoal.peer.sample_order import SampleOrder
 from shoal.peer.stage_members import stage_folder
 from shoal.peer.verifying import Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.coordinator.facts import InScope, MemberLost, RoundPlanned, VerdictGiven
@@ -31,7 +30,6 @@ from shoal.swarm.coordinator.leases import from_wire
 from shoal.swarm.errors import RunEnded
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
-from shoal.swarm.run_file import parse_run_file
 
 pytestmark = pytest.mark.integration
 
@@ -92,19 +90,9 @@ def span(member: Member) -> tuple[int, int]:
     return event["first"], event["last"]
 
 
-def plain_loop(rounds: int = ROUNDS) -> Tensor:
-    """One process, one optimizer, the batches in order: its parameters, one after the other."""
-    run = parse_run_file(TOML)
-    recipe = load_recipe(run)
-    model, data = recipe.build_model(run.run.seed), recipe.training_data()
-    order = SampleOrder(len(data), run.run.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-    for number in range(rounds):
-        batch = data.batch(order.indices(number * BATCH, (number + 1) * BATCH))
-        optimizer.zero_grad()
-        recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+def plain_vector(rounds: int = ROUNDS) -> Tensor:
+    """What one process has after so many rounds: its parameters, one after the other."""
+    return torch.cat([one.reshape(-1) for one in plain_loop(TOML, rounds, BATCH).values()])
 
 
 def trained(members: Sequence[Member], rounds: int = ROUNDS) -> Tensor:
@@ -153,7 +141,7 @@ def check(host: Host, members: Sequence[Member]) -> None:
         assert (left["anchor_version"], {one["anchor_version"] for one in left["held"]}) == (ROUNDS, {ROUNDS})
     host.stop()
     check_samples(host)
-    ours, plain = trained(members), plain_loop()
+    ours, plain = trained(members), plain_vector()
     assert ours.shape == plain.shape
     assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)
 

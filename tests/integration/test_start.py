@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.harness import ROUNDS_S, START_S, Swarm
-from tests.integration.test_pipeline import MEMORY, ROUNDS, STAGES, TOML, plain_loop, trained
+from tests.integration.test_pipeline import MEMORY, ROUNDS, STAGES, TOML, plain_vector, trained
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from shoal.peer.checkpoints.source import FolderSource
@@ -44,5 +44,5 @@ def test_a_pipeline_goes_on_where_a_whole_model_was(swarm: Swarm) -> None:
     run = parse_run_file((host.state / "run.toml").read_text())
     assert run.start is not None
     assert run.start.state == before.state.digest.hex()
-    ours, plain = trained(members, HALF), plain_loop(2 * HALF)
+    ours, plain = trained(members, HALF), plain_vector(2 * HALF)
     assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)

@@ -15,31 +15,13 @@ from tests.integration.harness import (
     check_parity,
     run_toml,
 )
-
-from shoal.peer.recipes import load_recipe
-from shoal.peer.sample_order import SampleOrder
-from shoal.swarm.run_file import parse_run_file
+from tests.integration.plain_loop import plain_loop
 
 pytestmark = pytest.mark.integration
 
 ROUNDS = 6
 BATCH = 96
 CONTEXT = 32
-
-
-def plain_loop(toml: str) -> dict[str, torch.Tensor]:
-    """One process, one optimizer, the batches in order."""
-    run = parse_run_file(toml)
-    recipe = load_recipe(run)
-    model, data = recipe.build_model(run.run.seed), recipe.training_data()
-    order = SampleOrder(len(data), run.run.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-    for number in range(ROUNDS):
-        batch = data.batch(order.indices(number * BATCH, (number + 1) * BATCH))
-        optimizer.zero_grad()
-        recipe.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def test_three_unequal_peers_equal_one_process(swarm: Swarm) -> None:
@@ -72,7 +54,7 @@ def test_three_unequal_peers_equal_one_process(swarm: Swarm) -> None:
     out = swarm.folder / "model.safetensors"
     export = swarm.command("export", *SHOAL, "export", "--run", str(members[0].folder), "--out", str(out))
     assert export.exit_code(START_S) == 0, export.tail()
-    trained, plain = load_file(out), plain_loop(toml)
+    trained, plain = load_file(out), plain_loop(toml, ROUNDS, BATCH)
     assert trained.keys() == plain.keys()
     for name in plain:
         difference = torch.linalg.vector_norm(trained[name] - plain[name]) / torch.linalg.vector_norm(plain[name])
