@@ -31,8 +31,8 @@ _UNPACED, _SLOWEST_BYTES_S = 2**32 - 1, 2**12
 _WITH_HEADERS = 1500 / 1448
 """The kernel paces packets, with the headers of IP and TCP."""
 
-_ACKED = struct.Struct("120xQ")
-"""``tcpi_bytes_acked`` of the kernel's ``struct tcp_info``."""
+_ACKED, _SHORTEST_US = struct.Struct("120xQ"), struct.Struct("148xI")
+"""``tcpi_bytes_acked`` and ``tcpi_min_rtt`` of the kernel's ``struct tcp_info``."""
 
 
 def endpoint(host: str, port: int | str) -> str:
@@ -98,10 +98,19 @@ def tune_stream(socket: sockets.socket) -> None:
 
 def acked_bytes(socket: sockets.socket) -> int:
     """How many bytes sent on a TCP connection the other side has got; 0 where nobody can tell."""
+    return _tcp_info(socket, _ACKED)
+
+
+def shortest_round_trip_s(socket: sockets.socket) -> float:
+    """The shortest round trip that a TCP connection has seen; 0 where nobody can tell."""
+    return _tcp_info(socket, _SHORTEST_US) / 1e6
+
+
+def _tcp_info(socket: sockets.socket, field: struct.Struct) -> int:
     if not _IS_LINUX:
         return 0
     try:
-        found: tuple[int] = _ACKED.unpack(socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _ACKED.size))
+        found: tuple[int] = field.unpack(socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, field.size))
     except (OSError, struct.error):  # closed meanwhile; an old kernel
         return 0
     return found[0]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.swarm.sockets import acked_bytes, pace
+from shoal.swarm.sockets import acked_bytes, pace, shortest_round_trip_s
 
 if TYPE_CHECKING:
     from shoal.swarm.framing import Connection
@@ -27,6 +27,9 @@ _WAS_REACHED, _USUAL_REACHES, _STEEPNESS = 0.985, 2, 3
 
 _FASTEST_BPS = 1e9
 """Above, it is processors and not links that limit us, and pacing costs them more than it brings."""
+
+_SHORT_WAY_S = 0.001
+"""Within a house flows are even at once, and what they carried was as much as their ends had time for."""
 
 
 class Uplink:
@@ -94,7 +97,9 @@ def together(rounds: Sequence[Mapping[bytes, float]]) -> dict[bytes, float]:
 class Pacing:
     """Keeps the connections of a round's links at their pace. On the data plane's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, short_way_s: float = _SHORT_WAY_S) -> None:
+        """``short_way_s``: connections with a shorter round trip are not paced."""
+        self._short_way_s = short_way_s
         self._uplink = Uplink()
         self._shares: Mapping[bytes, float] = {}
         self._acked: dict[Connection, int] = {}
@@ -132,7 +137,9 @@ class Pacing:
                 acked = acked_bytes(connection.socket)
                 self._arrived_bytes += acked - self._acked.setdefault(connection, acked)
                 self._acked[connection] = acked
-                if pace_bps is not None and connection not in self._paced:
+                if pace_bps is None or connection in self._paced:
+                    continue
+                if shortest_round_trip_s(connection.socket) >= self._short_way_s:
                     pace(connection.socket, pace_bps * share / len(link.connections))
                     self._paced.add(connection)
         self._uplink.saw(now_s, self._arrived_bytes, is_waiting=is_waiting)

@@ -14,6 +14,10 @@ _ALIKE = 1.3
 """Links whose figures differ by no more are taken to be equal: what rounds show is no more exact than that, and the
 best shares of owners differ by several times as much as their links."""
 
+_FASTEST_BPS = 5e8
+"""From there on processors set the pace: what a link has shown says how much its member had to do, and whoever were
+given more because of it would show more still."""
+
 
 class Bandwidths:
     """What rounds have shown of each member, by peer id; kept when it leaves, or it would come back unknown.
@@ -63,11 +67,13 @@ class Bandwidths:
 
 
 def _levelled(figures: Mapping[str, float]) -> dict[str, float]:
-    """Those that are alike get the lower middle one of their figures; the fastest one's come first, then the rest's."""
+    """Those that are alike get the lower middle one of their figures; the fastest one's come first, then the rest's.
+    So are all that are too fast to tell."""
     levelled: dict[str, float] = {}
     left = sorted(figures, key=lambda peer: (-figures[peer], peer))
     while left:
-        alike = [peer for peer in left if figures[peer] * _ALIKE >= figures[left[0]]]
+        fastest = min(figures[left[0]], _FASTEST_BPS)
+        alike = [peer for peer in left if figures[peer] * _ALIKE >= fastest]
         levelled |= dict.fromkeys(alike, median_low(figures[peer] for peer in alike))
         left = left[len(alike) :]
     return levelled

@@ -9,7 +9,7 @@ import pytest
 from tests.swarm.network import HOST, STATE, Sink, Source, fetch, swarm, until
 
 from shoal.swarm.links import Link
-from shoal.swarm.sockets import acked_bytes, pace
+from shoal.swarm.sockets import acked_bytes, pace, shortest_round_trip_s
 from shoal.swarm.uplink import TICK_S, Pacing, Uplink
 
 MBIT = 1e6
@@ -140,9 +140,9 @@ def test_closed_sockets_and_others_are_left_alone() -> None:
     closed = sockets.socket()
     closed.close()
     pace(closed, 1e6)
-    assert acked_bytes(closed) == 0
+    assert acked_bytes(closed) == shortest_round_trip_s(closed) == 0
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as datagrams:
-        assert acked_bytes(datagrams) == 0
+        assert acked_bytes(datagrams) == shortest_round_trip_s(datagrams) == 0
 
 
 @on_linux
@@ -154,7 +154,7 @@ def test_every_connection_of_a_round_gets_its_share() -> None:
             b.node.publish(STATE, source)
             await fetch(a, b, Sink(), range(4))
             (link,) = a.node._data._links.values()
-            pacing = Pacing()
+            pacing = Pacing(short_way_s=0.0)
             for number in range(2):  # one round to learn, one to pace
                 pacing.share({link.remote_key: 0.25})
                 for step in range(20):
@@ -166,6 +166,29 @@ def test_every_connection_of_a_round_gets_its_share() -> None:
             assert 10 * MBIT / 8 * 0.25 / 2 <= limit <= 2 * 10 * MBIT / 8 * 0.25 / 2
             pacing.share({})
             assert {limit_bytes_s(connection.socket) for connection in link.connections} == {2**32 - 1}
+
+    asyncio.run(scenario())
+
+
+@on_linux
+def test_ways_within_a_house_are_not_paced() -> None:
+    """However slow they were: their ends have been busy."""
+
+    async def scenario() -> None:
+        async with swarm() as (a, b):
+            b.node.publish(STATE, Source(4))
+            await fetch(a, b, Sink(), range(4))
+            (link,) = b.node._data._links.values()
+            pacing = Pacing()
+            pacing.share({link.remote_key: 1.0})
+            for step in range(20):
+                pacing._uplink.saw(step * TICK_S, step * 125_000, is_waiting=True)  # 10 Mbit/s
+            pacing.share({link.remote_key: 1.0})
+            assert pacing._uplink.pace_bps is not None
+            pacing.look(1000.0, {link.sealed.link: link})
+            (connection,) = link.connections
+            assert 0 < shortest_round_trip_s(connection.socket) < 0.001
+            assert limit_bytes_s(connection.socket) == 2**32 - 1
 
     asyncio.run(scenario())
 

@@ -189,3 +189,11 @@ def test_links_that_are_alike_count_as_equal_and_others_do_not() -> None:
     assert believed["d"] == 60.0
     assert believed["e"] == believed["g"] == 9.0
     assert believed["f"] == 0.0
+
+
+def test_beyond_what_processors_keep_up_with_no_link_is_faster_than_another() -> None:
+    """Or whoever had more to do would show more, and be given more again."""
+    bandwidths = Bandwidths()
+    bandwidths.learn(FIVE, everybody(FIVE, {0: 6e8, 1: 4e9, 2: 9e8, 3: 4.5e8, 4: 1e8}))
+    believed = bandwidths.believed(dict.fromkeys([A, B, C, D, E], 0.0))
+    assert believed[A] == believed[B] == believed[C] == believed[D] > believed[E] == pytest.approx(1e8)
