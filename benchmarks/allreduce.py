@@ -26,6 +26,8 @@ from shoal.swarm.averaging.partition import chunk_elements
 
 _GRID_SIDE = 4
 _HIVEMIND_CODECS = ("int8", "float16")
+_SETTLING_ROUNDS = 2
+"""After the first, which opens the links: memory is touched for the first time, and links become known."""
 
 Row = dict[str, Any]
 
@@ -36,8 +38,9 @@ def shoal_row(case: Case, limit_s: float) -> Row:
 
 def as_row(case: Case, measured: Measured) -> Row:
     what = f"Shoal {case.codec}" + (f", groups of {case.group_size}" if case.group_size else "")
-    row = _row(what, case.peers, case.elements, measured.laps)
-    partners = [lap.partners for one in measured.laps for lap in one if lap.partners is not None]
+    laps = measured.laps[_SETTLING_ROUNDS:]
+    row = _row(what, case.peers, case.elements, laps)
+    partners = [lap.partners for one in laps for lap in one if lap.partners is not None]
     return row | {"coordinator CPU s": measured.coordinator_cpu_s, "partners a peer": max(partners)}
 
 
@@ -46,7 +49,7 @@ def gloo_row(case: Case, limit_s: float) -> Row:
         one = [(f"{folder}/store", number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
         with Pack.started(gloo_peer, one, limit_s) as pack:
             pack.introduce()
-            laps = [pack.lap() for _ in range(1 + case.rounds)][1:]
+            laps = [pack.lap() for _ in range(1 + case.rounds)][1 + _SETTLING_ROUNDS :]
     return _row("gloo float32, in the clear", case.peers, case.elements, laps) | {"exchange s": seconds(laps)}
 
 
@@ -56,7 +59,8 @@ def hivemind_row(case: Case, limit_s: float) -> Row:
     with Pack.started(hivemind_peer, one, limit_s) as pack:
         pack.introduce()
         laps = [pack.lap() for _ in range(2 * (1 + case.rounds))]
-    whole, exchanges = laps[1 : 1 + case.rounds], laps[2 + case.rounds :]
+    half = 1 + case.rounds
+    whole, exchanges = (laps[start + 1 + _SETTLING_ROUNDS : start + half] for start in (0, half))
     row = _row(f"Hivemind {case.codec}", case.peers, case.elements, whole)
     return row | {"exchange s": seconds(exchanges), "MB sent a peer": None, "note": notes(laps)}
 
@@ -153,23 +157,24 @@ def grid_ratio(rows: Sequence[Row]) -> float | None:
 
 def measure_all(options: Any) -> list[Row]:
     rows: list[Row] = []
+    rounds = _SETTLING_ROUNDS + options.rounds
 
     def add(row: Row) -> None:
         rows.append(row)
         print(row, flush=True)
 
     for elements in options.sizes:
-        size = Case("float32", elements, options.peers, options.rounds)
+        size = Case("float32", elements, options.peers, rounds)
         for codec in options.codecs:
-            add(shoal_row(Case(codec, elements, options.peers, options.rounds), options.limit_s))
+            add(shoal_row(Case(codec, elements, options.peers, rounds), options.limit_s))
         if "gloo" in options.beside:
             add(or_failure(gloo_row, "gloo float32, in the clear", size, options.limit_s))
         if "hivemind" in options.beside and has_hivemind():
             for codec in _HIVEMIND_CODECS:
-                case = Case(codec, elements, options.peers, options.rounds)
+                case = Case(codec, elements, options.peers, rounds)
                 add(or_failure(hivemind_row, f"Hivemind {codec}", case, options.limit_s))
     if options.grid:
-        case = Case("int8", options.grid, _GRID_SIDE**2, options.rounds, patience_s=30.0, group_size=_GRID_SIDE)
+        case = Case("int8", options.grid, _GRID_SIDE**2, rounds, patience_s=30.0, group_size=_GRID_SIDE)
         add(shoal_row(case, options.limit_s))
     if "hivemind" in options.beside and not has_hivemind():
         print("Hivemind is left out: it is not installed here (benchmarks/README.md)")
@@ -181,7 +186,7 @@ def main() -> None:
     arguments.add_argument("--sizes", type=comma(elements_of), default=comma(elements_of)("1M,10M,50M"), help="1M,10M")
     arguments.add_argument("--codecs", type=comma(str), default=["float32", "float16", "int8"])
     arguments.add_argument("--peers", type=int, default=4)
-    arguments.add_argument("--rounds", type=int, default=5, help="that count; one more before them does not")
+    arguments.add_argument("--rounds", type=int, default=5, help="that count; three before them do not")
     arguments.add_argument("--beside", type=comma(str), default=["gloo", "hivemind"], help="other systems to measure")
     arguments.add_argument("--grid", type=elements_of, default=elements_of("4M"), help="of 16 peers' vectors")
     arguments.add_argument("--no-grid", dest="grid", action="store_const", const=0)
@@ -192,7 +197,7 @@ def main() -> None:
     options = arguments.parse_args()
     end_on_sigterm()
     if options.account:
-        case = Case(options.codecs[-1], options.sizes[-1], options.peers, options.rounds)
+        case = Case(options.codecs[-1], options.sizes[-1], options.peers, _SETTLING_ROUNDS + options.rounds)
         row = shoal_row(case, options.limit_s)
         account.publish_account(case.codec, case.elements, case.peers, row["CPU s"], options.json)
         return
