@@ -13,6 +13,8 @@ _SMALL_CHUNK_ELEMENTS = 2**16
 """Below, a chunk costs more than its bytes do."""
 
 _MOST_A_MEMBER, _FEWEST_A_MEMBER = 8, 4
+"""Most while nobody knows how slow a link there is; fewest cost processors least, which fast links wait for."""
+
 _CHUNK_S, _MOST_CHUNKS = 0.01, 1024
 
 
@@ -23,9 +25,12 @@ def chunk_elements(elements: int, members: int, slowest_bps: float | None = None
     for another, or equal shares would not be equal. Always a multiple of 4096, so that codec blocks never straddle two
     chunks.
     """
-    fine, coarse = (math.ceil(elements / (members * chunks)) for chunks in (_MOST_A_MEMBER, _FEWEST_A_MEMBER))
-    wanted = min(MAX_CHUNK_ELEMENTS, max(fine, min(coarse, _SMALL_CHUNK_ELEMENTS)))
-    if slowest_bps:
+    coarse = math.ceil(elements / (members * _FEWEST_A_MEMBER))
+    wanted = min(MAX_CHUNK_ELEMENTS, coarse)
+    if not slowest_bps:
+        fine = math.ceil(elements / (members * _MOST_A_MEMBER))
+        wanted = min(wanted, max(fine, _SMALL_CHUNK_ELEMENTS))
+    else:
         # At a byte an element, as int8 has it; but not so many that the chunks cost more than the link.
         wanted = min(wanted, max(int(slowest_bps * _CHUNK_S / 8), math.ceil(elements / _MOST_CHUNKS)))
     a_member = math.ceil(elements / (members * wanted))

@@ -257,6 +257,8 @@ def test_a_member_at_a_tenth_of_the_rate_is_in_every_round() -> None:
         network = UplinkNetwork(16 * FAST_BPS)
         async with swarm(MEMBERS, run_toml(4 * MEMBERS), ELEMENTS, network) as run:
             network.uplinks_bps[run[2].peer] = 16 * FAST_BPS / 10
+            for member in run.members:  # as their probes would say
+                member.bandwidth_bps = network.uplinks_bps.get(member.peer, 16 * FAST_BPS)
             for _ in range(3):
                 began_s = now_s()
                 reports = await play(run)
