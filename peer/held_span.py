@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal.peer.capability import autocast
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
@@ -35,6 +33,7 @@ from shoal.peer.stage_model import StageModel
 from shoal.peer.stage_runner import StageRunner
 from shoal.peer.stage_shapes import StageShapes
 from shoal.peer.stage_watch import Place, is_held
+from shoal.peer.staging import Staging
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.pipeline.hops import Settings, Span
 from shoal.swarm.pipeline.routing import Router
@@ -59,7 +58,7 @@ class SpanWork:
     samples: Samples
     about: DataAbout
     recipe_config: dict[str, Any]
-    device: torch.device
+    staging: Staging
     folder: Path
     store: Callable[[Path], CheckpointStore | None]
     emit: Emit
@@ -114,7 +113,7 @@ class HeldSpan:
                 if not is_ours(members.run.client.view):  # a large model takes a while to build
                     raise NotAdmitted(f"stage {stage} is not this peer's any more")
                 build = partial(_at_start, work, boundaries[stage], boundaries[stage + 1])
-                model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.device)
+                model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.staging.device)
                 member: Member = network.call(members.enter(stage, is_ours), interruptible=True)
                 about = StageAbout(number=stage, stages=place.stages)
                 brought = Brought(
@@ -134,7 +133,7 @@ class HeldSpan:
         settings = {stage: _compute_settings(work, shapes, stage, recompute=place.recomputes) for stage in stages}
         speed = RealSpeed(partial(_expected_s, work, place, is_last=is_last))
         # Elsewhere computations are only begun when they return.
-        took = speed.took if work.device.type == "cpu" else lambda stage, seconds: None
+        took = speed.took if work.staging.device.type == "cpu" else lambda stage, seconds: None
         training = SpanTraining(held, replicas, work.samples, settings, took, is_last=is_last)
         client = members.run.client
         engine = StageEngine(
@@ -143,7 +142,7 @@ class HeldSpan:
             Router(client.peer, client.deadlines.patience_s),
             first_number=secrets.randbelow(2**40) * _NUMBERS,
         )
-        runner = StageRunner(members, engine, shapes, work.run.pipeline.codec)
+        runner = StageRunner(members, engine, shapes, work.staging)
         return cls(network, members, span, training, runner, speed)
 
     def begin(self) -> None:
@@ -221,8 +220,8 @@ def _compute_settings(work: SpanWork, shapes: StageShapes, stage: int, *, recomp
     """For what comes in at ``stage``."""
     assert work.run.pipeline is not None
     return ComputeSettings(
-        device=work.device,
-        autocast=autocast(work.device, work.run.inner.precision),
+        device=work.staging.device,
+        autocast=autocast(work.staging.device, work.run.inner.precision),
         max_in_flight=work.run.pipeline.in_flight,
         recompute=recompute,
         seed=work.run.run.seed,

@@ -30,6 +30,7 @@ from shoal.peer.span_training import Samples
 from shoal.peer.stage_members import StageMembers
 from shoal.peer.stage_tasks import LookUp, Made
 from shoal.peer.stage_watch import Attention, Place, place_of
+from shoal.peer.staging import Staging
 from shoal.swarm.coordinator.pipeline_view import optimizer_values
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
 from shoal.swarm.messages import Acknowledged, Capability, LayerSize, PeerToCoordinatorShowCapability, RunView
@@ -78,18 +79,8 @@ class PipelinePeer:
         try:
             work = self._prepare()
             self._show()
-            while (place := self._wait_for_place()) is not None:
-                try:
-                    held = HeldSpan.enter(work, self._network, self._members, place)
-                except NotAdmitted as error:
-                    log.info("these stages are not ours any more: %s", error)
-                    continue
-                try:
-                    self._held = held
-                    self._say_span(held, place.boundaries)
-                    self._work_on(held)
-                finally:
-                    self._leave(held)
+            with work.staging.computing():
+                self._hold_places(work)
         except Interrupted:
             log.info("stopped before there was anything to train")
         except RunEnded as error:  # while this peer was still getting ready for it
@@ -114,7 +105,7 @@ class PipelinePeer:
             samples=Samples(layers, data, run_order(run, len(data), recipe.tokens_per_sample)),
             about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
             recipe_config=recipe.config(),
-            device=self._device,
+            staging=Staging(self._device, run.pipeline.codec),
             folder=connection.folder,
             store=self._open_store,
             emit=connection.emit,
@@ -225,6 +216,21 @@ class PipelinePeer:
             log.warning("%s", why)
 
     # Stages ---------------------------------------------------------------------------------------------------
+
+    def _hold_places(self, work: SpanWork) -> None:
+        """One after the other, until there is none to come."""
+        while (place := self._wait_for_place()) is not None:
+            try:
+                held = HeldSpan.enter(work, self._network, self._members, place)
+            except NotAdmitted as error:
+                log.info("these stages are not ours any more: %s", error)
+                continue
+            try:
+                self._held = held
+                self._say_span(held, place.boundaries)
+                self._work_on(held)
+            finally:
+                self._leave(held)
 
     def _work_on(self, held: HeldSpan) -> None:
         """Until these stages are not ours any more, the run ends, or this peer stops."""

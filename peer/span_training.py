@@ -21,6 +21,7 @@ from shoal.peer.sample_order import SampleOrder
 from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.stage_members import StageMembers
 from shoal.peer.stage_tasks import Backward, Forget, Forward, Made
+from shoal.peer.staging import Computed
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.effects import MicroBatch
 
@@ -110,12 +111,13 @@ class SpanTraining:
         compute, key = self._computes[task.compute.from_stage], _Key.of(job, micro_batch)
         self._keys[job] = compute, key
         output = compute.forward(key, given)
+        made = None if output is None else Computed.here(output)
         self.forwards += 1
         self._forward_s[job] = time.perf_counter() - began_s
         if self._is_last:
             self._targets[job] = targets
             return Made(task.compute)
-        return Made(task.compute, output, targets)
+        return Made(task.compute, made, targets)
 
     def _backward(self, task: Backward) -> Made:
         began_s = time.perf_counter()
@@ -124,6 +126,7 @@ class SpanTraining:
         received = self._targets.pop(job) if self._is_last else task.gradient
         assert received is not None, "a gradient comes before its backward"
         back = compute.backward(key, received, task.compute.accumulate)
+        made = None if back.input_gradient is None else Computed.here(back.input_gradient)
         self.backwards += 1
         for stage in sorted(task.compute.accumulate):
             self.replicas[stage].trained(micro_batch.start, micro_batch.stop, back.loss)
@@ -131,7 +134,7 @@ class SpanTraining:
         if len(task.compute.accumulate) == len(range(from_stage, max(self.replicas) + 1)):
             self._took(from_stage, forward_s + time.perf_counter() - began_s)
         self._finished.append((time.monotonic(), micro_batch.samples))
-        return Made(task.compute, back.input_gradient)
+        return Made(task.compute, made)
 
     def _forget(self, job: int | None) -> None:
         for one in list(self._keys) if job is None else [job]:

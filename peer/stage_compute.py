@@ -19,6 +19,7 @@ from torch.func import functional_call
 from shoal.peer.local_work import LocalWork
 from shoal.peer.seeding import derived_seed, random_states, seeded
 from shoal.peer.stage_model import StageModel
+from shoal.peer.staging import moved
 from shoal.swarm.errors import WireError
 
 
@@ -116,7 +117,7 @@ class StageCompute:
         assert key not in self._kept, "gone backward or dropped first"
         assert len(self._kept) < self._settings.max_in_flight, "nobody takes in more than may be in flight"
         self._check_input(given, key.stop - key.start)
-        kept = _Kept(given.detach().to(self._settings.device, non_blocking=True))
+        kept = _Kept(moved(given.detach(), self._settings.device))
         if not self._is_first:
             kept.given.requires_grad_(True)
         output = None
@@ -172,7 +173,7 @@ class StageCompute:
         output = kept.output
         if output is None:
             output = self._run(key, kept.given, kept.buffers)
-        received = received.to(self._settings.device, non_blocking=True)
+        received = moved(received, self._settings.device)
         if self._loss is None:
             return output, received.to(output.dtype), None
         with self._settings.autocast():

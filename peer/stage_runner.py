@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from contextlib import suppress
 
-from shoal.compression.codec import Codec, CodecError
+from shoal.compression.codec import CodecError
 from shoal.peer.stage_claims import ClaimLine, DriveLine
 from shoal.peer.stage_inbox import StageInbox, now_s
 from shoal.peer.stage_members import StageMembers, scope_of
@@ -19,6 +19,7 @@ from shoal.peer.stage_shapes import StageShapes
 from shoal.peer.stage_tasks import Backward, Forget, Forward, LookUp, Made, Task
 from shoal.peer.stage_tensors import StageTensors, offer_of
 from shoal.peer.stage_watch import StageWatch
+from shoal.peer.staging import Staging
 from shoal.swarm.coordinator.leases import Ranges
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
 from shoal.swarm.links import in_thread
@@ -48,13 +49,13 @@ log = logging.getLogger(__name__)
 class StageRunner:
     """``run`` is its life, from entering the engine's stages, which ``members`` has entered, until ``close``."""
 
-    def __init__(self, members: StageMembers, engine: StageEngine, shapes: StageShapes, codec: Codec) -> None:
+    def __init__(self, members: StageMembers, engine: StageEngine, shapes: StageShapes, staging: Staging) -> None:
         self._members = members
         self._engine = engine
         self._shapes = shapes
         self._node = members.run.node
         self._deadlines = members.run.client.deadlines
-        self._tensors = StageTensors(self._node, codec)
+        self._tensors = StageTensors(self._node, staging)
         self._drives = DriveLine(members.run.client)
         self._watch = StageWatch(members, engine.span)
         self._inbox = StageInbox(self._node, engine, shapes, self._tensors, self._execute)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.peer.stage_watch import Attention
+from shoal.peer.staging import Computed
 from shoal.swarm.pipeline.effects import ComputeBackward, ComputeForward
 
 
@@ -51,5 +52,5 @@ class Made:
     one."""
 
     compute: ComputeForward | ComputeBackward
-    tensor: Tensor | None = None
+    tensor: Computed | None = None
     targets: Tensor | None = None

@@ -9,11 +9,10 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec
 from shoal.peer.activations import TensorForm, pack, unpack
+from shoal.peer.staging import Computed, Staging
 from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, PeerToPeerOfferTensor
@@ -51,17 +50,17 @@ class _Kept:
     given: Tensor | None = None
     targets: Tensor | None = None
     gradient: Tensor | None = None
-    made: dict[TensorKind, Tensor] = field(default_factory=dict)
+    made: dict[TensorKind, Computed] = field(default_factory=dict)
     parcels: dict[TensorKind, Parcel] = field(default_factory=dict)
     packing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class StageTensors:
-    """``codec``: the run's for activations and gradients. Numbers are the engine's jobs."""
+    """Numbers are the engine's jobs."""
 
-    def __init__(self, endpoint: Endpoint, codec: Codec) -> None:
+    def __init__(self, endpoint: Endpoint, staging: Staging) -> None:
         self._endpoint = endpoint
-        self._codec = codec
+        self._staging = staging
         self._kept: dict[int, _Kept] = {}
 
     def __len__(self) -> int:
@@ -69,7 +68,7 @@ class StageTensors:
 
     # Ours, for others -----------------------------------------------------------------------------------------
 
-    def made(self, job: int, kind: TensorKind, tensor: Tensor, targets: Tensor | None = None) -> None:
+    def made(self, job: int, kind: TensorKind, tensor: Computed, targets: Tensor | None = None) -> None:
         """What a job has computed; what came for it is not needed any more, but for its targets, which go on with an
         activation, nor what it had made before."""
         earlier = self._kept.get(job, _Kept())
@@ -87,7 +86,7 @@ class StageTensors:
         async with kept.packing:
             if kind in kept.made:
                 made = kept.made[kind]
-                kept.parcels[kind] = await in_thread(_packed, made, kept.targets, self._codec)
+                kept.parcels[kind] = await in_thread(_packed, made, kept.targets, self._staging)
                 del kept.made[kind]
             if self._kept.get(job) is not kept:
                 return None
@@ -101,16 +100,17 @@ class StageTensors:
         """Raises ``WireError`` unless the tensor that is offered has that shape, and targets of that form with it."""
         form = _form(offer)
         form.check(shape)
-        if offer.size_bytes != form.packed_bytes(self._codec):
-            raise WireError(f"a tensor of {offer.size_bytes} bytes; expected {form.packed_bytes(self._codec)}")
+        if offer.size_bytes != (expected := form.packed_bytes(self._staging.codec)):
+            raise WireError(f"a tensor of {offer.size_bytes} bytes; expected {expected}")
         if _targets_form(offer) != targets:
             raise WireError(f"targets of {offer.targets}; expected {targets}")
 
     async def fetch(self, fetch: Fetch, offer: PeerToPeerOfferTensor, progress_s: float) -> None:
         """Get what was offered, as the input or the gradient of ``fetch.job``. Raises ``LinkError``."""
         form, targets = _form(offer), _targets_form(offer)
-        target_bytes = targets.packed_bytes(self._codec) if targets else 0
-        place = memoryview(bytearray(offer.size_bytes + target_bytes))
+        target_bytes = targets.packed_bytes(self._staging.codec) if targets else 0
+        room = self._staging.room(offer.size_bytes + target_bytes)
+        place = room.numpy().data
 
         def sink(chunk: int, size: int) -> memoryview:
             piece = place[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
@@ -122,14 +122,14 @@ class StageTensors:
         async with aclosing(self._endpoint.fetch(fetch.peer, blob, chunks, sink, progress_s)) as stream:
             async for _ in stream:
                 pass
-        tensor = await in_thread(unpack, place[: offer.size_bytes], form, self._codec)
+        tensor = await in_thread(self._staging.unpacked, room[: offer.size_bytes], form)
         kept = self._kept.setdefault(fetch.job, _Kept())
         if fetch.kind == "gradient":
             kept.gradient = tensor
             return
         kept.given = tensor
         if targets is not None:
-            kept.targets = unpack(place[offer.size_bytes :], targets, self._codec)
+            kept.targets = unpack(room[offer.size_bytes :], targets, self._staging.codec)
 
     def take_input(self, job: int) -> tuple[Tensor | None, Tensor | None]:
         """Input and targets that came for this job; the training thread keeps them from now on."""
@@ -156,13 +156,11 @@ class StageTensors:
         self._endpoint.retract(Blob(kind="gradient", number=job))
 
 
-def _packed(tensor: Tensor, targets: Tensor | None, codec: Codec) -> Parcel:
-    data = pack(tensor, codec).cpu()
-    size_bytes = data.numel()
-    if targets is not None:
-        data = torch.cat([data, pack(targets.cpu(), codec)])
+def _packed(made: Computed, targets: Tensor | None, staging: Staging) -> Parcel:
+    form = TensorForm.of(made.tensor)
+    data = staging.packed(made, None if targets is None else pack(targets.cpu(), staging.codec))
     targets_form = None if targets is None else TensorForm.of(targets)
-    return Parcel(TensorForm.of(tensor), targets_form, size_bytes, data.numpy().data)
+    return Parcel(form, targets_form, form.packed_bytes(staging.codec), data.numpy().data)
 
 
 def _form(offer: PeerToPeerOfferTensor) -> TensorForm:

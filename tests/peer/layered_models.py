@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.compression.registry import get_codec
-from shoal.peer.activations import TensorForm, pack, unpack
+from shoal.peer.activations import TensorForm
 from shoal.peer.layered import Layered, LayeredRecipe
 from shoal.peer.local_work import AccumulatedGradient
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.recipes import Recipe, Samples
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.staging import Computed, Staging
 from shoal.swarm.run_file import DataSection
 
 GPT = {"layers": 4, "heads": 2, "width": 32, "context": 16, "tie_embedding": False}
@@ -100,12 +101,16 @@ class Line:
             self.peers.append(stages)
             loss = recipe if last + 1 == self.stages else None
             self.computes.append(StageCompute(stages, ComputeSettings(device, **settings), loss))
-        self._codec = get_codec(activations)
+        self._staging = Staging(device, get_codec(activations))
         self.weights: dict[tuple[int, int], int] = {}
 
     def drive(self, key: Key, batch: Tensor, way: Sequence[int], granted: Collection[int] | None = None) -> float:
         """Through the peers of ``way`` and back; all stages take the gradient in unless only some are ``granted``.
         Returns the loss."""
+        with self._staging.computing():
+            return self._drive(key, batch, way, granted)
+
+    def _drive(self, key: Key, batch: Tensor, way: Sequence[int], granted: Collection[int] | None) -> float:
         flowing: Tensor | None = self._recipe.input_of(batch)
         for peer in way:
             assert flowing is not None
@@ -154,4 +159,4 @@ class Line:
                 stage.work.restart(anchors[stage.number])
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return unpack(pack(tensor, self._codec), TensorForm.of(tensor), self._codec)
+        return self._staging.unpacked(self._staging.packed(Computed.here(tensor)), TensorForm.of(tensor))

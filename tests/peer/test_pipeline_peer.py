@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.compression.registry import get_codec
 from shoal.peer import pipeline_peer
 from shoal.peer.layer_costs import LayerMeasure
 from shoal.peer.measured import MeasuredModel
 from shoal.peer.pipeline_peer import PipelinePeer
 from shoal.peer.showing import Showing
 from shoal.peer.stage_tasks import LookUp
+from shoal.peer.staging import Staging
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.messages import Acknowledged, PeerToCoordinatorShowCapability
 from shoal.swarm.pipeline.stage_plan import LayerCost
@@ -79,7 +81,7 @@ class Side:
         self.peer._slowdown, self.peer._showing, self.peer._look_s, self.peer._telling = 1.0, Showing(), 0.0, None
         self.peer._said = ""
         self.peer._measured = MeasuredModel(1, ("a",), (LayerMeasure("a", LayerCost(4, 4, 4), 0.1),))
-        self.peer._prepare = lambda: None
+        self.peer._prepare = lambda: SimpleNamespace(staging=Staging(torch.device("cpu"), get_codec("int8")))
         self.peer._say_span = lambda held, boundaries: None
         self.peer._leave = lambda held: held.leave()
         monkeypatch.setattr(pipeline_peer.HeldSpan, "enter", self.enter)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.virtual_clock import now_s, run_virtual
-from tests.peer.layered_models import CPU, gpt
+from tests.peer.devices import CPU, devices
+from tests.peer.layered_models import gpt
 from torch import Tensor
 
 from shoal.compression.registry import get_codec
@@ -28,6 +29,7 @@ from shoal.peer.stage_compute import ComputeSettings, HeldStage
 from shoal.peer.stage_runner import StageRunner
 from shoal.peer.stage_shapes import StageShapes
 from shoal.peer.stage_tasks import LookUp, Made
+from shoal.peer.staging import Staging
 from shoal.swarm.coordinator.leases import Ranges, from_wire, merge, overlap, subtract, to_wire
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import Unreachable, WireError
@@ -192,7 +194,7 @@ class FakeReplica:
 class Peer:
     """``computed`` is called before each of its computations."""
 
-    def __init__(self, coordinator: Coordinator, node: Node, name: str) -> None:
+    def __init__(self, coordinator: Coordinator, node: Node, name: str, device: torch.device) -> None:
         first, last = coordinator.spans[name]
         self.name, self.coordinator = name, coordinator
         self.computed: Callable[[Any], None] = lambda task: None
@@ -216,11 +218,11 @@ class Peer:
         self.replicas: dict[int, Any] = {}
         held = []
         for stage in stages:
-            model = LAYERED.build(BOUNDARIES[stage], BOUNDARIES[stage + 1])
+            model = LAYERED.build(BOUNDARIES[stage], BOUNDARIES[stage + 1]).to(device)
             self.replicas[stage] = FakeReplica(ParameterVector(model))
             self.model = model
             held.append(HeldStage(stage, BOUNDARIES[stage], model, self.replicas[stage].work))
-        settings = {stage: ComputeSettings(CPU, max_in_flight=3) for stage in stages}
+        settings = {stage: ComputeSettings(device, max_in_flight=3) for stage in stages}
         self.took: list[tuple[int, float]] = []
 
         def took(stage: int, seconds: float) -> None:
@@ -230,7 +232,8 @@ class Peer:
         engine = StageEngine(
             Span(first, last), Settings(STAGES, MICRO_BATCH, 3, 0.25, PATIENCE_S), Router(name, PATIENCE_S), 0
         )
-        self.runner = StageRunner(everybody, engine, shapes, get_codec("float32"))
+        self.staging = Staging(device, get_codec("float32"))
+        self.runner = StageRunner(everybody, engine, shapes, self.staging)
 
     async def live(self) -> None:
         """What the training thread does, until the test cancels it."""
@@ -249,17 +252,18 @@ class Peer:
                 self.computed(task)
                 if self.hangs or self.name in self.coordinator.dead:
                     await asyncio.Event().wait()
-                made = self.training.do(task)
+                with self.staging.computing():
+                    made = self.training.do(task)
 
 
 @asynccontextmanager
 async def pipeline(
-    spans: dict[str, tuple[int, int]],
+    spans: dict[str, tuple[int, int]], device: torch.device = CPU
 ) -> AsyncIterator[tuple[Coordinator, MemoryNetwork, dict[str, Peer]]]:
     coordinator, network, nodes = Coordinator(spans), MemoryNetwork(), {}
     for name in spans:
         Node(network, nodes, coordinator, name)
-    peers = {name: Peer(coordinator, nodes[name], name) for name in spans}
+    peers = {name: Peer(coordinator, nodes[name], name, device) for name in spans}
     async with asyncio.TaskGroup() as tasks:
         living = [tasks.create_task(peer.live()) for peer in peers.values()]
         yield coordinator, network, peers
@@ -281,11 +285,11 @@ async def whole_batch(peers: dict[str, Peer], coordinator: Coordinator) -> None:
     raise AssertionError([counted(peers, coordinator, stage) for stage in range(STAGES)])
 
 
-def check_gradient(peers: dict[str, Peer], coordinator: Coordinator) -> None:
+def check_gradient(peers: dict[str, Peer], coordinator: Coordinator, device: torch.device = CPU) -> None:
     """The weighted mean over the living replicas of each stage is the whole model's gradient of the whole batch."""
-    model = RECIPE.build_model(5)
-    RECIPE.loss(model, DATA.batch(ORDER.indices(0, BATCH))).backward()  # type: ignore[no-untyped-call]
-    expected = torch.cat([one.grad.reshape(-1) for one in model.parameters() if one.grad is not None])
+    model = RECIPE.build_model(5).to(device)
+    RECIPE.loss(model, DATA.batch(ORDER.indices(0, BATCH)).to(device)).backward()  # type: ignore[no-untyped-call]
+    expected = torch.cat([one.grad.reshape(-1).cpu() for one in model.parameters() if one.grad is not None])
     found = []
     for stage in range(STAGES):
         replicas = [
@@ -310,11 +314,12 @@ SPANS = {
 
 
 @pytest.mark.parametrize("kind", SPANS)
-def test_the_gradient_is_that_of_the_whole_model(kind: str) -> None:
+@devices
+def test_the_gradient_is_that_of_the_whole_model(kind: str, device: torch.device) -> None:
     async def main() -> None:
-        async with pipeline(SPANS[kind]) as (coordinator, _, peers):
+        async with pipeline(SPANS[kind], device) as (coordinator, _, peers):
             await whole_batch(peers, coordinator)
-            check_gradient(peers, coordinator)
+            check_gradient(peers, coordinator, device)
             assert {peer.runner.in_flight for peer in peers.values()} == {0}
             told = [peer.progress.activity for peer in peers.values()]
             assert told == ["idle"] * len(peers), "nothing is left to do"

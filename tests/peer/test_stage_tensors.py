@@ -7,11 +7,13 @@ import pytest
 import torch
 from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.virtual_clock import run_virtual
+from tests.peer.devices import CPU, devices
 from torch import Tensor
 
 from shoal.compression.registry import get_codec
 from shoal.peer.activations import TensorForm
 from shoal.peer.stage_tensors import CHUNK_BYTES, Parcel, StageTensors, wire_form
+from shoal.peer.staging import Computed, Staging
 from shoal.swarm.errors import LinkError, WireError
 from shoal.swarm.messages import Blob, PeerToPeerOfferTensor
 from shoal.swarm.pipeline.effects import Fetch, MicroBatch, TensorKind
@@ -20,12 +22,12 @@ MICRO_BATCH = MicroBatch(3, 8, 12)
 JOB, THEIRS = 7, 99
 
 
-def pair() -> tuple[StageTensors, StageTensors, Any]:
+def pair(device: torch.device = CPU) -> tuple[StageTensors, StageTensors, Any]:
     """Two peers, ``a`` and ``b``, and the endpoint of the first."""
     network = MemoryNetwork()
-    codec = get_codec("float32")
+    staging = Staging(device, get_codec("float32"))
     first = network.endpoint("a")
-    return StageTensors(first, codec), StageTensors(network.endpoint("b"), codec), first
+    return StageTensors(first, staging), StageTensors(network.endpoint("b"), staging), first
 
 
 def offer(parcel: Parcel, kind: TensorKind = "activation", **changes: Any) -> PeerToPeerOfferTensor:
@@ -56,23 +58,25 @@ async def parcel_of(tensors: StageTensors, kind: TensorKind = "activation") -> P
     return parcel
 
 
-def made(values: int) -> tuple[Tensor, Tensor]:
+def made(values: int, device: torch.device = CPU) -> tuple[Computed, Tensor]:
     generator = torch.Generator().manual_seed(values)
-    return torch.randn(4, values, generator=generator), torch.randint(0, 256, (4, 5), generator=generator)
+    activation = torch.randn(4, values, generator=generator).to(device)
+    return Computed.here(activation), torch.randint(0, 256, (4, 5), generator=generator)
 
 
 @pytest.mark.parametrize("values", [3, CHUNK_BYTES // 16, CHUNK_BYTES // 16 + 1, CHUNK_BYTES])
-def test_an_activation_and_its_targets_arrive_as_they_were(values: int) -> None:
+@devices
+def test_an_activation_and_its_targets_arrive_as_they_were(values: int, device: torch.device) -> None:
     async def main() -> None:
-        ours, theirs, _ = pair()
-        activation, targets = made(values)
+        ours, theirs, _ = pair(device)
+        activation, targets = made(values, device)
         ours.made(JOB, "activation", activation, targets)
         parcel = await parcel_of(ours)
         await theirs.fetch(fetch(), offer(parcel), 1.0)
         given, its_targets = theirs.take_input(THEIRS)
         assert given is not None
         assert its_targets is not None
-        assert torch.equal(given, activation)
+        assert torch.equal(given, activation.tensor)
         assert torch.equal(its_targets, targets)
 
     run_virtual(main())
@@ -98,14 +102,14 @@ def test_a_gradient_takes_the_place_of_the_activation() -> None:
         activation, targets = made(3)
         ours.made(JOB, "activation", activation, targets)
         await parcel_of(ours)
-        ours.made(JOB, "gradient", 2 * activation)
+        ours.made(JOB, "gradient", Computed.here(2 * activation.tensor))
         parcel = await parcel_of(ours, "gradient")
         assert parcel.targets is None
         assert list(endpoint.blobs) == [Blob(kind="gradient", number=JOB)]
         await theirs.fetch(fetch("gradient"), offer(parcel, "gradient"), 1.0)
         gradient = theirs.take_gradient(THEIRS)
         assert gradient is not None
-        assert torch.equal(gradient, 2 * activation)
+        assert torch.equal(gradient, 2 * activation.tensor)
 
     run_virtual(main())
 
