@@ -135,10 +135,17 @@ def describe_device(name: str) -> DeviceInfo:
 
 def autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[Any]]:
     """A maker of contexts for the forward pass: bfloat16 where the device has it (``auto``) or where asked for."""
-    has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    if precision == "bfloat16" or (precision == "auto" and has_bfloat16):
+    if precision == "bfloat16" or (precision == "auto" and _has_bfloat16(device)):
         return lambda: torch.autocast(device.type, torch.bfloat16)
     return nullcontext
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    """In its circuits: older GPUs imitate it, and are slower so than in float32."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
