@@ -55,6 +55,10 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
+class Message(Record):
+    """A record that travels on its own; its class name is its type on the wire."""
+
+
 class SampleRange(Record):
     """Samples ``start <= s < stop`` of the run's endless, permuted sequence of samples."""
 

@@ -1,4 +1,5 @@
-"""Every message of the protocol, named by direction, with the range of every field.
+"""Every message of the protocol, named by direction, with the range of every field; those that peers send each other
+are in ``message_peers.py``.
 
 All are frozen and strict: a wrong type, an unknown field or a value out of range is refused when the bytes
 are decoded (``wire.py``), so handlers never see one. Tuples, not lists: they are what msgpack decodes to.
@@ -7,10 +8,21 @@ are decoded (``wire.py``), so handlers never see one. Tuples, not lists: they ar
 # ruff: noqa: I001 - sorted, each name that is passed on would have an import of its own
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from shoal.swarm.message_peers import (
+    PeerToPeerCloseStream as PeerToPeerCloseStream,
+    PeerToPeerLinkOpened as PeerToPeerLinkOpened,
+    PeerToPeerNote as PeerToPeerNote,
+    PeerToPeerOfferTensor as PeerToPeerOfferTensor,
+    PeerToPeerOpenLink as PeerToPeerOpenLink,
+    PeerToPeerOpenStream as PeerToPeerOpenStream,
+    PeerToPeerPing as PeerToPeerPing,
+    PeerToPeerPong as PeerToPeerPong,
+    PeerToPeerStreamOpened as PeerToPeerStreamOpened,
+)
 from shoal.swarm.message_rounds import (
     Part as Part,
     PlanMember as PlanMember,
@@ -49,6 +61,7 @@ from shoal.swarm.message_values import (
     LayerSize as LayerSize,
     Loss as Loss,
     MemberStatus as MemberStatus,
+    Message as Message,
     PeerId as PeerId,
     Phase as Phase,
     PipelineView as PipelineView,
@@ -72,10 +85,6 @@ from shoal.swarm.message_values import (
 
 PROTOCOL_VERSION = 3
 """Raised whenever a message changes meaning; both sides must agree exactly."""
-
-
-class Message(Record):
-    """A record that travels on its own; its class name is its type on the wire."""
 
 
 # Peer to coordinator ------------------------------------------------------------------------------------
@@ -296,86 +305,6 @@ class CoordinatorToPeerStatus(Message):
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
     stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()
-
-
-# Peer to peer -------------------------------------------------------------------------------------------
-
-
-class PeerToPeerPing(Message):
-    """Are you there? Also the coordinator's test whether a new member can be reached."""
-
-
-class PeerToPeerPong(Message):
-    """Yes."""
-
-
-class PeerToPeerOpenLink(Message):
-    """Agree on keys for bulk frames; travels inside CURVE. The opener then attaches its data socket."""
-
-    link: Annotated[bytes, Field(min_length=8, max_length=8)]
-    secret: Key
-    cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
-
-
-class PeerToPeerLinkOpened(Message):
-    """The acceptor's half of the secret, and the cipher that both will use."""
-
-    secret: Key
-    cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
-
-
-class PeerToPeerOpenStream(Message):
-    """Send chunks ``first <= c < stop`` of ``blob`` over ``link``, as each becomes available."""
-
-    stream: Annotated[int, Field(ge=0, lt=2**31)]
-    link: Annotated[bytes, Field(min_length=8, max_length=8)]
-    blob: Blob
-    first: Annotated[int, Field(ge=0, lt=2**32)]
-    stop: Annotated[int, Field(ge=0, lt=2**32)]
-    credit: Annotated[int, Field(ge=1, le=1024)]
-
-
-class PeerToPeerStreamOpened(Message):
-    """Chunks are coming."""
-
-
-class PeerToPeerCloseStream(Message):
-    """Stop sending. No reply."""
-
-    stream: Annotated[int, Field(ge=0, lt=2**31)]
-    link: Annotated[bytes, Field(min_length=8, max_length=8)]
-
-
-class PeerToPeerOfferTensor(Message):
-    """In the scope of the receiver's stage: a micro-batch's activation, or the gradient for the one that it had sent,
-    can be fetched here, packed, as the blob of that kind and ``number``. Acknowledged, or refused as ``Busy``.
-
-    (``round``, ``start``, ``stop``): the micro-batch's samples; ``attempt``: which drive of them it is; ``size_bytes``:
-    of the packed tensor. After it come the raw bytes of ``targets``, with the activations of a forward pass."""
-
-    kind: Literal["activation", "gradient"]
-    round: Count
-    start: Count
-    stop: Count
-    attempt: Annotated[int, Field(ge=0, lt=2**31)]
-    shape: Shape
-    dtype: Dtype
-    size_bytes: Count
-    number: Count
-    targets: TensorForm | None = None
-
-
-class PeerToPeerNote(Message):
-    """What saves another peer of the pipeline time or memory, and is not needed for a result: ``cancel`` of what was
-    offered to it; ``abandoned``, what it had offered; ``taken``, the gradient that it keeps for us; ``room`` for one
-    micro-batch more. ``stage``: the receiver's, whose input or output it is about; ``attempt`` as in the offer."""
-
-    kind: Literal["cancel", "abandoned", "taken", "room"]
-    round: Count
-    start: Count
-    stop: Count
-    stage: Stage
-    attempt: Annotated[int, Field(ge=0, lt=2**31)]
 
 
 # Either way ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Arbitrary valid messages of every class, made from the annotations in ``messages.py``."""
+"""Arbitrary valid messages of every class, made from their annotations."""
 
 import types
 import typing

@@ -1,0 +1,86 @@
+"""What peers say to each other, not to the coordinator: links, streams of chunks, and a pipeline's tensors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shoal.swarm.message_values import Blob, Count, Dtype, Key, Message, Shape, Stage, TensorForm
+
+
+class PeerToPeerPing(Message):
+    """Are you there? Also the coordinator's test whether a new member can be reached."""
+
+
+class PeerToPeerPong(Message):
+    """Yes."""
+
+
+class PeerToPeerOpenLink(Message):
+    """Agree on keys for bulk frames; travels inside CURVE. The opener then attaches its data socket."""
+
+    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+    secret: Key
+    cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
+
+
+class PeerToPeerLinkOpened(Message):
+    """The acceptor's half of the secret, and the cipher that both will use."""
+
+    secret: Key
+    cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
+
+
+class PeerToPeerOpenStream(Message):
+    """Send chunks ``first <= c < stop`` of ``blob`` over ``link``, as each becomes available."""
+
+    stream: Annotated[int, Field(ge=0, lt=2**31)]
+    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+    blob: Blob
+    first: Annotated[int, Field(ge=0, lt=2**32)]
+    stop: Annotated[int, Field(ge=0, lt=2**32)]
+    credit: Annotated[int, Field(ge=1, le=1024)]
+
+
+class PeerToPeerStreamOpened(Message):
+    """Chunks are coming."""
+
+
+class PeerToPeerCloseStream(Message):
+    """Stop sending. No reply."""
+
+    stream: Annotated[int, Field(ge=0, lt=2**31)]
+    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+
+
+class PeerToPeerOfferTensor(Message):
+    """In the scope of the receiver's stage: a micro-batch's activation, or the gradient for the one that it had sent,
+    can be fetched here, packed, as the blob of that kind and ``number``. Acknowledged, or refused as ``Busy``.
+
+    (``round``, ``start``, ``stop``): the micro-batch's samples; ``attempt``: which drive of them it is; ``size_bytes``:
+    of the packed tensor. After it come the raw bytes of ``targets``, with the activations of a forward pass."""
+
+    kind: Literal["activation", "gradient"]
+    round: Count
+    start: Count
+    stop: Count
+    attempt: Annotated[int, Field(ge=0, lt=2**31)]
+    shape: Shape
+    dtype: Dtype
+    size_bytes: Count
+    number: Count
+    targets: TensorForm | None = None
+
+
+class PeerToPeerNote(Message):
+    """What saves another peer of the pipeline time or memory, and is not needed for a result: ``cancel`` of what was
+    offered to it; ``abandoned``, what it had offered; ``taken``, the gradient that it keeps for us; ``room`` for one
+    micro-batch more. ``stage``: the receiver's, whose input or output it is about; ``attempt`` as in the offer."""
+
+    kind: Literal["cancel", "abandoned", "taken", "room"]
+    round: Count
+    start: Count
+    stop: Count
+    stage: Stage
+    attempt: Annotated[int, Field(ge=0, lt=2**31)]
