@@ -14,6 +14,8 @@ from shoal.swarm.run_file import OuterSection, RunFile
 _FASTEST = 64.0
 """Times as fast as usual, at a layer: more is not believed of anybody."""
 _FASTEST_BPS = 1e11
+_MOST_BYTES = 2**48
+"""Of memory: no machine has so much, and sums of it stay exact."""
 
 
 class PipelineViews:
@@ -62,13 +64,13 @@ def cost_of(layer: LayerSize) -> LayerCost:
 
 def believed(shown: Mapping[str, Capability]) -> list[PeerCapability]:
     """As the planner has it, as far as what they say of themselves can be: nobody is faster than all others by any
-    factor."""
+    factor, and nobody has more memory than machines have."""
     layers = zip(*(one.layer_s for one in shown.values()), strict=True)
     least_s = [statistics.median(seconds) / _FASTEST for seconds in layers]
     return [
         PeerCapability(
             peer,
-            one.memory_bytes,
+            min(one.memory_bytes, _MOST_BYTES),
             tuple(map(max, one.layer_s, least_s)),
             min(max(one.bandwidth_bps, 1.0), _FASTEST_BPS),
             one.rtt_s,
