@@ -20,7 +20,7 @@ from shoal.peer.data import DataAbout
 from shoal.peer.divergence import Divergence
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.layered import Layered
-from shoal.peer.member import Member
+from shoal.peer.member import Member, Progress
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.replica import Brought, Emit, Replica
 from shoal.peer.round_records import RECORDS
@@ -106,7 +106,6 @@ class HeldSpan:
         shapes = StageShapes.of(work.samples.recipe, work.layered, boundaries, batch, work.run.pipeline.micro_batch)
         held, replicas = [], {}
         progress = members.run.progress
-        progress.prepared, progress.has_work = 0.0, False
         try:
             for stage in stages:
                 is_ours = partial(is_held, peer=members.run.client.peer, stage=stage)
@@ -128,6 +127,7 @@ class HeldSpan:
                 progress.prepared = len(replicas) / len(stages)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
         except BaseException:
+            _nothing_is_ready(progress)
             network.call(members.leave_all())
             raise
         settings = {stage: _compute_settings(work, shapes, stage, recompute=place.recomputes) for stage in stages}
@@ -183,6 +183,7 @@ class HeldSpan:
 
     def leave(self) -> None:
         """Give back what is not done, and go; others may hold these stages from now on."""
+        _nothing_is_ready(self._members.run.progress)  # saving may take a while
         try:
             self.training.save()
         finally:
@@ -191,6 +192,11 @@ class HeldSpan:
                 self._network.finish(self._running)
             with suppress(LinkError):
                 self._network.call(self._members.leave_all())
+
+
+def _nothing_is_ready(progress: Progress) -> None:
+    """For whatever stages come next: what was so of others would be taken for the way to those."""
+    progress.prepared, progress.has_work = 0.0, False
 
 
 def _at_start(work: SpanWork, first: int, stop: int) -> StageModel:

@@ -29,11 +29,13 @@ class Overdue(NamedTuple):
 
 @dataclass
 class _Way:
-    """Of a peer into the stages of its span. ``steps``: the furthest that it has been, at ``since_s``."""
+    """Of a peer into the stages of its span. ``steps``: the furthest that it has been, at ``since_s``; until it has
+    come closer once, where it is: at first it may be leaving other stages, of which it had everything."""
 
     span: tuple[int, int]
     since_s: float
     steps: int
+    has_begun: bool = False
 
 
 class Places:
@@ -79,8 +81,12 @@ class Places:
             steps, way = _steps(run, peer, span), before.get(peer)
             if way is None or way.span != span:
                 way = _Way(span, now_s, steps)
-            elif steps > way.steps or _lacks_donors(run, peer, lacking):
-                way.since_s, way.steps = now_s, max(steps, way.steps)
+            elif steps > way.steps:
+                way.since_s, way.steps, way.has_begun = now_s, steps, True
+            elif not way.has_begun:
+                way.steps = steps
+            if _lacks_donors(run, peer, lacking):
+                way.since_s = now_s
             allowed_s = self._allowed_s(run, peer, span)
             if now_s > way.since_s + allowed_s:  # if it has to be given the same again, it has all the time again
                 overdue.append(Overdue(peer, f"got no closer to stage {lacking[0]} for {allowed_s:.0f} s"))

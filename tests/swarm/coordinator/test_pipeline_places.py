@@ -114,6 +114,30 @@ def test_who_gets_closer_keeps_its_place_but_not_for_ever() -> None:
     assert took_s < allowed_s
 
 
+def test_what_a_peer_had_of_other_stages_is_no_way_to_the_new_ones() -> None:
+    """It moves while all of its former stage is ready, and still says so for a while."""
+    world = training(5)
+    for peer in world.peers:
+        peer.prepared = 1.0
+    turn(world)
+    world.leave(holder(world, 2))
+    slow = holder(world, 2)
+    slow.hung = True
+    slow.forget()
+    allowed_s = world.machine.deadlines.enter_s(0)
+    for prepared in (1.0, 0.25, 0.5, 0.75, 1.0):
+        slow.prepared = prepared
+        until_s = world.now_s + 0.45 * allowed_s
+        while world.now_s < until_s:
+            turn(world)
+            assert slow.name in world.machine.spans, f"with {prepared:.0%} of its layers built"
+    slow.prepared = 0.0
+    turn(world)
+    slow.prepared = 1.0
+    _, took_s = until_taken(world)
+    assert took_s < allowed_s, "the same way twice is no progress"
+
+
 def test_a_large_stage_over_a_slow_link_takes_its_time() -> None:
     world = training(5)
     slow = never_enters(world, 2)

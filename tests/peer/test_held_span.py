@@ -1,0 +1,24 @@
+"""What a pipeline's peer says of its stages when it leaves them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from shoal.peer.held_span import HeldSpan
+from shoal.peer.member import Progress
+from shoal.swarm.pipeline.hops import Span
+
+
+class FakeNetwork:
+    def call(self, left: None) -> None:
+        return left
+
+
+def test_while_it_saves_them_nothing_of_them_counts_as_ready_for_the_next() -> None:
+    progress, said = Progress(prepared=1.0, has_work=True), []
+    run = SimpleNamespace(progress=progress)
+    members: Any = SimpleNamespace(run=run, stages={1: object()}, leave_all=lambda: None)
+    training: Any = SimpleNamespace(save=lambda: said.append((progress.prepared, progress.has_work)))
+    network: Any = FakeNetwork()
+    nothing: Any = None
+    HeldSpan(network, members, Span(1, 1), training, nothing, nothing).leave()
+    assert said == [(0.0, False)]
