@@ -18,9 +18,10 @@ from shoal.peer.stage_members import StageMembers
 from shoal.peer.start_files import StartFiles
 from shoal.peer.start_state import RunStart
 from shoal.swarm.coordinator_client import MemberInfo
-from shoal.swarm.errors import StateFileError, UserError
+from shoal.swarm.errors import Diverged, StateFileError, UserError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
+from shoal.swarm.messages import LeaveReason
 from shoal.swarm.probing import witnesses
 from shoal.swarm.run_file import RunFile
 
@@ -112,8 +113,12 @@ class Connection:
         if self.options.on_event is not None:
             self.options.on_event({"event": event, "time": time.time(), **fields})
 
-    def close(self) -> None:
-        """Leave the run and end the threads; copies that are due are finished."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the run and end the threads; copies that are due are finished. ``error``: what ended the training, for
+        the others to know."""
+        if error is not None:
+            client = self.members.run.client
+            self.network.tell(lambda: setattr(client, "farewell", _farewell(error)))
         self.network.stop()
         for copies in self._copies.values():
             copies.tell(copies.resource.finish)
@@ -131,3 +136,14 @@ class Connection:
             host=host,
             ports=(port, port + 1) if port else None,
         )
+
+
+def _farewell(error: BaseException) -> tuple[LeaveReason, str]:
+    """Others read it: the words of most errors are about this machine only."""
+    match error:
+        case Diverged():
+            return "diverged", str(error)
+        case Exception():
+            return "failed", f"{type(error).__name__}; what was printed there says more"
+        case _:
+            return "done", ""

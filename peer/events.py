@@ -101,7 +101,8 @@ def _member_joined(event: Event) -> str:
 
 
 def _member_lost(event: Event) -> str:
-    return f"{event.get('name') or event.get('peer')} is gone: {event.get('reason')}"
+    trouble = f": {event['trouble']}" if event.get("trouble") else ""
+    return f"{event.get('name') or event.get('peer')} is gone: {event.get('reason')}{trouble}"
 
 
 def _stages_cut(event: Event) -> str:

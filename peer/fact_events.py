@@ -17,6 +17,7 @@ def describe_fact(fact: f.Fact) -> Event | None:
             about["device"] = device.name
         case f.MemberLost():
             about = {"event": "member_lost", "peer": fact.peer, "reason": fact.reason}
+            about |= {"trouble": fact.trouble} if fact.trouble else {}
         case f.RoundClosing():
             about = {"event": "round_closing", "round": fact.round}
         case f.RoundReopened():

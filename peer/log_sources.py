@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import read_verdicts
@@ -15,12 +15,19 @@ from shoal.peer.history import Kept, Origin, unpack_history
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.hosting import ORIGIN_FILE
 from shoal.peer.stage_members import scope_of
+from shoal.peer.views import stopped_lines
 from shoal.swarm.coordinator.journal_files import JOURNAL, JournalFiles
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Invite
-from shoal.swarm.messages import CoordinatorToPeerVerdicts, PeerToCoordinatorGetVerdicts, Verdict
+from shoal.swarm.messages import (
+    CoordinatorToPeerStatus,
+    CoordinatorToPeerVerdicts,
+    PeerToCoordinatorGetStatus,
+    PeerToCoordinatorGetVerdicts,
+    Verdict,
+)
 from shoal.swarm.observer import observe, observe_stages
 from shoal.swarm.run_file import parse_run_file
 
@@ -66,11 +73,14 @@ def open_log(source: str, identity: Identity | None = None) -> Log:
 
 
 async def _from_run(invite: Invite) -> Log:
-    """Of a pipeline the last stage's history: it has the loss, and rounds are the same in all."""
+    """Of a pipeline the last stage's history: it has the loss, and rounds are the same in all. With those who could not
+    go on: rounds do not say why there are no more."""
     async with observe(invite) as client:
         pipeline = client.view.pipeline
         async with observe_stages(client, len(pipeline.boundaries) - 1 if pipeline else 0) as stages:
-            return await _fetched([client, *stages][-1])
+            log = await _fetched([client, *stages][-1])
+            status = await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
+            return replace(log, note="\n".join(stopped_lines(status.members)))
 
 
 async def _fetched(client: CoordinatorClient) -> Log:

@@ -135,7 +135,7 @@ class Member:
             finally:
                 for task in member._background:
                     task.cancel()
-                await client.leave("done")
+                await client.leave(*client.farewell)
 
     # Heartbeats ---------------------------------------------------------------------------------------------
 

@@ -339,4 +339,4 @@ class PipelinePeer:
             held=self._left_with,
             tokens_trained=self._tokens_trained,
         )
-        self._connection.close()
+        self._connection.close(error)

@@ -165,12 +165,15 @@ class Session:
 
     def close(self) -> None:
         """Write a checkpoint, leave the run and end the network thread."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
         try:
             if self._replica_or_none is not None and self._network.failure is None:
                 self._replica.save()
                 self._say_goodbye(self._replica)
         finally:
-            self._connection.close()
+            self._connection.close(error)
 
     def __enter__(self) -> Self:
         return self
@@ -180,7 +183,7 @@ class Session:
     ) -> None:
         if kind is None and self._replica_or_none is not None and self._replica.exchanging:
             self._act(self._replica.conclude)  # the others count on what was offered
-        self.close()
+        self._close(error)
 
     # Work ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -175,7 +175,20 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
         names = {member.peer: member.name for member in status.members}
         shown += [Text(), stages_drawing(status.stages, names)]
     shown.append(_members_table(status) if status.members else Text("\nnobody has joined yet", style="yellow"))
+    shown += [Text(line, style="red") for line in stopped_lines(status.members)]
     return Group(*shown)
+
+
+def stopped_lines(members: Iterable[MemberStatus]) -> list[str]:
+    """Who left the run since it could not go on, and why; those with the same trouble together."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for member in members:
+        if member.trouble and not member.alive:
+            names.setdefault((member.left, member.trouble), []).append(f"{member.name} {member.peer[:8]}")
+    return [
+        printable(f"{', '.join(who[:3])}{f' and {len(who) - 3} more' if len(who) > 3 else ''} left ({left}): {trouble}")
+        for (left, trouble), who in names.items()
+    ]
 
 
 def _agreement(status: CoordinatorToPeerStatus) -> str:
@@ -228,7 +241,8 @@ def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableTy
 
 def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType]:
     synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
-    doing = printable(member.activity) + ("" if member.reachable else " (unreachable)")
+    where = f" ({printable(member.left)})" if member.left else "" if member.reachable else " (unreachable)"
+    doing = printable(member.activity) + where
     return [
         Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),
         Text(printable(member.device.name), **_ONE_LINE),

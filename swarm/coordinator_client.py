@@ -16,12 +16,14 @@ from shoal.swarm.errors import DeadlineExceeded, LinkError, Superseded, Unreacha
 from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
+    MAX_TROUBLE,
     Acknowledged,
     Certificate,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
     DeviceInfo,
+    LeaveReason,
     Message,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
@@ -73,6 +75,8 @@ class CoordinatorClient:
         self.reachable = False
         self.coordinator_is_away = False
         self._away_s = -math.inf
+        self.farewell: tuple[LeaveReason, str] = ("done", "")
+        """What is said on leaving at the end: the reason, and the trouble if there is any."""
         self.joins = 0
         """How many times we were admitted; what an earlier membership held is with others."""
         self._certificate = identity.certify(keys)
@@ -146,10 +150,11 @@ class CoordinatorClient:
                 self.coordinator_is_away = False
                 return
 
-    async def leave(self, reason: str) -> None:
-        """Tell the coordinator; never fails: it would find out by itself."""
+    async def leave(self, reason: LeaveReason, trouble: str = "") -> None:
+        """Tell the coordinator; never fails: it would find out by itself. ``trouble``: what keeps us from going on."""
+        goodbye = PeerToCoordinatorLeave(reason=reason, trouble=trouble[:MAX_TROUBLE])
         try:
-            await self._line.request(PeerToCoordinatorLeave(reason=reason), Acknowledged, _LEAVE_S, self.scope)
+            await self._line.request(goodbye, Acknowledged, _LEAVE_S, self.scope)
         except LinkError as error:
             log.debug("left without a goodbye: %s", error)
 

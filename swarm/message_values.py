@@ -20,6 +20,7 @@ MAX_DELIVERIES = 16
 MAX_VERDICTS = 256
 MAX_KEPT = 16
 MAX_EPOCHS = 16
+MAX_TROUBLE = 1000
 
 PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 """Sixteen base32 characters of the SHA-256 of an Ed25519 public key (``identity.peer_id``)."""
@@ -40,6 +41,9 @@ Dtype = Annotated[str, Field(max_length=32)]
 Role = Literal["trainer", "contributor", "validator", "observer"]
 """``trainer``: trains and reduces parts; ``contributor``: trains, and reduces nothing; ``validator``: follows the
 anchor and brings nothing; ``observer``: looks at the run and is not recorded."""
+LeaveReason = Literal["done", "starts afresh", "observed", "diverged", "failed"]
+Trouble = Annotated[str, Field(max_length=MAX_TROUBLE)]
+"""What made somebody leave, and what to do about it, in its own words."""
 Index = Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
 Stage = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
 Scope = Annotated[int, Field(ge=0, le=MAX_STAGES)]
@@ -225,7 +229,8 @@ class Delivery(Record):
 
 class MemberStatus(Record):
     """One line of ``shoal status``. ``share`` is the member's part of all committed tokens, 0 to 1; ``stages``: the
-    first and the last one that it is to hold, of a pipeline."""
+    first and the last one that it is to hold, of a pipeline; ``left``: why it is not here any more; ``trouble``: what
+    made it go."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -241,6 +246,8 @@ class MemberStatus(Record):
     bytes_sent: Count
     bytes_received: Count
     stages: tuple[Stage, Stage] | None = None
+    left: Annotated[str, Field(max_length=64)] = ""
+    trouble: Trouble = ""
 
 
 class Blob(Record):

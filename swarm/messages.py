@@ -42,6 +42,7 @@ from shoal.swarm.message_values import (
     MAX_STAGES as MAX_STAGES,
     MAX_STAND_INS as MAX_STAND_INS,
     MAX_TENSORS as MAX_TENSORS,
+    MAX_TROUBLE as MAX_TROUBLE,
     MAX_VERDICTS as MAX_VERDICTS,
     Blob as Blob,
     Capability as Capability,
@@ -59,6 +60,7 @@ from shoal.swarm.message_values import (
     KeptState as KeptState,
     Key as Key,
     LayerSize as LayerSize,
+    LeaveReason as LeaveReason,
     Loss as Loss,
     MemberStatus as MemberStatus,
     Message as Message,
@@ -80,6 +82,7 @@ from shoal.swarm.message_values import (
     TensorForm as TensorForm,
     TensorSpec as TensorSpec,
     Text as Text,
+    Trouble as Trouble,
     UnixTime as UnixTime,
 )
 
@@ -211,9 +214,10 @@ class PeerToCoordinatorRelease(Message):
 
 
 class PeerToCoordinatorLeave(Message):
-    """Going away on purpose; unfinished leases are free again at once."""
+    """Going away on purpose; unfinished leases are free again at once. ``trouble``: of who could not go on."""
 
-    reason: Text
+    reason: LeaveReason
+    trouble: Trouble = ""
 
 
 class PeerToCoordinatorShowVerdict(Message):

@@ -75,10 +75,10 @@ class Admission(Scope):
             return model.corpus_digest is not None
         return known.samples is None and model.samples is not None and known.corpus_digest == model.corpus_digest
 
-    def leave(self, peer: str, reason: str, now_s: float) -> None:
+    def leave(self, peer: str, reason: str, now_s: float, trouble: str = "") -> None:
         self.now_s = now_s
         if self.membership.members[peer].alive:
-            self.record(f.MemberLost(peer=peer, reason=reason or "left"))
+            self.record(f.MemberLost(peer=peer, reason=reason, trouble=trouble))
 
     def require_member(self, curve_key: bytes) -> str:
         """The live member that holds this key. Raises ``NotAdmitted``, or ``Superseded`` for its predecessor."""

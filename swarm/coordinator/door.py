@@ -196,7 +196,7 @@ class Door(Generic[M]):
     async def _leave(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorLeave)
         async with self.event(channel) as peer:
-            self.machine.leave(peer, message.reason, time.monotonic())
+            self.machine.leave(peer, message.reason, time.monotonic(), message.trouble)
             self.service.machine.tick(time.monotonic())
         return Acknowledged()
 

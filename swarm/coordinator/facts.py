@@ -26,6 +26,7 @@ from shoal.swarm.messages import (
     SampleRange,
     Seconds,
     Text,
+    Trouble,
     UnixTime,
     Verdict,
 )
@@ -56,10 +57,11 @@ class MemberJoined(Fact):
 
 
 class MemberLost(Fact):
-    """A member left or fell silent; what it held is for others."""
+    """A member left or fell silent; what it held is for others. ``trouble``: what it said of why it could not go on."""
 
     peer: PeerId
     reason: Text
+    trouble: Trouble = ""
 
 
 class LeaseGranted(Fact):
@@ -142,6 +144,8 @@ class MemberKept(Record):
     failures: Count
     joined_version: Count
     seen_version: Count
+    left: Text = ""
+    trouble: Trouble = ""
 
 
 class RunSnapshot(Fact):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
-from shoal.swarm.coordinator.facts import MemberJoined
+from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
 from shoal.swarm.messages import (
     MAX_MEMBERS,
     DeviceInfo,
@@ -24,6 +25,9 @@ T = TypeVar("T")
 _FIRST_BAR, _LONGEST_BAR = 4, 64
 """Rounds."""
 
+_TOLD_TROUBLES = 64
+"""In one status: a message has room for so much."""
+
 
 @dataclass
 class Member:
@@ -33,7 +37,8 @@ class Member:
     unknown, whatever it claims. ``failures``: how often since it joined it did not deliver what others had to get from
     it; for the next ``barred_rounds`` committed rounds that it takes part in, it owns nothing. ``kept``: states that it
     could go back to; ``joined_version`` and ``seen_version``: the run's anchor version when its process joined, or came
-    back after newer ones had been made, and the newest one while it was here."""
+    back after newer ones had been made, and the newest one while it was here. ``left``: why it is not alive any more,
+    and ``trouble``, by its own word, what made it go."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -57,6 +62,8 @@ class Member:
     failures: int = 0
     joined_version: int = 0
     seen_version: int = 0
+    left: str = ""
+    trouble: str = ""
     kept: tuple[KeptState, ...] = ()
     headway: Headway = field(default_factory=Headway)
 
@@ -125,14 +132,14 @@ class Membership:
         self.members[fact.entry.peer] = member
         self.roster_version += 1
 
-    def lose(self, peer: str) -> None:
+    def lose(self, fact: MemberLost) -> None:
         self.roster_version += 1
-        member = self.members[peer]
+        member = self.members[fact.peer]
         if member.entry.role == "observer":
-            del self.members[peer]
+            del self.members[fact.peer]
             return
         member.alive = False
-        member.activity = "gone"
+        member.activity, member.left, member.trouble = "gone", fact.reason, fact.trouble
         member.tokens_per_s = 0.0
         member.forget_progress()
 
@@ -252,6 +259,8 @@ class Membership:
         total = sum(member.tokens_committed for member in self.members.values())
         recorded = [(peer, member) for peer, member in self.members.items() if member.entry.role != "observer"]
         recorded.sort(key=lambda one: not one[1].alive)
+        told = {peer: member.trouble for peer, member in recorded if member.trouble}
+        troubles = dict(islice(told.items(), _TOLD_TROUBLES))
         return tuple(
             MemberStatus(
                 peer=peer,
@@ -267,6 +276,8 @@ class Membership:
                 loss=member.loss,
                 bytes_sent=member.bytes_sent,
                 bytes_received=member.bytes_received,
+                left=member.left[:64],
+                trouble=troubles.get(peer, ""),
             )
             for peer, member in recorded[: 4 * MAX_MEMBERS]
         )

@@ -81,7 +81,7 @@ class Scope:
             case f.MemberJoined():
                 self.membership.join(fact, self.now_s, self.anchor_version)
             case f.MemberLost():
-                self.membership.lose(fact.peer)
+                self.membership.lose(fact)
             case f.CoordinatorStarted():
                 self.epoch = max(self.epoch, fact.epoch + _EPOCH_STEP)
                 self.membership.roster_version = max(self.membership.roster_version, self.epoch)

@@ -93,6 +93,8 @@ def _kept(member: Member) -> MemberKept:
         failures=member.failures,
         joined_version=member.joined_version,
         seen_version=member.seen_version,
+        left=member.left,
+        trouble=member.trouble,
     )
 
 
@@ -108,4 +110,6 @@ def _member(kept: MemberKept, now_s: float) -> Member:
         failures=kept.failures,
         joined_version=kept.joined_version,
         seen_version=kept.seen_version,
+        left=kept.left,
+        trouble=kept.trouble,
     )

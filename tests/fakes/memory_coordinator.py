@@ -170,7 +170,7 @@ class MemoryCoordinator:
                     self.away = self.is_outdated = True
                 answer = Acknowledged()
             case PeerToCoordinatorLeave():
-                machine.leave(peer, message.reason, now)
+                machine.leave(peer, message.reason, now, message.trouble)
                 machine.tick(now)
                 answer = Acknowledged()
         await self._flush()

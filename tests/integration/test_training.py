@@ -23,7 +23,7 @@ from tests.integration.harness import (
 )
 
 from shoal.peer.export import read_model
-from shoal.swarm.errors import UserError
+from shoal.swarm.errors import Diverged, UserError
 
 pytestmark = pytest.mark.integration
 
@@ -52,6 +52,23 @@ def test_three_peers_agree_bit_for_bit(swarm: Swarm) -> None:
     assert together, "all three have averaged together"
     losses = [one.verdict.loss for one in verdicts if one.verdict.loss is not None]
     assert losses[-1] < losses[0] - 0.2
+
+
+def test_everybody_is_told_that_training_has_diverged(swarm: Swarm) -> None:
+    toml = run_toml(tokens=12_000, max_s=10).replace("lr = 2e-3", "lr = 1e6")
+    host = swarm.host(toml)
+    member = swarm.member(host.invite, "a", SHOAL)
+    assert member.exit_code(START_S + ROUNDS_S) == Diverged.exit_code, member.tail()
+    lost = host.event("member_lost", START_S, reason="diverged")
+    assert "lower learning rate" in lost["trouble"]
+    status = swarm.command("status", *FRESH, "status", "--json", host.invite)
+    assert status.exit_code(START_S) == 0, status.tail()
+    (shown,) = json.loads(status.text())["members"]
+    assert (shown["left"], shown["trouble"]) == ("diverged", lost["trouble"])
+    log = swarm.command("log", *FRESH, "log", host.invite)
+    assert log.exit_code(START_S) == 0, log.tail()
+    assert f"left (diverged): {lost['trouble']}" in log.text()
+    host.stop()
 
 
 @pytest.mark.parametrize(("algorithm", "codec"), [("sparseloco", "topk"), ("diloco", "auto")])

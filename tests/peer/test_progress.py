@@ -544,6 +544,27 @@ def test_status_table_fits_and_keeps_its_numbers(width: int) -> None:
         assert words in shown
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_status_says_who_could_not_go_on_and_what_to_do(width: int) -> None:
+    def left(name: str, trouble: str, *, alive: bool = False) -> MemberStatus:
+        one = make_status().members[1]
+        return one.model_copy(update={"name": name, "left": "diverged", "trouble": trouble, "alive": alive})
+
+    members = (
+        left("orca", "lower \x1b[2J the rate"),
+        left("seal", "lower \x1b[2J the rate"),
+        left("eel", "another reason"),
+        left("cod", "was mended", alive=True),
+    )
+    console = terminal(width)
+    console.print(status_table(make_status().model_copy(update={"members": members})))
+    shown = " ".join(output(console).split())
+    ident = members[0].peer[:8]
+    assert f"orca {ident}, seal {ident} left (diverged): lower ·[2J the rate" in shown
+    assert f"eel {ident} left (diverged): another reason" in shown
+    assert "was mended" not in shown
+
+
 def test_status_of_an_empty_run() -> None:
     console = terminal()
     console.print(status_table(make_status().model_copy(update={"members": ()})))

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.peer.connection import Connection
 from shoal.peer.session import Session
+from shoal.swarm.errors import Diverged, StorageError
 
 
 def test_threads_end_although_the_last_checkpoint_fails() -> None:
@@ -28,6 +29,27 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
     with pytest.raises(RuntimeError, match="for the test"):
         session.close()
     assert ended == ["network", "finish", "copies"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Diverged("host a new one"), ("diverged", "host a new one")),
+        (StorageError("/home/somebody/secret: full"), ("failed", "StorageError; what was printed there says more")),
+        (KeyboardInterrupt(), ("done", "")),
+        (None, ("done", "")),
+    ],
+)
+def test_others_are_told_why_a_session_ends(error: BaseException | None, said: tuple[str, str]) -> None:
+    connection: Any = Connection.__new__(Connection)
+    client = SimpleNamespace(farewell=("done", ""))
+    connection.members = SimpleNamespace(run=SimpleNamespace(client=client))
+    connection.network = SimpleNamespace(tell=lambda call: call(), stop=lambda: None)
+    connection._copies = {}
+    session: Any = Session.__new__(Session)
+    session._connection, session._replica_or_none = connection, None
+    session.__exit__(type(error) if error else None, error, None)
+    assert client.farewell == said
 
 
 @pytest.mark.parametrize("phase", ["training", "closing", "averaging"])

@@ -201,7 +201,7 @@ def test_sizes() -> None:
 def test_too_large_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(WireError, match="too large"):
-        encode(Envelope("request", 1, PeerToCoordinatorLeave(reason="x" * 200)))
+        encode(Envelope("request", 1, PeerToCoordinatorLeave(reason="failed", trouble="x" * 200)))
 
 
 @pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1, -5, 2**64 - 1])

@@ -3,7 +3,7 @@
 from tests.swarm.coordinator.test_rounds import CPU
 from tests.swarm.coordinator.world import World, entry, run_file
 
-from shoal.swarm.coordinator.facts import MemberJoined
+from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.coordinator.tally import COUNTED_S, EXACT_MEMBERS, Tally
 from shoal.swarm.messages import (
@@ -45,7 +45,7 @@ def test_comings_and_goings_are_seen_at_once() -> None:
         assert len(members.trainers()) == len(members.roster()) == number + 1
     assert members.roster() is members.roster(), "nobody came or went: not made anew"
     gone = entry(1).peer
-    members.lose(gone)
+    members.lose(MemberLost(peer=gone, reason="silent"))
     assert gone not in members.trainers()
     assert [one.peer for one in members.roster()] == [entry(0).peer, entry(2).peer]
     members.join(MemberJoined(entry=entry(1, 9), device=CPU), 0.0, 0)
@@ -59,7 +59,7 @@ def test_keys_are_looked_up_as_they_are_now() -> None:
         members.join(MemberJoined(entry=one, device=CPU), 0.0, 0)
     assert members.holder(theirs.certificate.curve_key) == theirs.peer
     assert members.holder(entry(2, 1).certificate.curve_key) is None
-    members.lose(theirs.peer)
+    members.lose(MemberLost(peer=theirs.peer, reason="silent"))
     assert members.holder(theirs.certificate.curve_key) is None
     assert members.holder(ours.certificate.curve_key) == ours.peer
     again = entry(1, 2)
@@ -83,7 +83,7 @@ def test_states_are_seen_at_once() -> None:
     assert list(members.synced(4, b"a" * 32)) == peers[:1]
     members.hear(peers[0], beat(5, b"a" * 32), 0, 2.0)
     assert list(members.synced(4, None)) == peers[1:]
-    members.lose(peers[2])
+    members.lose(MemberLost(peer=peers[2], reason="silent"))
     assert list(members.synced(4, None)) == peers[1:2]
 
 

@@ -18,7 +18,14 @@ from tests.swarm.coordinator.world import (
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.admission import first_difference
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, Superseded, WireError
-from shoal.swarm.messages import MAX_MEMBERS, PeerToCoordinatorRequestLease, RoundPlan, SampleRange, TensorSpec
+from shoal.swarm.messages import (
+    MAX_MEMBERS,
+    MAX_TROUBLE,
+    PeerToCoordinatorRequestLease,
+    RoundPlan,
+    SampleRange,
+    TensorSpec,
+)
 
 
 def until(world: World, phase: str, members: int = 2, within_s: float = 60.0) -> None:
@@ -880,6 +887,37 @@ def test_what_the_status_says() -> None:
     assert sum(one.tokens_committed for one in status.members) == 200
     assert sum(one.share for one in status.members) == pytest.approx(1.0)
     assert status.elapsed_s == world.machine.elapsed_s(world.now_s)
+
+
+def test_the_status_says_why_somebody_left_until_it_comes_back() -> None:
+    world = World(run_file(), 3)
+    until(world, "training", 3)
+    stopped, other = world.workers[1], world.workers[2]
+    world.machine.leave(stopped.peer, "diverged", world.now_s, "lower the learning rate")
+    stopped.running = False
+    world.leave(other)
+
+    def told() -> list[tuple[str, str]]:
+        members = {one.peer: one for one in world.machine.status(world.now_s).members}
+        return [(members[one.peer].left, members[one.peer].trouble) for one in world.workers[:3]]
+
+    expected = [("", ""), ("diverged", "lower the learning rate"), ("done", "")]
+    assert told() == expected
+    world.revive()
+    assert told() == expected
+    world.join(stopped)
+    assert told() == [("", ""), ("", ""), ("done", "")]
+
+
+def test_a_status_has_room_for_the_troubles_of_some_only() -> None:
+    world = World(run_file(), 0)
+    for number in range(70):
+        peer = f"peer{chr(ord('a') + number % 26) * 6}{chr(ord('a') + number // 26) * 6}"
+        world.machine.join(entry(0, number).model_copy(update={"peer": peer}), CPU, world.now_s)
+        world.machine.leave(peer, "failed", world.now_s, "x" * MAX_TROUBLE)
+    members = world.machine.status(world.now_s).members
+    assert [len(one.trouble) for one in members] == [MAX_TROUBLE] * 64 + [0] * 6
+    assert {one.left for one in members} == {"failed"}
 
 
 def test_roster_versions_go_on_from_the_epoch() -> None:

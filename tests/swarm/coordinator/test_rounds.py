@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer_name, report
 
-from shoal.swarm.coordinator.facts import MemberJoined
+from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
 from shoal.swarm.coordinator.grouping import plan_round
 from shoal.swarm.coordinator.membership import Member, Membership, majority
 from shoal.swarm.coordinator.rounds import Goal, Work, closing_moment, judge, weighted_mean
@@ -360,7 +360,7 @@ def test_deadlines_of_silence() -> None:
         members.join(MemberJoined(entry=entry(number), device=CPU), 10.0 * number, 0)
     assert members.silent(30.0, 30.0) == []
     assert members.silent(31.0, 30.0) == [A]
-    members.lose(A)
+    members.lose(MemberLost(peer=A, reason="silent"))
     assert members.silent(99.0, 30.0) == [B]
     assert [one.peer for one in members.roster()] == [B]
     assert members.roster_version == 3

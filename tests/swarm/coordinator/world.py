@@ -180,7 +180,10 @@ def journaled(machine: RunMachine) -> dict[str, Any]:
         "counts": (machine.rounds_aborted, machine.tokens_committed, machine.rounds_undone, machine.tokens_undone),
         "again": machine.again,
         "members": {
-            peer: (one.entry, one.device, one.alive, one.tokens_committed, one.barred_rounds, one.failures)
+            peer: (
+                (one.entry, one.device, one.alive, one.left, one.trouble),
+                (one.tokens_committed, one.barred_rounds, one.failures),
+            )
             for peer, one in machine.membership.members.items()
             if one.entry.role == "trainer"
         },
