@@ -24,6 +24,7 @@ from shoal.peer.checkpoints.source import FolderSource, Source
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_of
 from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.round_records import RECORDS, Owner, RoundRecords
+from shoal.peer.stage_members import is_stage_folder
 from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.identity import Identity
 from shoal.swarm.messages import Verdict
@@ -37,9 +38,10 @@ _EQUAL = {True: Text("✓ equal", style="green"), False: Text("✗ differs", sty
 
 @dataclass(frozen=True)
 class Replayed:
-    """A round made again. ``expected``: the digest that the state after it had in the run, None where nothing here
-    says; ``vouched_by``: what says so."""
+    """A round made again. ``stage``: whose it is, of a pipeline; ``expected``: the digest that the state after it had
+    in the run, None where nothing here says; ``vouched_by``: what says so."""
 
+    stage: int | None
     round: int
     anchor_version: int
     digest: bytes
@@ -53,6 +55,7 @@ class Replayed:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            **({} if self.stage is None else {"stage": self.stage}),
             "round": self.round,
             "anchor_version": self.anchor_version,
             "digest": self.digest.hex(),
@@ -64,12 +67,25 @@ class Replayed:
 
 
 def replay(folder: Path, number: int | None = None, identity: Identity | None = None) -> Iterator[Replayed]:
-    """Every round from the oldest checkpoint on, or from the newest one before round ``number`` to that round;
-    ``identity`` opens sealed checkpoints.
+    """Every round from the oldest checkpoint on, or from the newest one before round ``number`` to that round; of a
+    pipeline's peer, those of each stage that it has kept; ``identity`` opens sealed checkpoints.
 
     Raises ``StateFileError`` when something is missing or damaged, naming it, and, after having shown it, for a round
-    from which another state comes out than the run had."""
-    place = peer_folder(folder)
+    from which another state comes out than the run had; of several stages once all others have been shown."""
+    refused: StateFileError | None = None
+    for place in kept_folders(folder):
+        try:
+            yield from _replay(place, number, identity)
+        except StateFileError as error:
+            if refused is not None:
+                log.warning("%s", error)
+            refused = refused or error
+    if refused is not None:
+        raise refused
+
+
+def _replay(place: Path, number: int | None, identity: Identity | None) -> Iterator[Replayed]:
+    """Those whose records are in that folder."""
     sources = {one: opened(FolderSource(one), identity) for one in checkpoint_folders(place / CHECKPOINTS)}
     checkpoints = _manifests(place / CHECKPOINTS, sources)
     about = next(iter(checkpoints.values()))
@@ -81,6 +97,7 @@ def replay(folder: Path, number: int | None = None, identity: Identity | None = 
     steps = Steps(run, run.coding([(spec.name, spec.shape) for spec in about.layout]), outer_of(run.outer))
     state = read_checkpoint(sources[start], owner.run_hash).state
     vouched = _vouched(verdicts, way, checkpoints.values())
+    stage = about.stage.number if about.stage is not None else None
     for verdict in way:
         began_s = time.perf_counter()
         if not follows(state, verdict):
@@ -89,38 +106,44 @@ def replay(folder: Path, number: int | None = None, identity: Identity | None = 
             raise _missing(records, verdict.round)
         state = steps.after(state, verdict, steps.recorded(records, verdict).mean())
         expected, by = vouched.get((verdict.round, state.version), (None, ""))
-        done = Replayed(verdict.round, state.version, state.digest, expected, by, time.perf_counter() - began_s)
+        took_s = time.perf_counter() - began_s
+        done = Replayed(stage, verdict.round, state.version, state.digest, expected, by, took_s)
         yield done
         if done.equal is False:
             raise StateFileError(
-                f"round {done.round}: its committed bytes give another state than the {by} says the run had; either "
-                "this machine computes otherwise than the run's, or the checkpoint before it is not the run's"
+                f"{place}: round {done.round}: its committed bytes give another state than the {by} says the run had; "
+                "either this machine computes otherwise than the run's, or the checkpoint before it is not the run's"
             )
     later = [one for one, verdict in sorted(verdicts.items()) if verdict.committed and one > way[-1].round]
     if number is None and later:
         raise _missing(records, way[-1].round + 1, later[0])
 
 
-def peer_folder(folder: Path) -> Path:
-    """The folder of the one peer in ``folder``: itself, or further down. Raises ``StateFileError``."""
+def kept_folders(folder: Path) -> list[Path]:
+    """Where the one peer in ``folder``, which is that or further down, keeps checkpoints and rounds: its own folder, or
+    those of its stages. Raises ``StateFileError``."""
     found: list[Path] = []
     for above in ("", "*/", "*/*/", "*/*/*/"):  # no deeper than needed: a peer that runs may be writing further down
         found = found or sorted(one.parent for one in folder.glob(above + CHECKPOINTS) if one.is_dir())
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise StateFileError(f"{folder}: holds what {len(found)} peers kept; give one's folder, such as {found[0]}")
+    peers = sorted({one.parent if is_stage_folder(one) else one for one in found})
+    if len(peers) == 1:
+        return found
+    if peers:
+        raise StateFileError(f"{folder}: holds what {len(peers)} peers kept; give one's folder, such as {peers[0]}")
     raise StateFileError(f"{folder}: no checkpoints here; give a run's folder, such as ~/.shoal/runs/RUN-HASH")
 
 
 def table(rows: Sequence[Replayed]) -> Table:
     """For people."""
     shown = Table(box=None, pad_edge=False)
-    for name in ("round", "version", "state", "in the run", "by", "seconds"):
-        shown.add_column(name, justify="right" if name in ("round", "version", "seconds") else "left")
+    has_stages = any(row.stage is not None for row in rows)
+    for name in (*(("stage",) if has_stages else ()), "round", "version", "state", "in the run", "by", "seconds"):
+        shown.add_column(name, justify="right" if name in ("stage", "round", "version", "seconds") else "left")
     for row in rows:
         digest, equal = row.digest.hex()[:12], _EQUAL[row.equal]
-        shown.add_row(str(row.round), str(row.anchor_version), digest, equal, row.vouched_by, f"{row.seconds:.3f}")
+        stage = (str(row.stage),) if has_stages else ()
+        numbers = (*stage, str(row.round), str(row.anchor_version))
+        shown.add_row(*numbers, digest, equal, row.vouched_by, f"{row.seconds:.3f}")
     return shown
 
 

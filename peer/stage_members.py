@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,6 +34,11 @@ def scope_of(stage: int) -> int:
 def stage_folder(folder: Path, stage: int) -> Path:
     """Where in a peer's folder of the run that stage's checkpoints, records and history are."""
     return folder / f"stage-{stage:05}"
+
+
+def is_stage_folder(folder: Path) -> bool:
+    """Whether it has the name of one."""
+    return re.fullmatch(r"stage-[0-9]{5}", folder.name) is not None
 
 
 class StageMembers:

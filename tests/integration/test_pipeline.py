@@ -23,6 +23,7 @@ from shoal.peer.export import export_from_run, export_model, gather_checkpoint, 
 from shoal.peer.remote.copies import find_copies
 from shoal.peer.remote.remote_store import RemoteStore
 from shoal.peer.remote.restoring import Restorer
+from shoal.peer.replay import replay
 from shoal.peer.stage_members import stage_folder
 from shoal.peer.verifying import Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.coordinator.facts import InScope, MemberLost, RoundPlanned, VerdictGiven
@@ -183,9 +184,22 @@ def shows(place: str) -> None:
     assert shown.exit_code == 0, shown.output
 
 
+def check_replay(members: Sequence[Member]) -> None:
+    """Whoever has kept rounds of its stages can make them again."""
+    held: set[int | None] = set()
+    for member in members:
+        (peer,) = member.folder.glob("state/*/*")
+        rows = list(replay(peer))
+        assert all(row.equal is not False for row in rows)
+        assert any(row.equal for row in rows)
+        held |= {row.stage for row in rows}
+    assert held == set(range(STAGES))
+
+
 def check_kept(members: Sequence[Member], folder: Path) -> None:
     """What the peers' folders give together, after the run's end."""
     whole = trained(members)
+    check_replay(members)
     for kept in ("checkpoints", "rounds"):
         assert export_model(folder, folder / "kept.safetensors") == ROUNDS
         assert torch.equal(values(folder / "kept.safetensors"), whole), kept
@@ -193,8 +207,8 @@ def check_kept(members: Sequence[Member], folder: Path) -> None:
             newest.rename(folder / f"{newest.parents[2].name}-newest")  # from now on the stage's rounds are made again
     generated = CliRunner().invoke(app, ["generate", str(folder / "kept.safetensors"), "--tokens", "3"])
     assert generated.exit_code == 0, generated.output
-    gather_checkpoint(folder, folder / "round-00000000", Identity.generate())
-    assert torch.equal(read_checkpoint(FolderSource(folder / "round-00000000")).state.anchor, whole)
+    gather_checkpoint(folder, folder / "whole", Identity.generate())
+    assert torch.equal(read_checkpoint(FolderSource(folder / "whole")).state.anchor, whole)
     verified = verify_checkpoints(find_checkpoints(folder))
     assert len(verified) > STAGES
     assert all(isinstance(one, Verified) and one.first_round == 0 for one in verified), verified

@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +17,12 @@ from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
 from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint, read_verdicts
-from shoal.peer.checkpoints.manifest import About
+from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.outer_optimizer import Nesterov
-from shoal.peer.replay import peer_folder, replay
+from shoal.peer.replay import kept_folders, replay
 from shoal.peer.state import State
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.identity import Identity
@@ -113,18 +115,44 @@ def test_a_round_that_is_not_there(kept: Path, number: int) -> None:
         list(replay(kept, number))
 
 
+def write_anew(kept: Path, readers: Sequence[bytes] | None = None, **changes: Any) -> None:
+    """The same checkpoints with changed manifests, sealed for ``readers`` if there are any."""
+    before = kept / "before"
+    (kept / "checkpoints").rename(before)
+    for place in sorted(before.iterdir()):
+        made = read_checkpoint(FolderSource(place))
+        fields = {name: getattr(made.manifest, name) for name in About.model_fields} | changes
+        verdicts = read_verdicts(FolderSource(place), made.manifest)
+        run_hash = bytes.fromhex(made.manifest.run_hash)
+        store = CheckpointStore(kept / "checkpoints", run_hash, identity(1), Retention(), readers)
+        store.write(Contents(About(**fields), made.state, None, verdicts))
+    shutil.rmtree(before)
+
+
+def test_each_stage_of_a_pipelines_peer(kept: Path, played: tuple[Path, list[str]]) -> None:
+    peer = kept.parent / "run" / "a-peer"
+    for number in (0, 2):
+        subprocess.run(["mkdir", "-p", str(peer)], check=True)
+        subprocess.run(["cp", "-r", str(kept), str(peer / f"stage-{number:05}")], check=True)
+        write_anew(peer / f"stage-{number:05}", stage=StageAbout(number=number, stages=3))
+    for folder in (peer, peer.parent):
+        rows = list(replay(folder))
+        assert [(row.stage, row.round) for row in rows] == [(stage, one) for stage in (0, 2) for one in range(1, 5)]
+        assert [row.digest.hex() for row in rows] == 2 * played[1][2:]
+    record(peer / "stage-00000", 3).unlink()
+    done = shoal("replay", str(peer), "--json")
+    assert done.returncode == StateFileError.exit_code
+    assert "stage-00000/rounds/00000003.safetensors: the record of round 3 is missing" in " ".join(done.stderr.split())
+    stages = [json.loads(line)["stage"] for line in done.stdout.splitlines()]
+    assert stages == [0, 0, 2, 2, 2, 2], "the others all the same"
+    (peer.parent / "another-peer" / "stage-00001" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(StateFileError, match=r"holds what 2 peers kept; give one's folder, such as .*/a-peer$"):
+        kept_folders(peer.parent)
+
+
 def test_sealed_checkpoints(kept: Path, played: tuple[Path, list[str]], tmp_path: Path) -> None:
     reader = Identity.load_or_create(tmp_path / "reader")
-    for place in sorted((kept / "checkpoints").iterdir()):
-        made = read_checkpoint(FolderSource(place))
-        fields = {name: getattr(made.manifest, name) for name in About.model_fields}
-        verdicts = read_verdicts(FolderSource(place), made.manifest)
-        store = CheckpointStore(
-            tmp_path / "sealed", bytes.fromhex(made.manifest.run_hash), identity(1), Retention(), [reader.public_key]
-        )
-        store.write(Contents(About(**fields), made.state, None, verdicts))
-    shutil.rmtree(kept / "checkpoints")
-    (tmp_path / "sealed").rename(kept / "checkpoints")
+    write_anew(kept, [reader.public_key])
     assert [row.digest.hex() for row in replay(kept, None, reader)] == played[1][2:]
     for stranger in (None, identity(2)):
         with pytest.raises(SealedForOthers, match=r"round-00000000/sealed.json: is sealed"):
@@ -171,12 +199,12 @@ def test_a_machine_that_computes_otherwise_is_shown(kept: Path, monkeypatch: pyt
 
 
 def test_folders(kept: Path, tmp_path: Path) -> None:
-    assert peer_folder(kept) == peer_folder(tmp_path) == kept
+    assert kept_folders(kept) == kept_folders(tmp_path) == [kept]
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
     with pytest.raises(StateFileError, match="holds what 2 peers kept"):
-        peer_folder(tmp_path)
+        kept_folders(tmp_path)
     with pytest.raises(StateFileError, match="no checkpoints here"):
-        peer_folder(kept / "rounds")
+        kept_folders(kept / "rounds")
     with pytest.raises(StateFileError, match="no checkpoint here"):
         list(replay(tmp_path / "other"))
 
