@@ -9,9 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from shoal.peer.checkpoints.finding import checkpoints_in
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
 from shoal.peer.checkpoints.reading import CheckpointTensors
-from shoal.peer.checkpoints.sealed_folder import ENVELOPE, opened
+from shoal.peer.checkpoints.sealed_folder import opened
 from shoal.peer.checkpoints.source import FolderSource, Source, refuse
 from shoal.peer.state import bytes_of
 from shoal.swarm.errors import SealedForOthers, StateFileError
@@ -70,10 +71,7 @@ def run_of(manifest: Manifest) -> str:
 
 def whole_checkpoints(folder: Path, identity: Identity | None, refused: list[str]) -> Iterator[tuple[Source, Manifest]]:
     """Those in the folder and below, of whole models; ``refused`` gets why others are none."""
-    places = {path.parent for name in (MANIFEST, ENVELOPE) for path in folder.glob(f"**/{name}")}
-    for place in sorted(places):
-        if any(part.startswith(".") for part in place.relative_to(folder).parts):
-            continue  # half written
+    for place in checkpoints_in(folder):
         try:
             source = opened(FolderSource(place), identity)
             manifest = read_manifest(source)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint, unpack_verdicts
+from shoal.peer.checkpoints.finding import checkpoints_in, say_nothing_found
 from shoal.peer.checkpoints.manifest import MANIFEST, VERDICTS_FILE, Manifest
-from shoal.peer.checkpoints.sealed_folder import ENVELOPE, opened
+from shoal.peer.checkpoints.sealed_folder import opened
 from shoal.peer.checkpoints.source import FolderSource, Source, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS
 from shoal.peer.history import check_chain, unpack_history
@@ -89,13 +90,14 @@ class _History:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint in this folder, or all below it. Raises ``StateFileError`` when there is none."""
-    if any((folder / name).exists() for name in (MANIFEST, ENVELOPE)):
-        return [folder]
-    # Copies lie right below a peer's folder, a peer's own in one for all checkpoints.
-    found = sorted(path for path in folder.glob("**/*round-*/") if not path.name.startswith("."))
-    if not found:
-        raise StateFileError(f"{folder}: no checkpoint here; give its folder, a peer's, or a run's (~/.shoal/runs/…)")
-    return found
+    found = checkpoints_in(folder)
+    if found == [folder]:
+        return found
+    # Those, too, that have lost what shows that they are any.
+    named = {path for path in folder.glob("**/*round-*/") if not path.name.startswith(".")}
+    if not found and not named:
+        raise StateFileError(say_nothing_found(folder))
+    return sorted(named.union(found))
 
 
 def verify_checkpoints(folders: Iterable[Path], identity: Identity | None = None) -> list[Verified | Refused]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
-from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
-from shoal.peer.checkpoints.sealed_folder import ENVELOPE, opened
+from shoal.peer.checkpoints.finding import checkpoints_in, is_aside, say_nothing_found
+from shoal.peer.checkpoints.manifest import Manifest, read_manifest
+from shoal.peer.checkpoints.sealed_folder import opened
 from shoal.peer.checkpoints.source import FolderSource, Source
 from shoal.peer.checkpoints.whole import StageState
 from shoal.peer.kept_stages import KeptStage, Standing
@@ -72,18 +73,16 @@ def use_newest(folder: Path, identity: Identity | None, use: Callable[[WholeMode
         raise StateFileError(f"{folder}: {_missing(found.stages)}")
     if found.refused and all(isinstance(one, SealedForOthers) for one in found.refused):
         raise found.refused[-1]
-    damaged = f" that is whole; {found.refused[-1]}" if found.refused else ""
-    raise StateFileError(
-        f"{folder}: no checkpoint here{damaged}; give a run's folder (~/.shoal/runs/RUN-HASH), a checkpoint's, or the "
-        "run's invite while it is running"
-    )
+    if found.refused:
+        raise StateFileError(f"{folder}: no checkpoint here that is whole; {found.refused[-1]}")
+    raise StateFileError(f"{say_nothing_found(folder)}; or the run's invite while it is running")
 
 
 def _find(folder: Path, identity: Identity | None) -> _Found:
     found = _Found([], [], [])
-    is_one = any((folder / name).exists() for name in (MANIFEST, ENVELOPE))
-    inside = [path.parent for name in (MANIFEST, ENVELOPE) for path in folder.glob(f"**/round-*/{name}")]
-    for place in [folder] if is_one else sorted(inside):
+    for place in checkpoints_in(folder):
+        if is_aside(place) and place != folder:
+            continue
         try:
             source = opened(FolderSource(place), identity)
             manifest = read_manifest(source)

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"^round-([0-9]{8,19})$")
 _GOING = ".old-"
+ASIDE = "other-"
+"""How the name of a checkpoint begins that is of another history."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class CheckpointStore(CheckpointWriter):
         """A round ends once: checkpoints of this round or later ones are of a run whose history was begun anew."""
         for place in checkpoint_folders(self.folder):
             if round_of(place) >= number:
-                aside = self.folder / f"other-{place.name}-{secrets.token_hex(4)}"
+                aside = self.folder / f"{ASIDE}{place.name}-{secrets.token_hex(4)}"
                 place.rename(aside)
                 with self._lock:
                     self._kept.pop(round_of(place), None)

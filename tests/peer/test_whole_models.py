@@ -85,6 +85,43 @@ def test_the_newest_version_of_which_all_stages_are_there(tmp_path: Path) -> Non
     assert torch.equal(values, whole_values(2)[0])
 
 
+def test_whole_models_are_found_whatever_their_folders_are_called(tmp_path: Path) -> None:
+    chains = stage_chains(3)
+    keep_all(tmp_path / "peers", chains, 2)
+    parent = tmp_path / "parent"
+    gather_checkpoint(tmp_path / "peers", parent / "whole", IDENTITY)
+    (one,) = verify_checkpoints(find_checkpoints(parent))
+    assert isinstance(one, Verified)
+    assert one.folder == parent / "whole"
+    assert exported(parent, tmp_path)[0] == 3
+    keep_all(parent / "reef-12345678", chains, 1)
+    assert len(verify_checkpoints(find_checkpoints(parent))) == 4
+    assert exported(parent, tmp_path)[0] == 3, "the newest"
+
+
+def test_nothing_of_another_history_is_exported_unless_it_is_named(tmp_path: Path) -> None:
+    keep_all(tmp_path / "peers", stage_chains(3), 2)
+    aside = tmp_path / "run" / "peer" / CHECKPOINTS / "other-round-00000002-00"
+    gather_checkpoint(tmp_path / "peers", aside, IDENTITY)
+    with pytest.raises(StateFileError, match="no checkpoint here"):
+        exported(tmp_path / "run", tmp_path)
+    assert exported(aside, tmp_path)[0] == 3
+    aside.rename(aside.with_name(".new-round-00000002"))
+    with pytest.raises(StateFileError, match="no checkpoint here"):
+        find_checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("none", "there is no such folder"), ("empty", "or one with folders of several peers in it")]
+)
+def test_where_there_is_none_it_is_said_what_to_name(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in (["verify", str(tmp_path / name)], ["export", "--run", str(tmp_path / name)]):
+        done = CliRunner().invoke(app, command)
+        assert isinstance(done.exception, StateFileError)
+        assert said in str(done.exception)
+
+
 def test_a_stage_that_no_peer_kept_is_named(tmp_path: Path) -> None:
     chains = stage_chains(3)
     keep(tmp_path / "run", 0, chains[0], 1)
