@@ -40,7 +40,7 @@ class Spans(PipelineState):
         member.heard_s = now_s
         if not member.is_trainer:
             raise NotAdmitted("only peers that train hold stages")
-        self._check_layers(shown.layers)
+        self._check_layers(peer, shown.layers)
         if self.capabilities.get(peer) == shown.capability:
             return
         self.record(f.CapabilityShown(peer=peer, capability=shown.capability))
@@ -49,18 +49,20 @@ class Spans(PipelineState):
             self._assign({peer: span})
         self._is_plan_due = True
 
-    def _check_layers(self, layers: tuple[LayerSize, ...]) -> None:
-        if not self.layers:
+    def _check_layers(self, peer: str, layers: tuple[LayerSize, ...]) -> None:
+        """Whoever came first has said what the layers are; while nothing is cut, only as long as somebody is here who
+        says so."""
+        difference = _difference(self.layers, layers)
+        others = sorted(self.capabilities.keys() - {peer})
+        if not self.layers or (difference and not self.boundaries and not others):
             self.record(f.LayersDescribed(layers=layers))
-        elif len(self.layers) != len(layers):
-            raise ModelMismatch(f"this model has {len(layers)} layers here, {len(self.layers)} in the run")
-        else:
-            for number, (ours, theirs) in enumerate(zip(self.layers, layers, strict=True)):
-                if ours.parameters_bytes != theirs.parameters_bytes:
-                    raise ModelMismatch(
-                        f"layer {number} has {theirs.parameters_bytes} bytes of parameters here, "
-                        f"{ours.parameters_bytes} in the run"
-                    )
+        elif difference:
+            they = self._name(others) if others else "those who came first"
+            undo = "host the run anew under another name" if self.boundaries else "stop them, and join again"
+            raise ModelMismatch(
+                f"this model is not the run's: {difference}, as {they} said. All need the same release of shoal and of "
+                f"the recipe; if it is they who have another one, {undo}"
+            )
 
     def _is_state_missing(self, span: tuple[int, int]) -> bool:
         """Whether nobody holds the newest state of one of its stages: who held it last may have it on its disk."""
@@ -215,3 +217,16 @@ class Spans(PipelineState):
             left_s = rest.until_s - self.unix_s
             said += f"; {self._name([peer])} {rest.reason}, and may come again in {left_s:.0f} s"
         return said
+
+
+def _difference(run: tuple[LayerSize, ...], here: tuple[LayerSize, ...]) -> str:
+    """In words; empty where there is none that matters."""
+    if len(run) != len(here):
+        return f"it has {len(here)} layers here, {len(run)} in the run"
+    for number, (theirs, ours) in enumerate(zip(run, here, strict=True)):
+        if theirs.parameters_bytes != ours.parameters_bytes:
+            return (
+                f"layer {number} has {ours.parameters_bytes} bytes of parameters here, "
+                f"{theirs.parameters_bytes} in the run"
+            )
+    return ""

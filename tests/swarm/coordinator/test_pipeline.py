@@ -8,6 +8,7 @@ from tests.swarm.coordinator.pipeline_world import (
     LAYERS,
     MICRO,
     SIZES,
+    SMALL,
     STAGES,
     WHOLE,
     Peer,
@@ -18,7 +19,7 @@ from tests.swarm.coordinator.pipeline_world import (
     model,
     run_file,
 )
-from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry
+from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, peer_name
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.journal import Journal
@@ -26,7 +27,7 @@ from shoal.swarm.coordinator.leases import Ranges, to_wire
 from shoal.swarm.coordinator.pipeline_drives import Batch, Drives
 from shoal.swarm.coordinator.pipeline_planner import planner_of
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
-from shoal.swarm.messages import Capability, PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
+from shoal.swarm.messages import Capability, LayerSize, PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
 from shoal.swarm.verdicts import chain_hash, genesis, tied_together
 
 CELLS = [(start, start + MICRO) for start in range(0, BATCH, MICRO)]
@@ -475,6 +476,33 @@ def test_the_first_plan_of_a_free_number_of_stages_waits_for_those_that_start_to
     world.restart()
     rounds(world, 1)
     assert world.machine.boundaries == (0, 2, 4, 6)
+
+
+def test_until_the_model_is_cut_layers_bind_only_while_somebody_is_there_who_has_them() -> None:
+    world = PipelineWorld(run_file())
+    able = Capability(memory_bytes=SMALL, holds_all=False, layer_s=(0.1,) * LAYERS, bandwidth_bps=1e9, rtt_s=0.01)
+    wrong = tuple(one.model_copy(update={"parameters_bytes": 7}) for one in SIZES)
+
+    def first(layers: tuple[LayerSize, ...]) -> None:
+        said = PeerToCoordinatorShowCapability(capability=able, layers=layers)
+        world.machine.show_capability(peer_name(9), said, world.now_s)
+
+    world.machine.join(entry(9, 1000), CPU, world.now_s)
+    first(wrong)
+    with pytest.raises(ModelMismatch, match=r"1000 bytes of parameters here, 7 in the run, as name 9 said.*stop them"):
+        world.start(world.peers[0])
+    world.crash(world.peers[0])
+    world.machine.leave(peer_name(9), "done", world.now_s)
+    world.settle()
+    world.restart()
+    for peer in world.peers[:3]:
+        world.start(peer)
+    rounds(world, 1)
+    for peer in world.peers[:3]:
+        world.leave(peer)
+    world.machine.join(entry(9, 1001), CPU, world.now_s)
+    with pytest.raises(ModelMismatch, match=r"1000 in the run, as those who came first said.*under another name"):
+        first(wrong)
 
 
 def test_layers_and_samples_are_the_runs() -> None:
