@@ -77,12 +77,13 @@ def verify_command(
 
 @app.command("replay")
 def replay_command(
-    folder: Annotated[Path, typer.Argument(help="A run's folder (~/.shoal/runs/RUN-HASH), or one peer's in it.")],
+    folder: Annotated[Path, typer.Argument(help="One peer's folder (~/.shoal/runs/RUN-HASH/PEER), or the run's.")],
     number: Annotated[int | None, typer.Option("--round", min=0, help="Only up to this one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one object a line.")] = False,
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
-    """Make finished rounds again from their committed bytes, and show that the run's states come out."""
+    """Make finished rounds again from their committed bytes, and show that the run's states come out: of a pipeline, in
+    each stage that the peer has kept."""
     rows: list[Replayed] = []
     try:
         for row in replay(folder, number, _reader(identity)):

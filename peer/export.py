@@ -129,7 +129,8 @@ async def _chains(live: LiveRun, views: Sequence[RunView]) -> list[tuple[Verdict
     """Of each stage, the newest part of its chain, up to the round that the views are of."""
     chains = []
     for share, view in zip(live.shares, views, strict=True):
-        if view.verdict is None:
+        is_start = live.run_file.start is not None and view.anchor_version == 0
+        if view.verdict is None or is_start:  # what a run starts from is a checkpoint already
             raise StateFileError("no round of the run has been committed yet; try again later")
         last = view.verdict.round
         found = await fetch_verdicts(share.client, max(0, last + 1 - _RECENT_VERDICTS))

@@ -19,6 +19,7 @@ from shoal.peer.parameters import ParameterVector
 from shoal.peer.partial_state import PartialState, Wanted
 from shoal.peer.recipes import Recipe, layered_recipe, load_recipe
 from shoal.peer.rounded_anchor import fetch_rounded_anchor
+from shoal.peer.start_state import RunStart
 from shoal.peer.state import State
 from shoal.peer.state_fetch import StateFetch
 from shoal.peer.state_forms import form_named
@@ -35,17 +36,20 @@ log = logging.getLogger(__name__)
 
 _FETCH_S = 10.0
 _TRIES = 8
+_OR_EXPORT = "before its first round is committed this run has what is in the checkpoint of {}: export that"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Share:
-    """What some members hold alike: the run's state, or that of one stage. ``vectors``: anchor and outer ones."""
+    """What some members hold alike: the run's state, or that of one stage. ``vectors``: anchor and outer ones;
+    ``start``: what the run starts from, where that is a checkpoint."""
 
     client: CoordinatorClient
     layout: tuple[TensorSpec, ...]
     vectors: int
+    start: RunStart | None = None
 
     @property
     def elements(self) -> int:
@@ -53,6 +57,9 @@ class Share:
 
     async def anchor(self, view: RunView, *, rounded: bool = False) -> Tensor:
         """That of the view, (n,) float32; ``rounded``: in bfloat16 on the way. Raises ``LinkError``."""
+        if self._is_start(view):
+            anchor = (await self.state(view)).anchor
+            return anchor.bfloat16() if rounded else anchor
         if rounded:
             donors, version = self._donors(), view.anchor_version
             return (await fetch_rounded_anchor(self._endpoint, donors, version, self.elements, _FETCH_S)).bfloat16()
@@ -60,7 +67,14 @@ class Share:
 
     async def state(self, view: RunView) -> State:
         """That of the view. Raises ``LinkError``."""
+        if self._is_start(view):
+            assert self.start is not None
+            return await self.start.of(self.layout).fetch()
         return (await self._fetch(view, only_anchor=False)).whole()
+
+    def _is_start(self, view: RunView) -> bool:
+        """Whether its digest is made of the run file's, so that it is checked by tensor."""
+        return self.start is not None and view.anchor_version == 0
 
     async def _fetch(self, view: RunView, *, only_anchor: bool) -> PartialState:
         assert view.state_digest is not None
@@ -104,6 +118,8 @@ class LiveRun:
                 return await fetch(views)
             except LinkError as error:
                 if tries == _TRIES or not await self._has_gone_on(views):
+                    if (start := self.shares[0].start) is not None and views[0].anchor_version == 0:
+                        raise StateFileError(f"{error}; {_OR_EXPORT.format(start.start.source)}") from error
                     raise
                 log.warning("version %d was not had in time, now the next: %s", views[0].anchor_version, error)
         raise AssertionError("the last try returns or raises")
@@ -118,9 +134,10 @@ class LiveRun:
         except TimeoutError as error:
             lacking = [number for number, view in enumerate(views) if view.state_digest is None]
             which = f" of {', '.join(f'stage {number}' for number in lacking)}" if len(clients) > 1 and lacking else ""
-            raise StateFileError(
-                f"no member of the run holds its state{which} at the moment; try again later"
-            ) from error
+            start = self.shares[0].start
+            is_start = start is not None and views[0].anchor_version == 0
+            what = _OR_EXPORT.format(start.start.source) if start is not None and is_start else "try again later"
+            raise StateFileError(f"no member of the run holds its state{which} at the moment; {what}") from error
         return views
 
     async def _has_gone_on(self, views: Sequence[RunView]) -> bool:
@@ -150,10 +167,12 @@ async def look_at(invite: Invite) -> AsyncIterator[LiveRun]:
         run = client.run_file
         if run.recipe.name == "own":
             raise RecipeError("this run has no recipe to name its parameters: export a member's checkpoint instead")
-        recipe, vectors = load_recipe(run), 1 + outer_of(run.outer).slots
+        recipe, slots = load_recipe(run), outer_of(run.outer).slots
+        vectors, node = 1 + slots, client.node
+        start = RunStart(run.start, slots, None, node, node.trainers, _FETCH_S) if run.start is not None else None
         if run.pipeline is None:
             layout = ParameterVector(recipe.build_model(run.run.seed)).layout
-            yield LiveRun(client, recipe, (Share(client, layout, vectors),))
+            yield LiveRun(client, recipe, (Share(client, layout, vectors, start),))
             return
         pipeline = client.view.pipeline
         if pipeline is None:
@@ -165,5 +184,5 @@ async def look_at(invite: Invite) -> AsyncIterator[LiveRun]:
             for first, stop in pairwise(pipeline.boundaries)
         ]
         async with observe_stages(client, len(layouts)) as clients:
-            shares = (Share(one, layout, vectors) for one, layout in zip(clients, layouts, strict=True))
+            shares = (Share(one, layout, vectors, start) for one, layout in zip(clients, layouts, strict=True))
             yield LiveRun(client, recipe, tuple(shares))

@@ -1,15 +1,20 @@
 """Real processes start from another run's checkpoint: its files are read on one machine's disk, sent over sealed links,
 and served by a peer that is in none of the stages that need them, which no test in memory has all at once."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 from tests.integration.harness import ROUNDS_S, START_S, Swarm
-from tests.integration.test_pipeline import MEMORY, ROUNDS, STAGES, TOML, plain_vector, trained
+from tests.integration.test_pipeline import BATCH, CONTEXT, MEMORY, ROUNDS, STAGES, TOML, plain_vector, trained, values
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from shoal.peer.checkpoints.source import FolderSource
+from shoal.peer.export import export_from_run, gather_from_run
+from shoal.swarm.errors import StateFileError
+from shoal.swarm.identity import Identity
+from shoal.swarm.invite import Invite
 from shoal.swarm.run_file import parse_run_file
 
 pytestmark = pytest.mark.integration
@@ -46,3 +51,29 @@ def test_a_pipeline_goes_on_where_a_whole_model_was(swarm: Swarm) -> None:
     assert run.start.state == before.state.digest.hex()
     ours, plain = trained(members, HALF), plain_vector(2 * HALF)
     assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)
+
+
+def test_what_a_run_starts_from_can_be_exported_before_its_first_round_has_ended(swarm: Swarm) -> None:
+    host = swarm.host(SHORT.replace(PIPELINE, "").replace("reef", "whole"), "host-of-the-whole")
+    first = swarm.member(host.invite, "whole")
+    assert first.exit_code(START_S + ROUNDS_S) == 0, first.tail()
+    host.stop()
+    before = newest(first.folder / "state")
+    files = ("--from", str(first.folder / "state"))
+    endless = SHORT.replace(f"tokens = {BATCH * CONTEXT}", "tokens = 1600000").replace("max_s = 120", "max_s = 3600")
+    kinds = (("whole", endless.replace(PIPELINE, ""), torch.float32), ("stages", endless, torch.bfloat16))
+    for name, toml, dtype in kinds:
+        host = swarm.host(toml.replace("reef", f"next-{name}"), f"host-{name}", extra=files)
+        invite, out = Invite.parse(host.invite), swarm.folder / f"{name}.safetensors"
+        if name == "whole":
+            with pytest.raises(StateFileError, match=f"of round {HALF - 1} of whole-.*: export that"):
+                asyncio.run(export_from_run(invite, out))
+        member = swarm.member(host.invite, f"brings-{name}", extra=files)
+        member.event("synced", START_S + ROUNDS_S, **({"stage": STAGES - 1} if name == "stages" else {}))
+        if name == "stages":
+            with pytest.raises(StateFileError, match="no round of the run has been committed yet"):
+                asyncio.run(gather_from_run(invite, swarm.folder / "checkpoint", Identity.generate()))
+        asyncio.run(export_from_run(invite, out, rounded=dtype is torch.bfloat16))
+        assert torch.equal(values(out), before.state.anchor.to(dtype).float())
+        member.leave()
+        host.stop()
