@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.fakes.virtual_clock import run_virtual
 
+from shoal.peer.export import _chains
 from shoal.peer.live_run import LiveRun, Share
 from shoal.swarm.errors import LinkError, StateFileError
 
@@ -124,5 +125,16 @@ def test_a_stage_that_nobody_holds_is_named() -> None:
 
         with pytest.raises(StateFileError, match="no member of the run holds its state of stage 1 at the moment"):
             await run_of(one, other).at_one_version(fetch)
+
+    run_virtual(main())
+
+
+def test_what_a_run_starts_from_is_not_put_together_once_more_also_after_an_aborted_round() -> None:
+    async def main() -> None:
+        client = Client()
+        client.show(0, 3)
+        live: Any = SimpleNamespace(shares=run_of(client).shares, run_file=SimpleNamespace(start=object()))
+        with pytest.raises(StateFileError, match="no round of the run has been committed yet"):
+            await _chains(live, [client.view])
 
     run_virtual(main())
