@@ -245,6 +245,8 @@ class StageEngine(Accepting):
         if self._round is not None:
             self._send_waiting()
             self._compute_next()
+            if self.is_last:
+                self._claim_ahead()
             free = self._free_places()
             for peer in self._rooms.call(free, now_s):
                 self._emit(Note("room", peer, MicroBatch(self._round, 0, 0), self.span.first, 0))
@@ -280,8 +282,15 @@ class StageEngine(Accepting):
     def _forward(self, job: Job) -> None:
         self._running = ComputeForward(job.number, job.micro_batch, job.from_stage)
         self._emit(self._running)
-        if self.is_last:  # as late as hides the answer's way: who dies with a claim has it driven again
-            self._emit(*self._claims.ask(job.micro_batch, job.stages(self.span)))
+
+    def _claim_ahead(self) -> None:
+        """In the last stage, for what is next: as late as hides the answer's way, for the samples of a claim are driven
+        again when its peer dies."""
+        for job in self._jobs.values():
+            if job.phase == "forward":
+                self._emit(*self._claims.ask(job.micro_batch, job.stages(self.span)))
+                if self._running is None or self._running.job != job.number:
+                    return
 
     def _backward(self, job: Job) -> None:
         if not job.is_own:
