@@ -32,6 +32,7 @@ from shoal.peer.stage_members import StageMembers, stage_folder
 from shoal.peer.stage_model import StageModel
 from shoal.peer.stage_runner import StageRunner
 from shoal.peer.stage_shapes import StageShapes
+from shoal.peer.stage_tasks import Made, Task
 from shoal.peer.stage_watch import Place, is_held
 from shoal.peer.staging import Staging
 from shoal.swarm.errors import LinkError, NotAdmitted
@@ -156,6 +157,13 @@ class HeldSpan:
         if not goes_on:
             self._network.call(self.runner.end_round())
         self._network.call(self.runner.open_round(self.training.round))
+
+    def next_task(self, made: Made | None) -> Task:
+        """What is to be done after what was ``made``, as soon as there is something. Raises ``Interrupted``."""
+        task = self.runner.next_at_once(made)
+        if made is not None:
+            self._network.tell(self.runner.wake)
+        return task or self._network.call(self.runner.next_task(), interruptible=True)
 
     # What others see ------------------------------------------------------------------------------------------
 

@@ -238,7 +238,7 @@ class PipelinePeer:
         try:
             held.begin()
             while not self._stopping:
-                task = self._network.call(held.runner.next_task(made), interruptible=True)
+                task = held.next_task(made)
                 made = None
                 if not isinstance(task, LookUp):
                     made = held.training.do(task)

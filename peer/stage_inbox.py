@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -12,27 +11,29 @@ from shoal.peer.stage_tensors import StageTensors
 from shoal.swarm.channel import Channel
 from shoal.swarm.errors import Busy, NotAdmitted, StaleWork
 from shoal.swarm.messages import Acknowledged, Message, PeerToPeerNote, PeerToPeerOfferTensor
-from shoal.swarm.pipeline.effects import Effect, Fetch, MicroBatch, Note, Offer, Reply
-from shoal.swarm.pipeline.stage import StageEngine
+from shoal.swarm.pipeline.effects import Answer, Fetch, MicroBatch, Note, Offer
+from shoal.swarm.pipeline.hops import Span
 from shoal.swarm.transport import Node
 
 
 class StageInbox:
-    """``execute`` takes the engine's effects."""
+    """``offered`` and ``noted`` tell the engine, and have what follows done."""
 
     def __init__(
         self,
         node: Node,
-        engine: StageEngine,
+        span: Span,
         shapes: StageShapes,
         tensors: StageTensors,
-        execute: Callable[[list[Effect]], None],
+        offered: Callable[[Offer], Answer],
+        noted: Callable[[Note], None],
     ) -> None:
         self._node = node
-        self._engine = engine
+        self._span = span
         self._shapes = shapes
         self._tensors = tensors
-        self._execute = execute
+        self._offered = offered
+        self._noted = noted
         self._offers: dict[tuple[str, str, int], PeerToPeerOfferTensor] = {}
         self._is_open = False
 
@@ -40,7 +41,7 @@ class StageInbox:
         """Listen, until ``close``."""
         self._is_open = True
         self._node.control.handle(PeerToPeerNote, self._on_note)
-        for stage in range(self._engine.span.first, self._engine.span.last + 1):
+        for stage in range(self._span.first, self._span.last + 1):
             self._node.control.handle(PeerToPeerOfferTensor, partial(self._on_offer, stage), scope_of(stage))
 
     def close(self) -> None:
@@ -65,22 +66,19 @@ class StageInbox:
         self._offers.setdefault(key, message)
         micro_batch = MicroBatch(message.round, message.start, message.stop)
         offer = Offer(message.kind, sender, micro_batch, stage, message.attempt, message.number)
-        reply, *effects = self._engine.offered(offer, now_s())
-        assert isinstance(reply, Reply)
-        self._execute(effects)
-        if reply.answer == "accepted":
+        answer = self._offered(offer)
+        if answer == "accepted":
             return Acknowledged()
         if not is_known:
             self._offers.pop(key, None)
-        if reply.answer == "busy":
+        if answer == "busy":
             raise Busy("no room for another micro-batch now")
         raise StaleWork("that micro-batch is not, or not any more, of use here")
 
     async def _on_note(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerNote)
         micro_batch = MicroBatch(message.round, message.start, message.stop)
-        note = Note(message.kind, self._member(channel), micro_batch, message.stage, message.attempt)
-        self._execute(self._engine.noted(note, now_s()))
+        self._noted(Note(message.kind, self._member(channel), micro_batch, message.stage, message.attempt))
         return Acknowledged()
 
     def _member(self, channel: Channel) -> str:
@@ -90,8 +88,3 @@ class StageInbox:
         if peer is None:
             raise NotAdmitted("only members of the run take part in its pipeline")
         return peer
-
-
-def now_s() -> float:
-    """The engine's clock: the event loop's."""
-    return asyncio.get_running_loop().time()

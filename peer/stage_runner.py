@@ -1,7 +1,8 @@
 """The engine of a pipeline's peer at work: its effects are executed on the event loop, what comes back are its events.
 
-Computations go to the training thread, which takes one task after the other (``next_task``); the engine has at most one
-of them out.
+Computations go to the training thread, which takes one task after the other; the engine has at most one of them out.
+What the training thread has computed it tells the engine itself (``next_at_once``): the next task need not wait for the
+loop, which does the rest of what follows when its turn comes.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 
 from shoal.compression.codec import CodecError
 from shoal.peer.stage_claims import ClaimLine, DriveLine
-from shoal.peer.stage_inbox import StageInbox, now_s
+from shoal.peer.stage_engine import SharedEngine
+from shoal.peer.stage_inbox import StageInbox
 from shoal.peer.stage_members import StageMembers, scope_of
 from shoal.peer.stage_shapes import StageShapes
 from shoal.peer.stage_tasks import Backward, Forget, Forward, LookUp, Made, Task
 from shoal.peer.stage_tensors import StageTensors, offer_of
-from shoal.peer.stage_watch import StageWatch
+from shoal.peer.stage_watch import Attention, StageWatch
 from shoal.peer.staging import Staging
 from shoal.swarm.coordinator.leases import Ranges
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
@@ -27,6 +30,7 @@ from shoal.swarm.messages import Acknowledged, PeerToPeerNote
 from shoal.swarm.pipeline.effects import (
     AskToDrive,
     Claim,
+    Compute,
     ComputeBackward,
     ComputeForward,
     Done,
@@ -52,13 +56,15 @@ class StageRunner:
     def __init__(self, members: StageMembers, engine: StageEngine, shapes: StageShapes, staging: Staging) -> None:
         self._members = members
         self._engine = engine
+        self._shared = SharedEngine(engine, self._execute, self._begin)
         self._shapes = shapes
         self._node = members.run.node
         self._deadlines = members.run.client.deadlines
         self._tensors = StageTensors(self._node, staging)
         self._drives = DriveLine(members.run.client)
         self._watch = StageWatch(members, engine.span)
-        self._inbox = StageInbox(self._node, engine, shapes, self._tensors, self._execute)
+        offered, noted = self._shared.offered, self._shared.noted
+        self._inbox = StageInbox(self._node, engine.span, shapes, self._tensors, offered, noted)
         self._lines: dict[int, ClaimLine] = {
             stage: ClaimLine(members.stages[stage].client, self._claim_answered)
             for stage in range(engine.span.first, engine.span.last + 1)
@@ -83,10 +89,12 @@ class StageRunner:
 
     async def run(self) -> None:
         """Take part until ``close``."""
+        self._shared.open()
         self._inbox.open()
         try:
             with suppress(_Over):
                 async with task_scope() as self._tasks:
+                    self._tasks.create_task(self._shared.run())
                     for line in self._lines.values():
                         self._tasks.create_task(line.run())
                     self._tasks.create_task(self._watch.run(self._look))
@@ -112,21 +120,29 @@ class StageRunner:
     async def open_round(self, number: int) -> None:
         """The anchor of this round is in place; what was computed for another one, or before, is of no use."""
         self._round, self._is_closing = number, False
-        self._execute(self._engine.round_opened(number, now_s()))
+        self._shared.tell(self._engine.round_opened, number)
         self._look()
 
     async def end_round(self) -> None:
         """There is a verdict, or what was done here is lost."""
-        self._execute(self._engine.round_over(now_s()))
+        self._shared.tell(self._engine.round_over)
 
-    async def next_task(self, made: Made | None) -> Task:
-        """What is to be done next, after what was ``made``."""
+    def next_at_once(self, made: Made | None) -> Task | None:
+        """On the training thread: what is to be done next, after what was ``made``; None: ``next_task`` knows. After
+        something was made the loop has to be woken (``wake``)."""
         if made is not None:
-            self._take(made)
+            self._shared.hand_in(made)
+        if not self._due or self._failure is not None or self._reason():
+            return None
+        self._members.run.progress.has_work = True
+        return self._due.popleft()
+
+    async def next_task(self) -> Task:
+        """What is to be done next, as soon as there is something."""
         progress = self._members.run.progress
         while True:
             self._woken.clear()
-            reason = self._watch.attention(self._round) or ("spoilt" if self.trouble else "")
+            reason = self._reason()
             progress.has_work = bool(self._due) and not reason  # until it asks again, when this is done
             if self._failure is not None:
                 raise self._failure
@@ -138,12 +154,18 @@ class StageRunner:
                 self._watch.say_idle()
             await self._woken.wait()
 
+    def wake(self) -> None:
+        """The training thread has made something."""
+        self._shared.wake()
+
+    def _reason(self) -> Attention:
+        return self._watch.attention(self._round) or ("spoilt" if self.trouble else "")
+
     def _take(self, made: Made) -> None:
         job = made.compute.job
         if made.tensor is not None and job in self._jobs:
             kind: TensorKind = "activation" if isinstance(made.compute, ComputeForward) else "gradient"
             self._tensors.made(job, kind, made.tensor, made.targets)
-        self._execute(self._engine.computed(made.compute, now_s()))
         if self._engine.is_settled:  # perhaps the last one of the batch: the coordinator waits to hear that
             self._watch.tell_progress()
 
@@ -163,13 +185,15 @@ class StageRunner:
         self._tensors.drop_all()
         self._put(Forget(None))
         for compute in waiting:
-            self._execute(self._engine.computed(compute, now_s()))
+            self._shared.tell(self._engine.computed, compute)
 
     # Effects --------------------------------------------------------------------------------------------------
 
-    def _execute(self, effects: list[Effect]) -> None:
+    def _execute(self, effects: Iterable[Effect | Made]) -> None:
         for effect in effects:
             match effect:
+                case Made():
+                    self._take(effect)
                 case Send():
                     self._tasks.create_task(self._send(effect))
                 case Note():
@@ -178,11 +202,9 @@ class StageRunner:
                     self._begin_fetch(effect)
                 case Claim(stage=stage) | Release(stage=stage):
                     self._lines[stage].put(effect)
-                case ComputeForward():
-                    self._jobs.add(effect.job)
-                    self._put(Forward(effect, *self._tensors.take_input(effect.job)))
-                case ComputeBackward():
-                    self._put(Backward(effect, self._tensors.take_gradient(effect.job)))
+                case ComputeForward() | ComputeBackward():
+                    self._begin(effect)
+                    self._woken.set()
                 case Drop():
                     self._drop(effect.job)
                 case DropRound():
@@ -193,6 +215,14 @@ class StageRunner:
                     self._watch.driven += effect.micro_batch.samples
                 case Reply():
                     raise AssertionError("an answer that nobody asked for")
+
+    def _begin(self, compute: Compute) -> None:
+        """On either thread: what it needs is here."""
+        if isinstance(compute, ComputeForward):
+            self._jobs.add(compute.job)
+            self._due.append(Forward(compute, *self._tensors.take_input(compute.job)))
+        else:
+            self._due.append(Backward(compute, self._tensors.take_gradient(compute.job)))
 
     def _drop(self, job: int) -> None:
         if fetch := self._fetches.get(job):
@@ -216,13 +246,13 @@ class StageRunner:
         try:
             await self._node.ask(send.peer, offer_of(send, parcel), Acknowledged, wait_s, scope)
         except StaleWork:
-            self._execute(engine.refused(send, "outdated", now_s()))
+            self._shared.tell(engine.refused, send, "outdated")
         except (Busy, WireError) as error:  # the latter, too, from one that has not entered its stage yet
             log.debug("%s does not take %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
-            self._execute(engine.refused(send, "busy", now_s()))
+            self._shared.tell(engine.refused, send, "busy")
         except LinkError as error:
             log.debug("%s was not offered %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
-            self._execute(engine.send_failed(send, now_s()))
+            self._shared.tell(engine.send_failed, send)
 
     async def _note(self, note: Note) -> None:
         of = note.micro_batch
@@ -251,16 +281,16 @@ class StageRunner:
                 await in_thread(self._shapes.check_targets, targets, fetch.micro_batch.samples)
         except LinkError as error:
             log.debug("%s of %s cannot be had from %s: %s", fetch.kind, fetch.micro_batch, fetch.peer, error)
-            self._execute(self._engine.fetch_failed(fetch, now_s()))
+            self._shared.tell(self._engine.fetch_failed, fetch)
         else:
-            self._execute(self._engine.tensor_arrived(fetch, now_s()))
+            self._shared.tell(self._engine.tensor_arrived, fetch)
 
     async def _drive(self, ask: AskToDrive) -> None:
         ranges = await self._drives.ask(ask)
-        self._execute(self._engine.driving_granted(ask, ranges, now_s()))
+        self._shared.tell(self._engine.driving_granted, ask, ranges)
 
     def _claim_answered(self, claim: Claim, granted: Ranges) -> None:
-        self._execute(self._engine.claim_answered(claim, granted, now_s()))
+        self._shared.tell(self._engine.claim_answered, claim, granted)
 
     # Time and views -------------------------------------------------------------------------------------------
 
@@ -268,19 +298,19 @@ class StageRunner:
         """A view has changed: of the run, or of a stage."""
         engine = self._engine
         for peer in self._watch.take_gone():
-            self._execute(engine.replica_gone(peer, now_s()))
+            self._shared.tell(engine.replica_gone, peer)
         if (replicas := self._watch.take_replicas()) is not None and not engine.is_last:
-            self._execute(engine.replicas_changed(engine.span.last + 1, replicas, now_s()))
+            self._shared.tell(engine.replicas_changed, engine.span.last + 1, replicas)
         is_closing = self._watch.is_closing(self._round)
         if is_closing and not self._is_closing:
-            self._execute(engine.round_closing(now_s()))
+            self._shared.tell(engine.round_closing)
         self._is_closing = is_closing
         self._woken.set()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._engine.settings.retry_s)
-            self._execute(self._engine.tick(now_s()))
+            self._shared.tell(self._engine.tick)
             self._look()
 
 

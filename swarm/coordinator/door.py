@@ -106,6 +106,9 @@ class Door(Generic[M]):
         if is_complete:
             self.service.machine.tick(time.monotonic())
 
+    def heard(self) -> None:
+        """A member has said how it is: what need not wait for the next tick."""
+
     async def shown(
         self, channel: Channel, message: PeerToCoordinatorShowVerdict, take_over: Callable[[Verdict], bool]
     ) -> Message:
@@ -189,6 +192,7 @@ class Door(Generic[M]):
         async with self.service.lock:
             peer = self.machine.require_member(channel.remote_key)
             self.machine.heartbeat(peer, message, time.monotonic())
+            self.heard()
             await self.service.flush()
             self.known[peer] = message.roster_version, message.verdict_chain
             return self.view(peer)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from shoal.swarm.control import Channel
 from shoal.swarm.coordinator.door import Door, Handler
-from shoal.swarm.coordinator.leases import to_wire
+from shoal.swarm.coordinator.leases import Ranges, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.outdated import is_known
 from shoal.swarm.coordinator.pipeline import PipelineMachine
@@ -30,6 +33,9 @@ from shoal.swarm.messages import (
     PeerToCoordinatorShowVerdict,
     RosterEntry,
 )
+
+if TYPE_CHECKING:
+    from shoal.swarm.coordinator.service import CoordinatorService
 
 
 async def _ready(door: Door[RunMachine] | Door[StageMachine], channel: Channel, message: Message) -> Message:
@@ -80,6 +86,11 @@ class RunDoor(Door[RunMachine]):
 class PipelineDoor(Door[PipelineMachine]):
     """Of a pipeline run: its peers, what they can do and what they drive."""
 
+    def __init__(self, service: CoordinatorService, machine: PipelineMachine, scope: int) -> None:
+        super().__init__(service, machine, scope)
+        self._assembled = asyncio.Event()
+        self._assembled.set()
+
     def requests(self) -> dict[type[Message], Handler]:
         return super().requests() | {
             PeerToCoordinatorDescribeModel: self._describe,
@@ -101,10 +112,25 @@ class PipelineDoor(Door[PipelineMachine]):
         return Acknowledged()
 
     async def _drive(self, channel: Channel, message: Message) -> Message:
+        """A driver that is early has its answer when the last stage has somebody, as it would ask again too late."""
         assert isinstance(message, PeerToCoordinatorDrive)
-        async with self.small_event(channel) as peer:
-            ranges = self.machine.drive(peer, message, time.monotonic())
+        ranges = await self._given(channel, message)
+        if not ranges and message.round == self.machine.round_number and not self.machine.is_assembled():
+            self._assembled.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.machine.deadlines.heartbeat_s):
+                    await self._assembled.wait()
+            ranges = await self._given(channel, message)
         return CoordinatorToPeerLease(ranges=to_wire(ranges))
+
+    async def _given(self, channel: Channel, message: PeerToCoordinatorDrive) -> Ranges:
+        async with self.small_event(channel) as peer:
+            return self.machine.drive(peer, message, time.monotonic())
+
+    def look_whether_assembled(self) -> None:
+        """Somebody in a stage has said how it is."""
+        if not self._assembled.is_set() and self.machine.is_assembled():
+            self._assembled.set()
 
 
 class StageDoor(Door[StageMachine]):
@@ -123,6 +149,10 @@ class StageDoor(Door[StageMachine]):
             PeerToCoordinatorRoundReport: lambda channel, message: _report(self, channel, message),
             PeerToCoordinatorShowVerdict: self._shown,
         }
+
+    def heard(self) -> None:
+        self._run.look_whether_assembled()
+        self.go_on_if_complete(self.machine.is_batch_done())
 
     async def entry_of(self, peer: str, channel: Channel, message: PeerToCoordinatorJoinRun) -> RosterEntry:
         """As it is known in the run."""

@@ -118,10 +118,12 @@ class PipelineMachine(Spans):
         self._drove_s[peer] = self.now_s
         self.record(f.SamplesDriven(peer=peer, ranges=to_wire(ranges), done=to_wire(done)))
 
+    def is_assembled(self) -> bool:
+        """Whether every stage has somebody who works for the round, so that there is anything to drive."""
+        return all(stage.round.phase == "training" and stage.working() for stage in self.stages)
+
     def _may_drive(self, peer: str) -> bool:
-        first = self.stages[0]
-        everywhere = all(stage.round.phase == "training" and stage.working() for stage in self.stages)
-        return everywhere and self.holds(peer, 0) and peer in first.working()
+        return self.is_assembled() and self.holds(peer, 0) and peer in self.stages[0].working()
 
     def _has_stalled(self, peer: str, now_s: float) -> bool:
         """A driver that has finished nothing for as long as a micro-batch could wait for others."""

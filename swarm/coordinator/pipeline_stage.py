@@ -34,6 +34,12 @@ class StageMachine(Hearing):
     def _keep(self, fact: f.Fact) -> None:
         self.keep(f.InScope(scope=self.scope, fact=fact))
 
+    def is_batch_done(self) -> bool:
+        """Whether all of this round's batch was claimed here and, as its replicas say, is done."""
+        if self.round.phase != "training" or self.model is None or self.leases.outstanding() < self.goal_samples():
+            return False
+        return sum(work.tokens for work in self.works()) >= self.goal().tokens
+
     # Claims ---------------------------------------------------------------------------------------------
 
     def batch(self) -> Batch | None:

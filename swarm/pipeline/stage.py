@@ -43,6 +43,7 @@ class StageEngine(Accepting):
         and after this one, must not use the same ones in a round."""
         super().__init__(span, settings, router, first_number)
         self._running: Compute | None = None
+        self._was_backward = False
 
     @property
     def kept_activations(self) -> int:
@@ -245,6 +246,8 @@ class StageEngine(Accepting):
         if self._round is not None:
             self._send_waiting()
             self._compute_next()
+            if self.is_last:
+                self._claim_ahead()
             free = self._free_places()
             for peer in self._rooms.call(free, now_s):
                 self._emit(Note("room", peer, MicroBatch(self._round, 0, 0), self.span.first, 0))
@@ -254,24 +257,37 @@ class StageEngine(Accepting):
         return effects
 
     def _compute_next(self) -> None:
-        """One forward, one backward (1F1B): backward work first, it frees memory here and goes on elsewhere; else the
-        oldest forward; else one of our own, unless others wait for the place."""
-        if self._running is not None:
-            return
+        """One forward, one backward (1F1B) while there are both: what goes on in bursts leaves others idle before and
+        after."""
+        if self._running is None:
+            first, second = self._go_forward, self._go_back
+            if not self._was_backward:
+                first, second = second, first
+            if not first():
+                second()
+
+    def _go_back(self) -> bool:
         for job in self._jobs.values():
             if job.phase == "backward" and self._may_go_back(job):
                 self._backward(job)
-                return
+                return True
+        return False
+
+    def _go_forward(self) -> bool:
+        """The oldest; else one of our own, unless others wait for the place."""
         for job in self._jobs.values():
             if job.phase == "forward":
                 self._forward(job)
-                return
-        if self._free_places() > self._rooms.held(self._now_s):
-            micro_batch = self._driving.next(self._jobs)
-            if micro_batch is not None:
-                job = self._new_job(micro_batch, 0)
-                job.is_own, job.phase = True, "forward"
-                self._forward(job)
+                return True
+        if self._free_places() <= self._rooms.held(self._now_s):
+            return False
+        micro_batch = self._driving.next(self._jobs)
+        if micro_batch is None:
+            return False
+        job = self._new_job(micro_batch, 0)
+        job.is_own, job.phase = True, "forward"
+        self._forward(job)
+        return True
 
     def _may_go_back(self, job: Job) -> bool:
         has_room = job.is_own or self._handbacks.has_room(self._now_s)
@@ -279,13 +295,22 @@ class StageEngine(Accepting):
 
     def _forward(self, job: Job) -> None:
         self._running = ComputeForward(job.number, job.micro_batch, job.from_stage)
+        self._was_backward = False
         self._emit(self._running)
-        if self.is_last:  # as late as hides the answer's way: who dies with a claim has it driven again
-            self._emit(*self._claims.ask(job.micro_batch, job.stages(self.span)))
+
+    def _claim_ahead(self) -> None:
+        """In the last stage, for what is next: as late as hides the answer's way, for the samples of a claim are driven
+        again when its peer dies."""
+        for job in self._jobs.values():
+            if job.phase == "forward":
+                self._emit(*self._claims.ask(job.micro_batch, job.stages(self.span)))
+                if self._running is None or self._running.job != job.number:
+                    return
 
     def _backward(self, job: Job) -> None:
         if not job.is_own:
             self._emit(*self._handbacks.make_room(self._now_s))
         accumulate = self._claims.count(job.micro_batch, job.stages(self.span))
         self._running = ComputeBackward(job.number, job.micro_batch, job.from_stage, accumulate)
+        self._was_backward = True
         self._emit(self._running)

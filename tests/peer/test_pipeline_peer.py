@@ -94,14 +94,14 @@ class Side:
             if visit in self.begins:
                 raise self.begins[visit]
 
-        async def next_task(made: Any) -> LookUp:
+        def next_task(made: Any) -> LookUp:
             return LookUp("moved")
 
         def leave() -> None:
             self.log.append(f"leaves {place.span.first}")
             self.client.look()
 
-        return SimpleNamespace(begin=begin, leave=leave, runner=SimpleNamespace(next_task=next_task))
+        return SimpleNamespace(begin=begin, leave=leave, next_task=next_task)
 
 
 def test_who_waits_for_a_state_of_a_stage_that_is_taken_away_goes_where_it_is_wanted(

@@ -243,7 +243,10 @@ class Peer:
             await self.runner.open_round(ROUND)
             made: Made | None = None
             while True:
-                task = await self.runner.next_task(made)
+                task = self.runner.next_at_once(made)
+                self.runner.wake()
+                if task is None:
+                    task = await self.runner.next_task()
                 if isinstance(task, LookUp):
                     assert self.may_look_up
                     self.looked_up.put_nowait(task.reason)

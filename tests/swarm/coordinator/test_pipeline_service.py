@@ -296,3 +296,34 @@ async def test_everybody_is_answered_while_the_planner_is_at_it(
         journal.close()
         await first.stop()
         await second.stop()
+
+
+@run
+async def test_a_round_goes_on_with_who_was_awaited_and_not_with_the_next_tick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_TICK_S", LONG_S)
+    file, member = parse_run_file(TOML), Member()
+    member.allowed.add(HOST_IDENTITY.coordinator_keys().public)
+    await member.start()
+    journal = Written(tmp_path, file.hash, TOML)
+    async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal) as service:
+        peer = Peer(member, service)
+        await peer.join()
+        await peer.show()
+        await peer.cut()
+        await peer.enter(1)
+        drive = PeerToCoordinatorDrive(round=0, samples=100, done=())
+        early = asyncio.create_task(peer.ask(drive, CoordinatorToPeerLease))
+        assert await peer.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
+        assert not early.done(), "nobody is in the last stage yet"
+        await peer.enter(2)
+        async with asyncio.timeout(service.machine.deadlines.heartbeat_s / 2):
+            lease = await early
+        assert count(from_wire(lease.ranges)) == SAMPLES
+        await peer.claim(1, lease.ranges)
+        assert (await peer.beat(1)).phase == "training"
+        await peer.claim(2, lease.ranges)
+        assert (await peer.beat(2)).phase == "closing"
+    await member.stop()
+    journal.close()

@@ -397,6 +397,39 @@ def test_a_claim_under_way_serves_the_next_attempt() -> None:
 # The next hop -------------------------------------------------------------------------------------------------
 
 
+def test_forward_and_backward_take_turns_while_there_are_both() -> None:
+    peer = Peer(in_flight=4)
+    sent = [peer.forward(0), peer.forward(1)]
+    peer.arrive(2)
+    running: Compute = peer.only(ComputeForward)
+    peer.arrive(3)
+    for one in sent:
+        peer.gradient(one)
+    order: list[tuple[type[Compute], int]] = []
+    for kind in (ComputeBackward, ComputeForward, ComputeBackward):
+        peer.do("computed", running)
+        running = peer.only(kind)
+        order.append((kind, running.micro_batch.start))
+    assert order == [(ComputeBackward, 0), (ComputeForward, 6), (ComputeBackward, 2)]
+
+
+def test_the_last_stage_claims_one_ahead() -> None:
+    """So the answer is here when its turn comes; of those that wait longer, others may have more to say till then."""
+    peer = Peer(first=2, last=2, in_flight=4)
+    peer.arrive(0)
+    assert peer.only(Claim).micro_batch == batch(0)
+    running = peer.only(ComputeForward)
+    peer.arrive(1)
+    assert peer.only(Claim).micro_batch == batch(1)
+    peer.arrive(2)
+    assert not peer.some(Claim)
+    peer.do("claim_answered", peer.ever(Claim)[0], as_range(batch(0)))
+    peer.do("computed", running)
+    peer.do("computed", peer.only(ComputeBackward))
+    assert peer.only(ComputeForward).micro_batch == batch(1)
+    assert peer.only(Claim).micro_batch == batch(2)
+
+
 def test_a_dead_next_hop_costs_a_resend() -> None:
     peer = Peer()
     sent = peer.forward(0)

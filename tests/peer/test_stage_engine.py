@@ -1,0 +1,90 @@
+"""One engine, told by the event loop and by what the training thread hands in."""
+
+import asyncio
+import threading
+
+from tests.swarm.pipeline.turns import Turns
+
+from shoal.peer.stage_engine import SharedEngine
+from shoal.peer.stage_tasks import Made
+from shoal.swarm.pipeline.effects import Compute, ComputeForward, Effect, Fetch, MicroBatch, Offer, Send
+from shoal.swarm.pipeline.hops import Settings, Span
+from shoal.swarm.pipeline.stage import StageEngine
+
+ROUND = 3
+
+
+class Side:
+    """The middle one of three stages, in its loop. ``done``: in this order; ``begun``: by the training thread."""
+
+    def __init__(self) -> None:
+        self.engine = StageEngine(Span(1, 1), Settings(3, 2, 4, 2.0, 30.0), Turns(30.0, 2.0))
+        self.done: list[Effect | Made] = []
+        self.begun: list[Compute] = []
+        self.shared = SharedEngine(self.engine, self.done.extend, self.begun.append)
+        self.shared.open()
+        self.shared.tell(self.engine.round_opened, ROUND)
+        self.shared.tell(self.engine.replicas_changed, 2, {"down": None})
+
+    def arrive(self, index: int) -> None:
+        """A micro-batch's input."""
+        micro_batch = MicroBatch(ROUND, 2 * index, 2 * index + 2)
+        assert self.shared.offered(Offer("activation", "up", micro_batch, 1, 1, index)) == "accepted"
+        (fetch,) = [one for one in self.done if isinstance(one, Fetch) and one.micro_batch == micro_batch]
+        self.shared.tell(self.engine.tensor_arrived, fetch)
+
+    def train(self, micro_batches: int) -> None:
+        """As the training thread does: from one computation to the next."""
+        (compute,) = [one for one in self.done if isinstance(one, ComputeForward)]
+        for number in range(micro_batches):
+            self.shared.hand_in(Made(compute))
+            compute = self.begun[number] if number < len(self.begun) else compute
+
+
+def test_the_next_computation_waits_for_no_turn_of_the_loop() -> None:
+    async def main() -> None:
+        side = Side()
+        side.arrive(0)
+        side.arrive(1)
+        before = list(side.done)
+        (first,) = [one for one in before if isinstance(one, ComputeForward)]
+        side.shared.hand_in(Made(first))
+        assert [one.micro_batch.start for one in side.begun] == [2]
+        assert side.done == before, "the loop has not had a turn"
+
+    asyncio.run(main())
+
+
+def test_what_follows_from_what_is_handed_in_is_done_before_anything_newer() -> None:
+    async def main() -> None:
+        side = Side()
+        side.arrive(0)
+        running = asyncio.create_task(side.shared.run())
+        await asyncio.sleep(0)
+        thread = threading.Thread(target=side.train, args=(1,))
+        thread.start()
+        thread.join()
+        side.arrive(1)
+        kinds = [type(one) for one in side.done]
+        assert kinds == [Fetch, ComputeForward, Made, Send, Fetch, ComputeForward]
+        running.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_loop_does_what_follows_when_it_is_woken() -> None:
+    async def main() -> None:
+        side = Side()
+        for index in range(3):
+            side.arrive(index)
+        async with asyncio.timeout(10.0):
+            running = asyncio.create_task(side.shared.run())
+            await asyncio.to_thread(side.train, 3)
+            assert not [one for one in side.done if isinstance(one, Send)]
+            side.shared.wake()
+            while len([one for one in side.done if isinstance(one, Send)]) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert [one.micro_batch.start for one in side.done if isinstance(one, Send)] == [0, 2, 4]
+        running.cancel()
+
+    asyncio.run(main())
