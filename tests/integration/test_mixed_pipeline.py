@@ -20,7 +20,7 @@ def test_a_peer_with_the_whole_model_and_three_with_a_stage_each(swarm: Swarm) -
     armed = swarm.folder / "armed"
     whole = swarm.member(host.invite, "whole", launcher("backward", 2, armed))
     assert span(whole) == (0, STAGES - 1)
-    whole.committed()
+    whole.committed(after=whole.committed()["round"] + 2)
     armed.touch()
     assert whole.exit_code(START_S + ROUNDS_S) == KILLED, whole.tail()
     check(host, others, ROUNDS, EVEN)
