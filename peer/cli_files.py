@@ -102,12 +102,15 @@ def restore_command(
     identity: IdentityOption = SHOAL_HOME / "identity",
     only_list: Annotated[bool, typer.Option("--list", help="Show what is there.")] = False,
     all_stages: Annotated[bool, typer.Option(help="Of a pipeline all, not only those that this peer copied.")] = False,
+    number: Annotated[
+        int | None, typer.Option("--round", min=0, help="The copy of that round, and not the newest one.")
+    ] = None,
 ) -> None:
     """Bring back the newest whole copy of a run's checkpoint; `shoal join` goes on from it."""
     if only_list:
         list_copies(url, console)
     else:
-        restore(url, to, identity, console, all_stages=all_stages)
+        restore(url, to, identity, console, all_stages=all_stages, number=number)
 
 
 @app.command("checkpoint")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
 from shoal.peer.checkpoints.reading import CheckpointTensors
@@ -20,7 +19,6 @@ from shoal.peer.start_files import hash_of, run_of, whole_checkpoints
 from shoal.swarm.coordinator.journal_files import JOURNAL
 from shoal.swarm.errors import ModelMismatch, RecipeError, RunFileError, StateFileError
 from shoal.swarm.identity import Identity
-from shoal.swarm.messages import TensorSpec
 from shoal.swarm.run_file import RunFile, load_run_file, parse_run_file
 from shoal.swarm.start import StartSection, StartTensor
 
@@ -56,11 +54,32 @@ def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tuple[str
 
 
 def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
-    """What makes ``run`` start from the newest checkpoint there; all of it is read, a few files at a time. The outer
-    optimizer's vectors are taken over where the run has the same outer optimizer.
+    """What makes ``run`` start from the newest checkpoint there that is whole; all of it is read, a few files at a
+    time. The outer optimizer's vectors are taken over where the run has the same outer optimizer.
 
     Raises ``StateFileError``."""
-    source, manifest = _newest(start_from.folder, start_from.reader)
+    found = _newest_first(start_from.folder, start_from.reader)
+    for source, manifest in found:
+        try:
+            section, spoilt = _section_of(source, manifest, start_from, run)
+        except StateFileError as error:
+            if manifest is found[-1][1]:
+                raise
+            log.warning("a checkpoint cannot be used, an older one may do: %s", error)
+            continue
+        if spoilt:
+            raise StateFileError(
+                f"{source.place(MANIFEST)}: tensor {spoilt[0]!r} has values that are infinite or not a number: the run "
+                "had diverged; give the checkpoint of an earlier round"
+            )
+        return section
+    raise AssertionError("there is one, and the last one returns or raises")
+
+
+def _section_of(
+    source: Source, manifest: Manifest, start_from: StartFrom, run: RunFile
+) -> tuple[StartSection, list[str]]:
+    """Of that checkpoint; and the tensors that no training can go on from."""
     before = parse_run_file(manifest.run_toml, f"{source.place(MANIFEST)}: run_toml")
     tokens, steps = manifest.tokens, manifest.anchor_version
     if before.start is not None:
@@ -69,29 +88,21 @@ def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
     goes_on = before.outer.optimizer == run.outer.optimizer and manifest.outer_vectors == outer_of(run.outer).slots
     if start_from.only_parameters:
         tokens, goes_on = 0, False
-    tensors = CheckpointTensors(source, manifest)
-    rows = 1 + (manifest.outer_vectors if goes_on else 0)
-    return StartSection(
+    read, tensors, spoilt = CheckpointTensors(source, manifest), dict[str, StartTensor](), list[str]()
+    for spec in manifest.layout:
+        rows = read.rows(spec.name, 1 + (manifest.outer_vectors if goes_on else 0))
+        if not bool(torch.isfinite(rows).all()):
+            spoilt.append(spec.name)
+        tensors[spec.name] = StartTensor(shape=spec.shape, sha256=hash_of(spec.shape, rows))
+    section = StartSection(
         run=run_of(manifest),
         round=manifest.round,
         state=manifest.state_digest,
         tokens=tokens,
         outer_steps=steps if goes_on else 0,
-        tensors={
-            spec.name: StartTensor(shape=spec.shape, sha256=_hash(source, spec, tensors.rows(spec.name, rows)))
-            for spec in manifest.layout
-        },
+        tensors=tensors,
     )
-
-
-def _hash(source: Source, spec: TensorSpec, rows: Tensor) -> str:
-    """Raises ``StateFileError`` where no training can go on from."""
-    if not bool(torch.isfinite(rows).all()):
-        raise StateFileError(
-            f"{source.place(MANIFEST)}: tensor {spec.name!r} has values that are infinite or not a number: the run had "
-            "diverged; give the checkpoint of an earlier round"
-        )
-    return hash_of(spec.shape, rows)
+    return section, spoilt
 
 
 def with_section(text: str, start: StartSection, where: str) -> tuple[str, RunFile]:
@@ -127,7 +138,8 @@ def _check_model(run: RunFile, start: StartSection) -> None:
         raise ModelMismatch(f"the run's model is not that of {start.source}: {difference}")
 
 
-def _newest(folder: Path, identity: Identity | None) -> tuple[Source, Manifest]:
+def _newest_first(folder: Path, identity: Identity | None) -> list[tuple[Source, Manifest]]:
+    """At least one, all of one run."""
     refused: list[str] = []
     found = sorted(whole_checkpoints(folder, identity, refused), key=lambda one: -one[1].round)
     if not found:
@@ -137,4 +149,4 @@ def _newest(folder: Path, identity: Identity | None) -> tuple[Source, Manifest]:
         )
     if len({manifest.run_hash for _, manifest in found}) > 1:
         raise StateFileError(f"{folder}: checkpoints of several runs are here; give the folder of one")
-    return found[0]
+    return found

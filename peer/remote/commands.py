@@ -36,9 +36,11 @@ def list_copies(url: str, console: Console) -> None:
     console.print(table if table.row_count else "There is no copy of a checkpoint.")
 
 
-def restore(url: str, to: Path, identity: Path, console: Console, *, all_stages: bool) -> None:
-    """Bring the newest whole copy, of a pipeline one of each stage. Raises the errors of ``Restorer.restore`` and of
-    identity files."""
+def restore(
+    url: str, to: Path, identity: Path, console: Console, *, all_stages: bool, number: int | None = None
+) -> None:
+    """Bring the newest whole copy, or that of round ``number``, of a pipeline one of each stage. Raises the errors of
+    ``Restorer.restore`` and of identity files."""
     remote = RemoteStore.open(url)
     copies = find_copies(remote)
 
@@ -46,7 +48,7 @@ def restore(url: str, to: Path, identity: Path, console: Console, *, all_stages:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     restorer = Restorer(remote, to, Identity.load_or_create(identity), say)
-    for folder in restorer.restore(copies, all_stages=all_stages):
+    for folder in restorer.restore(copies, all_stages=all_stages, number=number):
         say(f"Restored to {folder}")
     own = [f"--state {to}"] * (to != Path.home() / ".shoal" / "runs") + [f"--identity {identity}"]
     say(f"`shoal join INVITE {' '.join(own)}` goes on from it")

@@ -11,6 +11,9 @@ from shoal.peer.remote.listing import LAST_FILES, round_in
 from shoal.peer.remote.remote_store import RemoteStore
 
 _DEEPEST = 4  # URL / run / peer / stage / round
+_SAID = 4
+"""Rounds that a message names of each stage."""
+
 _STAGE = re.compile(r"stage-([0-9]{5})")
 
 
@@ -68,8 +71,24 @@ def stages_needed(copies: Sequence[Copy], mine: str) -> list[int]:
     return sorted({copy.stage for copy in copies if copy.stage is not None and (not own or copy.stage in own)})
 
 
-def in_step(copies: Sequence[Copy], stages: Sequence[int]) -> Iterator[int]:
-    """The rounds of which there is a finished copy of each of these stages, newest first: the run goes on from a
+def in_step(copies: Sequence[Copy]) -> Iterator[int]:
+    """The rounds of which there is a finished copy of each stage that has any, newest first: the run goes on from a
     version that all its stages have."""
-    rounds = [{copy.round for copy in copies if copy.stage == stage and copy.last is not None} for stage in stages]
-    yield from sorted(set.intersection(*rounds), reverse=True)
+    yield from sorted(set.intersection(*map(set, _rounds(copies).values())), reverse=True)
+
+
+def say_rounds(copies: Sequence[Copy]) -> str:
+    """Of which rounds there are finished copies, of each stage if there are any."""
+    said = []
+    for stage, rounds in _rounds(copies).items():
+        newest = [str(number) for number in sorted(rounds, reverse=True)]
+        more = f" and {len(newest) - _SAID} older" if len(newest) > _SAID else ""
+        which = ", ".join(newest[:_SAID]) + more if newest else "none that is finished"
+        said.append(which if stage is None else f"stage {stage}: {which}")
+    return "; ".join(said)
+
+
+def _rounds(copies: Sequence[Copy]) -> dict[int | None, set[int]]:
+    """Of the finished ones, by stage."""
+    stages = sorted({copy.stage for copy in copies}, key=lambda stage: -1 if stage is None else stage)
+    return {stage: {copy.round for copy in copies if copy.stage == stage and copy.last is not None} for stage in stages}

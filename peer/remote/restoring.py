@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from shoal.peer.checkpoints.manifest import FileEntry, Manifest, read_manifest
 from shoal.peer.checkpoints.sealed_folder import MAX_ENVELOPE_BYTES, SUFFIX, opened
 from shoal.peer.checkpoints.source import FolderSource, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
-from shoal.peer.remote.copies import Copy, by_preference, in_step, stages_needed
+from shoal.peer.remote.copies import Copy, by_preference, in_step, say_rounds, stages_needed
 from shoal.peer.remote.listing import LAST_FILES, Listing, entry_of, read_listing, round_in
 from shoal.peer.remote.remote_store import RemoteStore
 from shoal.peer.stage_members import stage_folder
@@ -54,12 +54,13 @@ class Restorer:
         self._say = say
         self._pause = pause
 
-    def restore(self, copies: Sequence[Copy], *, all_stages: bool = False) -> list[Path]:
+    def restore(self, copies: Sequence[Copy], *, all_stages: bool = False, number: int | None = None) -> list[Path]:
         """The newest one that is whole and can be opened; the folder that it is in now. What is there already is not
-        touched: where it is as new, it is what is returned.
+        touched: where it is as new, it is what is returned. ``number``: of that round, and no other.
 
         Of a pipeline one of each stage that this peer has copied, or of all (``all_stages``, or where it has copied
-        none), of one round if there is such a one.
+        none), of the newest round of which all stages have a copy, whichever of them are brought here: nobody can go
+        on from anything else.
 
         Raises ``StateFileError`` when there is none, ``SealedForOthers`` when they are all sealed for others,
         ``UserError`` for copies of several runs, ``RemoteStorageError``, ``StorageError``."""
@@ -69,34 +70,65 @@ class Restorer:
                 f"{self._remote.shown(runs[0])}"
             )
         staged = [copy for copy in copies if copy.stage is not None]
+        stages = stages_needed(staged, "" if all_stages else self._identity.peer_id)
+        if number is not None:
+            copies = self._of_round(number, [copy for copy in copies if not staged or copy.stage in stages])
         if not staged:
-            return self._install_all([self._fetch_best(copies)])
-        fetched = self._fetch_stages(staged, stages_needed(staged, "" if all_stages else self._identity.peer_id))
+            return self._install_all([self._fetch_best(copies, is_exact=number is not None)])
+        if number is not None:
+            there = [stage for stage in stages if any(copy.stage == stage for copy in copies)]
+            fetched = self._fetch_each(copies, there)
+            for stage in sorted(set(stages).difference(there)):
+                self._say(f"there is no copy of round {number} of stage {stage}")
+        else:
+            fetched = self._fetch_in_step(staged, stages)
         missing = sorted(set(range(fetched[0].stages)) - {copy.stage for copy in staged})
         if missing:
-            which = ", ".join(f"stage {number}" for number in missing)
+            which = ", ".join(f"stage {one}" for one in missing)
             self._say(f"there is no copy of {which}: unless a peer has kept what is missing, the run begins anew")
         return self._install_all(fetched)
 
-    def _fetch_stages(self, staged: Sequence[Copy], stages: Sequence[int]) -> list[_Fetched]:
-        """Of one round if there is such a one."""
-        for number in in_step(staged, stages):
+    def _of_round(self, number: int, copies: Sequence[Copy]) -> list[Copy]:
+        found = [copy for copy in copies if copy.round == number]
+        if copies and not found:
+            raise StateFileError(f"{self._remote.url}: there is no copy of round {number}: {say_rounds(copies)}")
+        return found
+
+    def _fetch_in_step(self, staged: Sequence[Copy], stages: Sequence[int]) -> list[_Fetched]:
+        """These stages, of the newest round that all have and that can be used."""
+        refusals: list[StateFileError] = []
+        for number in in_step(staged):
             try:
-                return self._fetch_each([copy for copy in staged if copy.round == number], stages)
+                fetched = self._fetch_each([copy for copy in staged if copy.round == number], stages)
             except StateFileError as error:
                 self._say(f"round {number} of the stages cannot be had: {error}")
-        self._say(
-            "there is no round of which all these stages have a copy: the run goes back to a version that its members "
-            "have of all stages, or to its beginning"
+                refusals.append(error)
+                continue
+            newest = max(copy.round for copy in staged if copy.stage in stages and copy.last is not None)
+            if refusals:
+                self._say(
+                    f"bring this round to the peers of the other stages, too: `shoal restore URL --round {number}`"
+                )
+            elif number < newest:
+                self._say(
+                    f"round {number} is the newest of which all stages have a copy ({say_rounds(staged)}); where the "
+                    f"peers of other stages have kept what they held, `--round {newest}` brings a newer one beside it"
+                )
+            return fetched
+        if refusals and all(isinstance(refusal, SealedForOthers) for refusal in refusals):
+            raise refusals[0]
+        raise StateFileError(
+            f"{self._remote.url}: there is no round of which all stages have a copy that can be used: "
+            f"{say_rounds(staged)}; where peers have kept what is missing, `shoal restore URL --round N` brings the "
+            "stages that have a copy of round N, else the run can only begin anew"
         )
-        return self._fetch_each(staged, stages)
 
     def _fetch_each(self, copies: Sequence[Copy], stages: Sequence[int]) -> list[_Fetched]:
-        """One of each stage, or none of any."""
+        """One of each stage, or none of any; ``copies``: all of one round."""
         fetched: list[_Fetched] = []
         try:
             for stage in stages:
-                fetched.append(self._fetch_best([copy for copy in copies if copy.stage == stage]))
+                fetched.append(self._fetch_best([copy for copy in copies if copy.stage == stage], is_exact=True))
         except StateFileError:
             for one in fetched:
                 if one.incoming is not None:
@@ -111,14 +143,18 @@ class Restorer:
                     self._install(one.incoming, one.place)
                 except OSError as error:
                     raise StorageError(f"{self._to}: cannot be written: {error}") from error
+        with suppress(OSError):  # others may be restoring too
+            (self._to / _INCOMING).rmdir()
         return [one.place for one in fetched]
 
-    def _fetch_best(self, copies: Sequence[Copy]) -> _Fetched:
-        """The newest one that can be used. Raises ``StateFileError``, ``SealedForOthers``, ``StorageError``."""
+    def _fetch_best(self, copies: Sequence[Copy], *, is_exact: bool) -> _Fetched:
+        """The newest one that can be used; ``is_exact``: a newer one that is here already does not do instead.
+
+        Raises ``StateFileError``, ``SealedForOthers``, ``StorageError``."""
         refusals: list[StateFileError] = []
         for copy in by_preference(copies, self._identity.peer_id):
             try:
-                return self._fetch_copy(copy)
+                return self._fetch_copy(copy, is_exact=is_exact)
             except StateFileError as error:
                 refusals.append(error)
                 self._say(f"{self._remote.shown(copy.path)}: cannot be used: {error}")
@@ -132,7 +168,7 @@ class Restorer:
             else f"{self._remote.url}: there is no copy of a checkpoint; give the URL that `shoal join --copy-to` had"
         )
 
-    def _fetch_copy(self, copy: Copy) -> _Fetched:
+    def _fetch_copy(self, copy: Copy, *, is_exact: bool) -> _Fetched:
         if copy.last is None:
             raise StateFileError(f"{self._remote.shown(copy.path)}: is unfinished: it lacks its {LAST_FILES[0]}")
         # Not yet below the run's own folder: its name is in the manifest, which may be sealed.
@@ -143,7 +179,7 @@ class Restorer:
             listing, manifest = self._list(copy, incoming)
             place = self._place(manifest)
             stages = manifest.stage.stages if manifest.stage is not None else 0
-            here = self._newest_here(place.parent)
+            here = self._whole_here([place] if is_exact else reversed(checkpoint_folders(place.parent)))
             if here is not None and (round_in(here.name) or 0) >= copy.round:
                 self._say(f"{here}: is as new as the copy of round {copy.round}; it stays")
                 shutil.rmtree(incoming)
@@ -190,9 +226,9 @@ class Restorer:
         folder = peer if manifest.stage is None else stage_folder(peer, manifest.stage.number)
         return folder / CHECKPOINTS / f"round-{manifest.round:08}"
 
-    def _newest_here(self, folder: Path) -> Path | None:
-        """The newest whole checkpoint on this machine."""
-        for place in reversed(checkpoint_folders(folder)):
+    def _whole_here(self, places: Iterable[Path]) -> Path | None:
+        """The first whole checkpoint of those on this machine."""
+        for place in places:
             with suppress(StateFileError):
                 read_checkpoint(opened(FolderSource(place), self._identity))
                 return place
@@ -261,8 +297,6 @@ class Restorer:
         _sync(incoming)
         incoming.rename(place)
         _sync(place.parent)
-        with suppress(OSError):  # others may be restoring too
-            incoming.parent.rmdir()
 
 
 def _sync(folder: Path) -> None:

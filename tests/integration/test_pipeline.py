@@ -91,9 +91,9 @@ def span(member: Member) -> tuple[int, int]:
     return event["first"], event["last"]
 
 
-def plain_vector(rounds: int = ROUNDS) -> Tensor:
+def plain_vector(rounds: int = ROUNDS, toml: str = TOML) -> Tensor:
     """What one process has after so many rounds: its parameters, one after the other."""
-    return torch.cat([one.reshape(-1) for one in plain_loop(TOML, rounds, BATCH).values()])
+    return torch.cat([one.reshape(-1) for one in plain_loop(toml, rounds, BATCH).values()])
 
 
 def trained(members: Sequence[Member], rounds: int = ROUNDS) -> Tensor:
@@ -113,8 +113,9 @@ def trained(members: Sequence[Member], rounds: int = ROUNDS) -> Tensor:
     return torch.cat(stages)
 
 
-def check_samples(host: Host) -> None:
-    """Every round is committed or aborted in all stages; of a committed one each sample counts once in each stage."""
+def check_samples(host: Host, committed: int = ROUNDS) -> None:
+    """Every round is committed or aborted in all stages; of the committed ones, so many, each sample counts once in
+    each stage."""
     plans: dict[int, RoundPlanned] = {}
     ends: dict[int, list[bool]] = {}
     for fact in host.facts():
@@ -131,18 +132,18 @@ def check_samples(host: Host) -> None:
                 first = (verdict.anchor_version - 1) * BATCH
                 assert counted == list(range(first, first + BATCH)), f"stage {fact.scope - 1}"
     assert all(len(end) == STAGES and len(set(end)) == 1 for end in ends.values()), ends
-    assert sum(end[0] for end in ends.values()) == ROUNDS
+    assert sum(end[0] for end in ends.values()) == committed
 
 
-def check(host: Host, members: Sequence[Member]) -> None:
-    """After the run's end."""
+def check(host: Host, members: Sequence[Member], rounds: int = ROUNDS, toml: str = TOML) -> None:
+    """After the run's end, which is that of so many rounds."""
     for member in members:
         assert member.exit_code(START_S + ROUNDS_S) == 0, member.tail()
         left = member.event("left", START_S)
-        assert (left["anchor_version"], {one["anchor_version"] for one in left["held"]}) == (ROUNDS, {ROUNDS})
+        assert (left["anchor_version"], {one["anchor_version"] for one in left["held"]}) == (rounds, {rounds})
     host.stop()
-    check_samples(host)
-    ours, plain = trained(members), plain_vector()
+    check_samples(host, rounds)
+    ours, plain = trained(members, rounds), plain_vector(rounds, toml)
     assert ours.shape == plain.shape
     assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)
 

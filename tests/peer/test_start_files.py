@@ -1,5 +1,6 @@
 """The start of a run from another one's checkpoint: whole, in three stages, in two; always the same bits."""
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -262,9 +263,30 @@ def test_a_stages_checkpoint_is_no_start(tmp_path: Path) -> None:
         start_section(StartFrom(tmp_path), parse_run_file(run_toml("next")))
 
 
+@pytest.mark.parametrize("name", ["anchor-00001-of-00001.safetensors", "manifest.json"])
+def test_where_the_newest_one_is_damaged_an_older_one_is_the_start(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """As for who restores or resumes; whoever names the damaged one is told of the damage."""
+    folder, run = tmp_path / "finished", parse_run_file(run_toml("next"))
+    shutil.copytree(place, folder)
+    older, newest = sorted(folder.glob("**/round-*"))
+    damaged(newest / name, -1)
+    assert start_section(StartFrom(folder), run) == start_section(StartFrom(older), run)
+    assert "a checkpoint cannot be used" in caplog.text
+    assert str(newest / name) in caplog.text
+    with pytest.raises(StateFileError, match=name):
+        start_section(StartFrom(newest), run)
+    damaged(older / name, -1)
+    with pytest.raises(StateFileError, match=name):
+        start_section(StartFrom(folder), run)
+
+
 def test_a_checkpoint_of_a_run_that_diverged_is_no_start(tmp_path: Path) -> None:
+    """Nor is an older one without being asked for: how far back is good, nobody knows."""
     toml, anchor = run_toml("diverged"), WHOLE.anchor.clone()
     anchor[-1] = torch.nan
+    write_checkpoint(tmp_path, parse_run_file(toml), toml, LAYOUT, random_state(ELEMENTS, WHOLE.version - 1))
     write_checkpoint(tmp_path, parse_run_file(toml), toml, LAYOUT, State.make(anchor, WHOLE.outer, WHOLE.version))
     with pytest.raises(StateFileError, match=f"tensor '{LAYOUT[-1].name}' has values .* not a number: the run had div"):
         start_section(StartFrom(tmp_path), parse_run_file(run_toml("next")))

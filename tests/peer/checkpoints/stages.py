@@ -138,11 +138,13 @@ def keep(
     of_round: int,
     identity: Identity = IDENTITY,
     state: State | None = None,
+    sealed_for: Iterable[bytes] | None = None,
     **changes: Any,
 ) -> Path:
     """The checkpoint of that stage and round in a peer's folder."""
     verdict = chain[of_round]
     state = state or stage_state(number, verdict.anchor_version)
-    store = CheckpointStore(stage_folder(peer, number) / CHECKPOINTS, RUN.hash, identity, Retention(9))
+    place = stage_folder(peer, number) / CHECKPOINTS
+    store = CheckpointStore(place, RUN.hash, identity, Retention(9), sealed_for)
     contents = Contents(about(number, state, verdict, **changes), state, None, tuple(chain[: of_round + 1]))
     return store.write(contents).folder

@@ -31,13 +31,10 @@ class Machine:
         self.said: list[str] = []
         self.slept_s = 0.0
 
-    def restore(self, remote: RemoteStore) -> Path:
-        (folder,) = self.restore_all(remote)
-        return folder
-
-    def restore_all(self, remote: RemoteStore, *, all_stages: bool = False) -> list[Path]:
+    def restore(self, remote: RemoteStore, number: int | None = None) -> Path:
         restorer = Restorer(remote, self.runs, self.identity, self.said.append, self._sleep)
-        return restorer.restore(find_copies(remote), all_stages=all_stages)
+        (folder,) = restorer.restore(find_copies(remote), number=number)
+        return folder
 
     def _sleep(self, seconds: float) -> None:
         self.slept_s += seconds
@@ -84,6 +81,17 @@ def test_the_newest_comes_to_where_join_finds_it(place: Place, machine: Machine)
     assert machine.rounds() == [3]
     assert machine.leftovers() == []
     assert place.identity.peer_id in machine.said[0], "it says whose it is"
+
+
+def test_a_round_that_is_asked_for_comes_beside_what_is_here(place: Place, machine: Machine) -> None:
+    machine.restore(place.remote)
+    assert machine.restore(place.remote, 2).name == "round-00000002"
+    assert machine.rounds() == [3, 2]
+    with pytest.raises(StateFileError, match=r"no copy of round 7: 3, 2, 1$"):
+        machine.restore(place.remote, 7)
+    flip(place, 1, FILES[1])
+    with pytest.raises(StateFileError, match="none of the 1 copies there can be used"):
+        machine.restore(place.remote, 1)
 
 
 def test_from_the_url_of_the_run_or_of_the_peer(place: Place, machine: Machine) -> None:
