@@ -116,7 +116,7 @@ def test_who_leaves_one_scope_stays_in_the_others() -> None:
             kept = {blob for blob in endpoint.blobs if blob.scope == 2}
             assert kept
             assert any(blob.scope == 1 for blob in endpoint.blobs)
-            await gone.client.leave("another stage starves")
+            await gone.client.leave("done")
             gone.client.withdraw()
             assert gone.task is not None
             gone.task.cancel()
@@ -142,7 +142,7 @@ def test_who_comes_back_to_a_scope_is_a_new_member_of_it() -> None:
     async def main() -> None:
         async with scopes(1) as runs:
             before = runs[1].members[0]
-            await before.client.leave("another stage starves")
+            await before.client.leave("done")
             before.client.withdraw()
             with pytest.raises(NotAdmitted):
                 await before.client.ask(PeerToCoordinatorGetVerdicts(first=0), CoordinatorToPeerVerdicts)
