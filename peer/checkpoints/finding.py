@@ -19,7 +19,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
     if is_checkpoint(folder):
         return [folder]
     found = {path.parent for name in (MANIFEST, ENVELOPE) for path in folder.glob(f"**/{name}")}
-    return sorted(path for path in found if not path.name.startswith("."))
+    return sorted(place for place in found if not _is_hidden(place.relative_to(folder)))
+
+
+def _is_hidden(place: Path) -> bool:
+    """It or a folder around it is being written, or removed."""
+    return any(part.startswith(".") for part in place.parts)
 
 
 def is_aside(place: Path) -> bool:

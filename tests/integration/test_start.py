@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.harness import ROUNDS_S, START_S, Swarm
+from tests.integration.harness import ROUNDS_S, START_S, Member, Swarm
 from tests.integration.test_pipeline import BATCH, CONTEXT, MEMORY, ROUNDS, STAGES, TOML, plain_vector, trained, values
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
@@ -29,11 +29,17 @@ def newest(folder: Path) -> Checkpoint:
     return read_checkpoint(FolderSource(max(folder.glob("**/round-*"), key=lambda place: place.name)))
 
 
-def test_a_pipeline_goes_on_where_a_whole_model_was(swarm: Swarm) -> None:
+def a_whole_run(swarm: Swarm) -> Member:
+    """The one peer of a run without stages, which has ended."""
     host = swarm.host(SHORT.replace(PIPELINE, "").replace("reef", "whole"), "host-of-the-whole")
-    first = swarm.member(host.invite, "whole")
-    assert first.exit_code(START_S + ROUNDS_S) == 0, first.tail()
+    peer = swarm.member(host.invite, "whole")
+    assert peer.exit_code(START_S + ROUNDS_S) == 0, peer.tail()
     host.stop()
+    return peer
+
+
+def test_a_pipeline_goes_on_where_a_whole_model_was(swarm: Swarm) -> None:
+    first = a_whole_run(swarm)
     before = newest(first.folder / "state")
     assert before.state.version == HALF
 
@@ -54,10 +60,7 @@ def test_a_pipeline_goes_on_where_a_whole_model_was(swarm: Swarm) -> None:
 
 
 def test_what_a_run_starts_from_can_be_exported_before_its_first_round_has_ended(swarm: Swarm) -> None:
-    host = swarm.host(SHORT.replace(PIPELINE, "").replace("reef", "whole"), "host-of-the-whole")
-    first = swarm.member(host.invite, "whole")
-    assert first.exit_code(START_S + ROUNDS_S) == 0, first.tail()
-    host.stop()
+    first = a_whole_run(swarm)
     before = newest(first.folder / "state")
     files = ("--from", str(first.folder / "state"))
     endless = SHORT.replace(f"tokens = {BATCH * CONTEXT}", "tokens = 1600000").replace("max_s = 120", "max_s = 3600")
