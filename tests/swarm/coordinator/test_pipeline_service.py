@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -218,19 +219,29 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
     await member.stop()
 
 
-@run
-async def test_a_verdict_that_the_journal_lacks_stops_the_coordinator(tmp_path: Path) -> None:
-    file = parse_run_file(TOML)
-    member = Member()
+@asynccontextmanager
+async def cut_run(folder: Path) -> AsyncIterator[tuple[CoordinatorService, Peer]]:
+    """A run that is cut for its one peer, which is in the first stage."""
+    file, member = parse_run_file(TOML), Member()
     member.allowed.add(HOST_IDENTITY.coordinator_keys().public)
     await member.start()
-    journal = Written(tmp_path, file.hash, TOML)
-    async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal) as service:
-        peer = Peer(member, service)
-        await peer.join()
-        await peer.show()
-        await peer.cut()
-        await peer.enter(1)
+    journal = Written(folder, file.hash, TOML)
+    try:
+        async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal) as service:
+            peer = Peer(member, service)
+            await peer.join()
+            await peer.show()
+            await peer.cut()
+            await peer.enter(1)
+            yield service, peer
+    finally:
+        journal.close()
+        await member.stop()
+
+
+@run
+async def test_a_verdict_that_the_journal_lacks_stops_the_coordinator(tmp_path: Path) -> None:
+    async with cut_run(tmp_path) as (service, peer):
         lost = service.doors[1].machine.verdict_of(Judgement(reason="in a journal that is lost"))
         chain = chain_hash(lost.verdict)
         signature = HOST_IDENTITY.sign(signed_bytes(chain))
@@ -239,8 +250,6 @@ async def test_a_verdict_that_the_journal_lacks_stops_the_coordinator(tmp_path: 
             await peer.ask(PeerToCoordinatorShowVerdict(verdict=verdict), Acknowledged, 1)
         with pytest.raises(StorageError, match="outdated copy"):
             await service.wait(asyncio.Event())
-    journal.close()
-    await member.stop()
 
 
 @run
@@ -303,16 +312,7 @@ async def test_a_round_goes_on_with_who_was_awaited_and_not_with_the_next_tick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "_TICK_S", LONG_S)
-    file, member = parse_run_file(TOML), Member()
-    member.allowed.add(HOST_IDENTITY.coordinator_keys().public)
-    await member.start()
-    journal = Written(tmp_path, file.hash, TOML)
-    async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal) as service:
-        peer = Peer(member, service)
-        await peer.join()
-        await peer.show()
-        await peer.cut()
-        await peer.enter(1)
+    async with cut_run(tmp_path) as (service, peer):
         drive = PeerToCoordinatorDrive(round=0, samples=100, done=())
         early = asyncio.create_task(peer.ask(drive, CoordinatorToPeerLease))
         assert await peer.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)
@@ -325,5 +325,3 @@ async def test_a_round_goes_on_with_who_was_awaited_and_not_with_the_next_tick(
         assert (await peer.beat(1)).phase == "training"
         await peer.claim(2, lease.ranges)
         assert (await peer.beat(2)).phase == "closing"
-    await member.stop()
-    journal.close()
