@@ -18,6 +18,7 @@ from round_case import Case
 from shaped_links import Site, enter
 from torch import Tensor
 
+from shoal.compression.codec import largest_of
 from shoal.peer.member import Member
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import Committed, Offer
@@ -162,7 +163,9 @@ class _Peer:
         contribution = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number))
         expected = contribution[::_PROBE_STEP].clone()
         assert state is not None
-        offer = Offer(number, state.version, state.digest, contribution, len(ranges), ranges, None)
+        offer = Offer(
+            number, state.version, state.digest, contribution, largest_of(contribution), len(ranges), ranges, None
+        )
         start_s = await asyncio.to_thread(self._pace.start)
         sent, received = self._node.meter.sent_bytes, self._node.meter.received_bytes
         self._node.partners.clear()

@@ -6,9 +6,9 @@ compiled kernels do it where there are any (``fast.py``), else torch in tiles th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,14 @@ _FLOAT_MAX = torch.finfo(torch.float32).max
 _TINY = torch.finfo(torch.float32).tiny
 _TILE = 1 << 18
 """Values that the torch path handles at a time on the CPU: what is sent at once. Fewer are slower: calls cost."""
+
+
+class Summand(NamedTuple):
+    """What goes into a mean, times ``weight``, a float32: a vector ``packed`` and checked, or the sum of two."""
+
+    weight: float
+    packed: Tensor | None = None
+    values: tuple[Tensor, Tensor] | None = None
 
 
 class Blockwise:
@@ -67,7 +75,8 @@ class Blockwise:
         self.block = block
         self.seed = seed
         self._largest = 2 ** (bits - 1) - 1
-        self._smallest_bits = _bits_of(self._largest * _TINY)
+        self._smallest = self._largest * _TINY
+        self._smallest_bits = _bits_of(self._smallest)
         # The largest float32 whose product with the largest code is still finite.
         self._largest_scale = float(torch.nextafter(torch.tensor(_FLOAT_MAX / self._largest), torch.tensor(0.0)))
         # From this block maximum on a scale may exceed it; far enough below to need no care about rounding.
@@ -191,6 +200,40 @@ class Blockwise:
             first = start // self.block
             tile.view_as(rows).mul_(scales[first : first + len(rows)].unsqueeze(1)).mul_(weight)
             rows.add_(tile.view_as(rows))
+
+    def unpacks_like(self, other: Blockwise) -> bool:
+        """Whether the same bytes decode to the same values."""
+        return (self.bits, self.block) == (other.bits, other.block)
+
+    def checked(self, packed: Packed, n: int) -> Tensor:
+        """``packed`` as a tensor, to be read only, that decodes to ``n`` values. CodecError as ``decode``."""
+        tensor = packed_tensor(packed, self.packed_bytes(n))
+        kernels = fast.kernels("blockwise_kernels") if tensor.device.type == "cpu" else None
+        if kernels is None or not kernels.are_plain(self._arrays(tensor, n)[0], self._safe_bits):
+            self._check_scales(*self._split(tensor, n))
+        return tensor
+
+    def encode_mean(self, summands: Sequence[Summand], divisor: float, left: Tensor, packed: Tensor) -> float | None:
+        """Encode the sum of all over ``divisor``, as ``encode_residual``: every value is read once, nothing but what
+        is lost and the codes is written. At most one of them is not packed; all on the CPU.
+
+        Returns what no absolute value of ``left`` is above; None, with nothing done, where no kernels are compiled.
+        Raises CodecError when the mean is not finite: ``left`` and ``packed`` are undefined then."""
+        kernels = self._kernels(left)
+        if kernels is None:
+            return None
+        left, packed = checked_out(left, left.numel(), left.device), self._room(left, packed)
+        own, values = -1, (left, left)
+        for index, summand in enumerate(summands):
+            if summand.values is not None:
+                own, values = index, summand.values
+        addresses = np.array([0 if one.packed is None else one.packed.data_ptr() for one in summands], np.int64)
+        weights = np.array([one.weight for one in summands], np.float32)
+        ours = own, *(checked_out(one, left.numel(), left.device).numpy() for one in values)
+        scales, codes = self._arrays(packed, left.numel())
+        if kernels.encode_mean(addresses, weights, ours, divisor, left.numpy(), scales, codes, self._how()) >= 0:
+            raise CodecError("the mean holds NaN or infinity")
+        return float(max(scales.max(initial=0.0), self._smallest))
 
     def _read_codes(self, codes: Tensor, values: Tensor) -> None:
         if self.bits == 8:

@@ -7,7 +7,8 @@ fuses. The absolute maximum is taken on the floats' bits as integers, which orde
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, uint32
+from numba import carray, njit, types, uint32  # type: ignore[attr-defined]
+from numba.extending import intrinsic
 
 ABSOLUTE = np.int32(0x7FFFFFFF)
 LARGEST_FINITE = np.int32(0x7F7FFFFF)
@@ -26,6 +27,22 @@ def _limits(largest: int) -> tuple[np.int32, np.float32]:
 
 SMALLEST_8, LARGEST_SCALE_8 = _limits(127)
 SMALLEST_4, LARGEST_SCALE_4 = _limits(7)
+
+
+@intrinsic
+def floats_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """A pointer to float32: an array of arrays of any number is nothing that numba compiles once for all."""
+    return types.CPointer(types.float32)(address), _as_pointer  # type: ignore[no-untyped-call]
+
+
+@intrinsic
+def bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """A pointer to uint8."""
+    return types.CPointer(types.uint8)(address), _as_pointer  # type: ignore[no-untyped-call]
+
+
+def _as_pointer(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
 
 @njit(nogil=True, cache=True)
@@ -159,28 +176,87 @@ def encode_residual(values, residual, left, scales, codes, block, bits, seed):  
 
     ``left`` may be ``residual``: each block is read before it is written.
     """
-    largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
     work = np.empty(min(block, values.size), np.float32)
-    rounded_all = np.empty(min(block, values.size), np.float32)
+    rounded = np.empty(min(block, values.size), np.float32)
     for b in range(scales.size):
         start, stop = b * block, min((b + 1) * block, values.size)
-        corrected, rounded = work[: stop - start], rounded_all[: stop - start]
+        corrected = work[: stop - start]
         add(values[start:stop], residual[start:stop], corrected)
-        top = absmax_bits(corrected.view(np.int32))
-        if top > LARGEST_FINITE:
+        if not split(b, corrected, left, scales, codes, rounded, (block, bits, seed)):
             return b
-        scale, inverse = scale_of(top, largest)
-        scales[b] = scale
-        if bits == 8 and seed < 0:
-            split_bytes(corrected, left[start:stop], codes[start:stop].view(np.int8), scale, inverse)
-            continue
-        quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
-        write_codes(rounded, codes, start, bits)
-        lost = left[start:stop]
-        for i in range(lost.size):
-            # Plus zero, as a code has no sign of zero.
-            lost[i] = corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)
     return -1
+
+
+@njit(nogil=True, cache=True)
+def split(b, corrected, left, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
+    """Block ``b`` into its scale, its codes and what they lose; False, with nothing written, when it is not finite."""
+    block, bits, seed = how
+    largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
+    top = absmax_bits(corrected.view(np.int32))
+    if top > LARGEST_FINITE:
+        return False
+    start, stop = b * block, b * block + corrected.size
+    scale, inverse = scale_of(top, largest)
+    scales[b] = scale
+    if bits == 8 and seed < 0:
+        split_bytes(corrected, left[start:stop], codes[start:stop].view(np.int8), scale, inverse)
+        return True
+    rounded = rounded_all[: corrected.size]
+    quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
+    write_codes(rounded, codes, start, bits)
+    lost = left[start:stop]
+    for i in range(lost.size):
+        # Plus zero, as a code has no sign of zero.
+        lost[i] = corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)
+    return True
+
+
+@njit(nogil=True, cache=True)
+def encode_mean(addresses, weights, own, divisor, left, scales, codes, how):  # type: ignore[no-untyped-def]
+    """The sum of packed vectors at ``addresses``, times ``weights``, over ``divisor``; returns as ``encode_residual``.
+
+    ``own``: the index of the one that is not packed but the sum of two, below 0 if none is, and those two.
+    """
+    block, bits, _ = how
+    index, values, residual = own
+    n, blocks, over = left.size, scales.size, np.float32(divisor)
+    mean_all, work = np.empty(min(block, n), np.float32), np.empty(min(block, n), np.float32)
+    for b in range(blocks):
+        start, stop = b * block, min((b + 1) * block, n)
+        mean = mean_all[: stop - start]
+        mean[:] = ZERO
+        for k in range(addresses.size):
+            if k == index:
+                add_sum(values[start:stop], residual[start:stop], weights[k], mean)
+            else:
+                scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
+                packed = carray(bytes_at(addresses[k] + 4 * blocks), codes.size)
+                add_block(packed, start, bits, scale, weights[k], mean, work)
+        for i in range(mean.size):
+            mean[i] = np.float32(mean[i] / over) + ZERO
+        if not split(b, mean, left, scales, codes, work, how):
+            return b
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def add_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
+    for i in range(total.size):
+        total[i] = total[i] + np.float32(np.float32(first[i] + second[i]) * factor)
+
+
+@njit(nogil=True, cache=True)
+def add_block(codes, start, bits, scale, factor, total, work):  # type: ignore[no-untyped-def]
+    """Add a block that begins at value ``start``."""
+    if bits == 8:
+        signed = codes[start : start + total.size].view(np.int8)
+        for i in range(total.size):
+            total[i] = total[i] + np.float32(np.float32(np.float32(signed[i]) * scale) * factor)
+        return
+    decoded = work[: total.size]
+    read_codes(codes, start, bits, decoded)
+    for i in range(total.size):
+        total[i] = total[i] + np.float32(np.float32(decoded[i] * scale) * factor)
 
 
 @njit(nogil=True, cache=True)
@@ -229,16 +305,7 @@ def accumulate(scales, codes, total, weight, block, bits):  # type: ignore[no-un
     work = np.empty(min(block, total.size), np.float32)
     for b in range(scales.size):
         part = total[b * block : min((b + 1) * block, total.size)]
-        if bits == 8:
-            signed, scale = codes[b * block : b * block + part.size].view(np.int8), scales[b]
-            for i in range(part.size):
-                part[i] = part[i] + np.float32(np.float32(np.float32(signed[i]) * scale) * factor)
-            continue
-        decoded = work[: part.size]
-        read_codes(codes, b * block, bits, decoded)
-        scale = scales[b]
-        for i in range(part.size):
-            part[i] = part[i] + np.float32(np.float32(decoded[i] * scale) * factor)
+        add_block(codes, b * block, bits, scales[b], factor, part, work)
 
 
 def warm_up() -> None:
@@ -248,6 +315,9 @@ def warm_up() -> None:
         encode(values, scales, codes, 4, bits, seed)
         first_bad_sum(values, values, 4)
         encode_residual(values, np.zeros(4, np.float32), np.empty(4, np.float32), scales, codes, 4, bits, seed)
+        packed = np.zeros(8, np.uint8)
+        addresses, weights = np.array([packed.ctypes.data], np.int64), np.ones(1, np.float32)
+        encode_mean(addresses, weights, (-1, values, values), 1.0, values, scales, codes, (4, bits, seed))
         are_plain(scales, int(LARGEST_FINITE))
         decode(scales, codes, values, 4, bits)
         accumulate(scales, codes, values, 1.0, 4, bits)

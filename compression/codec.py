@@ -124,6 +124,14 @@ def checked_range(values: Tensor) -> tuple[float, float]:
     return smallest, largest
 
 
+def largest_of(values: Tensor) -> float:
+    """The largest absolute value of ``(n,) float32``, 0 for none; NaN when there is one."""
+    if not values.numel():
+        return 0.0
+    low, high = torch.aminmax(values)
+    return max(-float(low), float(high))
+
+
 def checked_values(values: Tensor) -> Tensor:
     """``values`` without autograd history. CodecError unless contiguous ``(n,) float32``."""
     if values.dtype != torch.float32 or values.dim() != 1:

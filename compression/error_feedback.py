@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError, checked_range, checked_values
+from shoal.compression.codec import Codec, CodecError, checked_range, checked_values, largest_of
+from shoal.compression.means import Lost
 from shoal.compression.scratch import spacious
 
 _TILE = 1 << 18
@@ -28,11 +29,11 @@ class ErrorFeedback:
 
         feedback.begin(contribution)                         # from now on: corrected = contribution + residual
         packed = feedback.encode_chunk(codec, start, stop)   # each chunk that somebody asks for
-        values = feedback.corrected(start, stop)             # chunks that go into the mean as float32 ...
-        feedback.include_exactly(start, stop)                # ... as an owner's own do
+        values, residual = feedback.brought(start, stop)     # chunks that go into the mean as float32 ...
+        feedback.include_exactly(start, stop, error)         # ... as an owner's own do, and what encoding it lost
         feedback.keep_chunk(start, stop)                     # chunks that the mean did not include after all
         feedback.take_back(start, stop)                      # chunks that we do not offer again either
-        feedback.add_owner_error(start, error)               # what the owner lost in encoding the mean
+        feedback.add_owner_error(start, error)               # what a mean lost that has our chunk in it as encoded
         feedback.commit()                                    # or discard()
 
     Whatever is neither encoded nor included counts as not included: all of it is carried over. What encoding lost,
@@ -81,23 +82,25 @@ class ErrorFeedback:
         Raises CodecError when a value would not be finite any more; nothing has changed then."""
         assert not self.in_round
         if not self._bound * abs(factor) < _FAR_FROM_INFINITY:
-            self._bound = _largest(self._residual)
+            self._bound = largest_of(self._residual)
             checked_range(torch.tensor([self._bound * abs(factor)], dtype=torch.float32))
         self._bound *= abs(factor)
         self._residual.mul_(factor)
 
-    def begin(self, contribution: Tensor) -> None:
+    def begin(self, contribution: Tensor, largest: float | None = None) -> None:
         """Begin a round with ``contribution``, ``(n,) float32``, which nobody may change before the round's end.
+
+        ``largest``: no absolute value of it is above, NaN if it holds one; looked up if it is not known (None).
 
         Raises CodecError when contribution + residual holds NaN or infinity, naming the first; no round has begun
         then, and the residual is as it was.
         """
         assert not self.in_round, "the round before was neither committed nor discarded"
         contribution = self._checked(contribution)
-        largest = _largest(contribution)
+        largest = largest_of(contribution) if largest is None else largest
         if not largest + self._bound < _FAR_FROM_INFINITY:  # NaN is not either
             self._check_sum(contribution)
-            self._bound = _largest(self._residual)
+            self._bound = largest_of(self._residual)
         # Whatever a codec makes of the sum, it loses no more than twice its largest value.
         self._bound = 2.0 * (largest + self._bound)
         self._pending = spacious(contribution.numel()) if self._spare is None else self._spare
@@ -115,10 +118,10 @@ class ErrorFeedback:
                 value = float(corrected[at])
                 raise CodecError(f"contribution and residual add up to NaN or infinity: {value} at {start + at}")
 
-    def corrected(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """(contribution + residual)[start:stop] in ``out``, ``(stop - start,) float32``, or in a new tensor."""
+    def brought(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Contribution and residual in [start, stop), ``(stop - start,) float32`` each: to be added, and only read."""
         contribution, residual, _ = self._chunk(start, stop)
-        return torch.add(contribution, residual, out=out)
+        return contribution, residual
 
     def encode_chunk(self, codec: Codec, start: int, stop: int, packed: Tensor | None = None) -> Tensor:
         """Encode corrected[start:stop] into ``packed``, ``(packed_bytes(stop - start),) uint8``, or a new tensor; the
@@ -133,11 +136,20 @@ class ErrorFeedback:
         self._settled.add((start, stop))
         return packed
 
-    def include_exactly(self, start: int, stop: int) -> None:
-        """corrected[start:stop] goes into the mean as it is, as an owner's own may: nothing is pending."""
+    def include_exactly(self, start: int, stop: int, error: Lost | None = None, times: float = 1.0) -> None:
+        """corrected[start:stop] goes into the mean as it is, as an owner's own may: nothing of it is pending.
+
+        ``error``: of the mean, if it was we who encoded it; see ``add_owner_error``. What it raises leaves zeros."""
         _, _, pending = self._chunk(start, stop)
-        pending.zero_()
         self._settled.add((start, stop))
+        if error is None:
+            pending.zero_()
+            return
+        try:
+            torch.mul(error.values, self._admitted(error, times), out=pending)
+        except CodecError:
+            pending.zero_()
+            raise
 
     def keep_chunk(self, start: int, stop: int) -> None:
         """The mean does not include corrected[start:stop] (or is void there): all of it is pending again."""
@@ -151,21 +163,28 @@ class ErrorFeedback:
         pending.copy_(residual)
         self._settled.add((start, stop))
 
-    def add_owner_error(self, start: int, error: Tensor, times: float = 1.0) -> None:
-        """Add ``error``, ``(m,) float32``, that many times over to what is pending from ``start`` on.
+    def add_owner_error(self, start: int, error: Lost, times: float = 1.0) -> None:
+        """Add ``error`` that many times over to what is pending from ``start`` on.
 
         Who makes a mean calls it with (mean - decoded mean), in the units of its own contribution: times the total
         weight of the mean over its own weight. Its next contribution then makes up for the loss.
         To be called once a mean, after the range's encode_chunk, include_exactly or keep_chunk, each of which
         overwrites it. Raises CodecError, and adds nothing, when the sum holds NaN or infinity.
         """
-        _, _, pending = self._chunk(start, start + error.numel())
+        _, _, pending = self._chunk(start, start + error.values.numel())
+        pending.add_(error.values, alpha=self._admitted(error, times, pending))
+
+    def _admitted(self, error: Lost, times: float, pending: Tensor | None = None) -> float:
+        """What ``error`` is multiplied with, when it is added to ``pending`` or to nothing. Raises CodecError when the
+        sum would not be finite."""
         times *= self._decay
-        largest = _largest(checked_values(error)) * abs(times)
+        largest = error.largest * abs(times)
         if not largest + self._bound < _FAR_FROM_INFINITY:
-            checked_range(pending + error * times)
+            product = checked_values(error.values) * times
+            low, high = checked_range(product if pending is None else pending + product)
+            largest = max(-low, high)
         self._bound += largest
-        pending.add_(error, alpha=times)
+        return times
 
     def commit(self) -> None:
         """The round is committed: what is pending becomes the residual."""
@@ -205,11 +224,3 @@ class ErrorFeedback:
         assert pending is not None
         assert 0 <= start <= stop <= contribution.numel(), (start, stop, contribution.numel())
         return contribution[start:stop], self._residual[start:stop], pending[start:stop]
-
-
-def _largest(values: Tensor) -> float:
-    """The largest absolute value; NaN when there is one."""
-    if not values.numel():
-        return 0.0
-    low, high = torch.aminmax(values)
-    return max(-float(low), float(high))

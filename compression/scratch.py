@@ -8,14 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LARGEST_VALUES = 1 << 19
+_LARGEST_VALUES = 1 << 20
 _kept = threading.local()
+_zeros = torch.empty(0)
 
 
 def scratch(purpose: str, n: int, device: torch.device) -> Tensor:
     """An uninitialised ``(n,) float32`` on ``device``, the calling thread's own until it asks again for ``purpose``.
 
-    Of a chunk's size at most (2**19) and on the CPU it is kept; else it is a new tensor, as good and slower.
+    Of a chunk's size at most (2**20) and on the CPU it is kept; else it is a new tensor, as good and slower.
     """
     if device.type != "cpu" or n > _LARGEST_VALUES:
         return torch.empty(n, dtype=torch.float32, device=device)
@@ -24,6 +25,14 @@ def scratch(purpose: str, n: int, device: torch.device) -> Tensor:
         kept = torch.empty(n, dtype=torch.float32)
         setattr(_kept, purpose, kept)
     return kept[:n]
+
+
+def zeros(n: int) -> Tensor:
+    """``(n,) float32`` of zeros that nobody may write to: NumPy's are one page of the kernel's until somebody does."""
+    global _zeros
+    if _zeros.numel() < n:
+        _zeros = torch.from_numpy(np.zeros(n, np.float32))
+    return _zeros[:n]
 
 
 def spacious(n: int) -> Tensor:

@@ -6,6 +6,7 @@ On the training thread; everything asynchronous is done by ``member.py`` on the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.compression.codec import largest_of
 from shoal.peer.catch_up import Steps, roll_forward
 from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
 from shoal.peer.checkpoints.manifest import StageAbout
@@ -221,18 +223,13 @@ class Replica:
             return False
         self._member.progress.activity = "ready"
         contribution = self.work.contribution(self._state.anchor)
-        if not bool(torch.isfinite(contribution).all()):
+        largest = largest_of(contribution)
+        if not math.isfinite(largest):
             self.begin_anew("the local work had become infinite or not a number")
             return False
-        offer = Offer(
-            round=self.round,
-            anchor_version=self._state.version,
-            state_digest=self._state.digest,
-            contribution=contribution,
-            weight_tokens=self.samples.tokens_done,
-            ranges=self.samples.done_ranges(),
-            loss=self.samples.mean_loss(),
-        )
+        tokens, ranges, loss = self.samples.tokens_done, self.samples.done_ranges(), self.samples.mean_loss()
+        state = self._state
+        offer = Offer(self.round, state.version, state.digest, contribution, largest, tokens, ranges, loss)
         self._exchange = _Exchange(self.round, self._network.begin(self._member.average(offer)))
         self.samples.offer()
         if self._run.averaging.overlap:

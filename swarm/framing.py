@@ -8,8 +8,8 @@ from shoal.swarm.errors import WireError
 from shoal.swarm.links import Frame, Link
 from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES
 
-MAX_CHUNK_BYTES = 2**21 + 2**16
-"""Of one chunk's payload: 2 MiB (2**19 float32 elements) and some room for its header."""
+MAX_CHUNK_BYTES = 2**22 + 2**16
+"""Of one chunk's payload: 4 MiB (2**20 float32 elements) and some room for its header."""
 
 _SIZE_BYTES = 4
 PREFIX_BYTES = _SIZE_BYTES + HEADER_BYTES

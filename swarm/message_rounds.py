@@ -56,7 +56,7 @@ class RoundPlan(Record):
     round: Count
     anchor_version: Count
     state_digest: Digest
-    chunk_elements: Annotated[int, Field(ge=1, le=2**19)]
+    chunk_elements: Annotated[int, Field(ge=1, le=2**20)]
     members: Annotated[tuple[PlanMember, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
     parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
     columns: Annotated[tuple[Column, ...], Field(max_length=MAX_MEMBERS)] = ()

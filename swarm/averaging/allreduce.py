@@ -127,8 +127,8 @@ class AllReduce:
         if plan.columns:
             sources[Blob(kind="partial", number=plan.round)] = self._partials
         self._seat = Seat(endpoint, store, self._me, deadlines, was_away, sources)
-        self._as_owner = Reduction(self._seat, store.group, store.put, feedback.corrected)
-        self._as_relay = Reduction(self._seat, store.group.row(self._row), self._partials.put, feedback.corrected)
+        self._as_owner = Reduction(self._seat, store.group, store.put, feedback.brought)
+        self._as_relay = Reduction(self._seat, store.group.row(self._row), self._partials.put, feedback.brought)
         self._as_stand_in: list[Reduction] = []
         self._watch = Watch(self._seat, lambda: [part.start for part in plan.parts if not store.has(part)])
 
@@ -173,11 +173,12 @@ class AllReduce:
                 leave_out(*bounds)
                 continue
             partial, result = self._used_partial(index, header), self._committed(index, header)
-            if partial is not None or (result is not None and result is self._as_owner.made.get(index)):
-                self._feedback.include_exactly(*bounds)
-            for made in (partial, result):
-                if made is not None:
-                    self._carry(bounds[0], made)
+            # What our values went into as they are.
+            direct = partial or (result if result is self._as_owner.made.get(index) else None)
+            if direct is not None:
+                self._carry(bounds, direct, exactly=True)
+            if result is not None and result is not direct:
+                self._carry(bounds, result)
 
     def _rotated(self) -> list[Part]:
         """Parts beginning with our own: so that not everybody asks the same owner first."""
@@ -261,10 +262,14 @@ class AllReduce:
         part = next(part for part in self._plan.parts if index in self._store.chunks_of(part))
         return part.stand_ins[: part.stand_ins.index(self._me)]
 
-    def _carry(self, start: int, made: Reduced) -> None:
-        """Take on the error of a mean: only our share of what we add reaches it, so that many times over."""
+    def _carry(self, bounds: tuple[int, int], made: Reduced, *, exactly: bool = False) -> None:
+        """Take on the error of a mean: only our share of what we add reaches it, so that many times over. ``exactly``:
+        what we brought to it went in as it was, so nothing else is pending."""
         assert made.error is not None, "a mean without an error has nobody in it"
         group = self._store.group
         share = group.weight(made.included) / group.weights[self._me]
         with suppress(CodecError):  # it would not be finite
-            self._feedback.add_owner_error(start, made.error, share)
+            if exactly:
+                self._feedback.include_exactly(*bounds, made.error, share)
+            else:
+                self._feedback.add_owner_error(bounds[0], made.error, share)

@@ -45,6 +45,7 @@ class _Late:
     """A contribution whose round was committed without it; its samples are still ours while ``joins`` is current."""
 
     contribution: Tensor
+    largest: float
     weight_tokens: int
     joins: int
 
@@ -176,23 +177,24 @@ class Averager:
         """Begin the feedback's round. Raises ``CodecError``.
 
         Residuals make up for what a mean lacked, so they count with the weight that they had in it."""
-        contribution, weight = self._with_late(offer), offer.weight_tokens
+        (contribution, largest), weight = self._with_late(offer), offer.weight_tokens
         try:
             if self._residual_weight not in (0, weight):
                 self.feedback.scale(self._residual_weight / weight)
             self._residual_weight = weight
-            self.feedback.begin(contribution)
+            self.feedback.begin(contribution, largest)
         except CodecError:
             self._forget_residual()
             raise
 
-    def _with_late(self, offer: Offer) -> Tensor:
-        """The offer's contribution, with what came too late before; weighted by their tokens."""
+    def _with_late(self, offer: Offer) -> tuple[Tensor, float]:
+        """The offer's contribution, with what came too late before, weighted by their tokens; and what no value of it
+        is above."""
         late, contribution = self._late, offer.contribution
         if late is None or late.joins != self._joins or late.weight_tokens > offer.weight_tokens:
-            return contribution
+            return contribution, offer.largest
         share = late.weight_tokens / offer.weight_tokens
-        return contribution.mul_(1.0 - share).add_(late.contribution, alpha=share)
+        return contribution.mul_(1.0 - share).add_(late.contribution, alpha=share), max(offer.largest, late.largest)
 
     # Exchange -----------------------------------------------------------------------------------------------
 
@@ -288,7 +290,7 @@ class Averager:
         if planned:
             self._late = None
         elif offer.weight_tokens and ours:
-            self._late = _Late(self._with_late(offer), offer.weight_tokens, self._joins)
+            self._late = _Late(*self._with_late(offer), offer.weight_tokens, self._joins)
 
     async def _committed_mean(self, verdict: Verdict, decoded: Tensor | None) -> Tensor:
         """The decoded mean of the committed bytes, fetched from whoever has what we lack. Raises ``LinkError``.

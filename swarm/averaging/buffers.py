@@ -18,7 +18,7 @@ from torch import Tensor
 
 _STEP_BYTES = 2**12
 _ALIGNMENT_BYTES = 64
-_SEGMENT_BYTES = 2**23 + 2**16  # four of the largest chunks, with their headers
+_SEGMENT_BYTES = 2**23 + 2**16  # two of the largest chunks, with their headers
 
 _Range = tuple[int, int, int]
 """Number of a segment, and where in it the range starts and stops."""

@@ -11,12 +11,14 @@ from shoal.swarm.messages import SampleRange, Verdict
 
 @dataclass(frozen=True)
 class Offer:
-    """What we bring to a round. ``contribution``: (n,) float32 on the CPU; the averager may change it."""
+    """What we bring to a round. ``contribution``: (n,) float32 on the CPU; the averager may change it. ``largest``: no
+    absolute value of it is above; who made it has looked whether it is finite anyway (``codec.largest_of``)."""
 
     round: int
     anchor_version: int
     state_digest: bytes
     contribution: Tensor
+    largest: float
     weight_tokens: int
     ranges: tuple[SampleRange, ...]
     loss: float | None

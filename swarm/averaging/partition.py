@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-MAX_CHUNK_ELEMENTS = 2**19
-"""2 MiB of float32."""
+MAX_CHUNK_ELEMENTS = 2**20
+"""4 MiB of float32. Every chunk costs event loops and kernels some steps, each of which finds the caches full of it."""
 
 MIN_CHUNK_ELEMENTS = 2**12
-_SMALL_CHUNK_ELEMENTS = 2**16
-"""Below, a chunk costs more than its bytes do."""
+_SMALL_CHUNK_ELEMENTS, _USUAL_CHUNK_ELEMENTS = 2**16, 2**19
+"""Below the first a chunk costs more than its bytes do; above the other a slow link is long busy with one."""
 
 _MOST_A_MEMBER, _FEWEST_A_MEMBER = 8, 4
 """Most while nobody knows how slow a link there is; fewest cost processors least, which fast links wait for."""
@@ -19,17 +19,17 @@ _CHUNK_S, _MOST_CHUNKS = 0.01, 1024
 
 
 def chunk_elements(elements: int, members: int, slowest_bps: float | None = None) -> int:
-    """Elements a chunk: 2 MiB of float32, less for small models so that every member gets a few.
+    """Elements a chunk: 4 MiB of float32, less for small models so that every member gets a few.
 
-    Less, too, for slow links: every owner's last chunk arrives when all other work is done. As many for one member as
-    for another, or equal shares would not be equal. Always a multiple of 4096, so that codec blocks never straddle two
-    chunks.
+    Less, too, for links that are slow, or may be: every owner's last chunk arrives when all other work is done. As many
+    for one member as for another, or equal shares would not be equal. Always a multiple of 4096, so that codec blocks
+    never straddle two chunks.
     """
     coarse = math.ceil(elements / (members * _FEWEST_A_MEMBER))
     wanted = min(MAX_CHUNK_ELEMENTS, coarse)
     if not slowest_bps:
         fine = math.ceil(elements / (members * _MOST_A_MEMBER))
-        wanted = min(wanted, max(fine, _SMALL_CHUNK_ELEMENTS))
+        wanted = min(wanted, max(fine, _SMALL_CHUNK_ELEMENTS), _USUAL_CHUNK_ELEMENTS)
     else:
         # At a byte an element, as int8 has it; but not so many that the chunks cost more than the link.
         wanted = min(wanted, max(int(slowest_bps * _CHUNK_S / 8), math.ceil(elements / _MOST_CHUNKS)))

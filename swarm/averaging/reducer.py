@@ -8,24 +8,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.compression.codec import CodecError, Packed
 from shoal.compression.coding import Coding
-from shoal.compression.scratch import scratch
+from shoal.compression.means import Lost, WeightedMean
 from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.groups import Group, Header
+
+Brought = tuple[Tensor, Tensor]
+"""Contribution and residual of a member in a chunk, ``(size,) float32`` each: their sum is what it brings."""
 
 
 @dataclass
 class Reduced:
-    """A finished chunk: what everybody gets, and the quantization error on it of whoever made it (None: no mean)."""
+    """A finished chunk: what everybody gets, and what encoding it lost (None: no mean), for whoever made it."""
 
     result: memoryview
     included: list[int]
-    error: Tensor | None
+    error: Lost | None
 
 
 @dataclass
@@ -68,8 +70,6 @@ class PartReducer:
         self._next_partial = [min(chunks)] * len(group.rows)
         awaited = [len(members) - (own in members) for members in group.rows]
         self._chunks = {index: _Chunk(list(awaited)) for index in chunks}
-        # NumPy's are one page of the kernel's as long as nobody writes to them.
-        self._zeros = torch.from_numpy(np.zeros(max(stop - start for start, stop in chunks.values()), np.float32))
 
     def offer(self, chunk: int, member: int, packed: Packed) -> None:
         """A member's delivery."""
@@ -106,20 +106,20 @@ class PartReducer:
             for row, direct_from in enumerate(self._direct_from)
         )
 
-    def reduce(self, chunk: int, own: Tensor | None) -> Reduced | list[int]:
-        """The weighted mean of a complete chunk, encoded once. ``own``: (size,) float32, our values, which it changes.
+    def reduce(self, chunk: int, own: Brought | None) -> Reduced | list[int]:
+        """The weighted mean of a complete chunk, encoded once. ``own``: what we bring, if that comes unpacked.
 
         Contributions with bytes that do not decode, or not to finite numbers, are left out. Partials like that cannot
         be: the rows that have one are returned, and nothing is made, until those have been summed directly.
         """
         state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
-        total = scratch("total", stop - start, torch.device("cpu")).zero_()
+        mean = WeightedMean(stop - start)
         included: list[int] = []
         relayed, bad = [], []
         for row, direct_from in enumerate(self._direct_from):
             if chunk >= direct_from:
-                included += self._add_members(state, row, total, own, (start, stop))
-            elif members := self._add_partial(state, row, total, (start, stop)):
+                included += self._add_members(state, row, mean, own, (start, stop))
+            elif members := self._add_partial(state, row, mean, (start, stop)):
                 included += members
                 relayed.append(row)
             else:
@@ -127,51 +127,51 @@ class PartReducer:
         if bad:
             return bad
         del self._chunks[chunk]
-        return self._encode(total, Header(included, relayed), (start, stop))
+        return self._encode(mean, Header(included, relayed), (start, stop))
 
-    def _encode(self, total: Tensor, header: Header, bounds: tuple[int, int]) -> Reduced:
+    def _encode(self, mean: WeightedMean, header: Header, bounds: tuple[int, int]) -> Reduced:
         group, void = self.group, Reduced(memoryview(self.group.pack_header(Header())), [], None)
         if not header.included:
             return void
-        mean, error = total.div_(float(group.weight(header.included))), self._buffers.passing.floats(total.numel())
-        codec = self._coding.result(*bounds, len(group.members))
-        result = self._buffers.results.take(group.result_bytes(codec, total.numel()), group.header_bytes)
+        size = bounds[1] - bounds[0]
+        codec, left = self._coding.result(*bounds, len(group.members)), self._buffers.passing.floats(size)
+        result = self._buffers.results.take(group.result_bytes(codec, size), group.header_bytes)
         result[: group.header_bytes] = group.pack_header(header)
+        packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)
         try:
-            packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)
-            codec.encode_residual(mean, self._zeros[: mean.numel()], error, packed)
+            error = mean.encode(codec, group.weight(header.included), left, packed)
         except CodecError:  # the sum overflowed: void for everybody
             return void
         return Reduced(result, sorted(header.included), error)
 
     def _add_members(
-        self, state: _Chunk, row: int, total: Tensor, own: Tensor | None, bounds: tuple[int, int]
+        self, state: _Chunk, row: int, mean: WeightedMean, own: Brought | None, bounds: tuple[int, int]
     ) -> list[int]:
-        """Add what a row's members brought to ``total``, times their weights; returns whose there was."""
+        """Add what a row's members brought to ``mean``, times their weights; returns whose there was."""
         codec, added = self._coding.contribution(*bounds), []
         for member in self.group.rows[row]:
             weight, packed = float(self.group.weights[member]), state.arrived.get(member)
             if member == self.own:
                 assert own is not None
-                total += own.mul_(weight)
+                mean.add_values(*own, weight)
             elif packed is None:
                 continue
             else:
                 try:
-                    codec.accumulate(packed, total, weight)
+                    mean.add_packed(codec, packed, weight)
                 except CodecError:
                     continue
             added.append(member)
         return added
 
-    def _add_partial(self, state: _Chunk, row: int, total: Tensor, bounds: tuple[int, int]) -> list[int]:
-        """Add a row's mean to ``total``, times its weight; returns who is in it, nobody where there is none."""
+    def _add_partial(self, state: _Chunk, row: int, mean: WeightedMean, bounds: tuple[int, int]) -> list[int]:
+        """Add a row's mean to ``mean``, times its weight; returns who is in it, nobody where there is none."""
         group, partial = self._rows[row], state.partials[row]
         included = group.header(partial).included
         try:
             if included:
                 codec = self._coding.result(*bounds, len(group.members))
-                codec.accumulate(partial[group.header_bytes :], total, float(group.weight(included)))
+                mean.add_packed(codec, partial[group.header_bytes :], group.weight(included))
         except CodecError:
             return []
         return included

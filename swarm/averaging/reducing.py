@@ -9,13 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from shoal.compression.scratch import scratch
 from shoal.swarm.averaging.collecting import Collection
 from shoal.swarm.averaging.groups import Group
-from shoal.swarm.averaging.reducer import PartReducer, Reduced
+from shoal.swarm.averaging.reducer import Brought, PartReducer, Reduced
 from shoal.swarm.averaging.seat import Seat
 from shoal.swarm.links import in_thread
 
@@ -30,9 +26,8 @@ class Reduction:
     seat: Seat
     group: Group
     put: Callable[[int, memoryview], Awaitable[None]]
-    own: Callable[[int, int, Tensor], Tensor] | None = None
-    """Puts our own values of [start, stop) into a (stop - start,) float32; called in worker threads. Without, what we
-    bring comes packed, as everybody's."""
+    own: Callable[[int, int], Brought] | None = None
+    """What we bring in [start, stop), as it is; called in worker threads. Without, it comes packed, as everybody's."""
     without: frozenset[int] = frozenset()
     made: dict[int, Reduced] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -78,6 +73,4 @@ class Reduction:
                         work.distrust(row, index)
 
     def _reduce(self, reducer: PartReducer, index: int) -> Reduced | list[int]:
-        start, stop = self.seat.store.bounds(index)
-        own = None if self.own is None else self.own(start, stop, scratch("own", stop - start, torch.device("cpu")))
-        return reducer.reduce(index, own)
+        return reducer.reduce(index, None if self.own is None else self.own(*self.seat.store.bounds(index)))

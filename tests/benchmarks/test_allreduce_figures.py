@@ -91,5 +91,5 @@ def test_the_account_adds_up() -> None:
     rows = table({"encode": 0.25, "seal": 0.5}, 2.0)
     assert [(one["CPU s"], one["share"]) for one in rows] == [(0.25, 0.125), (0.5, 0.25), (1.25, 0.625), (2.0, 1.0)]
     measured = steps("int8", 300_000, 3)
-    assert {"encode", "seal", "open", "accumulate", "encode result", "decode"} <= set(measured)
+    assert {"encode", "seal", "open", "reduce", "settle the residual", "decode"} <= set(measured)
     assert all(cpu_s >= 0 for cpu_s in measured.values())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.means import Lost
 from shoal.compression.registry import CODEC_NAMES, get_codec
 
 N, CHUNK = 700, 300
@@ -56,7 +57,7 @@ def test_means_and_residual_add_up_to_what_was_offered(
                 feedback.keep_chunk(start, stop)
             if fate == "exact":
                 feedback.include_exactly(start, stop)
-                received = feedback.corrected(start, stop)
+                received = torch.add(*feedback.brought(start, stop))
             if committed and fate in ("sent", "exact"):
                 arrived[start:stop] += received.double()
         if committed:
@@ -78,7 +79,7 @@ def test_residual_is_what_the_codec_lost(name: str) -> None:
     assert torch.equal(feedback.residual, torch.cat(lost))
     assert feedback.residual.any()
     feedback.begin(noise(2))
-    assert torch.equal(feedback.corrected(0, N), noise(2) + torch.cat(lost))
+    assert torch.equal(torch.add(*feedback.brought(0, N)), noise(2) + torch.cat(lost))
 
 
 @every_codec
@@ -100,13 +101,13 @@ def test_discard_leaves_the_residual_as_it_was() -> None:
     feedback.begin(noise(2))
     for start, stop in CHUNKS:
         feedback.encode_chunk(get_codec("int8"), start, stop)
-    feedback.add_owner_error(0, torch.ones(5))
+    feedback.add_owner_error(0, Lost.of(torch.ones(5)))
     feedback.discard()
     assert not feedback.in_round
     assert torch.equal(feedback.residual, before)
     feedback.discard()
     feedback.begin(noise(2))
-    assert torch.equal(feedback.corrected(0, N), noise(2) + before)
+    assert torch.equal(torch.add(*feedback.brought(0, N)), noise(2) + before)
 
 
 def test_owner_error_is_added_where_it_belongs() -> None:
@@ -114,9 +115,19 @@ def test_owner_error_is_added_where_it_belongs() -> None:
     feedback.begin(torch.ones(6))
     feedback.include_exactly(0, 4)
     feedback.keep_chunk(4, 5)
-    feedback.add_owner_error(2, torch.tensor([0.25, -0.5, 3.0]))
+    feedback.add_owner_error(2, Lost.of(torch.tensor([0.25, -0.5, 3.0])))
     feedback.commit()
     assert feedback.residual.tolist() == [0, 0, 0.25, -0.5, 4.0, 1.0]
+
+
+def test_what_goes_in_exactly_leaves_only_its_share_of_the_error() -> None:
+    feedback = ErrorFeedback(6)
+    feedback.begin(torch.ones(6))
+    feedback.include_exactly(0, 3, Lost.of(torch.tensor([0.25, -0.5, 3.0])), 2.0)
+    with pytest.raises(CodecError):
+        feedback.include_exactly(3, 5, Lost.of(torch.tensor([1.0, math.nan])))
+    feedback.commit()
+    assert feedback.residual.tolist() == [0.5, -1.0, 6.0, 0.0, 0.0, 1.0]
 
 
 def test_owner_error_that_is_not_finite_is_refused_and_not_added() -> None:
@@ -124,7 +135,7 @@ def test_owner_error_that_is_not_finite_is_refused_and_not_added() -> None:
     feedback.begin(torch.ones(4))
     feedback.keep_chunk(0, 4)
     with pytest.raises(CodecError):
-        feedback.add_owner_error(0, torch.tensor([1.0, math.nan]))
+        feedback.add_owner_error(0, Lost.of(torch.tensor([1.0, math.nan])))
     feedback.commit()
     assert feedback.residual.tolist() == [1.0] * 4
 
@@ -141,6 +152,17 @@ def test_contribution_that_is_not_finite_begins_no_round(bad: float) -> None:
     assert torch.equal(feedback.residual, before)
 
 
+def test_what_is_known_of_a_contribution_is_believed_where_no_sum_can_overflow() -> None:
+    feedback = ErrorFeedback(3)
+    feedback.begin(torch.tensor([1.0, 2.0, -3e38]), 3e38)
+    feedback.commit()
+    with pytest.raises(CodecError, match=r"nan at 1$"):
+        feedback.begin(torch.tensor([1.0, math.nan, 2.0]), math.nan)
+    with pytest.raises(CodecError, match=r"inf at 2$"):
+        feedback.begin(torch.tensor([1.0, 2.0, -3e38]), 3e38)
+    feedback.begin(torch.tensor([1.0, 2.0, 3e38]), 3e38)
+
+
 def alone(value: float) -> torch.Tensor:
     values = torch.zeros(N)
     values[7] = value
@@ -155,7 +177,7 @@ def test_a_sum_that_overflows_begins_no_round_wherever_the_residual_came_from(ho
     elif how == "owner's error":
         feedback.begin(torch.zeros(N))
         feedback.include_exactly(0, N)
-        feedback.add_owner_error(0, alone(3.39e38))
+        feedback.add_owner_error(0, Lost.of(alone(3.39e38)))
         feedback.commit()
     else:
         for _ in range(17):
@@ -176,7 +198,6 @@ def test_a_round_leaves_the_contribution_as_it_was() -> None:
     feedback.begin(contribution)
     feedback.encode_chunk(get_codec("int8"), 0, 300)
     feedback.keep_chunk(300, 600)
-    feedback.corrected(0, N).zero_()
     feedback.commit()
     assert torch.equal(contribution, noise(2))
 
@@ -188,7 +209,7 @@ def test_decay_is_of_what_encoding_lost_and_of_nothing_else() -> None:
     packed = feedback.encode_chunk(codec, 0, 300)
     feedback.keep_chunk(300, 600)
     feedback.include_exactly(600, 650)
-    feedback.add_owner_error(600, torch.full((50,), 4.0))
+    feedback.add_owner_error(600, Lost.of(torch.full((50,), 4.0)))
     feedback.commit()
     lost = noise(1)[:300] - codec.decode(packed, 300)
     assert torch.equal(feedback.residual[:300], lost * 0.5)

@@ -118,7 +118,9 @@ async def waits_for_a_verdict(member: Member) -> None:
 
     averager: Any = SimpleNamespace(average=average)
     member._averager = averager
-    await member.average(Offer(0, 0, bytes(32), torch.zeros(ELEMENTS), weight_tokens=4, ranges=(), loss=None))
+    await member.average(
+        Offer(0, 0, bytes(32), torch.zeros(ELEMENTS), largest=0.0, weight_tokens=4, ranges=(), loss=None)
+    )
 
 
 async def waits_to_say_what_it_trains(member: Member) -> None:

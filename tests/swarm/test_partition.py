@@ -14,11 +14,12 @@ ELEMENTS = st.integers(1, 2**34)
 def test_chunks_are_blocks_of_codecs(elements: int, members: int) -> None:
     chunk = chunk_elements(elements, members)
     assert chunk % 4096 == 0
-    assert 4096 <= chunk <= MAX_CHUNK_ELEMENTS == 2**19
+    assert 4096 <= chunk <= MAX_CHUNK_ELEMENTS == 2**20
 
 
 def test_chunk_sizes() -> None:
-    assert chunk_elements(2**30, 4) == 2**19
+    assert chunk_elements(2**30, 4) == 2**19, "who knows how long a slow link is busy with one"
+    assert chunk_elements(2**30, 4, 1e9) == 2**20
     assert chunk_elements(2**22, 4) == 2**17
     assert chunk_elements(2**20, 4) == 2**16, "a chunk costs more than its bytes below that"
     assert chunk_elements(2**18, 4) == 2**14, "but everybody gets a few"

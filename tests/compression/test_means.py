@@ -1,0 +1,152 @@
+"""A mean that is encoded at once has the bits of one that is added up, divided and encoded step by step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.compression.codec_cases import floats, gaussian, needs_numba, same_bits, use
+from torch import Tensor
+
+from shoal.compression.codec import Codec, CodecError, largest_of
+from shoal.compression.means import Lost, WeightedMean
+from shoal.compression.registry import get_codec
+
+paths = pytest.mark.parametrize("path", ["torch", pytest.param("numba", marks=needs_numba)])
+N = 700
+
+
+@dataclass(frozen=True)
+class Summand:
+    """Packed with ``codec``, or as it is, with a residual."""
+
+    codec: Codec | None
+    values: Tensor
+    weight: float
+
+    @property
+    def residual(self) -> Tensor:
+        return self.values.flip(0) * 0.01
+
+
+def step_by_step(summands: Sequence[Summand], codec: Codec, divisor: float) -> tuple[Tensor, Tensor]:
+    """The packed mean and what that lost, every intermediate vector written out."""
+    total = torch.zeros(summands[0].values.numel())
+    for one in summands:
+        if one.codec is None:
+            total += (one.values + one.residual) * torch.tensor(one.weight)
+        else:
+            total += one.codec.decode(one.codec.encode(one.values), total.numel()) * torch.tensor(one.weight)
+    mean = total / torch.tensor(divisor) + 0.0
+    packed = codec.encode(mean)
+    return packed, mean - codec.decode(packed, mean.numel())
+
+
+def at_once(summands: Sequence[Summand], codec: Codec, divisor: float) -> tuple[Tensor, Lost]:
+    n = summands[0].values.numel()
+    work = WeightedMean(n)
+    for one in summands:
+        if one.codec is None:
+            work.add_values(one.values, one.residual, one.weight)
+        else:
+            work.add_packed(one.codec, one.codec.encode(one.values), one.weight)
+    packed = torch.empty(codec.packed_bytes(n), dtype=torch.uint8)
+    return packed, work.encode(codec, divisor, torch.full((n,), math.nan), packed)
+
+
+INT8, INT4, FLOAT16 = get_codec("int8"), get_codec("int4"), get_codec("float16")
+SMALL_BLOCKS, SEEDED = get_codec("int8", {"block": 64}), get_codec("int8", {"seed": 7})
+MIXED = {
+    "int8": ([INT8, None, INT8, INT8], INT8),
+    "ours first": ([None, INT8], INT8),
+    "nobody's as it is": ([INT8, INT8], INT8),
+    "ours alone": ([None], INT8),
+    "int4": ([INT4, INT4, None], INT4),
+    "small blocks": ([SMALL_BLOCKS, None], SMALL_BLOCKS),
+    "a seeded mean of unseeded ones": ([INT8, None], SEEDED),
+    "others' blocks": ([INT8, None, SMALL_BLOCKS], INT8),
+    "encoded otherwise": ([INT8, None], INT4),
+    "floats between": ([INT8, FLOAT16, None, INT8], INT8),
+    "floats": ([FLOAT16, None, FLOAT16], FLOAT16),
+    "ours after floats": ([FLOAT16, INT8, None], INT8),
+}
+
+
+@paths
+@pytest.mark.parametrize("codecs", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("n", [1, 64, N, 3000])
+def test_the_bits_are_those_of_every_step_by_itself(
+    path: str, codecs: tuple[list[Codec | None], Codec], n: int
+) -> None:
+    of_summands, of_mean = codecs
+    summands = [Summand(codec, gaussian(n, seed), 1.0 + 7 * seed) for seed, codec in enumerate(of_summands)]
+    with use(path):
+        packed, lost = at_once(summands, of_mean, 31.0)
+        expected, left = step_by_step(summands, of_mean, 31.0)
+    assert torch.equal(packed, expected)
+    assert same_bits(lost.values, left)
+    assert float(left.abs().max()) <= lost.largest < 0.5
+
+
+@paths
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_whatever_the_values(path: str, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 20))
+    draw = st.lists(floats, min_size=n, max_size=n)
+    codec = get_codec("int8", {"block": 6})
+    weights = data.draw(st.lists(st.sampled_from([1.0, 3.0, 1e6]), min_size=1, max_size=4))
+    own = data.draw(st.integers(-1, len(weights) - 1))
+    summands = [
+        Summand(None if index == own else codec, torch.tensor(data.draw(draw)), weight)
+        for index, weight in enumerate(weights)
+    ]
+    divisor = sum(weights)
+    with use(path):
+        try:
+            expected, left = step_by_step(summands, codec, divisor)
+        except CodecError:
+            with pytest.raises(CodecError):
+                at_once(summands, codec, divisor)
+            return
+        packed, lost = at_once(summands, codec, divisor)
+    assert torch.equal(packed, expected)
+    assert same_bits(lost.values, left)
+    assert largest_of(left) <= lost.largest
+
+
+@paths
+def test_what_cannot_be_decoded_is_refused_and_adds_nothing(path: str) -> None:
+    good, bad = INT8.encode(gaussian(N)), torch.full((INT8.packed_bytes(N),), 255, dtype=torch.uint8)
+    packed, expected = torch.empty_like(good), torch.empty_like(good)
+    with use(path):
+        work, alone = WeightedMean(N), WeightedMean(N)
+        for one in (work, alone):
+            one.add_packed(INT8, good, 2.0)
+        for refused in (bad, good[:-1], bytes(3)):
+            with pytest.raises(CodecError):
+                work.add_packed(INT8, refused, 1.0)
+        work.encode(INT8, 2.0, torch.empty(N), packed)
+        alone.encode(INT8, 2.0, torch.empty(N), expected)
+    assert torch.equal(packed, expected)
+
+
+@paths
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_is_finite(path: str, weight: float) -> None:
+    with use(path):
+        with pytest.raises(CodecError, match="weight"):
+            WeightedMean(N).add_packed(INT8, INT8.encode(gaussian(N)), weight)
+        with pytest.raises(CodecError, match="weight"):
+            WeightedMean(N).add_values(gaussian(N), gaussian(N), weight)
+
+
+@paths
+def test_a_mean_that_is_not_finite_is_refused(path: str) -> None:
+    values = gaussian(N)
+    values[N - 1] = 3e38
+    with use(path), pytest.raises(CodecError):
+        at_once([Summand(None, values, 1.0), Summand(INT8, values, 1.0)], INT8, 1.0)
