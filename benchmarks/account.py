@@ -8,7 +8,6 @@ here from the start.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.means import Lost, WeightedMean
 from shoal.compression.registry import get_coding
+from shoal.swarm.averaging.part_digest import part_digest
 from shoal.swarm.averaging.partition import chunk_elements
 from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES, SealedLink, preferred_cipher
 
@@ -94,10 +94,7 @@ class _Bench:
 
     def digest(self) -> None:
         """Of all parts, once: everybody's report names them, and compares them with the verdict's."""
-        digest = hashlib.sha256()
-        for packed in self.packed.values():
-            digest.update(packed.numpy().data)
-        digest.digest()
+        part_digest(packed.numpy().data for packed in self.packed.values())
 
     def decode(self) -> None:
         for start, stop in self.bounds:

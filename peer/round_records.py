@@ -5,7 +5,6 @@ What they are is checked whenever they are read: by the coordinator's signature,
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from shoal.swarm.averaging.part_digest import is_committed
 from shoal.swarm.averaging.results import chunks_of
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 from shoal.swarm.messages import MAX_TENSORS, Part, Verdict
@@ -80,7 +80,7 @@ class RoundRecord:
                 its = chunks_of(self.verdict.plan, part)
                 file.seek(self._starts[its.start])
                 data = memoryview(file.read(sum(self.lengths[its.start : its.stop])))
-                if hashlib.sha256(data).digest() != digest:
+                if not is_committed([data], digest):
                     raise StateFileError(
                         f"{self.path}: field {_part_name(index)}: expected the bytes that the verdict of round "
                         f"{self.verdict.round} names; it is damaged"

@@ -86,7 +86,7 @@ from shoal.swarm.message_values import (
     UnixTime as UnixTime,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from shoal.swarm.averaging.buffers import same_bytes
+from shoal.swarm.averaging.part_digest import is_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, ShoalError
@@ -141,7 +142,7 @@ async def fetch_committed(
                 except ShoalError as error:  # the donor's errors come out of here, too
                     trouble = f"{donor}: {error}"
                 else:
-                    if await in_thread(store.digest, part) == digest:
+                    if await in_thread(is_committed, store.bytes_of(part), digest):
                         return
                     trouble = f"{donor} has other bytes of round {verdict.round} than the committed ones"
                     log.warning("%s", trouble)

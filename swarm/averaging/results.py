@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,6 +13,7 @@ from shoal.compression.coding import Coding
 from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
+from shoal.swarm.averaging.part_digest import part_digest
 from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.messages import Blob, Part, RoundPlan, Verdict
 
@@ -98,15 +98,16 @@ class ResultStore(ChunkStore):
     def has(self, part: Part) -> bool:
         return all(self._held[index] is not None for index in self.chunks_of(part))
 
+    def bytes_of(self, part: Part) -> list[memoryview]:
+        """The part's chunks in their order. Raises ``BlobUnavailable`` when one is not here."""
+        return [self[index] for index in self.chunks_of(part)]
+
     def digest(self, part: Part) -> bytes:
-        """SHA-256 of the part's result bytes, in the order of its chunks; made once. Needs all of them."""
+        """See ``part_digest``; made once. Needs all of the part's chunks."""
         if (known := self._digests.get(part.start)) is not None:
             return known
-        digest = hashlib.sha256()
-        for index in self.chunks_of(part):
-            digest.update(self[index])
-        self._digests[part.start] = digest.digest()
-        return self._digests[part.start]
+        self._digests[part.start] = digest = part_digest(self.bytes_of(part))
+        return digest
 
     def holds(self, part: Part, digest: bytes | None) -> bool:
         """Whether these are the bytes of a part that is here."""

@@ -1,13 +1,14 @@
 """Rounds that were never averaged: a plan, the results that somebody might have made, and a signed verdict on them."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from tests.fakes.memory_coordinator import identity
 
 from shoal.compression.coding import Coding
 from shoal.swarm.averaging.groups import Header
+from shoal.swarm.averaging.part_digest import part_digest
 from shoal.swarm.averaging.results import ResultStore, chunks_of
 from shoal.swarm.messages import RoundPlan, Verdict
 from shoal.swarm.verdicts import chain_hash, genesis, signed_bytes
@@ -31,10 +32,20 @@ def results_of(plan: RoundPlan, coding: Coding, seed: int = 0, empty: Collection
     return chunks
 
 
-def verdict_on(plan: RoundPlan, chunks: list[memoryview], void: Collection[int] = ()) -> Verdict:
+def protocol_3_digest(chunks: Iterable[memoryview]) -> bytes:
+    """What ``part_digest`` was up to that protocol version."""
+    return hashlib.sha256(b"".join(chunks)).digest()
+
+
+def verdict_on(
+    plan: RoundPlan,
+    chunks: list[memoryview],
+    void: Collection[int] = (),
+    digest: Callable[[Iterable[memoryview]], bytes] = part_digest,
+) -> Verdict:
     """Committed, but for the parts of ``void``."""
     digests = [
-        None if index in void else hashlib.sha256(b"".join(chunks[one] for one in chunks_of(plan, part))).digest()
+        None if index in void else digest(chunks[one] for one in chunks_of(plan, part))
         for index, part in enumerate(plan.parts)
     ]
     return signed(

@@ -7,13 +7,14 @@ import pytest
 import torch
 from tests.fakes.grids import plan_of
 from tests.fakes.memory_network import changed, stalled
-from tests.fakes.rounds import signed
+from tests.fakes.rounds import protocol_3_digest, signed
 from tests.fakes.stateful import StatefulMember, play_rounds, stateful_swarm
 from tests.fakes.swarm import Swarm, run_toml
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
 from shoal.peer.catch_up import path, roll_forward
+from shoal.swarm.averaging import results
 from shoal.swarm.errors import LinkError
 from shoal.swarm.messages import Verdict
 
@@ -65,6 +66,23 @@ async def cut_off_for(rounds: int, run: Swarm, members: list[StatefulMember]) ->
     await late.come_back()
     run.network.log.clear()
     return late
+
+
+def test_rounds_from_before_protocol_version_4_are_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with stateful_swarm(tmp_path, 3, run_toml(2 * SAMPLES, "int8"), ELEMENTS) as (run, members):
+            with monkeypatch.context() as earlier:
+                earlier.setattr(results, "part_digest", protocol_3_digest)
+                late = await cut_off_for(1, run, members)
+            await play_rounds(members[:2], 1, SAMPLES, contribution)
+            assert (await late.missed(late.state)).digest == members[0].digest
+            assert late.missed.rounds == 2
+            late.keeper.needed_since = lambda: -1
+            assert late.keeper.records.numbers() == [0, 1]
+            found = roll_forward(late.initial, late.keeper.records, late.steps, 9)
+            assert (found.version, found.digest) == (2, members[0].digest)
+
+    run_virtual(main())
 
 
 def test_rounds_that_are_more_bytes_than_a_state_are_not_fetched(tmp_path: Path) -> None:
