@@ -164,8 +164,7 @@ def first_bad_sum(values, residual, block):  # type: ignore[no-untyped-def]
     corrected = np.empty(min(block, values.size), np.float32)
     for start in range(0, values.size, block):
         stop = min(start + block, values.size)
-        add(values[start:stop], residual[start:stop], corrected[: stop - start])
-        if absmax_bits(corrected[: stop - start].view(np.int32)) > LARGEST_FINITE:
+        if add(values[start:stop], residual[start:stop], corrected[: stop - start]) > LARGEST_FINITE:
             return start // block
     return -1
 
@@ -181,26 +180,24 @@ def encode_residual(values, residual, left, scales, codes, block, bits, seed):  
     for b in range(scales.size):
         start, stop = b * block, min((b + 1) * block, values.size)
         corrected = work[: stop - start]
-        add(values[start:stop], residual[start:stop], corrected)
-        if not split(b, corrected, left, scales, codes, rounded, (block, bits, seed)):
+        top = add(values[start:stop], residual[start:stop], corrected)
+        if top > LARGEST_FINITE:
             return b
+        split(b, corrected, top, left, scales, codes, rounded, (block, bits, seed))
     return -1
 
 
 @njit(nogil=True, cache=True)
-def split(b, corrected, left, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
-    """Block ``b`` into its scale, its codes and what they lose; False, with nothing written, when it is not finite."""
+def split(b, corrected, top, left, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
+    """Block ``b`` into its scale, its codes and what they lose; ``top``: the bits of its absolute maximum."""
     block, bits, seed = how
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
-    top = absmax_bits(corrected.view(np.int32))
-    if top > LARGEST_FINITE:
-        return False
     start, stop = b * block, b * block + corrected.size
     scale, inverse = scale_of(top, largest)
     scales[b] = scale
     if bits == 8 and seed < 0:
         split_bytes(corrected, left[start:stop], codes[start:stop].view(np.int8), scale, inverse)
-        return True
+        return
     rounded = rounded_all[: corrected.size]
     quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
     write_codes(rounded, codes, start, bits)
@@ -208,7 +205,6 @@ def split(b, corrected, left, scales, codes, rounded_all, how):  # type: ignore[
     for i in range(lost.size):
         # Plus zero, as a code has no sign of zero.
         lost[i] = corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)
-    return True
 
 
 @njit(nogil=True, cache=True)
@@ -232,10 +228,13 @@ def encode_mean(addresses, weights, own, divisor, left, scales, codes, how):  # 
                 scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
                 packed = carray(bytes_at(addresses[k] + 4 * blocks), codes.size)
                 add_block(packed, start, bits, scale, weights[k], mean, work)
+        top = np.int32(0)
         for i in range(mean.size):
-            mean[i] = np.float32(mean[i] / over) + ZERO
-        if not split(b, mean, left, scales, codes, work, how):
+            mean[i] = value = np.float32(mean[i] / over) + ZERO
+            top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
+        if top > LARGEST_FINITE:
             return b
+        split(b, mean, top, left, scales, codes, work, how)
     return -1
 
 
@@ -270,8 +269,12 @@ def split_bytes(corrected, left, codes, scale, inverse):  # type: ignore[no-unty
 
 @njit(nogil=True, cache=True)
 def add(first, second, out):  # type: ignore[no-untyped-def]
+    """Returns the bits of the largest absolute sum: found in passing, as each pass costs as much as the other."""
+    top = np.int32(0)
     for i in range(out.size):
-        out[i] = first[i] + second[i]
+        out[i] = value = np.float32(first[i] + second[i])
+        top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
+    return top
 
 
 @njit(nogil=True, cache=True)
