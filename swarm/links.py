@@ -297,11 +297,11 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """
     future = asyncio.get_running_loop().run_in_executor(None, work, *args)
     try:
-        await asyncio.wait([future])
+        return await asyncio.shield(future)
     except asyncio.CancelledError:
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
-        future.exception()
+        if not future.cancelled():
+            future.exception()
         raise
-    return future.result()

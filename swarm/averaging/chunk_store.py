@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
+from shoal.swarm.changes import Changes
 from shoal.swarm.errors import BlobUnavailable
 
 
@@ -17,26 +16,23 @@ class ChunkStore:
         self._about = about
         self._held: list[memoryview | None] = [None] * chunks
         self._closed = False
-        self._arrived = asyncio.Condition()
+        self._changes = Changes()
 
     async def put(self, chunk: int, data: memoryview) -> None:
-        async with self._arrived:
-            self._held[chunk] = data
-            self.moved += 1
-            self._arrived.notify_all()
+        self._held[chunk] = data
+        self.moved += 1
+        self._changes.announce()
 
     async def chunk(self, index: int) -> memoryview:
         """Waits until that chunk exists here. Raises ``BlobUnavailable`` when it never will."""
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: self._closed or self._held[index] is not None)
+        await self._changes.until(lambda: self._closed or self._held[index] is not None)
         return self[index]
 
     async def close(self) -> None:
         """Nobody needs them any more: ends the streams that wait for one."""
-        async with self._arrived:
-            self._closed = True
-            self._held = [None] * self.chunks
-            self._arrived.notify_all()
+        self._closed = True
+        self._held = [None] * self.chunks
+        self._changes.announce()
 
     def __getitem__(self, index: int) -> memoryview:
         data = self._held[index]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Set
 from shoal.swarm.averaging.reducer import PartReducer
 from shoal.swarm.averaging.seat import HandIn, Seat, Wanted
 from shoal.swarm.averaging.watch import Watch
+from shoal.swarm.changes import Changes
 from shoal.swarm.errors import ShoalError
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Collection:
         self._relays: dict[int, tuple[int, asyncio.Task[None]]] = {}
         self._next = chunks.start
         self._following: dict[int, int] = {}
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     def ask_relay(self, row: int, relay: int) -> None:
         """Take the row as partials, from the first chunk on."""
@@ -42,7 +43,7 @@ class Collection:
         """Take the row as its members' contributions; those in ``but`` are not asked."""
         for member in self.reducer.group.rows[row]:
             if member in but:
-                self._tasks.create_task(self._give_up(member))
+                self._give_up(member)
             elif member != self.reducer.own:
                 self._tasks.create_task(self._collect(member, chunks))
 
@@ -58,13 +59,11 @@ class Collection:
             self.ask_members(row, chunks, {relay})
 
     async def wait_complete(self, chunk: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.reducer.is_complete(chunk))
+        await self._changes.until(lambda: self.reducer.is_complete(chunk))
 
-    async def advance(self) -> None:
-        async with self._changed:
-            self._next += 1
-            self._changed.notify_all()
+    def advance(self) -> None:
+        self._next += 1
+        self._changes.announce()
 
     async def _follow(self, row: int, relay: int) -> None:
         async def hand_in(chunk: int, packed: memoryview) -> None:
@@ -86,7 +85,7 @@ class Collection:
             await self._receive(member, self._seat.contributions(), chunks, hand_in)
         except ShoalError as error:  # the other side's errors come out of here, too
             self._log(member, error)
-            await self._give_up(member)
+            self._give_up(member)
 
     async def _receive(self, source: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
         self._following[source] = chunks.start
@@ -105,13 +104,11 @@ class Collection:
         self, offer: Callable[[int, int, memoryview], None], chunk: int, source: int, packed: memoryview
     ) -> None:
         """Hand in a chunk; waits when this source is too far ahead of the others."""
-        async with self._changed:
-            offer(chunk, source, packed)
-            if self.reducer.is_complete(self._next):
-                self._changed.notify_all()
-            await self._changed.wait_for(lambda: chunk < self._next + _WINDOW)
+        offer(chunk, source, packed)
+        if self.reducer.is_complete(self._next):
+            self._changes.announce()
+        await self._changes.until(lambda: chunk < self._next + _WINDOW)
 
-    async def _give_up(self, member: int) -> None:
-        async with self._changed:
-            self.reducer.give_up(member)
-            self._changed.notify_all()
+    def _give_up(self, member: int) -> None:
+        self.reducer.give_up(member)
+        self._changes.announce()

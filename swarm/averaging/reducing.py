@@ -58,7 +58,7 @@ class Reduction:
             for index in chunks:
                 self.made[index] = await self._make(work, index)
                 await self.put(index, self.made[index].result)
-                await work.advance()
+                work.advance()
             watch.cancel()
         self.failed |= work.failed
 

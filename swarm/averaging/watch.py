@@ -39,12 +39,12 @@ class Watch:
     ) -> None:
         """Run a stream of so many chunks to its end. Raises ``LinkError`` when it is cut off, else as the stream."""
         self._stragglers.begin(source, limit_s, chunks)
-        scope, done = asyncio.timeout(None), False
+        scope, done, now_s = asyncio.timeout(None), False, asyncio.get_running_loop().time
 
         async def measured(chunk: int, data: memoryview) -> None:
-            self._stragglers.arrived(source, data.nbytes, _now_s())
+            self._stragglers.arrived(source, data.nbytes, now_s())
             await hand_in(chunk, data)
-            self._stragglers.asked(source, _now_s())
+            self._stragglers.asked(source, now_s())
 
         try:
             async with scope:
