@@ -299,11 +299,11 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """
     future = asyncio.get_running_loop().run_in_executor(None, work, *args)
     try:
-        return await asyncio.shield(future)
+        await asyncio.wait([future])
     except asyncio.CancelledError:
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()
+        future.exception()
         raise
+    return future.result()
