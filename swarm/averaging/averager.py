@@ -7,7 +7,6 @@ that restarts, or a push that was lost, changes nothing but the time it takes.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,19 +16,18 @@ from torch import Tensor
 from shoal.compression.codec import CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.swarm.averaging.allreduce import AllReduce
+from shoal.swarm.averaging.allreduce import AllReduce, Exchange
 from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.fetching import ensure_part
 from shoal.swarm.averaging.groups import may_hold
-from shoal.swarm.averaging.head_start import HeadStart
-from shoal.swarm.averaging.offered import OfferedResults
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.pace import PacedEndpoint
-from shoal.swarm.averaging.results import Archive, ResultStore
+from shoal.swarm.averaging.results import Archive, HeldResults, ResultStore
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
+    Delivery,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     RoundPlan,
@@ -78,12 +76,11 @@ class Averager:
         self._archive = archive
         self._residual_weight = 0
         self._late: _Late | None = None
-        self._stores = OfferedResults(self._endpoint, archive)
+        self._stores: dict[int, ResultStore] = {}
         self._exchange: AllReduce | None = None
-        self._head_start: HeadStart | None = None
-        self._is_offered = False
         self._decoding: asyncio.Task[Tensor] | None = None
         self._joins = 0
+        self._moved_before = 0
 
     @property
     def carried(self) -> Carried:
@@ -100,11 +97,11 @@ class Averager:
     @property
     def chunks_moved(self) -> int:
         """Result chunks made or received so far: what the heartbeat shows as progress."""
-        return self._stores.moved
+        return self._moved_before + sum(store.moved for store in self._stores.values())
 
     async def average(self, offer: Offer) -> Outcome:
         """Take part in the round's end, or at least in its outcome; returns when the verdict is known."""
-        self._joins, self._is_offered = self._client.joins, False
+        self._joins = self._client.joins
         try:
             async with task_scope() as tasks:
                 outcome = await self._until_verdict(offer, tasks)
@@ -113,12 +110,13 @@ class Averager:
         finally:
             await self._end_exchange()
             self._decoding = None
+            offered = self.feedback.in_round
             self.feedback.discard()
             self._buffers.trim()
             self.activity = ""
         if isinstance(outcome, OutOfDate):
             self._late = None
-            if self._is_offered:  # some of the residual may be in a mean by now: it must not come twice
+            if offered:  # some of the residual may be in a mean by now: it must not come twice
                 self._forget_residual()
         return outcome
 
@@ -140,14 +138,13 @@ class Averager:
         while (view := client.view).round <= number:
             if view.plan is None:
                 self.activity = "ready"
-                self._look_ahead(view.expected, offer, tasks)
                 view = await client.ask_view(ready)
                 if view.round == number and view.plan is None:
                     if view.phase in ("training", "waiting"):
                         return CarryOn("the round was reopened: samples of its batch had been lost")
                     await self._wait(number)
             elif report is None:
-                report = await self._take_part(view, view.plan, offer)
+                report = await self._take_part(view.plan, offer)
                 if report is not None and None not in report.digests:
                     self._decoding = tasks.create_task(in_thread(self._stores[number].mean))
             elif reported != (view.epoch, client.joins):
@@ -201,49 +198,20 @@ class Averager:
 
     # Exchange -----------------------------------------------------------------------------------------------
 
-    def _look_ahead(self, expected: RoundPlan | None, offer: Offer, tasks: asyncio.TaskGroup) -> None:
-        """Begin with what depends neither on weights nor on who is in; what came too late goes in once only."""
-        if expected is None or self._head_start is not None or self._late is not None or not offer.weight_tokens:
-            return
-        client = self._client
-        if _same_state(expected, offer) and client.peer in [member.peer for member in expected.members]:
-            self._endpoint.forget()
-            store = ResultStore(expected, self._coding, self._buffers)
-            self._head_start = HeadStart(
-                self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away
-            )
-            self._head_start.begin(tasks, functools.partial(self._begin, offer))
-            self._is_offered = True
-
-    async def _drop_head_start(self) -> None:
-        """Everything is as before it: nobody who goes by the plan has got anything of ours."""
-        if self._head_start is not None:
-            await self._head_start.close()
-            self._head_start, self._is_offered = None, False
-            self.feedback.discard()
-
-    async def _take_part(self, view: RunView, plan: RoundPlan, offer: Offer) -> PeerToCoordinatorRoundReport | None:
+    async def _take_part(self, plan: RoundPlan, offer: Offer) -> PeerToCoordinatorRoundReport | None:
         """Exchange and make the report of it; None when the verdict came first."""
         if not self._is_planned(plan, offer):
-            await self._drop_head_start()
             nothing = (None,) * len(plan.parts)
             return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble="")
         self.activity = "averaging"
         client = self._client
-        if self._head_start is not None:
-            await self._head_start.begun
-            if not self._head_start.has_chunks_of(plan):
-                await self._drop_head_start()
-            elif not (view.as_expected and self._head_start.fits(plan)):
-                await self._head_start.seat.close_streams()
-        if self._head_start is None:
-            await in_thread(self._begin, offer)
-            self._endpoint.forget()
-        self._is_offered = True
+        await in_thread(self._begin, offer)
         store = self._open_store(plan)
+        self._endpoint.forget()
         self.on_exchange(True)
-        exchange = self._exchange = self._all_reduce(store)
-        self._head_start = None
+        exchange = self._exchange = AllReduce(
+            self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away
+        )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(exchange.run())
             running.add_done_callback(lambda _: client.wake())
@@ -252,25 +220,31 @@ class Averager:
                 running.cancel()
                 return None
         deliveries = self._endpoint.deliveries([member.peer for member in plan.members], client.peer, plan.round)
-        return await in_thread(running.result().report, store, deliveries)
-
-    def _all_reduce(self, store: ResultStore) -> AllReduce:
-        client = self._client
-        return AllReduce(
-            self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away, self._head_start
-        )
+        return await in_thread(_make_report, store, running.result(), deliveries)
 
     async def _end_exchange(self) -> None:
-        if self._head_start is not None:
-            await self._head_start.close()
-            self._head_start = None
         if self._exchange is not None:
             await self._exchange.close()
             self._exchange = None
             self.on_exchange(False)
 
     def _open_store(self, plan: RoundPlan) -> ResultStore:
-        return self._stores.add(ResultStore(plan, self._coding, self._buffers))
+        store = ResultStore(plan, self._coding, self._buffers)
+        self._stores[plan.round] = store
+        self._endpoint.publish(store.blob, store)
+        self._endpoint.publish(store.held, HeldResults(store))
+        return store
+
+    async def _drop_stores(self, *rounds: int) -> None:
+        for number in rounds:
+            store = self._stores.pop(number, None)
+            if store is not None:
+                self._endpoint.retract(store.blob)
+                self._endpoint.retract(store.held)
+                self._moved_before += store.moved
+                await store.close()
+                if self._archive is not None:
+                    self._archive.take_over(number)
 
     # Verdict ------------------------------------------------------------------------------------------------
 
@@ -280,14 +254,14 @@ class Averager:
         decoded = None if self._decoding is None else await self._decoding  # it reads the store until then
         # Whoever lags fetches the last committed round's bytes here: they are kept until the next one is committed.
         before = sorted(number for number in self._stores if number < offer.round)
-        await self._stores.drop(*before[:-1])
+        await self._drop_stores(*before[:-1])
         if verdict is None or verdict.round != offer.round:
             return OutOfDate(f"the verdict of round {offer.round} was missed")
         if verdict.anchor_version < offer.anchor_version:
             self._forget_residual()  # of work that others will do again
             return OutOfDate(verdict.reason)
         if not verdict.committed:
-            await self._stores.drop(offer.round)
+            await self._drop_stores(offer.round)
             return CarryOn(verdict.reason, verdict)
         assert verdict.plan is not None
         if not _same_state(verdict.plan, offer):
@@ -299,24 +273,19 @@ class Averager:
             return OutOfDate(f"committed results of round {offer.round} cannot be had: {error}")
         if self._archive is not None:
             self._archive.keep(self._stores[offer.round], verdict)
-        await self._stores.drop(*before)
+        await self._drop_stores(*before)
         planned = self._is_planned(verdict.plan, offer)
-        if planned and exchange is None:
-            exchange = self._all_reduce(self._stores[offer.round])
         await in_thread(self._account, offer, exchange, planned)
         return Committed(mean, verdict, included=planned)
 
     def _account(self, offer: Offer, exchange: AllReduce | None, planned: bool) -> None:
-        """What of ours is not in the committed mean stays for the next one, unless others train on our samples now.
-
-        ``exchange``: ours; one that has not run, if the verdict came first, as others may have got something ahead."""
+        """What of ours is not in the committed mean stays for the next one, unless others train on our samples now."""
         ours = self._client.joins == self._joins
-        if not planned:
-            self.feedback.discard()
-        elif ours and not self.feedback.in_round:
+        if exchange is None and planned and ours:
             self._begin(offer)
-        if exchange is not None and self.feedback.in_round:
+        if exchange is not None:
             exchange.settle(keep=ours)
+        if self.feedback.in_round:
             self.feedback.commit()
         if planned:
             self._late = None
@@ -347,3 +316,17 @@ class Averager:
 
 def _same_state(plan: RoundPlan, offer: Offer) -> bool:
     return (plan.anchor_version, plan.state_digest) == (offer.anchor_version, offer.state_digest)
+
+
+def _make_report(
+    store: ResultStore, exchange: Exchange, deliveries: tuple[Delivery, ...]
+) -> PeerToCoordinatorRoundReport:
+    return PeerToCoordinatorRoundReport(
+        round=store.plan.round,
+        digests=tuple(store.digest(part) if store.has(part) else None for part in store.plan.parts),
+        # Also what others reduced and left out: whoever made these bytes may not live to tell.
+        dropped=tuple(sorted(exchange.dropped | store.left_out())),
+        failed=tuple(sorted(exchange.failed)),
+        deliveries=deliveries,
+        trouble=exchange.trouble[:2000],
+    )

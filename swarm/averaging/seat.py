@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from shoal.swarm.averaging.ahead import Chunks, StreamAhead
-from shoal.swarm.averaging.contributions import contribution_blob
 from shoal.swarm.averaging.groups import Group
 from shoal.swarm.averaging.results import ResultStore
-from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, MemberGone, WireError
@@ -36,8 +33,7 @@ class Wanted:
 @dataclass(frozen=True)
 class Seat:
     """``was_away``: whether the coordinator was, since that moment of the loop's clock. Then others may not have heard
-    of this round, and without a verdict it costs nothing to wait for them. ``sources``: what we offer ourselves.
-    ``ahead``: streams that are open already, by member."""
+    of this round, and without a verdict it costs nothing to wait for them. ``sources``: what we offer ourselves."""
 
     endpoint: Endpoint
     store: ResultStore
@@ -45,30 +41,10 @@ class Seat:
     deadlines: Deadlines
     was_away: Callable[[float], bool]
     sources: dict[Blob, ChunkSource]
-    ahead: dict[tuple[int, Blob, range], StreamAhead] = field(default_factory=dict)
 
     @property
     def members(self) -> list[str]:
         return [member.peer for member in self.store.plan.members]
-
-    def offer(self) -> None:
-        """From now on others get what we bring, each at its share of what we send."""
-        for blob, source in self.sources.items():
-            self.endpoint.publish(blob, source)
-        members, shares = self.members, Traffic(self.store.plan).shares(self.me)
-        self.endpoint.share_uplink({members[one]: share for one, share in shares.items()})
-
-    async def withdraw(self) -> None:
-        """The end of what ``offer`` began, and of streams that nobody has taken."""
-        await self.close_streams()
-        self.endpoint.share_uplink({})
-        for blob in self.sources:
-            self.endpoint.retract(blob)
-
-    async def close_streams(self) -> None:
-        """Those that are open ahead: what they have brought is forgotten."""
-        while self.ahead:
-            await self.ahead.popitem()[1].close()
 
     def contributions(self) -> Wanted:
         """What a member brings."""
@@ -78,7 +54,8 @@ class Seat:
             start, stop = store.bounds(chunk)
             return (store.coding.contribution(start, stop).packed_bytes(stop - start),)
 
-        return Wanted(contribution_blob(store.plan), sizes_bytes, 0, self.deadlines.contribution_s)
+        blob = Blob(kind="contribution", number=store.plan.round)
+        return Wanted(blob, sizes_bytes, 0, self.deadlines.contribution_s)
 
     def partials(self, group: Group) -> Wanted:
         """What a relay makes of its row's contributions; ``group`` is that row."""
@@ -94,28 +71,8 @@ class Seat:
 
     async def receive(self, member: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
         """Hand in the chunks one after the other. Raises ``ShoalError``, the other side's too."""
-        following = chunks.start
-
-        async def go_on() -> None:
-            nonlocal following
-            async with aclosing(await self._open(member, wanted, range(following, chunks.stop))) as stream:
-                async for chunk, data in stream:
-                    following = chunk + 1
-                    await hand_in(chunk, data)
-
-        await self.patiently(go_on)
-
-    async def _open(self, member: int, wanted: Wanted, chunks: range) -> Chunks:
-        ahead = self.ahead.pop((member, wanted.blob, chunks), None)
-        if ahead is not None:
-            if ahead.is_good:
-                return ahead.chunks()
-            await ahead.close()
-        return self.stream(member, wanted, chunks)
-
-    async def stream(self, member: int, wanted: Wanted, chunks: range) -> Chunks:
-        """The chunks as they come. Raises ``ShoalError``, the other side's too."""
         received: dict[int, memoryview] = {}
+        following = chunks.start
 
         def sink(chunk: int, size: int) -> memoryview:
             if size not in wanted.sizes_bytes(chunk):
@@ -123,9 +80,14 @@ class Seat:
             received[chunk] = self.store.buffers.passing.take(size, wanted.header_bytes)
             return received[chunk]
 
-        async with aclosing(self._fetch(member, wanted, chunks, sink)) as stream:
-            async for chunk in stream:
-                yield chunk, received.pop(chunk)
+        async def go_on() -> None:
+            nonlocal following
+            async with aclosing(self._fetch(member, wanted, range(following, chunks.stop), sink)) as stream:
+                async for chunk in stream:
+                    following = chunk + 1
+                    await hand_in(chunk, received.pop(chunk))
+
+        await self.patiently(go_on)
 
     async def patiently(self, fetch: Callable[[], Awaitable[None]]) -> None:
         """Fetch; again when that took too long while the coordinator was away. Raises ``ShoalError``."""

@@ -20,8 +20,7 @@ from shoal.peer.cli import main
 from shoal.peer.partial_state import IncomingFile, PartialState
 from shoal.peer.replica import Replica
 from shoal.peer.state_sharing import StateSource
-from shoal.swarm.averaging.allreduce import AllReduce
-from shoal.swarm.averaging.contributions import ContributionSource
+from shoal.swarm.averaging.allreduce import AllReduce, _ContributionSource
 from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.coordinator_client import CoordinatorClient
@@ -49,13 +48,13 @@ class Doom:
 
 def serving(doom: Doom) -> None:
     """When a chunk of its contribution is asked for; earlier ones are on their way or there."""
-    real = ContributionSource.chunk
+    real = _ContributionSource.chunk
 
     async def chunk(self: Any, index: int) -> memoryview:
         doom.comes_to(self._store.plan.round)
         return await real(self, index)
 
-    ContributionSource.chunk = chunk  # type: ignore[method-assign]
+    _ContributionSource.chunk = chunk  # type: ignore[method-assign]
 
 
 def reducing(doom: Doom) -> None:
