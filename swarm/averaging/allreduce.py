@@ -27,7 +27,7 @@ from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.seat import HandIn, Seat
-from shoal.swarm.averaging.traffic import shares
+from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.averaging.watch import Watch
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
@@ -136,7 +136,9 @@ class AllReduce:
         """Returns when every part has arrived or is given up; results are in the store."""
         for blob, source in self._seat.sources.items():
             self._endpoint.publish(blob, source)
-        self._endpoint.share_uplink({self._members[one]: share for one, share in shares(self._plan, self._me).items()})
+        self._endpoint.share_uplink(
+            {self._members[one]: share for one, share in Traffic(self._plan).shares(self._me).items()}
+        )
         async with asyncio.TaskGroup() as background:
             watch = background.create_task(self._watch.run())
             async with asyncio.TaskGroup() as tasks:

@@ -7,23 +7,35 @@ from collections import Counter
 from shoal.swarm.messages import RoundPlan
 
 
-def shares(plan: RoundPlan, me: int) -> dict[int, float]:
-    """Of all that a member sends while nothing fails, the share that goes to each other one; by index of the plan.
+class Traffic:
+    """What members send while nothing fails; by index of the plan, in elements, as if contributions, partials and means
+    were packed alike."""
 
-    In elements, as if contributions, partials and means were packed alike."""
-    sent: Counter[int] = Counter()
-    row = plan.members[me].row
-    mates = [index for index, member in enumerate(plan.members) if member.row == row and index != me]
-    for part in plan.parts:
-        relays, size = plan.relays(part) or (part.owner,), part.stop - part.start
-        collector = relays[row]
-        if collector != me:
-            sent[collector] += size
-            continue
-        for mate in mates:
-            sent[mate] += size
-        for other in relays if part.owner == me else (part.owner,):
-            if other != me:
-                sent[other] += size
-    total = sent.total()
-    return {member: size / total for member, size in sent.items()}
+    def __init__(self, plan: RoundPlan) -> None:
+        self._plan = plan
+        self._rows: dict[int, list[int]] = {}
+        for index, member in enumerate(plan.members):
+            self._rows.setdefault(member.row, []).append(index)
+        # By the members that collect it, one in each row: of how much each owner makes the mean.
+        self._collected: dict[tuple[int, ...], Counter[int]] = {}
+        for part in plan.parts:
+            collectors = plan.relays(part) or (part.owner,)
+            self._collected.setdefault(collectors, Counter())[part.owner] += part.stop - part.start
+
+    def shares(self, me: int) -> dict[int, float]:
+        """Of all that this member sends, the share that goes to each other one."""
+        sent: Counter[int] = Counter()
+        row = self._plan.members[me].row
+        for collectors, owners in self._collected.items():
+            size = owners.total()
+            if collectors[row] != me:
+                sent[collectors[row]] += size
+                continue
+            for mate in self._rows[row]:
+                sent[mate] += size
+            for owner, owned in owners.items():
+                for other in collectors if owner == me else (owner,):
+                    sent[other] += owned
+        del sent[me]
+        total = sent.total()
+        return {member: size / total for member, size in sent.items()}

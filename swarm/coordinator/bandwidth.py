@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from statistics import median_high, median_low
 
+from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 _ROUNDS = 3
@@ -22,11 +23,11 @@ given more because of it would show more still."""
 class Bandwidths:
     """What rounds have shown of each member, by peer id; kept when it leaves, or it would come back unknown.
 
-    One figure a round: what the middle one of those who collect got from it, times their number, as it had to serve
-    them at the same time. Of two in the middle the faster one, as the other may be slow itself; but of two in all the
-    slower one for a member that claims nothing, as nothing else bounds the other. Else only most of the members
-    together can make one of them faster than it is. Taken is the median of its last three rounds, of two the lower one:
-    one odd round changes little, and a link that has become slow is known for it after two.
+    One figure a round: what the middle one of those who collect got from it, over that one's share of all that it sent,
+    as it serves everybody at the same time. Of two in the middle the faster one, as the other may be slow itself; but
+    of two in all the slower one for a member that claims nothing, as nothing else bounds the other. Else only most of
+    the members together can make one of them faster than it is. Taken is the median of its last three rounds, of two
+    the lower one: one odd round changes little, and a link that has become slow is known for it after two.
     """
 
     def __init__(self) -> None:
@@ -39,13 +40,14 @@ class Bandwidths:
         for witness, report in reports.items():
             for one in report.deliveries:
                 rates[one.member][witness] = one.bps
+        traffic = Traffic(plan)
         for member, by_witness in rates.items():
-            served = {plan.members[one].peer for one in _served(plan, member)}
-            values = [bps for witness, bps in by_witness.items() if witness in served]
+            shares = traffic.shares(member)
+            served = {plan.members[one].peer: shares[one] for one in _served(plan, member)}
+            values = [bps / served[witness] for witness, bps in by_witness.items() if witness in served]
             if len(values) >= min(2, len(served)) > 0:
                 unclaimed = min(values) if len(values) == 2 else median_high(values)
-                figures = (unclaimed * len(served), median_high(values) * len(served))
-                self._seen[plan.members[member].peer].append(figures)
+                self._seen[plan.members[member].peer].append((unclaimed, median_high(values)))
 
     def believed(self, claims_bps: Mapping[str, float]) -> dict[str, float]:
         """Bits a second of each of these members; 0 for unknown.

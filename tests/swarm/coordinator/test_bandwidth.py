@@ -2,12 +2,23 @@ import pytest
 from tests.swarm.coordinator.test_rounds import PLAN, some_plan
 from tests.swarm.coordinator.world import World, peer_name, report, run_file
 
+from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.coordinator.bandwidth import Bandwidths
 from shoal.swarm.coordinator.grouping import lay_out
 from shoal.swarm.errors import WireError
 from shoal.swarm.messages import Delivery, PeerToCoordinatorRoundReport, PlanMember, RoundPlan
 
-FIVE = some_plan(dict.fromkeys(range(5), 10))
+
+def cut(plan: RoundPlan, *chunks: int) -> RoundPlan:
+    """With parts of so many chunks: of the first members, in their order."""
+    parts = [
+        one.model_copy(update={"start": 4096 * sum(chunks[:at]), "stop": 4096 * sum(chunks[: at + 1])})
+        for at, one in enumerate(plan.parts[: len(chunks)])
+    ]
+    return RoundPlan.model_validate(plan.model_dump() | {"chunk_elements": 4096, "parts": tuple(parts)})
+
+
+FIVE, THREE = cut(some_plan(dict.fromkeys(range(5), 10)), 1, 1, 1, 1, 1), cut(PLAN, 1, 1, 1)
 A, B, C, D, E = (peer_name(number) for number in range(5))
 CLAIMS = dict.fromkeys([A, B, C, D, E], 1e9)
 
@@ -23,15 +34,25 @@ def said(plan: RoundPlan, rates: dict[int, dict[int, float]]) -> dict[str, PeerT
 
 
 def everybody(plan: RoundPlan, links_bps: dict[int, float]) -> dict[str, PeerToCoordinatorRoundReport]:
-    """All see each other as they are: a link is shared by the owners that it serves."""
-    members = range(len(plan.members))
-    shares = {one: bps / (len(members) - 1) for one, bps in links_bps.items()}
-    return said(plan, {witness: {one: shares[one] for one in members if one != witness} for witness in members})
+    """All see each other as they are: each link serves all at once, and is done with all at one moment."""
+    traffic, members = Traffic(plan), range(len(plan.members))
+    shares = {one: traffic.shares(one) for one in members}
+    return said(plan, {to: {one: links_bps[one] * shares[one][to] for one in members if one != to} for to in members})
 
 
 def test_every_member_of_the_plan_owns_here() -> None:
     assert sorted({part.owner for part in FIVE.parts}) == list(range(5))
-    assert sorted({part.owner for part in PLAN.parts}) == [0, 1, 2]
+    assert sorted({part.owner for part in THREE.parts}) == [0, 1, 2]
+
+
+def test_who_owns_little_and_has_little_to_send_to_some_is_no_slower_for_it() -> None:
+    """Or whoever is once taken to be slow would be for good: it serves all owners alike, who serve it with less."""
+    plan = cut(FIVE, 4, 4, 4, 1)
+    bandwidths = Bandwidths()
+    bandwidths.learn(plan, everybody(plan, dict.fromkeys(range(5), 1e8)))
+    assert bandwidths.believed(dict.fromkeys([A, B, C, D, E], 0.0)) == pytest.approx(
+        dict.fromkeys([A, B, C, D, E], 1e8)
+    )
 
 
 def test_a_liar_gets_what_it_delivered() -> None:
@@ -50,7 +71,7 @@ def test_a_member_may_claim_less() -> None:
 def test_one_of_two_witnesses_is_not_believed_alone_where_nothing_is_claimed() -> None:
     bandwidths = Bandwidths()
     for _ in range(3):
-        bandwidths.learn(PLAN, said(PLAN, {0: {1: 50.0, 2: 1e9}, 1: {0: 50.0, 2: 50.0}, 2: {0: 50.0, 1: 50.0}}))
+        bandwidths.learn(THREE, said(THREE, {0: {1: 50.0, 2: 1e9}, 1: {0: 50.0, 2: 50.0}, 2: {0: 50.0, 1: 50.0}}))
     assert bandwidths.believed({A: 100.0, B: 100.0, C: 0.0}) == dict.fromkeys([A, B, C], 100.0)
     assert bandwidths.believed({A: 100.0, B: 100.0, C: 150.0})[C] == 150.0, "the slower witness may be slow itself"
 
@@ -94,7 +115,7 @@ def test_a_minority_of_witnesses_changes_nothing() -> None:
 
 def test_who_is_slow_itself_does_not_make_the_others_look_slow() -> None:
     bandwidths = Bandwidths()
-    bandwidths.learn(PLAN, said(PLAN, {0: {1: 9.0, 2: 1.0}, 1: {0: 9.0, 2: 1.0}, 2: {0: 1.0, 1: 1.0}}))
+    bandwidths.learn(THREE, said(THREE, {0: {1: 9.0, 2: 1.0}, 1: {0: 9.0, 2: 1.0}, 2: {0: 1.0, 1: 1.0}}))
     assert bandwidths.believed({A: 1e9, B: 1e9, C: 1e9}) == {A: 18.0, B: 18.0, C: 2.0}
 
 
@@ -117,7 +138,7 @@ def test_before_anybody_has_seen_anything_no_claim_counts_for_more_than_the_usua
 
 def test_a_newcomer_starts_with_its_probe_but_not_above_what_the_others_have_shown() -> None:
     bandwidths = Bandwidths()
-    bandwidths.learn(PLAN, everybody(PLAN, {0: 1e8, 1: 1e8, 2: 1e7}))
+    bandwidths.learn(THREE, everybody(THREE, {0: 1e8, 1: 1e8, 2: 1e7}))
     believed = bandwidths.believed({A: 1e9, B: 1e9, C: 1e9, D: 1e10, E: 3e7})
     assert believed == pytest.approx({A: 1e8, B: 1e8, C: 1e7, D: 1e8, E: 3e7})
 
@@ -133,7 +154,8 @@ def test_in_a_grid_the_relays_of_its_row_are_the_witnesses() -> None:
     bandwidths.learn(plan, said(plan, {one: {0: 1e9} for one in strangers}))
     assert bandwidths.believed({A: 1e12}) == {A: 1e12}
     bandwidths.learn(plan, said(plan, {one: {0: 5.0 if one in relays else 1e9} for one in range(1, 16)}))
-    assert bandwidths.believed({A: 1e12}) == {A: 15.0}
+    # 8 of the 30 sixteenths of the vector that it sends: contributions, and means of its own column.
+    assert bandwidths.believed({A: 1e12}) == {A: 5.0 * 30 / 8}
 
 
 # In the machine -----------------------------------------------------------------------------------------------
