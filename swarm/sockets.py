@@ -24,8 +24,8 @@ _NOT_SENT_LOW_WATER = 0x201 if sys.platform == "darwin" else 25
 _UNSENT_BYTES = 2**17
 
 _IS_LINUX = sys.platform == "linux"
-_MAX_PACING_RATE = 47
-"""SO_MAX_PACING_RATE, which Python does not name."""
+_MAX_PACING_RATE, _CONGESTION_CONTROL = 47, 13
+"""SO_MAX_PACING_RATE and TCP_CONGESTION; Python does not name the one, and the other only on Linux."""
 
 _UNPACED, _SLOWEST_BYTES_S = 2**32 - 1, 2**12
 _WITH_HEADERS = 1500 / 1448
@@ -122,6 +122,18 @@ def pace(socket: sockets.socket, bps: float | None) -> None:
     if _IS_LINUX:
         with suppress(OSError):  # closed meanwhile
             socket.setsockopt(sockets.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("I", bytes_s))
+
+
+def renew_model(socket: sockets.socket) -> None:
+    """Have BBR, where it governs a TCP connection, learn the way anew, with the window that it has.
+
+    Every ten seconds it would send next to nothing for two tenths, to see how short the way is: in most rounds of some
+    seconds once, while everybody waits. What a paced connection has seen of the way is right without that."""
+    if _IS_LINUX:
+        with suppress(OSError):  # closed meanwhile, or not allowed
+            if socket.getsockopt(sockets.IPPROTO_TCP, _CONGESTION_CONTROL, 16).rstrip(b"\0") == b"bbr":
+                for other in (b"reno", b"bbr"):
+                    socket.setsockopt(sockets.IPPROTO_TCP, _CONGESTION_CONTROL, other)
 
 
 async def connect(host: str, port: int) -> sockets.socket:

@@ -7,11 +7,12 @@ all are done at one moment, and no queue grows on the way (minimum allocation fo
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.swarm.sockets import acked_bytes, pace, shortest_round_trip_s
+from shoal.swarm.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s
 
 if TYPE_CHECKING:
     from shoal.swarm.framing import Connection
@@ -27,6 +28,11 @@ _WAS_REACHED, _USUAL_REACHES, _STEEPNESS = 0.985, 2, 3
 
 _FASTEST_BPS = 1e9
 """Above, it is processors and not links that limit us, and pacing costs them more than it brings."""
+
+_MADE_UP_S = 0.75
+"""BBR lets a connection stand still for less than half of it, to see how short the way is."""
+
+_MODEL_S = 8.0
 
 _SHORT_WAY_S = 0.001
 """Within a house flows are even at once, and what they carried was as much as their ends had time for."""
@@ -94,6 +100,23 @@ def together(rounds: Sequence[Mapping[bytes, float]]) -> dict[bytes, float]:
     return {key: sum(shares.get(key, 0.0) for shares in rounds) / len(rounds) for key in sorted(keys)}
 
 
+def portions(
+    pace_bps: float, shares: Mapping[bytes, float], arrived_bytes: Mapping[bytes, int], waiting: Collection[bytes]
+) -> dict[bytes, float]:
+    """The pace of what we send to each, in bits a second: of ``waiting``, to whom there is more to send, all is shared.
+
+    Who has got less of its share than the one that got most, as its connection stood still for a moment, gets a little
+    more, or the round would wait for it. One that has got far less cannot take more: the way to it is slower than ours.
+    """
+    lead = max((arrived_bytes.get(key, 0) / share for key, share in shares.items()), default=0.0)
+    weights = {}
+    for key, share in shares.items():
+        behind_s = 8 * (lead - arrived_bytes.get(key, 0) / share) / pace_bps
+        weights[key] = share * (1 + behind_s if behind_s <= _MADE_UP_S else 1.0)
+    total = sum(weights[key] for key in waiting)
+    return {key: pace_bps * (weights[key] / total if key in waiting else share) for key, share in shares.items()}
+
+
 class Pacing:
     """Keeps the connections of a round's links at their pace. On the data plane's thread."""
 
@@ -103,8 +126,9 @@ class Pacing:
         self._uplink = Uplink()
         self._shares: Mapping[bytes, float] = {}
         self._acked: dict[Connection, int] = {}
-        self._paced: set[Connection] = set()
-        self._arrived_bytes = 0
+        self._paced: dict[Connection, float] = {}
+        """With the moment at which each one's model of its way was new."""
+        self._arrived_bytes: Counter[bytes] = Counter()
         self._next_look_s = 0.0
 
     @property
@@ -120,26 +144,29 @@ class Pacing:
                     pace(connection.socket, None)
             self._paced.clear()
             self._acked.clear()
+            self._arrived_bytes.clear()
         self._shares, self._next_look_s = shares, 0.0
 
     def look(self, now_s: float, links: Mapping[bytes, Link]) -> None:
-        """See what has arrived, and pace what has connected since, if it is time to; to be called that often."""
+        """See what has arrived, and pace what is to come, if it is time to; to be called that often."""
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + TICK_S
-        pace_bps, is_waiting = self._uplink.pace_bps, False
-        for link in list(links.values()):  # the event loop adds some
-            share = self._shares.get(link.remote_key)
-            if share is None:
-                continue
+        towards = [link for link in list(links.values()) if link.remote_key in self._shares]  # the event loop adds some
+        for link in towards:
             for connection in link.connections:
-                is_waiting = is_waiting or connection.is_blocked
                 acked = acked_bytes(connection.socket)
-                self._arrived_bytes += acked - self._acked.setdefault(connection, acked)
+                self._arrived_bytes[link.remote_key] += acked - self._acked.setdefault(connection, acked)
                 self._acked[connection] = acked
-                if pace_bps is None or connection in self._paced:
-                    continue
+        waiting = {link.remote_key for link in towards if any(one.is_blocked for one in link.connections)}
+        self._uplink.saw(now_s, self._arrived_bytes.total(), is_waiting=bool(waiting))
+        if (pace_bps := self._uplink.pace_bps) is None:
+            return
+        paces_bps = portions(pace_bps, self._shares, self._arrived_bytes, waiting)
+        for link in towards:  # of two links with a member, each side sends over the other one's
+            for connection in link.connections:
                 if shortest_round_trip_s(connection.socket) >= self._short_way_s:
-                    pace(connection.socket, pace_bps * share / len(link.connections))
-                    self._paced.add(connection)
-        self._uplink.saw(now_s, self._arrived_bytes, is_waiting=is_waiting)
+                    pace(connection.socket, paces_bps[link.remote_key] / len(link.connections))
+                    if now_s - self._paced.get(connection, -math.inf) >= _MODEL_S:
+                        renew_model(connection.socket)
+                        self._paced[connection] = now_s

@@ -3,14 +3,15 @@ import random
 import socket as sockets
 import struct
 import sys
+import threading
 import time
 
 import pytest
 from tests.swarm.network import HOST, STATE, Sink, Source, fetch, swarm, until
 
 from shoal.swarm.links import Link
-from shoal.swarm.sockets import acked_bytes, pace, shortest_round_trip_s
-from shoal.swarm.uplink import TICK_S, Pacing, Uplink
+from shoal.swarm.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s
+from shoal.swarm.uplink import TICK_S, Pacing, Uplink, portions
 
 MBIT = 1e6
 
@@ -110,6 +111,36 @@ def test_links_that_are_faster_than_processors_are_not_paced() -> None:
     assert settled(3e9).pace_bps is None
 
 
+# Who gets how much -----------------------------------------------------------------------------------------
+
+A, B, C = b"a", b"b", b"c"
+THIRDS = {A: 1 / 3, B: 1 / 3, C: 1 / 3}
+
+
+def test_all_is_shared_by_those_to_whom_there_is_more_to_send() -> None:
+    arrived = {A: 1000, B: 1000, C: 1000}
+    assert portions(90 * MBIT, THIRDS, arrived, [A, B, C]) == pytest.approx(dict.fromkeys(THIRDS, 30 * MBIT))
+    assert portions(90 * MBIT, THIRDS, arrived, [A, B]) == pytest.approx({A: 45 * MBIT, B: 45 * MBIT, C: 30 * MBIT})
+    uneven = {A: 0.5, B: 0.3, C: 0.2}
+    given = portions(90 * MBIT, uneven, {A: 500, B: 300, C: 200}, [A, B, C])
+    assert given == pytest.approx({key: share * 90 * MBIT for key, share in uneven.items()})
+
+
+def test_a_connection_that_stood_still_makes_it_up_and_the_others_give_it_what_they_had_more() -> None:
+    arrived = dict.fromkeys(THIRDS, 3750000.0)  # of a second, at 30 Mbit/s
+    arrived[C] -= 0.3 * 3.75e6
+    for _ in range(200):
+        given = portions(90 * MBIT, THIRDS, {key: int(size) for key, size in arrived.items()}, [A, B, C])
+        assert sum(given.values()) == pytest.approx(90 * MBIT)
+        arrived = {key: arrived[key] + given[key] * TICK_S / 8 for key in arrived}
+    assert max(arrived.values()) - min(arrived.values()) < 1e-3 * min(arrived.values())
+
+
+def test_a_way_that_is_slower_than_our_link_takes_nothing_from_the_others() -> None:
+    given = portions(90 * MBIT, THIRDS, {A: 11_250_000, B: 11_250_000, C: 1_000_000}, [A, B, C])
+    assert given == pytest.approx(dict.fromkeys(THIRDS, 30 * MBIT))
+
+
 # On real sockets ------------------------------------------------------------------------------------------
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces connections one by one")
@@ -136,10 +167,46 @@ def test_a_paced_connection_is_slower() -> None:
             assert limit_bytes_s(one) == 2**32 - 1
 
 
+def bbr_bytes_s(socket: sockets.socket) -> int:
+    """What BBR has seen the way of a connection carry (``tcp_bbr_info``)."""
+    return int(struct.unpack("Q", socket.getsockopt(sockets.IPPROTO_TCP, 26, 8))[0])
+
+
+def governs(socket: sockets.socket) -> bytes:
+    """The name of its congestion control."""
+    return socket.getsockopt(sockets.IPPROTO_TCP, 13, 16).rstrip(b"\0")
+
+
+@on_linux
+def test_bbr_learns_the_way_anew_and_others_are_left_alone() -> None:
+    with sockets.create_server((HOST, 0)) as server, sockets.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other:
+            one.setsockopt(sockets.IPPROTO_TCP, 13, b"reno")
+            renew_model(one)
+            assert governs(one) == b"reno"
+            try:
+                one.setsockopt(sockets.IPPROTO_TCP, 13, b"bbr")
+            except OSError:
+                pytest.skip("this kernel has no BBR, or does not allow it")
+            size = 2**24
+            reader = threading.Thread(target=lambda: [other.recv(2**20, sockets.MSG_WAITALL) for _ in range(16)])
+            reader.start()
+            one.sendall(bytes(size))
+            reader.join()
+            while acked_bytes(one) < size:
+                time.sleep(0.001)
+            assert bbr_bytes_s(one) > 0
+            renew_model(one)
+            assert governs(one) == b"bbr"
+            assert bbr_bytes_s(one) == 0
+
+
 def test_closed_sockets_and_others_are_left_alone() -> None:
     closed = sockets.socket()
     closed.close()
     pace(closed, 1e6)
+    renew_model(closed)
     assert acked_bytes(closed) == shortest_round_trip_s(closed) == 0
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as datagrams:
         assert acked_bytes(datagrams) == shortest_round_trip_s(datagrams) == 0
