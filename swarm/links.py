@@ -247,6 +247,7 @@ class Link:
 
 _BUSY_BYTES = 2**18
 _BUCKET_S = 0.25
+_STILL_TRUE = 0.99
 
 
 @dataclass
@@ -282,10 +283,11 @@ class Meter:
     def _count(self, size: int, now_s: float) -> None:
         bucket = int(now_s / _BUCKET_S)
         if bucket != self._bucket:
-            # Only busy moments say what the link can carry; slowly forgotten, for links that get worse.
+            # Only busy moments say what the link can carry; slowly forgotten, for links that get worse: who has
+            # little to do in a round has no slower link.
             if self._bucket_bytes >= _BUSY_BYTES:
                 shown = 8 * self._bucket_bytes / _BUCKET_S
-                self.bandwidth_bps = max(shown, 0.9 * self.bandwidth_bps)
+                self.bandwidth_bps = max(shown, _STILL_TRUE * self.bandwidth_bps)
             self._bucket, self._bucket_bytes = bucket, 0
         self._bucket_bytes += size
 

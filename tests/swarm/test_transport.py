@@ -43,6 +43,7 @@ from shoal.swarm.links import (
     FrameQueue,
     Incoming,
     Link,
+    Meter,
     Outgoing,
     in_thread,
 )
@@ -351,6 +352,19 @@ async def test_a_caller_that_connects_anew_replaces_its_earlier_channel() -> Non
         assert second is not first
         assert first.is_broken
         await second.request(PeerToPeerPing(), PeerToPeerPong, LONG_S)
+
+
+def test_what_a_link_has_shown_outlasts_a_round_with_little_to_do() -> None:
+    """Or whoever was given a small part, and so had less to send and to receive, would claim less for the next one."""
+    meter, now_s = Meter(), 0.0
+    for seconds, bps in ((4.0, 1.5e8), (6.0, 5e7), (600.0, 5e7)):
+        shown_bps, until_s = meter.bandwidth_bps, now_s + seconds
+        while now_s < until_s:
+            now_s += 0.01
+            meter.received(int(bps * 0.01 / 8), now_s)
+        if seconds == 6.0:
+            assert meter.bandwidth_bps > 0.75 * shown_bps > 1e8
+    assert meter.bandwidth_bps == pytest.approx(5e7, rel=0.1), "a link that has become worse shows at last"
 
 
 @run
