@@ -208,9 +208,11 @@ class Blockwise:
     def checked(self, packed: Packed, n: int) -> Tensor:
         """``packed`` as a tensor, to be read only, that decodes to ``n`` values. CodecError as ``decode``."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
-        kernels = fast.kernels("blockwise_kernels") if tensor.device.type == "cpu" else None
-        if kernels is None or not kernels.are_plain(self._arrays(tensor, n)[0], self._safe_bits):
+        kernels = self._kernels(tensor)
+        if kernels is None:
             self._check_scales(*self._split(tensor, n))
+        else:
+            self._checked_arrays(tensor, n, kernels)
         return tensor
 
     def encode_mean(self, summands: Sequence[Summand], divisor: float, left: Tensor, packed: Tensor) -> float | None:

@@ -248,6 +248,7 @@ class Link:
 _BUSY_BYTES = 2**18
 _BUCKET_S = 0.25
 _STILL_TRUE = 0.99
+"""Of what a link has shown, after a busy bucket that showed less."""
 
 
 @dataclass

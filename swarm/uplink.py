@@ -33,6 +33,7 @@ _MADE_UP_S = 0.75
 """BBR lets a connection stand still for less than half of it, to see how short the way is."""
 
 _MODEL_S = 8.0
+"""How long BBR's model of a way is left alone: it would stop to look anew after ten seconds."""
 
 _SHORT_WAY_S = 0.001
 """Within a house flows are even at once, and what they carried was as much as their ends had time for."""
