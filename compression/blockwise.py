@@ -215,11 +215,14 @@ class Blockwise:
             self._checked_arrays(tensor, n, kernels)
         return tensor
 
-    def encode_mean(self, summands: Sequence[Summand], divisor: float, left: Tensor, packed: Tensor) -> float | None:
-        """Encode the sum of all over ``divisor``, as ``encode_residual``: every value is read once, nothing but what
-        is lost and the codes is written. At most one of them is not packed; all on the CPU.
+    def encode_mean(
+        self, summands: Sequence[Summand], factors: tuple[float, float], left: Tensor, packed: Tensor
+    ) -> float | None:
+        """Encode the sum of all over the first of ``factors``, as ``encode_residual``: every value is read once,
+        nothing but what is lost, times the second, and the codes is written. At most one of them is not packed; all on
+        the CPU.
 
-        Returns what no absolute value of ``left`` is above; None, with nothing done, where no kernels are compiled.
+        Returns what no absolute value of the loss is above; None, with nothing done, where no kernels are compiled.
         Raises CodecError when the mean is not finite: ``left`` and ``packed`` are undefined then."""
         kernels = self._kernels(left)
         if kernels is None:
@@ -233,7 +236,7 @@ class Blockwise:
         weights = np.array([one.weight for one in summands], np.float32)
         ours = own, *(checked_out(one, left.numel(), left.device).numpy() for one in values)
         scales, codes = self._arrays(packed, left.numel())
-        if kernels.encode_mean(addresses, weights, ours, divisor, left.numpy(), scales, codes, self._how()) >= 0:
+        if kernels.encode_mean(addresses, weights, ours, factors, left.numpy(), scales, codes, self._how()) >= 0:
             raise CodecError("the mean holds NaN or infinity")
         return float(max(scales.max(initial=0.0), self._smallest))
 

@@ -16,6 +16,7 @@ SMALLEST_NORMAL = np.int32(0x00800000)
 HALF = np.float32(0.5)
 DRAW = np.float32(2.0**-24)
 ZERO = np.float32(0.0)
+ONE = np.float32(1.0)
 
 
 def _limits(largest: int) -> tuple[np.int32, np.float32]:
@@ -183,20 +184,21 @@ def encode_residual(values, residual, left, scales, codes, block, bits, seed):  
         top = add(values[start:stop], residual[start:stop], corrected)
         if top > LARGEST_FINITE:
             return b
-        split(b, corrected, top, left, scales, codes, rounded, (block, bits, seed))
+        split(b, corrected, top, left, ONE, scales, codes, rounded, (block, bits, seed))
     return -1
 
 
 @njit(nogil=True, cache=True)
-def split(b, corrected, top, left, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
-    """Block ``b`` into its scale, its codes and what they lose; ``top``: the bits of its absolute maximum."""
+def split(b, corrected, top, left, times, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    """Block ``b`` into its scale, its codes and what they lose, so many times over; ``top``: the bits of its absolute
+    maximum."""
     block, bits, seed = how
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
     start, stop = b * block, b * block + corrected.size
     scale, inverse = scale_of(top, largest)
     scales[b] = scale
     if bits == 8 and seed < 0:
-        split_bytes(corrected, left[start:stop], codes[start:stop].view(np.int8), scale, inverse)
+        split_bytes(corrected, left[start:stop], times, codes[start:stop].view(np.int8), scale, inverse)
         return
     rounded = rounded_all[: corrected.size]
     quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
@@ -204,18 +206,20 @@ def split(b, corrected, top, left, scales, codes, rounded_all, how):  # type: ig
     lost = left[start:stop]
     for i in range(lost.size):
         # Plus zero, as a code has no sign of zero.
-        lost[i] = corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)
+        lost[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
 
 
 @njit(nogil=True, cache=True)
-def encode_mean(addresses, weights, own, divisor, left, scales, codes, how):  # type: ignore[no-untyped-def]
-    """The sum of packed vectors at ``addresses``, times ``weights``, over ``divisor``; returns as ``encode_residual``.
+def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # type: ignore[no-untyped-def]
+    """The sum of packed vectors at ``addresses``, times ``weights``, over the first of ``factors``; what it loses,
+    times the second, is ``left``. Returns as ``encode_residual``.
 
     ``own``: the index of the one that is not packed but the sum of two, below 0 if none is, and those two.
     """
     block, bits, _ = how
     index, values, residual = own
-    n, blocks, over = left.size, scales.size, np.float32(divisor)
+    n, blocks = left.size, scales.size
+    over, times = np.float32(factors[0]), np.float32(factors[1])
     mean_all, work = np.empty(min(block, n), np.float32), np.empty(min(block, n), np.float32)
     for b in range(blocks):
         start, stop = b * block, min((b + 1) * block, n)
@@ -234,7 +238,7 @@ def encode_mean(addresses, weights, own, divisor, left, scales, codes, how):  # 
             top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
         if top > LARGEST_FINITE:
             return b
-        split(b, mean, top, left, scales, codes, work, how)
+        split(b, mean, top, left, times, scales, codes, work, how)
     return -1
 
 
@@ -259,12 +263,12 @@ def add_block(codes, start, bits, scale, factor, total, work):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def split_bytes(corrected, left, codes, scale, inverse):  # type: ignore[no-untyped-def]
-    """One block in one go: its codes, ``(m,) int8``, and what they lost."""
+def split_bytes(corrected, left, times, codes, scale, inverse):  # type: ignore[no-untyped-def]
+    """One block in one go: its codes, ``(m,) int8``, and what they lost, so many times over."""
     for i in range(corrected.size):
         rounded = np.rint(np.float32(corrected[i] * inverse))
         codes[i] = np.int8(np.int32(rounded))
-        left[i] = corrected[i] - np.float32(np.float32(rounded + ZERO) * scale)
+        left[i] = np.float32(corrected[i] - np.float32(np.float32(rounded + ZERO) * scale)) * times
 
 
 @njit(nogil=True, cache=True)
@@ -320,7 +324,7 @@ def warm_up() -> None:
         encode_residual(values, np.zeros(4, np.float32), np.empty(4, np.float32), scales, codes, 4, bits, seed)
         packed = np.zeros(8, np.uint8)
         addresses, weights = np.array([packed.ctypes.data], np.int64), np.ones(1, np.float32)
-        encode_mean(addresses, weights, (-1, values, values), 1.0, values, scales, codes, (4, bits, seed))
+        encode_mean(addresses, weights, (-1, values, values), (1.0, 1.0), values, scales, codes, (4, bits, seed))
         are_plain(scales, int(LARGEST_FINITE))
         decode(scales, codes, values, 4, bits)
         accumulate(scales, codes, values, 1.0, 4, bits)

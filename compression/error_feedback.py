@@ -16,8 +16,9 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError, checked_range, checked_values, largest_of
 from shoal.compression.means import Lost
-from shoal.compression.scratch import spacious
+from shoal.compression.scratch import scratch, spacious
 
+_CPU = torch.device("cpu")
 _TILE = 1 << 18
 _FAR_FROM_INFINITY = 1e38
 
@@ -30,10 +31,14 @@ class ErrorFeedback:
         feedback.begin(contribution)                         # from now on: corrected = contribution + residual
         packed = feedback.encode_chunk(codec, start, stop)   # each chunk that somebody asks for
         values, residual = feedback.brought(start, stop)     # chunks that go into the mean as float32 ...
-        feedback.include_exactly(start, stop, error)         # ... as an owner's own do, and what encoding it lost
+        feedback.include_exactly(start, stop, error)         # ... as a relay's own do, and what encoding it lost
         feedback.keep_chunk(start, stop)                     # chunks that the mean did not include after all
         feedback.take_back(start, stop)                      # chunks that we do not offer again either
         feedback.add_owner_error(start, error)               # what a mean lost that has our chunk in it as encoded
+        feedback.reserve(start, stop)                        # where an owner, before all else, ...
+        left, times = feedback.room(start, stop)             # ... writes at once what its mean loses, times that,
+        feedback.include_written(start, stop, largest)       # and it was that mean that was committed,
+        feedback.include_encoded(start, stop)                # or one with our chunk in it as encoded
         feedback.commit()                                    # or discard()
 
     Whatever is neither encoded nor included counts as not included: all of it is carried over. What encoding lost,
@@ -54,6 +59,8 @@ class ErrorFeedback:
         self._contribution: Tensor | None = None
         self._pending: Tensor | None = None
         self._settled: set[tuple[int, int]] = set()
+        self._reserved: list[tuple[int, int]] = []
+        self._aside: dict[tuple[int, int], Codec] = {}  # what was encoded there has left nothing pending
 
     @property
     def residual(self) -> Tensor:
@@ -107,6 +114,13 @@ class ErrorFeedback:
         self._spare = None
         self._contribution = contribution
         self._settled.clear()
+        self._reserved.clear()
+        self._aside.clear()
+
+    def reserve(self, start: int, stop: int) -> None:
+        """What is pending in [start, stop) is for whoever has ``room`` there: ``encode_chunk`` leaves it alone, in any
+        thread. To be called before any of its chunks is encoded."""
+        self._reserved.append((start, stop))
 
     def _check_sum(self, contribution: Tensor) -> None:
         """Raises CodecError when contribution + residual holds NaN or infinity; looks at every one."""
@@ -129,12 +143,45 @@ class ErrorFeedback:
 
         Encoding the same range again gives the same bytes.
         """
+        if any(first <= start < last for first, last in self._reserved):
+            contribution, residual, _ = self._chunk(start, stop)
+            self._aside[start, stop] = codec
+            return codec.encode_residual(contribution, residual, scratch("aside", stop - start, _CPU), packed)
+        return self._encode(codec, start, stop, packed)
+
+    def _encode(self, codec: Codec, start: int, stop: int, packed: Tensor | None = None) -> Tensor:
         contribution, residual, pending = self._chunk(start, stop)
         packed = codec.encode_residual(contribution, residual, pending, packed)
         if self._decay != 1.0:
             pending.mul_(self._decay)
         self._settled.add((start, stop))
         return packed
+
+    def include_encoded(self, start: int, stop: int) -> None:
+        """corrected[start:stop] went into the mean as ``encode_chunk`` packed it: what that lost is pending. Nothing,
+        where nobody had asked for it."""
+        codec = self._aside.get((start, stop))
+        if codec is not None:
+            self._encode(codec, start, stop)
+
+    def room(self, start: int, stop: int) -> tuple[Tensor, float]:
+        """Where in a reserved range whoever makes a mean writes what that loses, ``(stop - start,) float32``, and what
+        it multiplies it with beside ``times`` as in ``add_owner_error``."""
+        return self._chunk(start, stop)[2], self._decay
+
+    def include_written(self, start: int, stop: int, largest: float) -> None:
+        """As ``include_exactly``, with an error that is in ``room`` already: no absolute value of it is above
+        ``largest``. What it raises leaves zeros."""
+        _, _, pending = self._chunk(start, stop)
+        self._settled.add((start, stop))
+        if not largest + self._bound < _FAR_FROM_INFINITY:
+            try:
+                low, high = checked_range(pending)
+            except CodecError:
+                pending.zero_()
+                raise
+            largest = max(-low, high)
+        self._bound += largest
 
     def include_exactly(self, start: int, stop: int, error: Lost | None = None, times: float = 1.0) -> None:
         """corrected[start:stop] goes into the mean as it is, as an owner's own may: nothing of it is pending.

@@ -63,19 +63,19 @@ class WeightedMean:
         else:
             self._add(summand, self._total)
 
-    def encode(self, codec: Codec, divisor: float, left: Tensor, packed: Tensor) -> Lost:
-        """The sum over ``divisor``, encoded into ``packed``, ``(packed_bytes(n),) uint8``; what that lost is in
-        ``left``, ``(n,) float32``.
+    def encode(self, codec: Codec, divisor: float, left: Tensor, packed: Tensor, times: float = 1.0) -> Lost:
+        """The sum over ``divisor``, encoded into ``packed``, ``(packed_bytes(n),) uint8``; what that lost, so many
+        ``times`` over, is in ``left``, ``(n,) float32``.
 
         Raises CodecError when the mean is not finite: ``left`` and ``packed`` are undefined then. Ends this object."""
         divisor = rounded_weight(divisor)
         if self._total is None and isinstance(codec, Blockwise) and codec.unpacks_like(self._alike or codec):
-            largest = codec.encode_mean(self._noted, divisor, left, packed)
+            largest = codec.encode_mean(self._noted, (divisor, times), left, packed)
             if largest is not None:
-                return Lost(left, largest)
+                return Lost(left, largest * abs(times))
         mean = self._sum().div_(divisor)
         codec.encode_residual(mean, zeros(self._n), left, packed)
-        return Lost.of(left)
+        return Lost.of(left if times == 1.0 else left.mul_(times))
 
     def _sum(self) -> Tensor:
         if self._total is None:

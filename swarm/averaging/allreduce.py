@@ -127,9 +127,12 @@ class AllReduce:
         if plan.columns:
             sources[Blob(kind="partial", number=plan.round)] = self._partials
         self._seat = Seat(endpoint, store, self._me, deadlines, was_away, sources)
-        self._as_owner = Reduction(self._seat, store.group, store.put, feedback.brought)
+        self._as_owner = Reduction(self._seat, store.group, store.put, feedback.brought, feedback.room)
         self._as_relay = Reduction(self._seat, store.group.row(self._row), self._partials.put, feedback.brought)
         self._as_stand_in: list[Reduction] = []
+        for part in plan.parts:
+            if part.owner == self._me:
+                feedback.reserve(part.start, part.stop)
         self._watch = Watch(self._seat, lambda: [part.start for part in plan.parts if not store.has(part)])
 
     async def run(self) -> Exchange:
@@ -175,11 +178,14 @@ class AllReduce:
                 leave_out(*bounds)
                 continue
             partial, result = self._used_partial(index, header), self._committed(index, header)
-            # What our values went into as they are.
-            direct = partial or (result if result is self._as_owner.made.get(index) else None)
-            if direct is not None:
-                self._carry(bounds, direct, exactly=True)
-            if result is not None and result is not direct:
+            if result is not None and result is self._as_owner.made.get(index):
+                self._keep_written(bounds, result)
+                continue
+            if partial is not None:
+                self._carry(bounds, partial, exactly=True)
+            else:
+                self._feedback.include_encoded(*bounds)
+            if result is not None:
                 self._carry(bounds, result)
 
     def _rotated(self) -> list[Part]:
@@ -263,6 +269,12 @@ class AllReduce:
         """The stand-ins before us of the part with this chunk."""
         part = next(part for part in self._plan.parts if index in self._store.chunks_of(part))
         return part.stand_ins[: part.stand_ins.index(self._me)]
+
+    def _keep_written(self, bounds: tuple[int, int], made: Reduced) -> None:
+        """Take on the error of a mean of our own part, which is in our residual's memory since it was made."""
+        assert made.error is not None, "a mean without an error has nobody in it"
+        with suppress(CodecError):  # it would not be finite
+            self._feedback.include_written(*bounds, made.error.largest)
 
     def _carry(self, bounds: tuple[int, int], made: Reduced, *, exactly: bool = False) -> None:
         """Take on the error of a mean: only our share of what we add reaches it, so that many times over. ``exactly``:

@@ -20,10 +20,15 @@ from shoal.swarm.averaging.groups import Group, Header
 Brought = tuple[Tensor, Tensor]
 """Contribution and residual of a member in a chunk, ``(size,) float32`` each: their sum is what it brings."""
 
+Room = tuple[Tensor, float]
+"""Where what a mean loses goes, ``(size,) float32``, to be carried by the member that brings something as it is: as many
+times over as only its share of what it adds reaches the mean, and times this factor."""
+
 
 @dataclass
 class Reduced:
-    """A finished chunk: what everybody gets, and what encoding it lost (None: no mean), for whoever made it."""
+    """A finished chunk: what everybody gets, and what encoding it lost (None: no mean), for whoever made it: as it is,
+    or in the ``Room`` that there was."""
 
     result: memoryview
     included: list[int]
@@ -106,8 +111,9 @@ class PartReducer:
             for row, direct_from in enumerate(self._direct_from)
         )
 
-    def reduce(self, chunk: int, own: Brought | None) -> Reduced | list[int]:
-        """The weighted mean of a complete chunk, encoded once. ``own``: what we bring, if that comes unpacked.
+    def reduce(self, chunk: int, own: Brought | None, room: Room | None = None) -> Reduced | list[int]:
+        """The weighted mean of a complete chunk, encoded once. ``own``: what we bring, if that comes unpacked; ``room``:
+        for what the mean loses, if not in memory of its own.
 
         Contributions with bytes that do not decode, or not to finite numbers, are left out. Partials like that cannot
         be: the rows that have one are returned, and nothing is made, until those have been summed directly.
@@ -127,19 +133,24 @@ class PartReducer:
         if bad:
             return bad
         del self._chunks[chunk]
-        return self._encode(mean, Header(included, relayed), (start, stop))
+        return self._encode(mean, Header(included, relayed), (start, stop), room)
 
-    def _encode(self, mean: WeightedMean, header: Header, bounds: tuple[int, int]) -> Reduced:
+    def _encode(self, mean: WeightedMean, header: Header, bounds: tuple[int, int], room: Room | None) -> Reduced:
         group, void = self.group, Reduced(memoryview(self.group.pack_header(Header())), [], None)
         if not header.included:
             return void
-        size = bounds[1] - bounds[0]
-        codec, left = self._coding.result(*bounds, len(group.members)), self._buffers.passing.floats(size)
+        size, total = bounds[1] - bounds[0], group.weight(header.included)
+        codec = self._coding.result(*bounds, len(group.members))
+        if room is None:
+            left, times = self._buffers.passing.floats(size), 1.0
+        else:
+            assert self.own in header.included
+            left, times = room[0], total / group.weights[self.own] * room[1]
         result = self._buffers.results.take(group.result_bytes(codec, size), group.header_bytes)
         result[: group.header_bytes] = group.pack_header(header)
         packed = torch.frombuffer(result[group.header_bytes :], dtype=torch.uint8)
         try:
-            error = mean.encode(codec, group.weight(header.included), left, packed)
+            error = mean.encode(codec, total, left, packed, times)
         except CodecError:  # the sum overflowed: void for everybody
             return void
         return Reduced(result, sorted(header.included), error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shoal.swarm.averaging.collecting import Collection
 from shoal.swarm.averaging.groups import Group
-from shoal.swarm.averaging.reducer import Brought, PartReducer, Reduced
+from shoal.swarm.averaging.reducer import Brought, PartReducer, Reduced, Room
 from shoal.swarm.averaging.seat import Seat
 from shoal.swarm.links import in_thread
 
@@ -28,6 +28,8 @@ class Reduction:
     put: Callable[[int, memoryview], Awaitable[None]]
     own: Callable[[int, int], Brought] | None = None
     """What we bring in [start, stop), as it is; called in worker threads. Without, it comes packed, as everybody's."""
+    room: Callable[[int, int], Room] | None = None
+    """Where what our means lose goes, as ``own``."""
     without: frozenset[int] = frozenset()
     made: dict[int, Reduced] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -73,4 +75,6 @@ class Reduction:
                         work.distrust(row, index)
 
     def _reduce(self, reducer: PartReducer, index: int) -> Reduced | list[int]:
-        return reducer.reduce(index, None if self.own is None else self.own(*self.seat.store.bounds(index)))
+        bounds = self.seat.store.bounds(index)
+        own, room = self.own and self.own(*bounds), self.room and self.room(*bounds)
+        return reducer.reduce(index, own, room)
