@@ -184,15 +184,16 @@ def encode_residual(values, residual, left, scales, codes, block, bits, seed):  
         top = add(values[start:stop], residual[start:stop], corrected)
         if top > LARGEST_FINITE:
             return b
-        split(b, corrected, top, left, ONE, scales, codes, rounded, (block, bits, seed))
+        split(b, corrected, top, (left, ONE), scales, codes, rounded, (block, bits, seed))
     return -1
 
 
 @njit(nogil=True, cache=True)
-def split(b, corrected, top, left, times, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    """Block ``b`` into its scale, its codes and what they lose, so many times over; ``top``: the bits of its absolute
-    maximum."""
+def split(b, corrected, top, lost, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
+    """Block ``b`` into its scale, its codes and ``lost``: where what they lose goes, and how many times over; ``top``:
+    the bits of its absolute maximum."""
     block, bits, seed = how
+    left, times = lost
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
     start, stop = b * block, b * block + corrected.size
     scale, inverse = scale_of(top, largest)
@@ -203,10 +204,10 @@ def split(b, corrected, top, left, times, scales, codes, rounded_all, how):  # t
     rounded = rounded_all[: corrected.size]
     quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
     write_codes(rounded, codes, start, bits)
-    lost = left[start:stop]
-    for i in range(lost.size):
+    remains = left[start:stop]
+    for i in range(remains.size):
         # Plus zero, as a code has no sign of zero.
-        lost[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
+        remains[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
 
 
 @njit(nogil=True, cache=True)
@@ -223,22 +224,35 @@ def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # 
     mean_all, work = np.empty(min(block, n), np.float32), np.empty(min(block, n), np.float32)
     for b in range(blocks):
         start, stop = b * block, min((b + 1) * block, n)
-        mean = mean_all[: stop - start]
-        mean[:] = ZERO
-        for k in range(addresses.size):
+        mean, k = mean_all[: stop - start], 0
+        if index == 0:
+            put_sum(values[start:stop], residual[start:stop], weights[0], mean)
+            k = 1
+        else:
+            mean[:] = ZERO
+        while k < addresses.size:
             if k == index:
                 add_sum(values[start:stop], residual[start:stop], weights[k], mean)
+                k += 1
+                continue
+            scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
+            packed = carray(bytes_at(addresses[k] + 4 * blocks), codes.size)
+            if bits == 8 and k + 1 < addresses.size and k + 1 != index:
+                other_scale = carray(floats_at(addresses[k + 1]), blocks)[b]  # type: ignore[call-arg]
+                other = carray(bytes_at(addresses[k + 1] + 4 * blocks), codes.size)
+                one, two = packed[start:stop].view(np.int8), other[start:stop].view(np.int8)
+                add_two(one, scale, weights[k], two, other_scale, weights[k + 1], mean)
+                k += 2
             else:
-                scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
-                packed = carray(bytes_at(addresses[k] + 4 * blocks), codes.size)
                 add_block(packed, start, bits, scale, weights[k], mean, work)
+                k += 1
         top = np.int32(0)
         for i in range(mean.size):
             mean[i] = value = np.float32(mean[i] / over) + ZERO
             top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
         if top > LARGEST_FINITE:
             return b
-        split(b, mean, top, left, times, scales, codes, work, how)
+        split(b, mean, top, (left, times), scales, codes, work, how)
     return -1
 
 
@@ -246,6 +260,21 @@ def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # 
 def add_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
     for i in range(total.size):
         total[i] = total[i] + np.float32(np.float32(first[i] + second[i]) * factor)
+
+
+@njit(nogil=True, cache=True)
+def put_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
+    """As ``add_sum`` to zeros."""
+    for i in range(total.size):
+        total[i] = ZERO + np.float32(np.float32(first[i] + second[i]) * factor)
+
+
+@njit(nogil=True, cache=True)
+def add_two(one, one_scale, one_factor, two, two_scale, two_factor, total):  # type: ignore[no-untyped-def]
+    """Add two blocks of int8 codes, ``(m,) int8``, in one go."""
+    for i in range(total.size):
+        sum_ = total[i] + np.float32(np.float32(np.float32(one[i]) * one_scale) * one_factor)
+        total[i] = sum_ + np.float32(np.float32(np.float32(two[i]) * two_scale) * two_factor)
 
 
 @njit(nogil=True, cache=True)

@@ -21,7 +21,7 @@ Brought = tuple[Tensor, Tensor]
 """Contribution and residual of a member in a chunk, ``(size,) float32`` each: their sum is what it brings."""
 
 Room = tuple[Tensor, float]
-"""Where what a mean loses goes, ``(size,) float32``, to be carried by the member that brings something as it is: as many
+"""Where what a mean loses goes, ``(size,) float32``, for the member that brings something as it is to carry it: as many
 times over as only its share of what it adds reaches the mean, and times this factor."""
 
 
@@ -112,8 +112,8 @@ class PartReducer:
         )
 
     def reduce(self, chunk: int, own: Brought | None, room: Room | None = None) -> Reduced | list[int]:
-        """The weighted mean of a complete chunk, encoded once. ``own``: what we bring, if that comes unpacked; ``room``:
-        for what the mean loses, if not in memory of its own.
+        """The weighted mean of a complete chunk, encoded once. ``own``: what we bring, if that comes unpacked, and
+        ``room`` for what the mean loses, if not in memory of its own.
 
         Contributions with bytes that do not decode, or not to finite numbers, are left out. Partials like that cannot
         be: the rows that have one are returned, and nothing is made, until those have been summed directly.
