@@ -130,6 +130,59 @@ def test_what_goes_in_exactly_leaves_only_its_share_of_the_error() -> None:
     assert feedback.residual.tolist() == [0.5, -1.0, 6.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("encoded_first", [True, False])
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_what_is_encoded_where_an_owner_has_room_is_pending_only_if_it_counts(
+    encoded_first: bool, decay: float
+) -> None:
+    codec = get_codec("int8")
+    feedback, expected = ErrorFeedback(N, decay), ErrorFeedback(N, decay)
+    for one in (feedback, expected):
+        one.begin(noise(1))
+    feedback.reserve(0, 600)
+    fates = {"written": (0, 200), "encoded": (200, 400), "not asked for": (400, 500), "kept": (500, 600)}
+    if not encoded_first:
+        for start, stop in fates.values():
+            feedback.room(start, stop)[0].fill_(7.0)
+    for fate, bounds in {**fates, "another's": (600, N)}.items():
+        if fate != "not asked for":
+            assert torch.equal(feedback.encode_chunk(codec, *bounds), expected.encode_chunk(codec, *bounds))
+    if encoded_first:
+        for start, stop in fates.values():
+            feedback.room(start, stop)[0].fill_(7.0)
+    assert feedback.room(0, 200)[1] == decay
+    feedback.include_written(*fates["written"], 7.0)
+    for fate in ("encoded", "not asked for"):
+        feedback.include_encoded(*fates[fate])
+    feedback.keep_chunk(*fates["kept"])
+    feedback.include_encoded(600, N)
+    feedback.commit()
+    expected.commit()
+    assert bool((feedback.residual[:200] == 7.0).all())
+    assert torch.equal(feedback.residual[200:400], expected.residual[200:400])
+    assert torch.equal(feedback.residual[400:600], noise(1)[400:600])
+    assert torch.equal(feedback.residual[600:], expected.residual[600:])
+    feedback.begin(noise(2))
+    feedback.encode_chunk(codec, 0, N)
+    feedback.commit()
+    assert float(feedback.residual.abs().max()) < 0.5, "what was reserved is no more"
+
+
+def test_what_an_owner_wrote_is_zero_where_it_is_not_finite() -> None:
+    feedback = ErrorFeedback(4)
+    feedback.begin(torch.ones(4))
+    feedback.reserve(0, 4)
+    for (start, stop), value in (((0, 2), 3e38), ((2, 4), math.inf)):
+        feedback.room(start, stop)[0].fill_(value)
+    feedback.include_written(0, 2, 3e38)
+    with pytest.raises(CodecError):
+        feedback.include_written(2, 4, math.inf)
+    feedback.commit()
+    assert torch.equal(feedback.residual, torch.tensor([3e38, 3e38, 0.0, 0.0]))
+    with pytest.raises(CodecError):
+        feedback.begin(torch.full((4,), 3e38))
+
+
 def test_owner_error_that_is_not_finite_is_refused_and_not_added() -> None:
     feedback = ErrorFeedback(4)
     feedback.begin(torch.ones(4))

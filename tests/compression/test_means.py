@@ -45,7 +45,7 @@ def step_by_step(summands: Sequence[Summand], codec: Codec, divisor: float) -> t
     return packed, mean - codec.decode(packed, mean.numel())
 
 
-def at_once(summands: Sequence[Summand], codec: Codec, divisor: float) -> tuple[Tensor, Lost]:
+def at_once(summands: Sequence[Summand], codec: Codec, divisor: float, times: float = 1.0) -> tuple[Tensor, Lost]:
     n = summands[0].values.numel()
     work = WeightedMean(n)
     for one in summands:
@@ -54,7 +54,7 @@ def at_once(summands: Sequence[Summand], codec: Codec, divisor: float) -> tuple[
         else:
             work.add_packed(one.codec, one.codec.encode(one.values), one.weight)
     packed = torch.empty(codec.packed_bytes(n), dtype=torch.uint8)
-    return packed, work.encode(codec, divisor, torch.full((n,), math.nan), packed)
+    return packed, work.encode(codec, divisor, torch.full((n,), math.nan), packed, times)
 
 
 INT8, INT4, FLOAT16 = get_codec("int8"), get_codec("int4"), get_codec("float16")
@@ -116,6 +116,31 @@ def test_whatever_the_values(path: str, data: st.DataObject) -> None:
     assert torch.equal(packed, expected)
     assert same_bits(lost.values, left)
     assert largest_of(left) <= lost.largest
+
+
+@paths
+@pytest.mark.parametrize("codecs", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("times", [31 / 3, 0.0])
+def test_what_is_lost_comes_so_many_times_over(
+    path: str, codecs: tuple[list[Codec | None], Codec], times: float
+) -> None:
+    of_summands, of_mean = codecs
+    summands = [Summand(codec, gaussian(N, seed), 1.0 + 7 * seed) for seed, codec in enumerate(of_summands)]
+    with use(path):
+        packed, lost = at_once(summands, of_mean, 31.0, times)
+        expected, once = at_once(summands, of_mean, 31.0)
+    assert torch.equal(packed, expected)
+    assert same_bits(lost.values, once.values * torch.tensor(times))
+    assert largest_of(lost.values) <= lost.largest <= once.largest * times * (1 + 1e-6)
+
+
+@paths
+def test_a_negative_mean_too_small_for_any_number_is_zero_without_a_sign(path: str) -> None:
+    work, packed = WeightedMean(2), torch.empty(INT8.packed_bytes(2), dtype=torch.uint8)
+    with use(path):
+        work.add_values(torch.tensor([-1.4e-45, 1.0]), torch.zeros(2), 1.0)
+        lost = work.encode(INT8, 4.0, torch.full((2,), math.nan), packed)
+    assert same_bits(lost.values[:1], torch.zeros(1))
 
 
 @paths

@@ -539,6 +539,53 @@ def test_whoever_asks_an_owner_for_its_own_chunks_changes_nothing() -> None:
     run_virtual(main())
 
 
+def test_owners_carry_what_their_means_lost_by_their_share_of_them() -> None:
+    """Of the weight of those who are in it, once decayed."""
+
+    async def residuals(decay: float) -> list[Tensor]:
+        network, weights = MemoryNetwork(), [3, 1, 4]
+        feedbacks = [ErrorFeedback(ELEMENTS, decay) for _ in weights]
+        network.faults.append(changed("contribution", PEERS[2], lambda data: b"\xff" * len(data)))
+        sides = make_sides(network, make_plan(weights, shares=[0.5, 0.5, 0.0]), "int8", feedbacks)
+        await run_all(sides)
+        mean, *_ = [await side.commit() for side in sides]
+        kept = [side.feedback.residual for side in sides]
+        assert torch.equal(kept[2], sides[2].brought)
+        if decay == 1.0:
+            found = mean.double() + weighted(kept[:2], weights[:2])
+            torch.testing.assert_close(found, weighted_mean(sides, [0, 1]), atol=1e-6, rtol=0)
+        return kept[:2]
+
+    for whole, half in zip(run_virtual(residuals(1.0)), run_virtual(residuals(0.5)), strict=True):
+        assert torch.equal(0.5 * whole, half)
+        assert bool(half.any())
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_owner_whose_bytes_are_not_the_committed_ones_is_in_them_as_it_was_encoded(asked: bool) -> None:
+    """Or not at all, whatever they say, where nobody had asked for its contribution. It carries no error of its own."""
+
+    async def main() -> None:
+        plan = make_plan([3, 1])
+        side, *_ = sides = make_sides(MemoryNetwork(), plan, "int8")
+        await run_all(sides)
+        store, chunk = side.store, 1
+        start, stop = store.bounds(chunk)
+        sent = torch.zeros(stop - start)
+        if asked:
+            codec = store.coding.contribution(start, stop)
+            sent = codec.decode(await side.exchange._source.chunk(chunk), stop - start)
+        others = bytearray(store[chunk])
+        others[-1] ^= 1
+        await store.put(chunk, memoryview(others))
+        await side.commit()
+        residual = side.feedback.residual
+        assert torch.equal(residual[start:stop], side.brought[start:stop] - sent)
+        assert 0 < float(residual[:start].abs().max()) < 0.1
+
+    run_virtual(main())
+
+
 def test_the_round_is_not_over_while_a_chunk_is_being_encoded() -> None:
     """On a real loop with real threads: ``close`` waits for the codec, even for a stream that was cancelled."""
 
