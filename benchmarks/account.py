@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.compression import fast
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.means import Lost, WeightedMean
+from shoal.compression.means import WeightedMean
 from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.part_digest import part_digest
 from shoal.swarm.averaging.partition import chunk_elements
@@ -54,7 +54,6 @@ class _Bench:
             bounds: self.feedback.encode_chunk(coding.contribution(*bounds), *bounds) for bounds in self.bounds
         }
         self.mean = torch.zeros(elements)
-        self.error = torch.zeros(elements)
         self.means: dict[tuple[int, int], Tensor] = {}
         self._link(max(packed.numel() for packed in self.packed.values()))
 
@@ -74,8 +73,9 @@ class _Bench:
     def settle(self) -> None:
         self.feedback.discard()
         self.feedback.begin(self.contribution, _LARGEST)
-        for start, stop in self.own:
-            self.feedback.include_exactly(start, stop, Lost(self.mean[start:stop], _LARGEST), float(self.peers))
+        for bounds in self.own:
+            self.feedback.reserve(*bounds)
+            self.feedback.include_written(*bounds, _LARGEST)
 
     def encode(self) -> None:
         for bounds in self.others:
@@ -90,7 +90,8 @@ class _Bench:
             codec = self.coding.result(start, stop, self.peers)
             size = codec.packed_bytes(stop - start)
             packed = self.means.setdefault((start, stop), torch.empty(size, dtype=torch.uint8))
-            mean.encode(codec, self.peers, self.error[start:stop], packed)
+            left, decay = self.feedback.room(start, stop)
+            mean.encode(codec, self.peers, left, packed, self.peers * decay)
 
     def digest(self) -> None:
         """Of all parts, once: everybody's report names them, and compares them with the verdict's."""

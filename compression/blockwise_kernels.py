@@ -238,7 +238,7 @@ def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # 
             scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
             packed = carray(bytes_at(addresses[k] + 4 * blocks), codes.size)
             if bits == 8 and k + 1 < addresses.size and k + 1 != index:
-                other_scale = carray(floats_at(addresses[k + 1]), blocks)[b]  # type: ignore[call-arg]
+                other_scale = carray(floats_at(addresses[k + 1]), blocks)[b]
                 other = carray(bytes_at(addresses[k + 1] + 4 * blocks), codes.size)
                 one, two = packed[start:stop].view(np.int8), other[start:stop].view(np.int8)
                 add_two(one, scale, weights[k], two, other_scale, weights[k + 1], mean)
@@ -264,9 +264,9 @@ def add_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def put_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
-    """As ``add_sum`` to zeros."""
+    """As ``add_sum`` to zeros, but for the sign of a zero."""
     for i in range(total.size):
-        total[i] = ZERO + np.float32(np.float32(first[i] + second[i]) * factor)
+        total[i] = np.float32(np.float32(first[i] + second[i]) * factor)
 
 
 @njit(nogil=True, cache=True)
