@@ -87,7 +87,7 @@ from shoal.swarm.message_values import (
     UnixTime as UnixTime,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 
