@@ -191,6 +191,8 @@ class DataPlane:
 
     def _hear(self, link: Link) -> None:
         for order in link.orders():
+            if self._links.get(link.sealed.link) is not link:
+                return  # closed, here or by what came before
             try:
                 match decode(order).message:
                     case PeerToPeerOpenStream() as ask:

@@ -943,13 +943,15 @@ OPEN = PeerToPeerOpenStream(stream=7, blob=STATE, first=0, stop=5, credit=1024)
         [said(OPEN)[:-1]],
         [said(PeerToPeerPing())],
         [said(OPEN), said(OPEN)],
+        [said(PeerToPeerPing()), said(OPEN)],
         [said(PeerToPeerCloseStream(stream=7))] * 600,
         [bytes(2**12 + 1)],
     ],
 )
 @run
 async def test_nonsense_about_streams_costs_the_link(monkeypatch: pytest.MonkeyPatch, messages: list[bytes]) -> None:
-    """Malformed, about something else, a number that is taken, more than anybody has to say, too long."""
+    """Malformed, about something else, a number that is taken, more than anybody has to say, too long; what comes after
+    it is not heard."""
     async with swarm() as (a, b):
         link = await linked(a, b)
         (theirs,) = b.node._data._links.values()
@@ -965,6 +967,7 @@ async def test_nonsense_about_streams_costs_the_link(monkeypatch: pytest.MonkeyP
             await until(lambda: len(theirs._orders) == len(messages))
             hear(theirs)
             assert not b.node._data._links
+            assert not theirs.outgoing
         await until(lambda: not a.node._data._links)
         assert not theirs.outgoing
         b.node.publish(STATE, Source(5))
