@@ -1,6 +1,6 @@
 """The data plane: streams of sealed chunks over plain TCP sockets, with credit, resumption and no copies.
 
-The receiver pulls: it opens a stream of a blob's chunks over the control channel, grants credit as it consumes,
+The receiver pulls: it opens a stream of a blob's chunks with a message over the link, grants credit as it consumes,
 and chunks are decrypted straight into the memory where they belong (``pump.py``). Frames of unknown links, without
 credit or under other keys are dropped before any work is done with them.
 """
@@ -11,22 +11,32 @@ import asyncio
 import logging
 import secrets
 import socket as sockets
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Protocol, runtime_checkable
 
-from shoal.swarm.errors import BlobUnavailable, LinkClosed, ShoalError, WireError
-from shoal.swarm.links import MAX_STREAMS_PER_LINK, MOST_CREDIT, Frame, Incoming, Link, Meter, Outgoing
-from shoal.swarm.messages import Blob, PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerOpenStream
+from shoal.swarm.errors import BlobUnavailable, LinkClosed, LinkError, ShoalError, WireError, remote_error
+from shoal.swarm.frames import Frame
+from shoal.swarm.links import CREDIT, MAX_STREAMS_PER_LINK, MOST_CREDIT, Incoming, Link, Meter, Outgoing, Sink
+from shoal.swarm.messages import (
+    Blob,
+    Message,
+    PeerToPeerCloseStream,
+    PeerToPeerLinkOpened,
+    PeerToPeerOpenLink,
+    PeerToPeerOpenStream,
+    PeerToPeerStreamEnded,
+)
 from shoal.swarm.pump import MAX_CONNECTIONS_PER_LINK, Pump
 from shoal.swarm.sealing import SealedLink, preferred_cipher
 from shoal.swarm.sockets import connect, listen
 from shoal.swarm.tasks import task_scope
+from shoal.swarm.wire import Envelope, decode, encode
 
 log = logging.getLogger(__name__)
 
 _SOON_S = 0.5
+_MOST_SAID = 500  # letters, of why a stream has ended
 _URGENT = ("contribution", "partial", "activation", "gradient")  # what it is reduced with, or a stage, waits for it
 
 
@@ -63,7 +73,7 @@ class DataPlane:
         self._links: dict[bytes, Link] = {}
         self._sources: dict[Blob, ChunkSource] = {}
         self._published = asyncio.Event()  # another one after each
-        self._pump = Pump(self._links, self.meter, self.close_link)
+        self._pump = Pump(self._links, self.meter, self.close_link, self._hear)
 
     def start(self) -> None:
         """From now on links can be opened from here."""
@@ -161,14 +171,10 @@ class DataPlane:
         return link
 
     def links_with(self, remote_key: bytes) -> list[Link]:
-        """Those in use with the holder of that key, our own ones first."""
+        """Those in use with the holder of that key; first the one that both ends prefer: what goes one way over it
+        carries the receipts of what goes the other way."""
         links = [link for link in self._links.values() if link.remote_key == remote_key]
-        return sorted(links, key=lambda link: not link.is_ours)
-
-    def close_stream(self, link: Link, number: int) -> None:
-        """Stop sending that stream, if we do."""
-        link.close_stream(number)
-        self._pump.forget(link, number)
+        return sorted(links, key=lambda link: link.sealed.link)
 
     def close_link(self, link: Link) -> None:
         """Forget its keys and stop its streams; those that receive resume on another link."""
@@ -177,27 +183,61 @@ class DataPlane:
         link.close()
         self._pump.close(link)
 
+    # Messages about streams -----------------------------------------------------------------------------
+
+    def _say(self, link: Link, message: Message) -> None:
+        if self._links.get(link.sealed.link) is link:
+            self._pump.order(link, encode(Envelope("notice", 0, message)))
+
+    def _hear(self, link: Link) -> None:
+        for order in link.orders():
+            if self._links.get(link.sealed.link) is not link:
+                return  # closed, here or by what came before
+            try:
+                match decode(order).message:
+                    case PeerToPeerOpenStream() as ask:
+                        self._serve(link, ask)
+                    case PeerToPeerCloseStream(stream=number):
+                        link.close_stream(number)
+                        self._pump.forget(link, number)
+                    case PeerToPeerStreamEnded(stream=number) as end:
+                        if (incoming := link.incoming.get(number)) is not None:
+                            incoming.fail(remote_error(end.code, end.message))
+                    case other:
+                        raise WireError(f"{type(other).__name__} is not about a stream")
+            except LinkError as error:
+                log.warning("closed a link: %s", error)
+                self.close_link(link)
+
     # Sending --------------------------------------------------------------------------------------------
 
-    async def serve(self, link: Link, ask: PeerToPeerOpenStream) -> None:
-        """Start sending. Raises ``BlobUnavailable`` when we have no such blob, nor soon, or too many streams, and
-        ``Busy``."""
-        source = self._sources.get(ask.blob) or await self._soon(ask.blob)
-        if self._links.get(ask.link) is not link:
-            raise LinkClosed("that link was closed meanwhile")
-        if ask.stop > source.chunks or ask.first > ask.stop:
-            raise BlobUnavailable(f"{ask.blob.kind} of {ask.blob.number} has only {source.chunks} chunks")
-        if len(link.outgoing) >= MAX_STREAMS_PER_LINK:
-            raise BlobUnavailable("too many streams on this link")
+    def _serve(self, link: Link, ask: PeerToPeerOpenStream) -> None:
+        """Begin to send. Raises ``WireError`` for a number that is taken."""
         if ask.stream in link.outgoing:
             raise WireError("that stream number is taken")
-        if isinstance(source, CountedSource):
-            source.begin(link.remote_key)
+        if len(link.outgoing) >= MAX_STREAMS_PER_LINK:
+            self._end(link, ask, BlobUnavailable("too many streams on this link"))
+            return
         stream = link.outgoing[ask.stream] = Outgoing(min(ask.credit, MOST_CREDIT))
-        stream.task = self._tasks.create_task(self._send_stream(link, stream, ask, source))
-        if isinstance(source, CountedSource):
-            # Not in the task: one that is cancelled before its first step runs none of its code.
-            stream.task.add_done_callback(partial(_end_stream, source, link.remote_key))
+        stream.task = self._tasks.create_task(self._send_stream(link, stream, ask))
+
+    async def _send_stream(self, link: Link, stream: Outgoing, ask: PeerToPeerOpenStream) -> None:
+        try:
+            source = self._sources.get(ask.blob) or await self._soon(ask.blob)
+            if ask.stop > source.chunks or ask.first > ask.stop:
+                raise BlobUnavailable(f"{ask.blob.kind} of {ask.blob.number} has only {source.chunks} chunks")
+            with _reading(source, link.remote_key):
+                for index in range(ask.first, ask.stop):
+                    await stream.take()
+                    chunk = await source.chunk(index)
+                    frame = Frame(ask.stream, index, chunk, ask.blob.scope)
+                    self._pump.send(link, frame, urgent=ask.blob.kind in _URGENT)
+        except ShoalError as error:
+            log.debug("stream of %s ended early: %s", ask.blob, error)
+            self._end(link, ask, error)
+        finally:
+            if link.outgoing.get(ask.stream) is stream:
+                del link.outgoing[ask.stream]
 
     async def _soon(self, blob: Blob) -> ChunkSource:
         """Who asks has heard of a round a moment before us, more often than not."""
@@ -210,19 +250,9 @@ class DataPlane:
             raise BlobUnavailable(f"no {blob.kind} of {blob.number} here")
         return source
 
-    async def _send_stream(self, link: Link, stream: Outgoing, ask: PeerToPeerOpenStream, source: ChunkSource) -> None:
-        try:
-            await link.attached.wait()
-            for index in range(ask.first, ask.stop):
-                await stream.take()
-                chunk = await source.chunk(index)
-                frame = Frame(ask.stream, index, chunk, ask.blob.scope)
-                self._pump.send(link, frame, urgent=ask.blob.kind in _URGENT)
-        except ShoalError as error:
-            log.debug("stream of %s ended early: %s", ask.blob, error)
-        finally:
-            if link.outgoing.get(ask.stream) is stream:
-                del link.outgoing[ask.stream]
+    def _end(self, link: Link, ask: PeerToPeerOpenStream, why: ShoalError) -> None:
+        message = str(why)[:_MOST_SAID]
+        self._say(link, PeerToPeerStreamEnded(stream=ask.stream, code=type(why).__name__, message=message))
 
     def share_uplink(self, shares: Mapping[bytes, float]) -> None:
         """Of what we send, the holder of each key is to get that share from now on; none: as TCP sees fit."""
@@ -230,11 +260,35 @@ class DataPlane:
 
     # Receiving ------------------------------------------------------------------------------------------
 
+    def open_stream(self, link: Link, blob: Blob, chunks: range, sink: Sink) -> tuple[int, Incoming]:
+        """Have the other side send those chunks; returns the stream's number too.
+
+        When it has none of them (any more), ``Incoming.next`` raises what it says: ``BlobUnavailable``, ``Busy``."""
+        number, incoming = link.open_incoming(chunks, sink, blob.scope)
+        ask = PeerToPeerOpenStream(stream=number, blob=blob, first=chunks.start, stop=chunks.stop, credit=CREDIT)
+        self._say(link, ask)
+        return number, incoming
+
     def grant(self, link: Link, number: int, incoming: Incoming) -> None:
         """Let more of a stream come, if it is time to."""
         if credit := incoming.grant():
             self._pump.grant(link, number, credit)
 
+    def close_stream(self, link: Link, number: int, *, finished: bool) -> None:
+        """Take no more of a stream; unless it is ``finished``, the other side is told to send no more."""
+        link.close_incoming(number)
+        if not finished:
+            self._say(link, PeerToPeerCloseStream(stream=number))
 
-def _end_stream(source: CountedSource, reader: bytes, _: asyncio.Task[None]) -> None:
-    source.end(reader)
+
+@contextmanager
+def _reading(source: ChunkSource, reader: bytes) -> Iterator[None]:
+    """Raises what the source's ``begin`` raises."""
+    if not isinstance(source, CountedSource):
+        yield
+        return
+    source.begin(reader)
+    try:
+        yield
+    finally:
+        source.end(reader)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError, Unreachable, WireError
+from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WireError, remote_error
 from shoal.swarm.messages import Message, RequestFailed
 from shoal.swarm.wire import Envelope, encode
 
@@ -75,7 +75,7 @@ class Channel:
         if sent_s is not None:
             self._trips_s.append(asyncio.get_running_loop().time() - sent_s)
         if isinstance(answer, RequestFailed):
-            raise REMOTE_ERRORS.get(answer.code, LinkError)(_printable(answer.message))
+            raise remote_error(answer.code, answer.message)
         if not isinstance(answer, reply):
             raise WireError(f"{self.label} answered with {type(answer).__name__} instead of {reply.__name__}")
         return answer
@@ -183,8 +183,3 @@ class Channel:
     def note_trouble(self, trouble: LinkError) -> None:
         """Why it is away; it goes on trying."""
         self._trouble = trouble
-
-
-def _printable(text: str) -> str:
-    """A remote's words end up on a terminal: no control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

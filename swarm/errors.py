@@ -231,3 +231,9 @@ REMOTE_ERRORS: dict[str, type[ShoalError]] = {
     )
 }
 """The errors that may travel in a ``RequestFailed`` reply, by class name."""
+
+
+def remote_error(code: str, message: str) -> ShoalError:
+    """The other side's error, by its class name. Its words end up on a terminal: no control characters."""
+    printable = "".join(letter if letter.isprintable() else "?" for letter in message)
+    return REMOTE_ERRORS.get(code, LinkError)(printable)

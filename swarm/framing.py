@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket as sockets
 
 from shoal.swarm.errors import WireError
-from shoal.swarm.links import Frame, Link
+from shoal.swarm.frames import Frame
+from shoal.swarm.links import Link
 from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES
 
 MAX_CHUNK_BYTES = 2**22 + 2**16
@@ -84,7 +85,7 @@ class Connection:
 
     def put(self, link: Link, unsealed: Frame) -> int:
         """Seal a frame for sending; returns its bytes. Everything before must have been sent."""
-        header = link.sealed.next_header(unsealed.stream, unsealed.chunk, unsealed.scope)
+        header = link.sealed.next_header(unsealed.stream, unsealed.chunk, unsealed.scope, unsealed.kind)
         size = unsealed.payload.nbytes + TAG_BYTES
         if len(self._sealed) < PREFIX_BYTES + size:
             self._sealed = bytearray(PREFIX_BYTES + size)

@@ -8,11 +8,12 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.swarm.errors import LinkClosed, LinkError
+from shoal.swarm.errors import LinkClosed, LinkError, ShoalError, WireError
+from shoal.swarm.frames import FrameQueue
 from shoal.swarm.sealing import SealedLink
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ Sink = Callable[[int, int], memoryview]
 ``WireError`` to refuse it."""
 
 MAX_STREAMS_PER_LINK = 128
+_MOST_ORDERS = 4 * MAX_STREAMS_PER_LINK
 CREDIT, MOST_CREDIT = 8, 64
 """Chunks that may be under way in one stream: more than the first eight if they are small, for long ways."""
 
@@ -48,7 +50,7 @@ class Incoming:
         self._granted = chunks.start + CREDIT
         self._arrived: set[int] = set()
         self._chunk_bytes = 1
-        self._trouble: LinkError | None = None
+        self._trouble: ShoalError | None = None
         self.is_announced = False
         self._changed = asyncio.Event()
         # Held while a chunk is written to its sink: whoever closes the stream may use that memory afterwards.
@@ -82,13 +84,14 @@ class Incoming:
         self.is_announced = False
         self._changed.set()
 
-    def fail(self, trouble: LinkError) -> None:
+    def fail(self, trouble: ShoalError) -> None:
         """No more will come: on the event loop."""
         self._trouble = self._trouble or trouble
         self._changed.set()
 
     async def next(self, wait_s: float) -> int:
-        """The next chunk, once it is in its sink. Raises ``LinkError``, or ``TimeoutError`` after ``wait_s``."""
+        """The next chunk, once it is in its sink. Raises ``LinkError``, the other side's ``ShoalError``, or
+        ``TimeoutError`` after ``wait_s``."""
         while self._next not in self._arrived:
             if self._trouble is not None:
                 raise self._trouble
@@ -150,56 +153,6 @@ class Outgoing:
             self.task.cancel()
 
 
-class Frame(NamedTuple):
-    """A chunk's bytes that are to be sent in a stream, or credit; ``scope``: of the blob that they are of."""
-
-    stream: int
-    chunk: int
-    payload: memoryview
-    scope: int = 0
-
-
-class FrameQueue:
-    """What waits to be sent over a link: credit first, then what others wait for to go on, then everything else."""
-
-    CREDIT, URGENT, USUAL = range(3)
-
-    def __init__(self) -> None:
-        self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(3))
-        # Each of the two threads counts in one of them.
-        self._put_bytes = self._taken_bytes = 0
-
-    @property
-    def waiting_bytes(self) -> int:
-        return self._put_bytes - self._taken_bytes
-
-    def put(self, frame: Frame, rank: int) -> None:
-        self._put_bytes += frame.payload.nbytes
-        self._frames[rank].append(frame)
-
-    def take(self) -> Frame | None:
-        for frames in self._frames:
-            if frames:
-                frame = frames.popleft()
-                self._taken_bytes += frame.payload.nbytes
-                return frame
-        return None
-
-    def drop(self, stream: int) -> None:
-        """Forget that stream's frames; on the data plane's thread, as ``take``."""
-        for frames in self._frames:
-            for _ in range(len(frames)):
-                frame = frames.popleft()
-                if frame.stream == stream:
-                    self._taken_bytes += frame.payload.nbytes
-                else:
-                    frames.append(frame)
-
-    def clear(self) -> None:
-        while self.take() is not None:
-            pass
-
-
 @dataclass(eq=False)
 class Link:
     """One end of a link: its keys, its connections, and the streams on it."""
@@ -217,6 +170,7 @@ class Link:
     connections: list[Connection] = field(default_factory=list)
     queue: FrameQueue = field(default_factory=FrameQueue)
     is_flushing: bool = False
+    _orders: deque[bytes] = field(default_factory=deque)
 
     def open_incoming(self, chunks: range, sink: Sink, scope: int) -> tuple[int, Incoming]:
         """A place for the chunks of a stream of that scope; returns its number too."""
@@ -230,6 +184,19 @@ class Link:
         incoming = self.incoming.pop(number, None)
         if incoming is not None:
             incoming.close()
+
+    def order(self, order: bytes) -> bool:
+        """On the data plane's thread: the other side has sent a message; returns whether ``orders`` is still to be
+        taken. Raises ``WireError`` when it sends more than anybody has to say."""
+        self._orders.append(order)
+        if len(self._orders) > _MOST_ORDERS:
+            raise WireError("more messages about streams than there can be streams")
+        return len(self._orders) == 1
+
+    def orders(self) -> Iterator[bytes]:
+        """On the event loop: what was received, each once."""
+        while self._orders:
+            yield self._orders.popleft()
 
     def close_stream(self, number: int) -> None:
         """Stop sending that stream, if we do."""

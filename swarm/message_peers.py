@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shoal.swarm.message_values import Blob, Count, Dtype, Key, Message, Shape, Stage, TensorForm
+from shoal.swarm.message_values import Blob, Count, Dtype, Key, Message, Shape, Stage, TensorForm, Text
+
+LinkName = Annotated[bytes, Field(min_length=8, max_length=8)]
+StreamNumber = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class PeerToPeerPing(Message):
@@ -20,7 +23,7 @@ class PeerToPeerPong(Message):
 class PeerToPeerOpenLink(Message):
     """Agree on keys for bulk frames; travels inside CURVE. The opener then attaches its data socket."""
 
-    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+    link: LinkName
     secret: Key
     cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
 
@@ -32,26 +35,34 @@ class PeerToPeerLinkOpened(Message):
     cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
 
 
-class PeerToPeerOpenStream(Message):
-    """Send chunks ``first <= c < stop`` of ``blob`` over ``link``, as each becomes available."""
+class PeerToPeerCheckLink(Message):
+    """Is that link of ours still open over there? Acknowledged, or refused as ``LinkClosed``."""
 
-    stream: Annotated[int, Field(ge=0, lt=2**31)]
-    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+    link: LinkName
+
+
+class PeerToPeerOpenStream(Message):
+    """Over a link: send chunks ``first <= c < stop`` of ``blob``, as each becomes available."""
+
+    stream: StreamNumber
     blob: Blob
     first: Annotated[int, Field(ge=0, lt=2**32)]
     stop: Annotated[int, Field(ge=0, lt=2**32)]
     credit: Annotated[int, Field(ge=1, le=1024)]
 
 
-class PeerToPeerStreamOpened(Message):
-    """Chunks are coming."""
-
-
 class PeerToPeerCloseStream(Message):
-    """Stop sending. No reply."""
+    """Over a link: send no more of that stream."""
 
-    stream: Annotated[int, Field(ge=0, lt=2**31)]
-    link: Annotated[bytes, Field(min_length=8, max_length=8)]
+    stream: StreamNumber
+
+
+class PeerToPeerStreamEnded(Message):
+    """Over a link: no chunk more comes in a stream that you opened, and why; ``code`` as in ``RequestFailed``."""
+
+    stream: StreamNumber
+    code: Annotated[str, Field(max_length=64)]
+    message: Text
 
 
 class PeerToPeerOfferTensor(Message):

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from shoal.swarm.message_peers import (
+    PeerToPeerCheckLink as PeerToPeerCheckLink,
     PeerToPeerCloseStream as PeerToPeerCloseStream,
     PeerToPeerLinkOpened as PeerToPeerLinkOpened,
     PeerToPeerNote as PeerToPeerNote,
@@ -21,7 +22,7 @@ from shoal.swarm.message_peers import (
     PeerToPeerOpenStream as PeerToPeerOpenStream,
     PeerToPeerPing as PeerToPeerPing,
     PeerToPeerPong as PeerToPeerPong,
-    PeerToPeerStreamOpened as PeerToPeerStreamOpened,
+    PeerToPeerStreamEnded as PeerToPeerStreamEnded,
 )
 from shoal.swarm.message_rounds import (
     Part as Part,
@@ -86,7 +87,7 @@ from shoal.swarm.message_values import (
     UnixTime as UnixTime,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 

@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from shoal.swarm.errors import WireError
-from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES, Connection
-from shoal.swarm.links import Frame, FrameQueue, Link, Meter
-from shoal.swarm.sealing import CREDIT_STREAM, HELLO_STREAM, TAG_BYTES, Header
+from shoal.swarm.frames import Frame, FrameQueue
+from shoal.swarm.framing import MAX_CHUNK_BYTES, Connection
+from shoal.swarm.intake import MAX_ORDER_BYTES, Intake
+from shoal.swarm.links import Link, Meter
+from shoal.swarm.sealing import CHUNK, CREDIT, HELLO, ORDER, Header
 from shoal.swarm.sockets import tune_stream
 from shoal.swarm.uplink import TICK_S, Pacing
 
@@ -38,11 +40,19 @@ _TURN = 4
 class Pump:
     """The thread. Its public methods are for the event loop, where it also says what it has to say."""
 
-    def __init__(self, links: Mapping[bytes, Link], meter: Meter, on_closed: Callable[[Link], None]) -> None:
-        """``links``: by name; looked up for every frame. ``on_closed``: called on the loop when a link broke."""
+    def __init__(
+        self,
+        links: Mapping[bytes, Link],
+        meter: Meter,
+        on_closed: Callable[[Link], None],
+        on_orders: Callable[[Link], None],
+    ) -> None:
+        """``links``: by name; looked up for every frame. Called on the loop: ``on_closed`` when a link broke,
+        ``on_orders`` when messages have come over it."""
         self._links = links
         self._meter = meter
         self._on_closed = on_closed
+        self._intake = Intake(meter, self._tell, on_orders)
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Has the error of a thread that ended by itself; cancelled by whoever waits for it no more."""
@@ -91,13 +101,19 @@ class Pump:
             self._order(lambda: self._break(link, WireError("it does not read what it asks for")))
         self._flush_soon(link)
 
+    def order(self, link: Link, message: bytes) -> None:
+        """Say something about a stream; what is said arrives in that order."""
+        assert len(message) <= MAX_ORDER_BYTES, "the other side would refuse it"
+        link.queue.put(Frame(0, 0, memoryview(message), kind=ORDER), FrameQueue.ORDER)
+        self._flush_soon(link)
+
     def forget(self, link: Link, stream: int) -> None:
         """Send no more of that stream's frames."""
         self._order(lambda: link.queue.drop(stream))
 
     def grant(self, link: Link, stream: int, credit: int) -> None:
         """Let the other side send that many chunks more."""
-        link.queue.put(Frame(CREDIT_STREAM | stream, credit, memoryview(b"")), FrameQueue.CREDIT)
+        link.queue.put(Frame(stream, credit, memoryview(b""), kind=CREDIT), FrameQueue.CREDIT)
         self._flush_soon(link)
 
     def share_uplink(self, shares: Mapping[bytes, float]) -> None:
@@ -220,7 +236,7 @@ class Pump:
         try:
             tune_stream(socket)
             connection = Connection(socket, link, time.monotonic())
-            connection.put(link, Frame(HELLO_STREAM, 0, memoryview(b"")))
+            connection.put(link, Frame(0, 0, memoryview(b""), kind=HELLO))
             connection.send()
         except OSError as error:
             socket.close()
@@ -243,7 +259,7 @@ class Pump:
                 if connection.link is None:
                     link = self._greet(connection, header, body)
                 elif link is not None:
-                    self._take(link, header, body)
+                    self._intake.take(link, header, body)
         except BlockingIOError:
             if link is not None:
                 link.last_frame_s = time.monotonic()
@@ -257,7 +273,7 @@ class Pump:
         """The first frame proves to which link a connection belongs. Raises ``WireError``."""
         header = Header.unpack(header_bytes)
         link = self._links.get(header.link)
-        if link is None or link.is_ours or header.stream != HELLO_STREAM:
+        if link is None or link.is_ours or header.kind != HELLO:
             raise WireError("a data connection of no link")
         if len(link.connections) >= MAX_CONNECTIONS_PER_LINK:
             raise WireError("too many connections for one link")
@@ -268,28 +284,6 @@ class Pump:
         self._tell(link.attached.set)
         self._write(connection)
         return link
-
-    def _take(self, link: Link, header_bytes: bytes, body: memoryview) -> None:
-        header, size = Header.unpack(header_bytes), body.nbytes - TAG_BYTES
-        if header.link != link.sealed.link:
-            raise WireError("a bulk frame of another link")
-        now_s = link.last_frame_s = time.monotonic()
-        if header.stream & CREDIT_STREAM:
-            link.sealed.open(header_bytes, body, memoryview(bytearray(0)))
-            outgoing = link.outgoing.get(header.stream & ~CREDIT_STREAM)
-            if outgoing is not None and outgoing.receive(header.chunk):
-                self._tell(outgoing.notify)
-            return
-        incoming = link.incoming.get(header.stream)
-        if incoming is None:
-            return  # nobody waits for it any more
-        if header.scope != incoming.scope:
-            raise WireError("a chunk of another scope than its stream's")
-        if incoming.receive(header.chunk, size, lambda place: link.sealed.open(header_bytes, body, place)):
-            self._meter.received(PREFIX_BYTES + body.nbytes, now_s, header.scope)
-        if not incoming.is_announced:
-            incoming.is_announced = True
-            self._tell(incoming.notify)
 
     # Writing
 
@@ -311,11 +305,11 @@ class Pump:
         try:
             for _ in range(_TURN):
                 connection.send()
-                frame = link.queue.take()
+                frame = link.queue.take(orders=connection is link.connections[0])
                 if frame is None:
                     return
                 size = connection.put(link, frame)
-                if not frame.stream & CREDIT_STREAM:
+                if frame.kind == CHUNK:
                     self._meter.sent(size, time.monotonic(), frame.scope)
             connection.send()
         except BlockingIOError:

@@ -11,9 +11,8 @@ import itertools
 import struct
 import threading
 import time
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -23,31 +22,30 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from shoal.swarm.errors import WireError
 
 Cipher = Literal["aes-256-gcm", "chacha20-poly1305"]
-HELLO_STREAM = 0xFFFFFFFF
-"""The stream number of the empty frame with which a data connection attaches to its link."""
-
-CREDIT_STREAM = 0x80000000
-"""Set in the stream number of the empty frames that grant credit: as many chunks as their header's ``chunk``."""
+CHUNK, CREDIT, ORDER, HELLO = range(4)
+"""Kinds of frames: a chunk of a stream; an empty one that grants credit for as many chunks as its header's ``chunk``; a
+message about a stream; the empty one with which a data connection attaches to its link."""
 
 TAG_BYTES = 16
-_HEADER = struct.Struct("!8sQHII")
+_HEADER = struct.Struct("!8sQBHII")
 HEADER_BYTES = _HEADER.size
 _WINDOW = 2**16
 """Wide: a frame of a slow consumer may wait while gigabytes of other streams of its link go past."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """Plain, authenticated: which link, its frame counter, whose blob (a scope), which stream, which chunk of it."""
+class Header(NamedTuple):
+    """Plain, authenticated: which link, its frame counter, what kind of frame, whose blob (a scope), which stream,
+    which chunk of it."""
 
     link: bytes
     counter: int
+    kind: int
     scope: int
     stream: int
     chunk: int
 
     def pack(self) -> bytes:
-        return _HEADER.pack(self.link, self.counter, self.scope, self.stream, self.chunk)
+        return _HEADER.pack(*self)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header:
@@ -97,7 +95,7 @@ class SealedLink:
 
     def __init__(self, link: bytes, secrets: bytes, cipher: Cipher, *, opener: bool) -> None:
         """``secrets``: the opener's 32 bytes, then the acceptor's."""
-        keys = HKDF(hashes.SHA256(), 64, link, b"shoal bulk frames, version 3").derive(secrets)
+        keys = HKDF(hashes.SHA256(), 64, link, b"shoal bulk frames, version 4").derive(secrets)
         make = AESGCM if cipher == "aes-256-gcm" else ChaCha20Poly1305
         first, second = make(keys[:32]), make(keys[32:])
         self.link = link
@@ -106,8 +104,8 @@ class SealedLink:
         self._window = ReplayWindow()
         self._lock = threading.Lock()
 
-    def next_header(self, stream: int, chunk: int, scope: int = 0) -> bytes:
-        return Header(self.link, next(self._counter), scope, stream, chunk).pack()
+    def next_header(self, stream: int, chunk: int, scope: int = 0, kind: int = CHUNK) -> bytes:
+        return Header(self.link, next(self._counter), kind, scope, stream, chunk).pack()
 
     def seal(self, header: bytes, payload: memoryview, out: memoryview) -> None:
         """Write ciphertext and tag: ``out`` is ``TAG_BYTES`` longer than ``payload``."""
@@ -115,7 +113,7 @@ class SealedLink:
 
     def open(self, header: bytes, sealed: memoryview, out: memoryview) -> None:
         """Decrypt into ``out``, ``TAG_BYTES`` shorter. Raises ``WireError`` on a forgery or replay."""
-        counter = Header.unpack(header).counter
+        counter = int.from_bytes(header[8:16], "big")
         with self._lock:
             if not self._window.is_fresh(counter):
                 raise WireError("replayed bulk frame")

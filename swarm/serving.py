@@ -1,4 +1,4 @@
-"""What members may ask of a node: pings, links, and streams over them."""
+"""What members may ask of a node over its control channel: pings, and links for everything else."""
 
 from __future__ import annotations
 
@@ -11,42 +11,30 @@ from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.messages import (
     Acknowledged,
     Message,
-    PeerToPeerCloseStream,
+    PeerToPeerCheckLink,
     PeerToPeerOpenLink,
-    PeerToPeerOpenStream,
     PeerToPeerPing,
     PeerToPeerPong,
-    PeerToPeerStreamOpened,
 )
 
 
 def answer_members(control: ControlPlane, data: DataPlane, is_member: Callable[[bytes], bool]) -> None:
-    """Register the handlers. Links only with members, streams only over one's own links."""
-
-    def require_member(channel: Channel) -> None:
-        if not is_member(channel.remote_key):
-            raise NotAdmitted("only members of the run may open links")
+    """Register the handlers. Links only with members."""
 
     async def ping(channel: Channel, message: Message) -> Message:
         return PeerToPeerPong()
 
     async def open_link(channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerOpenLink)
-        require_member(channel)
+        if not is_member(channel.remote_key):
+            raise NotAdmitted("only members of the run may open links")
         return data.accept_link(channel.remote_key, message)
 
-    async def open_stream(channel: Channel, message: Message) -> Message:
-        assert isinstance(message, PeerToPeerOpenStream)
-        require_member(channel)
-        await data.serve(data.find_link(channel.remote_key, message.link), message)
-        return PeerToPeerStreamOpened()
-
-    async def close_stream(channel: Channel, message: Message) -> Message:
-        assert isinstance(message, PeerToPeerCloseStream)
-        data.close_stream(data.find_link(channel.remote_key, message.link), message.stream)
+    async def check_link(channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToPeerCheckLink)
+        data.find_link(channel.remote_key, message.link)
         return Acknowledged()
 
     control.handle(PeerToPeerPing, ping)
     control.handle(PeerToPeerOpenLink, open_link)
-    control.handle(PeerToPeerOpenStream, open_stream)
-    control.handle(PeerToPeerCloseStream, close_stream)
+    control.handle(PeerToPeerCheckLink, check_link)

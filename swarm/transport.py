@@ -22,16 +22,14 @@ from shoal.swarm.control import ControlPlane
 from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, Unreachable
 from shoal.swarm.gate import Admit, Gate
 from shoal.swarm.identity import CurveKeys
-from shoal.swarm.links import CREDIT, Link, Meter, Sink
+from shoal.swarm.links import Link, Meter, Sink
 from shoal.swarm.messages import (
     Acknowledged,
     Blob,
     Message,
-    PeerToPeerCloseStream,
+    PeerToPeerCheckLink,
     PeerToPeerLinkOpened,
     PeerToPeerOpenLink,
-    PeerToPeerOpenStream,
-    PeerToPeerStreamOpened,
     RosterEntry,
 )
 from shoal.swarm.rosters import Rosters
@@ -45,7 +43,6 @@ M = TypeVar("M", bound=Message)
 _ATTEMPTS = 3
 _RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
-_NO_STREAM = 2**31 - 1
 _MAX_SOCKETS = 8192  # each member can take four, with monitors; libzmq's 1023 would not do
 
 
@@ -217,14 +214,9 @@ class Node:
     ) -> AsyncGenerator[int, None]:
         entry, channel = self._known(peer, blob.scope)
         link = await self._link(entry, channel, wait_s)
-        number, incoming = link.open_incoming(chunks, sink, blob.scope)
-        name = link.sealed.link
-        ask = PeerToPeerOpenStream(
-            stream=number, link=name, blob=blob, first=chunks.start, stop=chunks.stop, credit=CREDIT
-        )
+        number, incoming = self._data.open_stream(link, blob, chunks, sink)
         finished = False
         try:
-            await channel.request(ask, PeerToPeerStreamOpened, wait_s)
             for expected in chunks:
                 chunk = await incoming.next(wait_s)
                 assert chunk == expected
@@ -238,21 +230,12 @@ class Node:
             self._data.close_link(link)
             raise
         finally:
-            link.close_incoming(number)
-            if not finished:
-                await self._stop_stream(channel, link, number)
+            self._data.close_stream(link, number, finished=finished)
 
     def _suspect(self, entry: RosterEntry, link: Link, silent_s: float) -> None:
         """Give up a link over which nothing came at all, if we can have another one."""
         if (link.is_ours or entry.reachable) and time.monotonic() - link.last_frame_s >= silent_s:
             self._data.close_link(link)
-
-    async def _stop_stream(self, channel: Channel, link: Link, number: int) -> None:
-        try:
-            async with asyncio.timeout(1.0):
-                await channel.notify(PeerToPeerCloseStream(stream=number, link=link.sealed.link))
-        except (TimeoutError, LinkError):
-            log.debug("could not tell %s to stop a stream", channel.label)
 
     async def ask(self, peer: str, message: Message, reply: type[M], wait_s: float, scope: int = 0) -> M:
         """Have a member answer a message of that scope. Raises ``MemberGone``, ``Unreachable``, and as
@@ -294,10 +277,8 @@ class Node:
         """Make sure that there is a link with ``peer``: it can fetch from us though it cannot reach us."""
         entry, channel = self._known(peer, 0)
         link = await self._link(entry, channel, wait_s)
-        # To close a stream that cannot exist asks no more than whether the link still does, over there.
-        probe = PeerToPeerCloseStream(stream=_NO_STREAM, link=link.sealed.link)
         try:
-            await channel.request(probe, Acknowledged, wait_s)
+            await channel.request(PeerToPeerCheckLink(link=link.sealed.link), Acknowledged, wait_s)
         except LinkClosed:
             self._data.close_link(link)
             await self._link(entry, channel, wait_s)

@@ -11,8 +11,9 @@ from tests.swarm.test_transport import run
 
 from shoal.swarm import control, pump
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, WireError
+from shoal.swarm.frames import Frame
 from shoal.swarm.framing import PREFIX_BYTES
-from shoal.swarm.links import Frame, Link
+from shoal.swarm.links import Link
 from shoal.swarm.messages import Acknowledged, Blob, Message, PeerToPeerPing, PeerToPeerPong, RequestFailed
 from shoal.swarm.scoped_endpoint import ScopedEndpoint
 from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES

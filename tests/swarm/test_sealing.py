@@ -145,6 +145,6 @@ def test_counters_never_repeat() -> None:
 
 
 def test_header() -> None:
-    header = Header(b"12345678", 2**64 - 1, 2**16 - 1, 2**32 - 1, 7)
+    header = Header(b"12345678", 2**64 - 1, 2**8 - 1, 2**16 - 1, 2**32 - 1, 7)
     assert Header.unpack(header.pack()) == header
     assert preferred_cipher() in CIPHERS

@@ -33,14 +33,13 @@ from shoal.swarm.errors import (
     WireError,
     WrongKey,
 )
+from shoal.swarm.frames import Frame, FrameQueue
 from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES
 from shoal.swarm.identity import CurveKeys
 from shoal.swarm.links import (
     CREDIT,
     MAX_STREAMS_PER_LINK,
     MOST_CREDIT,
-    Frame,
-    FrameQueue,
     Incoming,
     Link,
     Meter,
@@ -52,15 +51,17 @@ from shoal.swarm.messages import (
     Acknowledged,
     Blob,
     Message,
+    PeerToPeerCheckLink,
     PeerToPeerCloseStream,
     PeerToPeerOpenLink,
     PeerToPeerOpenStream,
     PeerToPeerPing,
     PeerToPeerPong,
-    PeerToPeerStreamOpened,
 )
-from shoal.swarm.sealing import HELLO_STREAM, TAG_BYTES, SealedLink
+from shoal.swarm.sealing import CREDIT as CREDIT_FRAME
+from shoal.swarm.sealing import HELLO, ORDER, TAG_BYTES, SealedLink
 from shoal.swarm.transport import Node
+from shoal.swarm.wire import Envelope, encode
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -716,21 +717,21 @@ async def test_a_link_of_a_caller_that_vanished_is_not_used_for_ever() -> None:
 
 
 @run
-async def test_an_absent_blob_may_still_come() -> None:
+async def test_an_absent_blob_may_still_come(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm() as (a, b):
         start = time.monotonic()
         with pytest.raises(BlobUnavailable):
             await fetch(a, b, Sink(), range(5), progress_s=2.0)
         assert time.monotonic() - start >= 2.0
         source, sink = Source(5), Sink()
-        requests: list[Message] = []
-        handler = b.node.control._handlers[0, PeerToPeerOpenStream]
+        requests: list[PeerToPeerOpenStream] = []
+        serve = b.node._data._serve
 
-        async def counting(channel: control.Channel, message: Message) -> Message | None:
-            requests.append(message)
-            return await handler(channel, message)
+        def counting(link: Link, ask: PeerToPeerOpenStream) -> None:
+            requests.append(ask)
+            serve(link, ask)
 
-        b.node.control.handle(PeerToPeerOpenStream, counting)
+        monkeypatch.setattr(b.node._data, "_serve", counting)
         async with asyncio.TaskGroup() as tasks:
             fetching = tasks.create_task(fetch(a, b, sink, range(5)))
             await asyncio.sleep(0.1)
@@ -872,19 +873,16 @@ async def test_only_members_open_links_and_use_their_own() -> None:
         b.node.publish(STATE, Source(5))
         await fetch(a, b, Sink(), range(5))
         (name,) = b.node._data._links
-        blob: dict[str, Any] = {"blob": STATE, "first": 0, "stop": 5, "credit": 8}
-        for ask in (
-            PeerToPeerOpenStream(stream=1, link=name, **blob),
-            PeerToPeerCloseStream(stream=1, link=name),
-        ):
+        await dial(a, b).request(PeerToPeerCheckLink(link=name), Acknowledged, LONG_S)
+        for caller, link in ((c, name), (a, bytes(8))):
             with pytest.raises(LinkClosed):
-                await dial(c, b).request(ask, Acknowledged, LONG_S)
+                await dial(caller, b).request(PeerToPeerCheckLink(link=link), Acknowledged, LONG_S)
+        with pytest.raises(WireError, match="not for this side"):  # streams are for who has the keys of a link
+            await dial(a, b).request(PeerToPeerCloseStream(stream=0), Acknowledged, LONG_S)
 
         introduce(a, b)  # c's key still gets in, but it is no member any more
         with pytest.raises(NotAdmitted):
             await dial(c, b).request(open_link(), Acknowledged, LONG_S)
-        with pytest.raises(NotAdmitted):
-            await dial(c, b).request(PeerToPeerOpenStream(stream=1, link=name, **blob), Acknowledged, LONG_S)
 
 
 @run
@@ -910,18 +908,129 @@ async def test_a_member_has_one_link_and_few_streams() -> None:
         assert list(b.node._data._links) == [b"\x010000009"]
         with pytest.raises(WireError):
             await channel.request(open_link(b"\x010000009"), Message, LONG_S)
-
-        async def ask(stream: int) -> None:
-            message = PeerToPeerOpenStream(stream=stream, link=b"\x010000009", blob=STATE, first=0, stop=5, credit=1024)
-            await channel.request(message, PeerToPeerStreamOpened, LONG_S)
-
-        await ask(0)
-        with pytest.raises(WireError):
-            await ask(0)
-        for number in range(1, MAX_STREAMS_PER_LINK):
-            await ask(number)
+        link = await linked(a, b)
+        (theirs,) = b.node._data._links.values()
+        b.node.publish(STATE, Source(5, held_at=0))
+        opened = [a.node._data.open_stream(link, STATE, range(5), Sink()) for _ in range(1 + MAX_STREAMS_PER_LINK)]
         with pytest.raises(BlobUnavailable, match="too many"):
-            await ask(MAX_STREAMS_PER_LINK)
+            await opened[-1][1].next(LONG_S)
+        assert theirs.outgoing.keys() == {number for number, _ in opened[:-1]}
+        for number, _ in opened:
+            a.node._data.close_stream(link, number, finished=False)
+        await until(lambda: not theirs.outgoing)
+
+
+async def linked(a: Member, b: Member) -> Link:
+    """The link over which a fetches from b."""
+    blob = Blob(kind="state", number=2)
+    b.node.publish(blob, Source(1))
+    await fetch(a, b, Sink(), range(1), blob=blob)
+    b.node.retract(blob)
+    return a.node._data.links_with(b.keys.public)[0]
+
+
+def said(message: Message) -> bytes:
+    return encode(Envelope("notice", 0, message))
+
+
+OPEN = PeerToPeerOpenStream(stream=7, blob=STATE, first=0, stop=5, credit=1024)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [b"\x00"],
+        [said(OPEN)[:-1]],
+        [said(PeerToPeerPing())],
+        [said(OPEN), said(OPEN)],
+        [said(PeerToPeerPing()), said(OPEN)],
+        [said(PeerToPeerCloseStream(stream=7))] * 600,
+        [bytes(2**12 + 1)],
+    ],
+)
+@run
+async def test_nonsense_about_streams_costs_the_link(monkeypatch: pytest.MonkeyPatch, messages: list[bytes]) -> None:
+    """Malformed, about something else, a number that is taken, more than anybody has to say, too long; what comes after
+    it is not heard."""
+    async with swarm() as (a, b):
+        link = await linked(a, b)
+        (theirs,) = b.node._data._links.values()
+        b.node.publish(STATE, Source(5, held_at=0))
+        monkeypatch.setattr(pump, "MAX_ORDER_BYTES", 2**20)  # the sender's own check
+        hear = b.node._data._hear
+        monkeypatch.setattr(b.node._data._pump._intake, "_on_orders", lambda link: None)
+        for message in messages:
+            a.node._data._pump.order(link, message)
+        if len(messages) == 600 or len(messages[0]) > 2**12:  # before anybody has listened
+            await until(lambda: not b.node._data._links)
+        else:
+            await until(lambda: len(theirs._orders) == len(messages))
+            hear(theirs)
+            assert not b.node._data._links
+            assert not theirs.outgoing
+        await until(lambda: not a.node._data._links)
+        assert not theirs.outgoing
+        b.node.publish(STATE, Source(5))
+        monkeypatch.setattr(b.node._data._pump._intake, "_on_orders", hear)
+        assert await fetch(a, b, Sink(), range(5)) == [0, 1, 2, 3, 4]
+
+
+@run
+async def test_what_is_said_about_streams_keeps_its_order() -> None:
+    """Also over several connections: a stream that is closed at once is closed."""
+    async with swarm() as (a, b):
+        a.node.connections_per_link = 4
+        link = await linked(a, b)
+        (theirs,) = b.node._data._links.values()
+        large, number = Blob(kind="state", number=3), 0
+        b.node.publish(STATE, Source(5, held_at=0))
+        b.node.publish(large, Source(40, 2**20))
+        async with aclosing(a.node.fetch(b.peer, large, range(40), Sink(), LONG_S)) as stream:
+            async for _ in stream:
+                for _ in range(20):
+                    number, _ = a.node._data.open_stream(link, STATE, range(5), Sink())
+                    a.node._data.close_stream(link, number, finished=False)
+        await until(lambda: not theirs.outgoing)
+        await asyncio.sleep(0.05)
+        assert not theirs.outgoing
+        assert not link.incoming
+
+
+@run
+async def test_both_ways_go_over_one_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opened it, and also when both have opened one: receipts travel with what goes the other way."""
+    async with swarm() as (a, b):
+        for member in (a, b):
+            member.node.publish(STATE, Source(5))
+        ours, theirs = asyncio.Event(), asyncio.Event()
+
+        async def open_both(member: Member, other: Member, mine: asyncio.Event, its: asyncio.Event) -> None:
+            real = member.node._data._connect
+
+            async def connect(address: tuple[str, int]) -> list[socket.socket]:
+                mine.set()
+                await its.wait()
+                return await real(address)
+
+            member.node._data._connect = connect  # type: ignore[method-assign]
+            await fetch(member, other, Sink(), range(5))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(open_both(a, b, ours, theirs))
+            tasks.create_task(open_both(b, a, theirs, ours))
+        assert len(a.node._data._links) == 2
+        assert a.node._data._links.keys() == b.node._data._links.keys()
+        used = []
+        for member, other in ((a, b), (b, a)):
+            say = member.node._data._say
+
+            def saying(link: Link, message: Message, say: Callable[[Link, Message], None] = say) -> None:
+                used.append(link.sealed.link)
+                say(link, message)
+
+            monkeypatch.setattr(member.node._data, "_say", saying)
+            await fetch(member, other, Sink(), range(5))
+        assert used == [min(a.node._data._links)] * 2
 
 
 async def speak(port: int, data: bytes) -> bytes:
@@ -970,9 +1079,9 @@ async def test_strangers_do_not_disturb_a_stream() -> None:
         assert source.asked == list(range(30))  # not even a retry
 
 
-def hello(link: Link, stream: int = HELLO_STREAM) -> bytes:
+def hello(link: Link, kind: int = HELLO) -> bytes:
     """What the opener of a link says first on a data connection."""
-    header, tag = link.sealed.next_header(stream, 0), bytearray(TAG_BYTES)
+    header, tag = link.sealed.next_header(0, 0, kind=kind), bytearray(TAG_BYTES)
     link.sealed.seal(header, memoryview(b""), memoryview(tag))
     return TAG_BYTES.to_bytes(4, "big") + header + tag
 
@@ -988,7 +1097,7 @@ async def test_a_data_connection_has_to_prove_its_link(monkeypatch: pytest.Monke
         flipped = good[:-1] + bytes([good[-1] ^ 1])
         unknown = good[:4] + bytes(8) + good[12:]
         backwards = hello(theirs)  # under the key of the other direction
-        for bad in (flipped, unknown, backwards, hello(link, 5), b"\0\0\0\x11" + good[4:], b"\xff" * 44, bytes(44)):
+        for bad in (flipped, unknown, backwards, hello(link, ORDER), b"\0\0\0\x11" + good[4:], b"\xff" * 45, bytes(45)):
             assert await speak(b.ports[1], bad) == b""  # and they hung up
         assert len(theirs.connections) == 1
 
@@ -1275,8 +1384,11 @@ def test_dropped_frames_count_no_more() -> None:
     for chunk in range(4):
         queue.put(Frame(chunk % 2, chunk, memoryview(bytes(10))), FrameQueue.USUAL)
     queue.put(Frame(1, 9, memoryview(bytes(5))), FrameQueue.URGENT)
+    queue.put(Frame(1, 2, memoryview(b""), kind=CREDIT_FRAME), FrameQueue.CREDIT)
+    queue.put(Frame(0, 0, memoryview(bytes(3)), kind=ORDER), FrameQueue.ORDER)
     queue.drop(1)
-    assert queue.waiting_bytes == 20
+    assert queue.waiting_bytes == 23
+    assert [frame and frame.kind for frame in (queue.take(orders=False), queue.take())] == [CREDIT_FRAME, ORDER]
     assert [queue.take(), queue.take(), queue.take()][2] is None
     assert queue.waiting_bytes == 0
 
