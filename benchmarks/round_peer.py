@@ -104,15 +104,11 @@ async def _live(pace: Pace, invite: Invite, case: Case, number: int, address: st
         device = DeviceInfo(kind="cpu", name="none", memory_bytes=0)
         client = _Client(node, identity, keys, invite, MemberInfo(f"peer-{number}", "trainer", device, host=address))
         client.bandwidth_bps = case.bandwidths_bps[number] if case.bandwidths_bps else None
-        await client.join()
-        async with task_scope() as tasks:
-            peer = _Peer(Member(node, client, tasks), client, node, pace, case)
+        async with Member.joined(client) as member, task_scope() as tasks:
+            peer = _Peer(member, client, node, pace, case)
             await peer.prepare()
-            beats = tasks.create_task(peer.beat())
             for _ in range(1 + case.rounds):
                 await peer.take_part(tasks)
-            beats.cancel()
-        await client.leave("done")
 
 
 class _Peer:
@@ -135,11 +131,6 @@ class _Peer:
         """Stands for the state that everybody has at this anchor version."""
         self._member.hold(State.of(torch.zeros(1, 1), version))
 
-    async def beat(self) -> None:
-        while True:
-            await self._member.beat()
-            await asyncio.sleep(self._client.deadlines.heartbeat_s)
-
     async def _work(self) -> tuple[SampleRange, ...]:
         """Lease one sample, say that it is done, and wait for the end of the announced closing."""
         client, member = self._client, self._member
@@ -159,6 +150,7 @@ class _Peer:
 
     async def take_part(self, tasks: asyncio.TaskGroup) -> None:
         client, member, state = self._client, self._member, self._member.state
+        self._node.partners.clear()  # some are asked before the clock starts
         ranges, number = await self._work(), client.view.round
         contribution = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number))
         expected = contribution[::_PROBE_STEP].clone()
@@ -168,7 +160,6 @@ class _Peer:
         )
         start_s = await asyncio.to_thread(self._pace.start)
         sent, received = self._node.meter.sent_bytes, self._node.meter.received_bytes
-        self._node.partners.clear()
         await asyncio.sleep(start_s - time.monotonic())
         seen = tasks.create_task(client.see(number))
         outcome = await member.average(offer)

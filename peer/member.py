@@ -293,10 +293,9 @@ class Member:
             round=self.progress.round, samples=samples, tokens_done=self.progress.tokens_done
         )
         try:
-            answer = await self.client.ask(ask, CoordinatorToPeerLease)
+            return (await self.client.ask(ask, CoordinatorToPeerLease)).ranges
         except NotAdmitted:
             return ()  # the next heartbeat joins again
-        return answer.ranges
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Until the round, its phase or its closing moment changes."""
@@ -340,6 +339,7 @@ class Member:
             fast.compile_ahead(coding.kernels)
         self._averager = Averager(self.client, self.endpoint, coding, elements, self._keeper)
         self._averager.on_exchange = self._donor.pause
+        self._background.append(self._tasks.create_task(self._averager.lookout.run()))
 
     @property
     def averager(self) -> Averager:

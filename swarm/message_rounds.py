@@ -126,6 +126,9 @@ class RunView(Record):
     ``epoch`` (the coordinator's start) and ``sequence`` order the views: an older one is ignored.
     ``verdict`` is left out when the member has said that it knows the one with this ``verdict_chain``, None before the
     first: of a large swarm it is nearly all of a view.
+    ``expected``: while the round closes, the plan as it will be if everybody who works for it is ready, but for the
+    weights: what does not depend on those may begin. ``as_expected``: ``plan`` is that one, and nobody in it has left
+    since.
     ``pipeline``: of the run's own scope, once its stages are planned; None without a pipeline.
     """
 
@@ -145,4 +148,6 @@ class RunView(Record):
     must_resync: bool
     roster_version: Count
     roster: Annotated[tuple[RosterEntry, ...], Field(max_length=MAX_MEMBERS * 2)] | None
+    expected: RoundPlan | None = None
+    as_expected: bool = False
     pipeline: PipelineView | None = None

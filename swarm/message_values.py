@@ -259,6 +259,7 @@ class Blob(Record):
     ``state_digests``: those of its chunks; ``anchor_bfloat16`` and its digests: the anchor rounded; ``probe``: random
     bytes, to learn what a link carries; ``activation`` and ``gradient``: a tensor that was offered for a micro-batch;
     ``start``: a tensor that the run starts from, by its place among all names in alphabetical order.
+    ``grid``: of a contribution, how many elements a chunk has: it may have been cut for a plan that did not come.
     ``scope``: whose; a run and its stages have rounds and anchor versions of the same numbers.
     """
 
@@ -278,4 +279,5 @@ class Blob(Record):
         "start",
     ]
     number: Count
+    grid: Annotated[int, Field(ge=0, le=2**20)] = 0
     scope: Scope = 0

@@ -31,4 +31,4 @@ class ScopedEndpoint:
         return self._endpoint.fetch(peer, self._own(blob), chunks, sink, progress_s)
 
     def _own(self, blob: Blob) -> Blob:
-        return Blob(kind=blob.kind, number=blob.number, scope=self._scope)
+        return blob.model_copy(update={"scope": self._scope})

@@ -175,9 +175,11 @@ class Node:
         """Of what we send in that scope's round, each of these members is to get that share from now on; none: as TCP
         sees fit. Of rounds of several scopes each one gets as much."""
         entries = {peer: entry for peer in shares if (entry := self._rosters.entry(peer, scope)) is not None}
-        self._shares.pop(scope, None)
+        before = self._shares.pop(scope, {})
         if entries:
             self._shares[scope] = {entry.certificate.curve_key: shares[peer] for peer, entry in entries.items()}
+        if before == self._shares.get(scope, {}):
+            return  # saying it again begins nothing anew
         self._data.share_uplink(together(list(self._shares.values())))
 
     async def fetch(

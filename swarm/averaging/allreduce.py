@@ -15,76 +15,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
-
 from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffers import same_bytes
 from shoal.swarm.averaging.chunk_store import ChunkStore
+from shoal.swarm.averaging.contributions import ContributionSource, contribution_blob
 from shoal.swarm.averaging.fetching import adopt_agreed, fetch_part
 from shoal.swarm.averaging.groups import Header, holders, may_hold
+from shoal.swarm.averaging.head_start import HeadStart
 from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.seat import HandIn, Seat
-from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.averaging.watch import Watch
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import BlobUnavailable, ShoalError
+from shoal.swarm.errors import ShoalError
 from shoal.swarm.links import in_thread
-from shoal.swarm.messages import Blob, Part
+from shoal.swarm.messages import Blob, Delivery, Part, PeerToCoordinatorRoundReport
 from shoal.swarm.transport import Endpoint
 
 __all__ = ["AllReduce", "Exchange", "ResultStore"]
 
 log = logging.getLogger(__name__)
-
-_ENCODED_AT_ONCE = 4
-
-
-class _ContributionSource:
-    """Our contribution, encoded when the first owner asks for a chunk and kept until ``close``."""
-
-    def __init__(self, store: ResultStore, feedback: ErrorFeedback) -> None:
-        self.chunks = store.chunks
-        self._store = store
-        self._feedback = feedback
-        self._encoded: dict[int, memoryview] = {}
-        self._locks: dict[range, asyncio.Lock] = {}
-        # Several at once: a turn of a worker thread costs about as much as a chunk.
-        step, parts = _ENCODED_AT_ONCE, [store.chunks_of(part) for part in store.plan.parts]
-        runs = [chunks[at : at + step] for chunks in parts for at in range(0, len(chunks), step)]
-        self._runs = [run for run in runs for _ in run]
-        self._closed = False
-
-    async def chunk(self, index: int) -> memoryview:
-        """Raises ``BlobUnavailable`` once closed: streams outlive the round."""
-        if index not in self._encoded:
-            run = self._runs[index]
-            async with self._locks.setdefault(run, asyncio.Lock()):
-                if index not in self._encoded and not self._closed:
-                    self._encoded |= await in_thread(self._encode, run)
-        if self._closed:
-            raise BlobUnavailable(f"round {self._store.plan.round} is over")
-        return self._encoded[index]
-
-    def _encode(self, run: range) -> dict[int, memoryview]:
-        encoded = {}
-        for index in run:
-            bounds = self._store.bounds(index)
-            codec = self._store.coding.contribution(*bounds)
-            encoded[index] = self._store.buffers.passing.take(codec.packed_bytes(bounds[1] - bounds[0]))
-            self._feedback.encode_chunk(codec, *bounds, torch.frombuffer(encoded[index], dtype=torch.uint8))
-        return encoded
-
-    async def close(self) -> None:
-        """Returns when nothing is being encoded any more."""
-        self._closed = True
-        for lock in list(self._locks.values()):
-            async with lock:
-                pass
-        self._encoded.clear()
 
 
 @dataclass
@@ -95,6 +48,18 @@ class Exchange:
     dropped: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     trouble: str = ""
+
+    def report(self, store: ResultStore, deliveries: tuple[Delivery, ...]) -> PeerToCoordinatorRoundReport:
+        """Makes digests: for a worker thread."""
+        return PeerToCoordinatorRoundReport(
+            round=store.plan.round,
+            digests=tuple(store.digest(part) if store.has(part) else None for part in store.plan.parts),
+            # Also what others reduced and left out: whoever made these bytes may not live to tell.
+            dropped=tuple(sorted(self.dropped | store.left_out())),
+            failed=tuple(sorted(self.failed)),
+            deliveries=deliveries,
+            trouble=self.trouble[:2000],
+        )
 
 
 class AllReduce:
@@ -108,11 +73,12 @@ class AllReduce:
         feedback: ErrorFeedback,
         deadlines: Deadlines,
         was_away: Callable[[float], bool] = lambda since_s: False,
+        head_start: HeadStart | None = None,
     ) -> None:
         """``feedback``: in a round that has begun with our contribution, (elements,) float32. ``was_away``: as in
-        ``Seat``."""
+        ``Seat``. ``head_start``: one that has begun, with the same chunks; its streams are taken as they are."""
         plan = store.plan
-        self.blob = Blob(kind="contribution", number=plan.round)
+        self.blob = contribution_blob(plan)
         self._endpoint = endpoint
         self._store = store
         self._plan = plan
@@ -121,12 +87,17 @@ class AllReduce:
         self._row = plan.members[self._me].row
         self._feedback = feedback
         self._exchange = Exchange()
-        self._source = _ContributionSource(store, feedback)
+        if head_start is None:
+            self._source = ContributionSource(store)
+            self._source.begin(feedback)
+        else:
+            self._source = head_start.source
         self._partials = ChunkStore(store.chunks, f"the partials of round {plan.round}")
         sources: dict[Blob, ChunkSource] = {self.blob: self._source}
         if plan.columns:
             sources[Blob(kind="partial", number=plan.round)] = self._partials
-        self._seat = Seat(endpoint, store, self._me, deadlines, was_away, sources)
+        ahead = {} if head_start is None else head_start.seat.ahead
+        self._seat = Seat(endpoint, store, self._me, deadlines, was_away, sources, ahead)
         self._as_owner = Reduction(self._seat, store.group, store.put, feedback.brought, feedback.room)
         self._as_relay = Reduction(self._seat, store.group.row(self._row), self._partials.put, feedback.brought)
         self._as_stand_in: list[Reduction] = []
@@ -137,11 +108,8 @@ class AllReduce:
 
     async def run(self) -> Exchange:
         """Returns when every part has arrived or is given up; results are in the store."""
-        for blob, source in self._seat.sources.items():
-            self._endpoint.publish(blob, source)
-        self._endpoint.share_uplink(
-            {self._members[one]: share for one, share in Traffic(self._plan).shares(self._me).items()}
-        )
+        self._seat.publish()
+        self._seat.share_uplink()
         async with asyncio.TaskGroup() as background:
             watch = background.create_task(self._watch.run())
             async with asyncio.TaskGroup() as tasks:
@@ -157,9 +125,7 @@ class AllReduce:
 
     async def close(self) -> None:
         """After ``run`` and before the feedback is settled, committed or discarded: hand out no contribution more."""
-        self._endpoint.share_uplink({})
-        for blob in self._seat.sources:
-            self._endpoint.retract(blob)
+        await self._seat.withdraw()
         await self._partials.close()
         await self._source.close()
 

@@ -7,6 +7,7 @@ that restarts, or a push that was lost, changes nothing but the time it takes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +17,20 @@ from torch import Tensor
 from shoal.compression.codec import CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.swarm.averaging.allreduce import AllReduce, Exchange
+from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.fetching import ensure_part
 from shoal.swarm.averaging.groups import may_hold
+from shoal.swarm.averaging.head_start import HeadStart
+from shoal.swarm.averaging.lookout import Lookout
+from shoal.swarm.averaging.offered import OfferedResults
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.pace import PacedEndpoint
-from shoal.swarm.averaging.results import Archive, HeldResults, ResultStore
+from shoal.swarm.averaging.results import Archive, ResultStore
 from shoal.swarm.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
-    Delivery,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     RoundPlan,
@@ -76,11 +79,14 @@ class Averager:
         self._archive = archive
         self._residual_weight = 0
         self._late: _Late | None = None
-        self._stores: dict[int, ResultStore] = {}
+        self._stores = OfferedResults(self._endpoint, archive)
         self._exchange: AllReduce | None = None
+        self.lookout = Lookout(client, self._endpoint, coding, self._buffers)
+        """To be run beside everything else: rounds are begun with before ``average`` is called for them."""
+        self._head_start: HeadStart | None = None
+        self._is_offered = False
         self._decoding: asyncio.Task[Tensor] | None = None
         self._joins = 0
-        self._moved_before = 0
 
     @property
     def carried(self) -> Carried:
@@ -97,11 +103,12 @@ class Averager:
     @property
     def chunks_moved(self) -> int:
         """Result chunks made or received so far: what the heartbeat shows as progress."""
-        return self._moved_before + sum(store.moved for store in self._stores.values())
+        return self._stores.moved
 
     async def average(self, offer: Offer) -> Outcome:
         """Take part in the round's end, or at least in its outcome; returns when the verdict is known."""
-        self._joins = self._client.joins
+        self._joins, self._is_offered = self._client.joins, False
+        self._head_start = self.lookout.take(offer.round)
         try:
             async with task_scope() as tasks:
                 outcome = await self._until_verdict(offer, tasks)
@@ -109,14 +116,14 @@ class Averager:
             outcome = OutOfDate(str(error), is_spoilt=isinstance(error, CodecError))
         finally:
             await self._end_exchange()
+            self.lookout.release()
             self._decoding = None
-            offered = self.feedback.in_round
             self.feedback.discard()
             self._buffers.trim()
             self.activity = ""
         if isinstance(outcome, OutOfDate):
             self._late = None
-            if offered:  # some of the residual may be in a mean by now: it must not come twice
+            if self._is_offered:  # some of the residual may be in a mean by now: it must not come twice
                 self._forget_residual()
         return outcome
 
@@ -135,6 +142,7 @@ class Averager:
         )
         report: PeerToCoordinatorRoundReport | None = None
         reported: tuple[int, int] | None = None
+        self._begin_ahead(offer, tasks)
         while (view := client.view).round <= number:
             if view.plan is None:
                 self.activity = "ready"
@@ -144,7 +152,7 @@ class Averager:
                         return CarryOn("the round was reopened: samples of its batch had been lost")
                     await self._wait(number)
             elif report is None:
-                report = await self._take_part(view.plan, offer)
+                report = await self._take_part(view, view.plan, offer, tasks)
                 if report is not None and None not in report.digests:
                     self._decoding = tasks.create_task(in_thread(self._stores[number].mean))
             elif reported != (view.epoch, client.joins):
@@ -173,8 +181,8 @@ class Averager:
 
     # What we bring ------------------------------------------------------------------------------------------
 
-    def _begin(self, offer: Offer) -> None:
-        """Begin the feedback's round. Raises ``CodecError``.
+    def _begin(self, offer: Offer) -> ErrorFeedback:
+        """Begin the feedback's round; returns the feedback. Raises ``CodecError``.
 
         Residuals make up for what a mean lacked, so they count with the weight that they had in it."""
         (contribution, largest), weight = self._with_late(offer), offer.weight_tokens
@@ -186,6 +194,7 @@ class Averager:
         except CodecError:
             self._forget_residual()
             raise
+        return self.feedback
 
     def _with_late(self, offer: Offer) -> tuple[Tensor, float]:
         """The offer's contribution, with what came too late before, weighted by their tokens; and what no value of it
@@ -198,53 +207,71 @@ class Averager:
 
     # Exchange -----------------------------------------------------------------------------------------------
 
-    async def _take_part(self, plan: RoundPlan, offer: Offer) -> PeerToCoordinatorRoundReport | None:
+    def _begin_ahead(self, offer: Offer, tasks: asyncio.TaskGroup) -> None:
+        """Let others have what they ask for ahead, unless it is not all that we bring, as something came too late."""
+        one = self._head_start
+        if one is not None and self._late is None and offer.weight_tokens and _same_state(one.plan, offer):
+            self._is_offered = True
+            one.begin(tasks, functools.partial(self._begin, offer))
+
+    async def _drop_head_start(self) -> None:
+        """Everything is as before it: nobody who goes by the plan has got anything of ours."""
+        if self._head_start is not None:
+            await self._head_start.close()
+            self._head_start, self._is_offered = None, False
+            self.feedback.discard()
+
+    async def _take_part(
+        self, view: RunView, plan: RoundPlan, offer: Offer, tasks: asyncio.TaskGroup
+    ) -> PeerToCoordinatorRoundReport | None:
         """Exchange and make the report of it; None when the verdict came first."""
-        if not self._is_planned(plan, offer):
+        is_planned = self._is_planned(plan, offer)
+        if self._head_start is not None and not (is_planned and self._head_start.has_chunks_of(plan)):
+            await self._drop_head_start()
+        if not is_planned:
             nothing = (None,) * len(plan.parts)
             return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble="")
         self.activity = "averaging"
-        client = self._client
-        await in_thread(self._begin, offer)
+        client, self._is_offered = self._client, True
+        if self._head_start is None:
+            await in_thread(self._begin, offer)
+            self._endpoint.forget()
+        else:
+            if not (view.as_expected and self._head_start.fits(plan)):
+                self._head_start.seat.close_streams(tasks)
+            self._head_start.begin(tasks, functools.partial(self._begin, offer))
+            await self._head_start.begun()
         store = self._open_store(plan)
-        self._endpoint.forget()
         self.on_exchange(True)
-        exchange = self._exchange = AllReduce(
-            self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away
-        )
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(exchange.run())
+        exchange = self._exchange = self._all_reduce(store)
+        self._head_start = None
+        async with asyncio.TaskGroup() as running_tasks:
+            running = running_tasks.create_task(exchange.run())
             running.add_done_callback(lambda _: client.wake())
             await client.wait_for(lambda view: running.done() or view.round > plan.round)
             if not running.done():
                 running.cancel()
                 return None
         deliveries = self._endpoint.deliveries([member.peer for member in plan.members], client.peer, plan.round)
-        return await in_thread(_make_report, store, running.result(), deliveries)
+        return await in_thread(running.result().report, store, deliveries)
+
+    def _all_reduce(self, store: ResultStore) -> AllReduce:
+        client = self._client
+        return AllReduce(
+            self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away, self._head_start
+        )
 
     async def _end_exchange(self) -> None:
+        if self._head_start is not None:
+            await self._head_start.close()
+            self._head_start = None
         if self._exchange is not None:
             await self._exchange.close()
             self._exchange = None
             self.on_exchange(False)
 
     def _open_store(self, plan: RoundPlan) -> ResultStore:
-        store = ResultStore(plan, self._coding, self._buffers)
-        self._stores[plan.round] = store
-        self._endpoint.publish(store.blob, store)
-        self._endpoint.publish(store.held, HeldResults(store))
-        return store
-
-    async def _drop_stores(self, *rounds: int) -> None:
-        for number in rounds:
-            store = self._stores.pop(number, None)
-            if store is not None:
-                self._endpoint.retract(store.blob)
-                self._endpoint.retract(store.held)
-                self._moved_before += store.moved
-                await store.close()
-                if self._archive is not None:
-                    self._archive.take_over(number)
+        return self._stores.add(ResultStore(plan, self._coding, self._buffers))
 
     # Verdict ------------------------------------------------------------------------------------------------
 
@@ -254,14 +281,14 @@ class Averager:
         decoded = None if self._decoding is None else await self._decoding  # it reads the store until then
         # Whoever lags fetches the last committed round's bytes here: they are kept until the next one is committed.
         before = sorted(number for number in self._stores if number < offer.round)
-        await self._drop_stores(*before[:-1])
+        await self._stores.drop(*before[:-1])
         if verdict is None or verdict.round != offer.round:
             return OutOfDate(f"the verdict of round {offer.round} was missed")
         if verdict.anchor_version < offer.anchor_version:
             self._forget_residual()  # of work that others will do again
             return OutOfDate(verdict.reason)
         if not verdict.committed:
-            await self._drop_stores(offer.round)
+            await self._stores.drop(offer.round)
             return CarryOn(verdict.reason, verdict)
         assert verdict.plan is not None
         if not _same_state(verdict.plan, offer):
@@ -273,19 +300,24 @@ class Averager:
             return OutOfDate(f"committed results of round {offer.round} cannot be had: {error}")
         if self._archive is not None:
             self._archive.keep(self._stores[offer.round], verdict)
-        await self._drop_stores(*before)
+        await self._stores.drop(*before)
         planned = self._is_planned(verdict.plan, offer)
+        if planned and exchange is None:
+            exchange = self._all_reduce(self._stores[offer.round])
         await in_thread(self._account, offer, exchange, planned)
         return Committed(mean, verdict, included=planned)
 
     def _account(self, offer: Offer, exchange: AllReduce | None, planned: bool) -> None:
-        """What of ours is not in the committed mean stays for the next one, unless others train on our samples now."""
+        """What of ours is not in the committed mean stays for the next one, unless others train on our samples now.
+
+        ``exchange``: ours; one that has not run, if the verdict came first, as others may have got something ahead."""
         ours = self._client.joins == self._joins
-        if exchange is None and planned and ours:
+        if not planned:
+            self.feedback.discard()
+        elif ours and not self.feedback.in_round:
             self._begin(offer)
-        if exchange is not None:
+        if exchange is not None and self.feedback.in_round:
             exchange.settle(keep=ours)
-        if self.feedback.in_round:
             self.feedback.commit()
         if planned:
             self._late = None
@@ -316,17 +348,3 @@ class Averager:
 
 def _same_state(plan: RoundPlan, offer: Offer) -> bool:
     return (plan.anchor_version, plan.state_digest) == (offer.anchor_version, offer.state_digest)
-
-
-def _make_report(
-    store: ResultStore, exchange: Exchange, deliveries: tuple[Delivery, ...]
-) -> PeerToCoordinatorRoundReport:
-    return PeerToCoordinatorRoundReport(
-        round=store.plan.round,
-        digests=tuple(store.digest(part) if store.has(part) else None for part in store.plan.parts),
-        # Also what others reduced and left out: whoever made these bytes may not live to tell.
-        dropped=tuple(sorted(exchange.dropped | store.left_out())),
-        failed=tuple(sorted(exchange.failed)),
-        deliveries=deliveries,
-        trouble=exchange.trouble[:2000],
-    )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from shoal.swarm.averaging.ahead import Chunks, StreamAhead
+from shoal.swarm.averaging.contributions import contribution_blob
 from shoal.swarm.averaging.groups import Group
 from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import LinkError, MemberGone, WireError
+from shoal.swarm.errors import LinkError, MemberGone, ShoalError, WireError
 from shoal.swarm.links import Sink
 from shoal.swarm.messages import Blob
 from shoal.swarm.transport import Endpoint
+
+log = logging.getLogger(__name__)
 
 HandIn = Callable[[int, memoryview], Awaitable[None]]
 """Takes a chunk by its index; the next one comes when it returns."""
@@ -33,7 +39,8 @@ class Wanted:
 @dataclass(frozen=True)
 class Seat:
     """``was_away``: whether the coordinator was, since that moment of the loop's clock. Then others may not have heard
-    of this round, and without a verdict it costs nothing to wait for them. ``sources``: what we offer ourselves."""
+    of this round, and without a verdict it costs nothing to wait for them. ``sources``: what we offer ourselves.
+    ``ahead``: streams that are open already, by member."""
 
     endpoint: Endpoint
     store: ResultStore
@@ -41,10 +48,36 @@ class Seat:
     deadlines: Deadlines
     was_away: Callable[[float], bool]
     sources: dict[Blob, ChunkSource]
+    ahead: dict[tuple[int, Blob, range], StreamAhead] = field(default_factory=dict)
 
     @property
     def members(self) -> list[str]:
         return [member.peer for member in self.store.plan.members]
+
+    def publish(self) -> None:
+        """From now on others get what we bring."""
+        for blob, source in self.sources.items():
+            self.endpoint.publish(blob, source)
+
+    def share_uplink(self) -> None:
+        """Each of them gets its share of what we send."""
+        members, shares = self.members, Traffic(self.store.plan).shares(self.me)
+        self.endpoint.share_uplink({members[one]: share for one, share in shares.items()})
+
+    async def withdraw(self) -> None:
+        """The end of all that, and of streams that nobody has taken."""
+        self.endpoint.share_uplink({})
+        for blob in self.sources:
+            self.endpoint.retract(blob)
+        async with asyncio.TaskGroup() as tasks:
+            self.close_streams(tasks)
+
+    def close_streams(self, tasks: asyncio.TaskGroup) -> None:
+        """Those that are open ahead: what they have brought is forgotten. To say so may take a while, where a member is
+        not there any more."""
+        for stream in self.ahead.values():
+            tasks.create_task(stream.close())
+        self.ahead.clear()
 
     def contributions(self) -> Wanted:
         """What a member brings."""
@@ -54,8 +87,7 @@ class Seat:
             start, stop = store.bounds(chunk)
             return (store.coding.contribution(start, stop).packed_bytes(stop - start),)
 
-        blob = Blob(kind="contribution", number=store.plan.round)
-        return Wanted(blob, sizes_bytes, 0, self.deadlines.contribution_s)
+        return Wanted(contribution_blob(store.plan), sizes_bytes, 0, self.deadlines.contribution_s)
 
     def partials(self, group: Group) -> Wanted:
         """What a relay makes of its row's contributions; ``group`` is that row."""
@@ -71,8 +103,38 @@ class Seat:
 
     async def receive(self, member: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
         """Hand in the chunks one after the other. Raises ``ShoalError``, the other side's too."""
-        received: dict[int, memoryview] = {}
         following = chunks.start
+
+        async def go_on() -> None:
+            nonlocal following
+            async with aclosing(self._open(member, wanted, range(following, chunks.stop))) as stream:
+                async for chunk, data in stream:
+                    following = chunk + 1
+                    await hand_in(chunk, data)
+
+        await self.patiently(go_on)
+
+    async def _open(self, member: int, wanted: Wanted, chunks: range) -> Chunks:
+        """By the stream that is open already, if there is one; what it does not bring is asked for anew. Both together
+        get the time that one has alone."""
+        following, ahead = chunks.start, self.ahead.pop((member, wanted.blob, chunks), None)
+        if ahead is not None:
+            limit_s, since_s = wanted.wait_s, _now_s()
+            try:
+                async with aclosing(ahead.chunks(limit_s / 3)) as stream:
+                    async for chunk, data in stream:
+                        yield chunk, data
+                        following, since_s = chunk + 1, _now_s()
+            except ShoalError as error:
+                log.debug("round %d: %s: %s", self.store.plan.round, self.members[member], error)
+                wanted = replace(wanted, wait_s=limit_s - (_now_s() - since_s))
+        async with aclosing(self.stream(member, wanted, range(following, chunks.stop))) as stream:
+            async for chunk, data in stream:
+                yield chunk, data
+
+    async def stream(self, member: int, wanted: Wanted, chunks: range) -> Chunks:
+        """The chunks as they come. Raises ``ShoalError``, the other side's too."""
+        received: dict[int, memoryview] = {}
 
         def sink(chunk: int, size: int) -> memoryview:
             if size not in wanted.sizes_bytes(chunk):
@@ -80,14 +142,9 @@ class Seat:
             received[chunk] = self.store.buffers.passing.take(size, wanted.header_bytes)
             return received[chunk]
 
-        async def go_on() -> None:
-            nonlocal following
-            async with aclosing(self._fetch(member, wanted, range(following, chunks.stop), sink)) as stream:
-                async for chunk in stream:
-                    following = chunk + 1
-                    await hand_in(chunk, received.pop(chunk))
-
-        await self.patiently(go_on)
+        async with aclosing(self._fetch(member, wanted, chunks, sink)) as stream:
+            async for chunk in stream:
+                yield chunk, received.pop(chunk)
 
     async def patiently(self, fetch: Callable[[], Awaitable[None]]) -> None:
         """Fetch; again when that took too long while the coordinator was away. Raises ``ShoalError``."""
@@ -113,3 +170,7 @@ async def _own(source: ChunkSource, chunks: range, sink: Sink) -> AsyncGenerator
         data = await source.chunk(chunk)
         sink(chunk, data.nbytes)[:] = data
         yield chunk
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

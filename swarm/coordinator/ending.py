@@ -5,18 +5,18 @@ Whoever has one scope does both at once (``machine.py``); the stages of a pipeli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.bandwidth import Bandwidths
 from shoal.swarm.coordinator.coverage import epochs_covered
-from shoal.swarm.coordinator.grouping import plan_round
+from shoal.swarm.coordinator.grouping import as_expected, plan_round
 from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, lost_work, weighted_mean
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.deadlines import Delays
-from shoal.swarm.messages import RoundPlan, Verdict
+from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan, Verdict
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import chain_hash, signed_bytes
 
@@ -120,11 +120,8 @@ class Ending(RunState):
     def proposal(self) -> f.RoundPlanned | None:
         """The plan for whoever is ready; None when nobody has anything to contribute."""
         ready = self.round.ready
-        elements = sum(spec.elements for spec in self.model.layout) if self.model else 0
-        self._measure()
-        number, trainers, run = self.round.number, self.membership.trainers(), self.run
-        size, seed = run.averaging.group_size, run.run.seed
-        plan = plan_round(number, self.anchor_version, elements, ready, trainers, size, seed)
+        self.round.expected = as_expected(self.round.expected, ready)
+        plan = self.round.expected or self._plan_of(ready)
         if plan is None:
             return None
         peers = [member.peer for member in plan.members]
@@ -133,12 +130,37 @@ class Ending(RunState):
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
         return f.RoundPlanned(plan=plan, ranges=ranges, loss=loss)
 
+    def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
+        elements = sum(spec.elements for spec in self.model.layout) if self.model else 0
+        self._measure()
+        number, trainers, run = self.round.number, self.membership.trainers(), self.run
+        size, seed = run.averaging.group_size, run.run.seed
+        return plan_round(number, self.anchor_version, elements, ready, trainers, size, seed)
+
     def _measure(self) -> None:
         """Make up our mind about everybody's link."""
         trainers = self.membership.trainers()
         believed = self._bandwidths.believed({peer: one.claimed_bps for peer, one in trainers.items()})
         for peer, bps in believed.items():
             trainers[peer].bandwidth_bps = bps
+
+    def expect(self) -> None:
+        """Say ahead what the plan will be, if all who work for the round are ready: of a flat group only, as the plan
+        of a grid is large, and of no batch that has to be whole, as nobody knows ahead when it is."""
+        ready = {
+            peer: PeerToCoordinatorRoundReady(
+                round=self.round.number,
+                anchor_version=self.anchor_version,
+                state_digest=member.state_digest,
+                weight_tokens=1,
+                ranges=(),
+                loss=None,
+            )
+            for peer, member in self.synced().items()
+            if peer in self.leases.held and member.state_digest is not None
+        }
+        if not self.goal().exact and 1 < len(ready) <= self.run.averaging.group_size:
+            self.round.expected = self._plan_of(ready)
 
     def free_kept_samples(self, plan: RoundPlan | None) -> None:
         """A batch that has to be complete lacks samples: members that keep some and bring nothing usable lose them."""

@@ -63,6 +63,19 @@ def plan_round(
     )
 
 
+def as_expected(expected: RoundPlan | None, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
+    """The plan that was expected with the weights that there are, if it is just its members who bring something."""
+    working = {peer: one for peer, one in ready.items() if one.weight_tokens}
+    if expected is None or sorted(working) != [member.peer for member in expected.members]:
+        return None
+    if any(one.state_digest != expected.state_digest for one in working.values()):
+        return None
+    members = [
+        member.model_copy(update={"weight_tokens": ready[member.peer].weight_tokens}) for member in expected.members
+    ]
+    return expected.model_copy(update={"members": tuple(members)})
+
+
 def lay_out(
     elements: int, bandwidths_bps: Sequence[float | None], can_own: Sequence[bool], group_size: int, seed: int
 ) -> Layout:

@@ -60,8 +60,11 @@ class Hearing(Ending):
         if self.model is None or count(ranges) * self.model.tokens_per_sample != ready.weight_tokens:
             raise WireError("the weight of a contribution must be the tokens of its samples")
         member.tokens_done = ready.weight_tokens
-        if peer not in self.round.ready:
+        before = self.round.ready.get(peer)
+        if before is None:
             self._ready_delays.saw(now_s - self.round.closes_s)
+        elif before != ready:
+            self.round.expected = None  # others may have got some of what it brought before
         self.round.ready[peer] = ready
 
     def report(self, peer: str, report: PeerToCoordinatorRoundReport, now_s: float) -> None:

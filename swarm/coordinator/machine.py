@@ -96,6 +96,7 @@ class RunMachine(Hearing):
         moment_s = self.closing_moment(now_s)
         if moment_s is not None:
             self.close(moment_s)
+            self.expect()
 
     def _plan(self, now_s: float) -> None:
         goal, proposal = self.goal(), self.proposal()

@@ -16,7 +16,8 @@ from shoal.swarm.run_file import RunSection
 class Round:
     """The one open round. Moments are on the coordinator's clock. ``ranges``: the samples behind the plan's
     members; ``orphans``: those of them that were lost since, back or not. ``moves_left``: how often chunks that
-    were moved can still put the verdict off."""
+    were moved can still put the verdict off. ``expected``: the plan that was announced with the closing, until one of
+    its members leaves or another plan is made."""
 
     number: int
     phase: Phase = "waiting"
@@ -24,6 +25,7 @@ class Round:
     closes_s: float = 0.0
     ready: dict[str, PeerToCoordinatorRoundReady] = field(default_factory=dict)
     plan: RoundPlan | None = None
+    expected: RoundPlan | None = None
     ranges: dict[str, Ranges] = field(default_factory=dict)
     loss: float | None = None
     reports: dict[str, PeerToCoordinatorRoundReport] = field(default_factory=dict)

@@ -86,6 +86,7 @@ class RunState(Admission):
             case f.RoundReopened():
                 self.round.phase = "training" if self.membership.trainers() else "waiting"
                 self.round.ready.clear()
+                self.round.expected = None
             case f.RoundPlanned():
                 self._begin_averaging(fact)
             case f.VerdictGiven():
@@ -103,6 +104,8 @@ class RunState(Admission):
         self.leases.give_back(peer, keep=averaged)
         self.round.ready.pop(peer, None)
         self.round.reports.pop(peer, None)
+        if self.round.plan is None:
+            self.round.expected = None  # it may be back before the plan, with other work
 
     def _begin_averaging(self, fact: f.RoundPlanned) -> None:
         self.round.phase = "averaging"
@@ -196,6 +199,8 @@ class RunState(Admission):
             phase=self.round.phase,
             closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
             plan=self.round.plan,
+            expected=self.round.expected if closing else None,
+            as_expected=self.round.plan is not None and self.round.expected is not None,
             verdict=self.verdict if verdict_chain != newest else None,
             verdict_chain=newest,
             state_digest=self.state_digest(),

@@ -5,7 +5,7 @@ import asyncio
 import torch
 from tests.chaos.ledger import Ledger
 from tests.chaos.lives import Life
-from tests.fakes.swarm import Swarm
+from tests.fakes.swarm import TASKS_OF_A_MEMBER, Swarm
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import count
@@ -24,7 +24,7 @@ def check(run: Swarm, lives: list[Life], others: int) -> None:
     for life in lives:
         life.check_account()
         check_memory(run, life)
-    assert len(asyncio.all_tasks()) == others + len(lives), "a task was left behind"
+    assert len(asyncio.all_tasks()) == others + TASKS_OF_A_MEMBER * len(lives), "a task was left behind"
 
 
 def check_verdicts(run: Swarm) -> None:

@@ -65,7 +65,7 @@ class Life(SimMember):
         await super().join(tasks)
         assert self.task is not None
         self.task.cancel()
-        self.task = self._spawn(tasks, self._beats())
+        self.task = self._spawn(tasks, self._live())
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self.living = self._spawn(tasks, self.live())

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from tests.chaos.attack import ATTACKED, GLOBAL, Attack
@@ -41,6 +41,8 @@ TOPOLOGIES = {
 is one slow member in each row of the attacked round."""
 
 FURTHER_ROUNDS = 2
+_ASK_S = 0.1
+"""After its plan, until a member is asked for contributions by it: meanwhile it works on, if it may."""
 
 
 @dataclass
@@ -107,8 +109,13 @@ class Scene:
     # Attacks ------------------------------------------------------------------------------------------------
 
     async def _on_step(self, step: Step, payload: bytes) -> bytes:
-        if not self.is_planned or step.blob.number != ATTACKED:
+        if step.blob.number != ATTACKED:
             return payload
+        # Who is who stands in the plan: nothing is sent before its holder has it, too, and could be asked by it.
+        if not (self.is_planned and self._has_plan(step.holder)):
+            await until(lambda: self.is_planned and self._has_plan(step.holder), 0.001)
+            await asyncio.sleep(_ASK_S)
+        await self._let_others_have_it(step)
         began = (step.blob.kind, step.holder)
         self.begun[began] = self.begun.get(began, 0) + 1
         for attack in self.attacks:
@@ -124,6 +131,20 @@ class Scene:
         key = (step.blob.kind, step.holder, step.to)
         self.sent[key] = self.sent.get(key, 0) + 1
         return changed(self, step, payload)
+
+    def _has_plan(self, peer: str) -> bool:
+        view = self.life(peer).view
+        return view.round > ATTACKED or (view.round == ATTACKED and view.plan is not None)
+
+    async def _let_others_have_it(self, step: Step) -> None:
+        """Somebody has the first part's results before a contributor that is attacked then gets any."""
+        due = [one for one in self.attacks if one.moment == "some have the result" and one.role == "contributor"]
+        if step.blob.kind == "result" and any(one not in self.fired and step.to == self.victim(one) for one in due):
+            last = -(-self.planned.parts[0].stop // self.planned.chunk_elements) - 1
+            log, have = self.run.network.log, (step.blob, last)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await until(lambda: any((one.blob, one.chunk) == have and one.to != step.to for one in log), 0.001)
 
     def _make_room_for_stand_in(self, step: Step) -> None:
         """A stand-in is one only when the owner dies before it has sent a result."""

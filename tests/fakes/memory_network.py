@@ -1,6 +1,7 @@
 """Endpoints in one process: chunks take time by latency and bandwidth, and faults happen at named steps."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -31,6 +32,9 @@ Fault = Callable[[Step, bytes], Awaitable[bytes]]
 
 class MemoryNetwork:
     """``latency_s`` and ``bandwidth_bps``: ranges; every link draws its own from the seed."""
+
+    sends_on = False
+    """Whether a chunk is on its way while its receiver has not asked for it yet, as far as a stream's credit goes."""
 
     def __init__(
         self,
@@ -76,6 +80,8 @@ class MemoryNetwork:
 
 class UplinkNetwork(MemoryNetwork):
     """``uplinks_bps`` by peer, of each line that it has to another; ``usual_bps`` for all others."""
+
+    sends_on = True
 
     def __init__(self, usual_bps: float) -> None:
         super().__init__()
@@ -163,16 +169,19 @@ class MemoryEndpoint:
         self, peer: str, blob: Blob, chunks: range, source: ChunkSource, sink: Sink, wait_s: float
     ) -> AsyncGenerator[int, None]:
         latency_s, bandwidth_bps = self._network.link(peer, self.peer)
+        free_s = math.inf
         for chunk in chunks:
             try:
                 async with asyncio.timeout(wait_s):
                     payload = await self._send(Step(peer, self.peer, blob, chunk), source)
-                    await asyncio.sleep(8 * len(payload) / bandwidth_bps)
+                    sent_s = max(0.0, now_s() - free_s) if self._network.sends_on else 0.0
+                    await asyncio.sleep(max(0.0, 8 * len(payload) / bandwidth_bps - sent_s))
                     if chunk == chunks.start:
                         await asyncio.sleep(latency_s)
             except TimeoutError as error:
                 raise LinkError(f"{peer} sent no chunk for {wait_s:.1f} s") from error
             self._holder(peer)
+            free_s = now_s()
             sink(chunk, len(payload))[:] = payload
             yield chunk
 

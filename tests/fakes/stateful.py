@@ -19,7 +19,7 @@ from shoal.peer.state import State
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcomes import Committed, Outcome
 from shoal.swarm.coordinator.facts import VerdictGiven
-from shoal.swarm.messages import TensorSpec, Verdict
+from shoal.swarm.messages import Verdict
 
 
 class StatefulMember(SimMember):
@@ -40,18 +40,16 @@ class StatefulMember(SimMember):
     def digest(self) -> bytes:
         return self.state.digest
 
-    async def join(self, tasks: asyncio.TaskGroup) -> None:
-        await super().join(tasks)
+    async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
         run = self.client.run_file
-        layout = [TensorSpec(name="w", shape=(self.elements,), dtype="float32")]
-        self.steps = Steps(run, run.coding([(spec.name, spec.shape) for spec in layout]), self.outer)
+        self.steps = Steps(run, run.coding([("w", (self.elements,))]), self.outer)
         records = RoundRecords(self.folder / self.peer / RECORDS, Owner(run.hash, self.client.coordinator_key))
         self.keeper = RecordKeeper(records, self.endpoint, tasks, 0, lambda: None)
         await self.keeper.start()
-        self.averager = Averager(self.client, self.endpoint, self.steps.coding, self.elements, self.keeper)
         self.missed = MissedRounds(
             self.steps, self.endpoint, self.keeper, self.verdicts_from, self.donors, lambda: self.view, PATIENCE_S / 2
         )
+        return Averager(self.client, self.endpoint, self.steps.coding, self.elements, self.keeper)
 
     def donors(self) -> list[str]:
         return [member.peer for member in self.swarm.members if member is not self]

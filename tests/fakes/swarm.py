@@ -31,6 +31,8 @@ from shoal.swarm.messages import (
 from shoal.swarm.scoped_endpoint import ScopedEndpoint
 
 PATIENCE_S = 6.0
+TASKS_OF_A_MEMBER = 3
+"""That live as long as it does: it, its heartbeats, its lookout."""
 
 
 def run_toml(
@@ -107,11 +109,14 @@ class SimMember:
             layout=layout, corpus_digest=bytes(32), corpus_about="", tokens_per_sample=1
         )
         await self.client.ask(model, CoordinatorToPeerModelAccepted)
-        coding = self.client.run_file.coding([(spec.name, spec.shape) for spec in layout])
-        self.averager = Averager(self.client, self.endpoint, coding, self.elements)
+        self.averager = await self._make_averager(tasks)
         self.round = self.view.round
         await self.beat()
-        self.task = tasks.create_task(self._beats())
+        self.task = tasks.create_task(self._live())
+
+    async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
+        coding = self.client.run_file.coding([("w", (self.elements,))])
+        return Averager(self.client, self.endpoint, coding, self.elements)
 
     def die(self) -> None:
         """As by ``kill -9``: no goodbye, no bytes, no answers."""
@@ -119,6 +124,11 @@ class SimMember:
         self.swarm.network.kill(self.peer)
         assert self.task is not None
         self.task.cancel()
+
+    async def _live(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._beats())
+            tasks.create_task(self.averager.lookout.run())
 
     async def _beats(self) -> None:
         while True:

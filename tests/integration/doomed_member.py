@@ -4,6 +4,7 @@ It sends itself a SIGKILL, or the signal that is named in the file ``ARMED``, as
 ``TIMES``-th time in a round that begins to come to it when that file is there.
 """
 
+import asyncio
 import os
 import re
 import shutil
@@ -20,7 +21,8 @@ from shoal.peer.cli import main
 from shoal.peer.partial_state import IncomingFile, PartialState
 from shoal.peer.replica import Replica
 from shoal.peer.state_sharing import StateSource
-from shoal.swarm.averaging.allreduce import AllReduce, _ContributionSource
+from shoal.swarm.averaging.allreduce import AllReduce
+from shoal.swarm.averaging.contributions import ContributionSource
 from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.coordinator_client import CoordinatorClient
@@ -47,14 +49,23 @@ class Doom:
 
 
 def serving(doom: Doom) -> None:
-    """When a chunk of its contribution is asked for; earlier ones are on their way or there."""
-    real = _ContributionSource.chunk
+    """When a chunk of its contribution is asked for that the plan counts on; earlier ones are on their way or there."""
+    real, begin = ContributionSource.chunk, AllReduce.run
+    planned: set[int] = set()
+
+    async def run(self: Any) -> Any:
+        planned.add(self._plan.round)
+        return await begin(self)
 
     async def chunk(self: Any, index: int) -> memoryview:
-        doom.comes_to(self._store.plan.round)
+        number = self._store.plan.round
+        while number not in planned and not self._closed:  # noqa: ASYNC110 - a flag
+            await asyncio.sleep(0.01)
+        doom.comes_to(number)
         return await real(self, index)
 
-    _ContributionSource.chunk = chunk  # type: ignore[method-assign]
+    ContributionSource.chunk = chunk  # type: ignore[method-assign]
+    AllReduce.run = run  # type: ignore[method-assign]
 
 
 def reducing(doom: Doom) -> None:

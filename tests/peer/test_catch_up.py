@@ -61,8 +61,8 @@ async def cut_off_for(rounds: int, run: Swarm, members: list[StatefulMember]) ->
         member.keeper.needed_since = lambda: -1
     late.cut_off()
     await play_rounds(others, rounds, SAMPLES, contribution)
-    await others[0].averager._drop_stores(*others[0].averager._stores)
-    await others[1].averager._drop_stores(*others[1].averager._stores)
+    await others[0].averager._stores.drop(*others[0].averager._stores)
+    await others[1].averager._stores.drop(*others[1].averager._stores)
     await late.come_back()
     run.network.log.clear()
     return late

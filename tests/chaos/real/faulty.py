@@ -125,6 +125,15 @@ class Process:
 
     # Steps of the exchange ------------------------------------------------------------------------------------
 
+    async def has_plan(self, number: int) -> None:
+        """Who is who stands in the plan: while there are orders for contributors, nothing is sent ahead of it."""
+        await until(
+            lambda: (
+                (self.plan is not None and self.plan.round >= number)
+                or all("contributing" not in one.moment for one in self.orders.open())
+            )
+        )
+
     async def sends(self, kind: str, chunk: int, to: bytes) -> None:
         """A chunk is about to be sent."""
         if kind == "contribution":
@@ -201,6 +210,8 @@ class Watched:
         self._process, self._blob, self._to, self._source = process, blob, to, source
 
     async def chunk(self, index: int) -> memoryview:
+        if self._blob.kind == "contribution":
+            await self._process.has_plan(self._blob.number)
         payload: memoryview = await self._source.chunk(index)
         plan = self._process.plan
         if plan is None or self._blob.number != plan.round:

@@ -657,7 +657,7 @@ def test_work_that_others_redo_is_not_kept() -> None:
 def test_blobs_are_named_by_the_round() -> None:
     async def main() -> None:
         side = make_sides(MemoryNetwork(), make_plan([1]))[0]
-        assert side.exchange.blob == Blob(kind="contribution", number=3)
+        assert side.exchange.blob == Blob(kind="contribution", number=3, grid=side.store.plan.chunk_elements)
         assert side.store.blob == Blob(kind="result", number=3)
 
     run_virtual(main())

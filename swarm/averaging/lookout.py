@@ -1,0 +1,106 @@
+"""Looks out for closings that say which plan is expected, and begins with its exchange before we are ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from shoal.compression.coding import Coding
+from shoal.swarm.averaging.buffers import RoundBuffers
+from shoal.swarm.averaging.head_start import HeadStart
+from shoal.swarm.averaging.pace import PacedEndpoint
+from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.seat import Seat
+from shoal.swarm.coordinator_client import CoordinatorClient
+from shoal.swarm.messages import RoundPlan
+
+log = logging.getLogger(__name__)
+
+
+class Lookout:
+    """Holds at most one head start, of the closing that is announced. One that nobody takes ends with its closing: when
+    the plan comes, the round goes otherwise, or we are too late for it."""
+
+    def __init__(
+        self, client: CoordinatorClient, endpoint: PacedEndpoint, coding: Coding, buffers: RoundBuffers
+    ) -> None:
+        self._client = client
+        self._endpoint = endpoint
+        self._coding = coding
+        self._buffers = buffers
+        self._tasks: asyncio.TaskGroup | None = None
+        self._head_start: HeadStart | None = None
+        self._joins = 0
+        self._ends_s = 0.0
+        self._last: RoundPlan | None = None
+        self._is_taken = False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        client = self._client
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                while True:
+                    left_s = None if self._head_start is None or self._is_taken else self._ends_s - _now_s()
+                    await client.wait_for(lambda _: self._is_over or self._expected is not None, left_s)
+                    if self._is_over:
+                        await self._close()
+                    self._look()
+        finally:
+            self._tasks = None
+            if not self._is_taken:
+                await self._close()
+
+    def take(self, round_number: int) -> HeadStart | None:
+        """What has begun of that round, now the caller's to close; until ``release`` nothing else begins."""
+        self._look()
+        self._is_taken = True
+        one = self._head_start
+        if one is None or self._joins != self._client.joins or one.plan.round != round_number:
+            return None
+        self._head_start = None
+        return one
+
+    def release(self) -> None:
+        """The round is over for us."""
+        self._is_taken = False
+        self._client.wake()
+
+    @property
+    def _expected(self) -> RoundPlan | None:
+        """What to begin with now."""
+        plan = self._client.view.expected
+        if plan is None or self._is_taken or self._head_start is not None or plan == self._last:
+            return None
+        return plan if self._client.peer in [member.peer for member in plan.members] else None
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the head start that is here is of no use any more."""
+        if self._head_start is None or self._is_taken:
+            return False
+        client, plan = self._client, self._head_start.plan
+        return client.view.expected != plan or client.joins != self._joins or _now_s() >= self._ends_s
+
+    def _look(self) -> None:
+        plan, client = self._expected, self._client
+        if plan is None or self._tasks is None:
+            return
+        log.debug("round %d: asking for contributions ahead of the plan", plan.round)
+        index = [member.peer for member in plan.members].index(client.peer)
+        store = ResultStore(plan, self._coding, self._buffers)
+        self._endpoint.forget()
+        self._head_start = HeadStart(Seat(self._endpoint, store, index, client.deadlines, client.was_away, {}))
+        self._last, self._joins = plan, client.joins
+        wait_s = max(0.0, (client.closes_at_s or 0.0) - _now_s()) + client.deadlines.ready_s
+        self._ends_s = _now_s() + wait_s
+        self._head_start.ask(self._tasks, wait_s)
+
+    async def _close(self) -> None:
+        one, self._head_start = self._head_start, None
+        if one is not None:
+            await one.close()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
