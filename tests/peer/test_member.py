@@ -41,7 +41,10 @@ async def a_member(
     client, _ = make_client(coordinator, node, identity(1), curve_keys(1), 0.01)
     await client.join()
     async with asyncio.TaskGroup() as tasks:
-        yield Member(node, client, tasks, Tenure(client, is_ours, "it") if is_ours else None)
+        member = Member(node, client, tasks, Tenure(client, is_ours, "it") if is_ours else None)
+        yield member
+        for task in member._background:
+            task.cancel()
 
 
 def test_no_state_is_served_while_a_round_is_averaged_here() -> None:
