@@ -227,17 +227,20 @@ class DataPlane:
             if ask.stop > source.chunks or ask.first > ask.stop:
                 raise BlobUnavailable(f"{ask.blob.kind} of {ask.blob.number} has only {source.chunks} chunks")
             with _reading(source, link.remote_key):
-                for index in range(ask.first, ask.stop):
-                    await stream.take()
-                    chunk = await source.chunk(index)
-                    frame = Frame(ask.stream, index, chunk, ask.blob.scope)
-                    self._pump.send(link, frame, urgent=ask.blob.kind in _URGENT)
+                await self._send_chunks(link, stream, ask, source)
         except ShoalError as error:
             log.debug("stream of %s ended early: %s", ask.blob, error)
             self._end(link, ask, error)
         finally:
             if link.outgoing.get(ask.stream) is stream:
                 del link.outgoing[ask.stream]
+
+    async def _send_chunks(self, link: Link, stream: Outgoing, ask: PeerToPeerOpenStream, source: ChunkSource) -> None:
+        for index in range(ask.first, ask.stop):
+            await stream.take()
+            chunk = await source.chunk(index)
+            frame = Frame(ask.stream, index, chunk, ask.blob.scope)
+            self._pump.send(link, frame, urgent=ask.blob.kind in _URGENT)
 
     async def _soon(self, blob: Blob) -> ChunkSource:
         """Who asks has heard of a round a moment before us, more often than not."""

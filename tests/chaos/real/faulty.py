@@ -172,7 +172,7 @@ async def until(others_are_there: Callable[[], bool]) -> None:
 
 def arm_exchange(process: Process) -> None:
     begin, run, reduce, put = AllReduce.__init__, AllReduce.run, Reduction._reduce, ResultStore.put
-    send_stream = DataPlane._send_stream
+    send_chunks = DataPlane._send_chunks
 
     def entered(exchange: Any, endpoint: Any, store: Any, me: str, *rest: Any) -> None:
         process.enter(store.plan, me)
@@ -194,13 +194,13 @@ def arm_exchange(process: Process) -> None:
             process.orders.mark(f"{store.plan.round}-{process.me}")
 
     async def stream(plane: Any, link: Any, outgoing: Any, ask: Any, source: Any) -> None:
-        await send_stream(plane, link, outgoing, ask, Watched(process, ask.blob, link.remote_key, source))
+        await send_chunks(plane, link, outgoing, ask, Watched(process, ask.blob, link.remote_key, source))
 
     AllReduce.__init__ = entered  # type: ignore[method-assign]
     AllReduce.run = ran  # type: ignore[method-assign]
     Reduction._reduce = reducing  # type: ignore[method-assign]
     ResultStore.put = received  # type: ignore[method-assign]
-    DataPlane._send_stream = stream  # type: ignore[method-assign]
+    DataPlane._send_chunks = stream  # type: ignore[method-assign]
 
 
 class Watched:

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.swarm.channel import Channel
 from shoal.swarm.control import ControlPlane
+from shoal.swarm.intake import Intake
 from shoal.swarm.pump import Pump
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
@@ -67,7 +68,7 @@ class Silence:
     def install(self) -> None:
         """Around the planes' ways in and out, above the connections themselves: TCP sees nothing."""
         send, dispatch = Channel.send, ControlPlane._dispatch
-        send_chunk, grant, take = Pump.send, Pump.grant, Pump._take
+        send_chunk, grant, order, take = Pump.send, Pump.grant, Pump.order, Intake.take
 
         async def quiet_send(channel: Any, envelope: Any) -> None:
             if not self._muted(channel.remote_key):
@@ -85,15 +86,20 @@ class Silence:
             if not self._muted(link.remote_key):
                 grant(pump, link, *rest)
 
-        def quiet_take(pump: Any, link: Any, *rest: Any) -> None:
+        def quiet_order(pump: Any, link: Any, *rest: Any) -> None:
             if not self._muted(link.remote_key):
-                take(pump, link, *rest)
+                order(pump, link, *rest)
+
+        def quiet_take(intake: Any, link: Any, *rest: Any) -> None:
+            if not self._muted(link.remote_key):
+                take(intake, link, *rest)
 
         Channel.send = quiet_send  # type: ignore[method-assign]
         ControlPlane._dispatch = quiet_dispatch  # type: ignore[method-assign]
         Pump.send = quiet_send_chunk  # type: ignore[method-assign]
         Pump.grant = quiet_grant  # type: ignore[method-assign]
-        Pump._take = quiet_take  # type: ignore[method-assign]
+        Pump.order = quiet_order  # type: ignore[method-assign]
+        Intake.take = quiet_take  # type: ignore[method-assign]
 
 
 class Corruption:
