@@ -35,7 +35,7 @@ class ErrorFeedback:
         feedback.keep_chunk(start, stop)                     # chunks that the mean did not include after all
         feedback.take_back(start, stop)                      # chunks that we do not offer again either
         feedback.add_owner_error(start, error)               # what a mean lost that has our chunk in it as encoded
-        feedback.reserve(start, stop)                        # where an owner, before all else, ...
+        feedback.reserve(start, stop)                        # where an owner ...
         left, times = feedback.room(start, stop)             # ... writes at once what its mean loses, times that,
         feedback.include_written(start, stop, largest)       # and it was that mean that was committed,
         feedback.include_encoded(start, stop)                # or one with our chunk in it as encoded
@@ -60,7 +60,7 @@ class ErrorFeedback:
         self._pending: Tensor | None = None
         self._settled: set[tuple[int, int]] = set()
         self._reserved: list[tuple[int, int]] = []
-        self._aside: dict[tuple[int, int], Codec] = {}  # what was encoded there has left nothing pending
+        self._codecs: dict[tuple[int, int], Codec] = {}  # of what was encoded: what is reserved is encoded again
 
     @property
     def residual(self) -> Tensor:
@@ -115,12 +115,13 @@ class ErrorFeedback:
         self._contribution = contribution
         self._settled.clear()
         self._reserved.clear()
-        self._aside.clear()
+        self._codecs.clear()
 
     def reserve(self, start: int, stop: int) -> None:
         """What is pending in [start, stop) is for whoever has ``room`` there: ``encode_chunk`` leaves it alone, in any
-        thread. To be called before any of its chunks is encoded."""
+        thread. What was encoded there before leaves nothing pending."""
         self._reserved.append((start, stop))
+        self._settled = {one for one in self._settled if not start <= one[0] < stop}
 
     def _check_sum(self, contribution: Tensor) -> None:
         """Raises CodecError when contribution + residual holds NaN or infinity; looks at every one."""
@@ -143,9 +144,9 @@ class ErrorFeedback:
 
         Encoding the same range again gives the same bytes.
         """
+        self._codecs[start, stop] = codec
         if any(first <= start < last for first, last in self._reserved):
             contribution, residual, _ = self._chunk(start, stop)
-            self._aside[start, stop] = codec
             return codec.encode_residual(contribution, residual, scratch("aside", stop - start, _CPU), packed)
         return self._encode(codec, start, stop, packed)
 
@@ -160,7 +161,7 @@ class ErrorFeedback:
     def include_encoded(self, start: int, stop: int) -> None:
         """corrected[start:stop] went into the mean as ``encode_chunk`` packed it: what that lost is pending. Nothing,
         where nobody had asked for it."""
-        codec = self._aside.get((start, stop))
+        codec = self._codecs.get((start, stop))
         if codec is not None:
             self._encode(codec, start, stop)
 

@@ -130,16 +130,17 @@ def test_what_goes_in_exactly_leaves_only_its_share_of_the_error() -> None:
     assert feedback.residual.tolist() == [0.5, -1.0, 6.0, 0.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("encoded_first", [True, False])
+@pytest.mark.parametrize(("encoded_first", "reserved_first"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 def test_what_is_encoded_where_an_owner_has_room_is_pending_only_if_it_counts(
-    encoded_first: bool, decay: float
+    encoded_first: bool, reserved_first: bool, decay: float
 ) -> None:
     codec = get_codec("int8")
     feedback, expected = ErrorFeedback(N, decay), ErrorFeedback(N, decay)
     for one in (feedback, expected):
         one.begin(noise(1))
-    feedback.reserve(0, 600)
+    if reserved_first:
+        feedback.reserve(0, 600)
     fates = {"written": (0, 200), "encoded": (200, 400), "not asked for": (400, 500), "kept": (500, 600)}
     if not encoded_first:
         for start, stop in fates.values():
@@ -147,6 +148,8 @@ def test_what_is_encoded_where_an_owner_has_room_is_pending_only_if_it_counts(
     for fate, bounds in {**fates, "another's": (600, N)}.items():
         if fate != "not asked for":
             assert torch.equal(feedback.encode_chunk(codec, *bounds), expected.encode_chunk(codec, *bounds))
+    if not reserved_first:
+        feedback.reserve(0, 600)
     if encoded_first:
         for start, stop in fates.values():
             feedback.room(start, stop)[0].fill_(7.0)
