@@ -26,6 +26,7 @@ from shoal.compression.codec import (
     room_for,
     rounded_weight,
 )
+from shoal.compression.dither import dither
 from shoal.compression.scratch import scratch
 
 _Arrays: TypeAlias = tuple[NDArray[np.float32], NDArray[np.uint8]]
@@ -34,6 +35,7 @@ _LARGEST_FINITE_BITS = 0x7F7FFFFF
 _SMALLEST_NORMAL_BITS = 0x00800000
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _TINY = torch.finfo(torch.float32).tiny
+_CPU = torch.device("cpu")
 _TILE = 1 << 18
 """Values that the torch path handles at a time on the CPU: what is sent at once. Fewer are slower: calls cost."""
 
@@ -150,7 +152,7 @@ class Blockwise:
                 inverse.masked_fill_(empty, 0.0)
             scaled = torch.mul(rows, inverse, out=scratch("scaled", stop - start, rows.device).view_as(rows))
             if self.seed is not None:
-                scaled += _dither(largest, self.seed, first, rows.shape[1])
+                scaled += dither(largest, self.seed, first, rows.shape[1])
                 scaled.clamp_(-self._largest, self._largest)
             self._write_codes(scaled.round_().view(-1), codes[self._code_bytes(start) : self._code_bytes(stop)])
 
@@ -181,6 +183,19 @@ class Blockwise:
             first = start // self.block
             rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
         return out
+
+    def decode_all(self, packed: Sequence[Packed], outs: Sequence[Tensor]) -> list[int]:
+        """Decode each as ``decode`` does, ``(n,) float32`` on the CPU, in one call of the kernels. Returns the indices
+        of what is left for ``decode``: what that refuses, or looks at closely, and all where there are no kernels."""
+        kernels = fast.kernels("blockwise_kernels")
+        if kernels is None or not outs:
+            return list(range(len(outs)))
+        tensors = [packed_tensor(one, self.packed_bytes(out.numel())) for one, out in zip(packed, outs, strict=True)]
+        sources = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+        rooms = np.array([checked_out(out, out.numel(), _CPU).data_ptr() for out in outs], np.int64)
+        sizes, is_left = np.array([out.numel() for out in outs], np.int64), np.zeros(len(outs), np.bool_)
+        kernels.decode_all(sources, rooms, sizes, is_left, self._safe_bits, self.block, self.bits)
+        return [int(index) for index in is_left.nonzero()[0]]
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``. Fused: the decoded values never get to memory."""
@@ -327,19 +342,3 @@ DEFAULT_BLOCK = {8: 1024, 4: 256}
 
 def _bits_of(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
-
-
-def _dither(largest: Tensor, seed: int, first_block: int, width: int) -> Tensor:
-    """Uniform in [-1/2, 1/2), ``(rows, width) float32``, multiples of 2**-24: what nearest rounding is shaken with."""
-    blocks = torch.arange(first_block, first_block + len(largest), device=largest.device).unsqueeze(1)
-    keys = _mix(_mix(largest.to(torch.int64) ^ seed) ^ (blocks & 0xFFFFFFFF))
-    drawn = _mix((keys + torch.arange(width, device=largest.device)) & 0xFFFFFFFF)
-    return (drawn >> 8).to(torch.float32).mul_(2.0**-24).sub_(0.5)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """32 bits, in int64, to 32 well-mixed bits; multiplied in halves, as int64 must not overflow."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = x ^ (x >> shift)
-        x = ((x & 0xFFFF) * factor + (((x >> 16) * (factor & 0xFFFF)) << 16)) & 0xFFFFFFFF
-    return x ^ (x >> 16)

@@ -6,6 +6,7 @@ Bit for bit as ``blockwise.py``: see ``blockwise_blocks.py``.
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
@@ -23,6 +24,8 @@ from shoal.compression.blockwise_blocks import (
 )
 
 ONE = np.float32(1.0)
+STREAMED, PIECE = 16, 1024
+"""float32 that are written at once past the caches, a line of them; and that are decoded before they are."""
 
 
 @intrinsic
@@ -39,6 +42,33 @@ def bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
 
 def _as_pointer(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
     return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+
+@intrinsic
+def stream(typing_context, source, target):  # type: ignore[no-untyped-def]
+    """Copy ``STREAMED`` float32 from an address to another, which is aligned to as many, not by way of the caches."""
+    return types.void(types.int64, types.int64), _streamed
+
+
+def _streamed(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    vector = ir.VectorType(ir.FloatType(), STREAMED).as_pointer()
+    value = builder.load(builder.inttoptr(arguments[0], vector))
+    value.align = 4
+    store = builder.store(value, builder.inttoptr(arguments[1], vector))
+    store.align = 4 * STREAMED
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+    return context.get_dummy_value()
+
+
+@intrinsic
+def finish_streaming(typing_context):  # type: ignore[no-untyped-def]
+    """What was streamed is there before whatever this thread writes from now on."""
+
+    def fence(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), fence
 
 
 @njit(nogil=True, cache=True)
@@ -241,6 +271,45 @@ def decode(scales, codes, out, block, bits):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
+def decode_all(sources, rooms, sizes, is_left, safe_bits, block, bits):  # type: ignore[no-untyped-def]
+    """Decode packed vectors at addresses ``sources``, of ``sizes`` values, to addresses ``rooms``. ``is_left`` becomes
+    whether one is left as it is, as its scales are not plain."""
+    for k in range(sizes.size):
+        n = sizes[k]
+        blocks = (n + block - 1) // block
+        scales = carray(floats_at(sources[k]), blocks)  # type: ignore[call-arg]
+        is_left[k] = not are_plain(scales, safe_bits)
+        if is_left[k]:
+            continue
+        codes = carray(bytes_at(sources[k] + 4 * blocks), n if bits == 8 else (n + 1) // 2)
+        if bits == 8 and rooms[k] % (4 * STREAMED) == 0:
+            decode_past_caches(scales, codes.view(np.int8), rooms[k], block)
+        else:
+            decode(scales, codes, carray(floats_at(rooms[k]), n), block, bits)
+    finish_streaming()  # type: ignore[call-arg]
+
+
+@njit(nogil=True, cache=True)
+def decode_past_caches(scales, codes, address, block):  # type: ignore[no-untyped-def]
+    """As ``decode``, of int8 codes ``(n,)``, to an aligned address. A mean is far larger than caches are: written past
+    them, its memory need not be read before, a third of what moves."""
+    out = carray(floats_at(address), codes.size)  # type: ignore[call-arg]
+    work = np.empty(PIECE, np.float32)
+    source = work.ctypes.data
+    for b in range(scales.size):
+        stop = min((b + 1) * block, codes.size)
+        for start in range(b * block, stop, PIECE):
+            part, scale = codes[start : min(start + PIECE, stop)], scales[b]
+            for i in range(part.size):
+                work[i] = np.float32(part[i]) * scale
+            streamed = part.size // STREAMED * STREAMED if start % STREAMED == 0 else 0
+            for i in range(0, streamed, STREAMED):
+                stream(source + 4 * i, address + 4 * (start + i))
+            for i in range(streamed, part.size):
+                out[start + i] = work[i]
+
+
+@njit(nogil=True, cache=True)
 def accumulate(scales, codes, total, weight, block, bits):  # type: ignore[no-untyped-def]
     factor = np.float32(weight)
     work = np.empty(min(block, total.size), np.float32)
@@ -261,4 +330,6 @@ def warm_up() -> None:
         encode_mean(addresses, weights, (-1, values, values), (1.0, 1.0), values, scales, codes, (4, bits, seed))
         are_plain(scales, int(LARGEST_FINITE))
         decode(scales, codes, values, 4, bits)
+        rooms, sizes = np.array([values.ctypes.data], np.int64), np.array([values.size])
+        decode_all(addresses, rooms, sizes, np.zeros(1, np.bool_), int(LARGEST_FINITE), 4, bits)
         accumulate(scales, codes, values, 1.0, 4, bits)

@@ -20,6 +20,7 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffers import same_bytes
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.contributions import ContributionSource, contribution_blob
+from shoal.swarm.averaging.decoding import Decoding
 from shoal.swarm.averaging.fetching import adopt_agreed, fetch_part
 from shoal.swarm.averaging.groups import Header, holders, may_hold
 from shoal.swarm.averaging.head_start import HeadStart
@@ -92,6 +93,7 @@ class AllReduce:
             self._source.begin(feedback)
         else:
             self._source = head_start.source
+        self.decoding = Decoding(store)
         self._partials = ChunkStore(store.chunks, f"the partials of round {plan.round}")
         sources: dict[Blob, ChunkSource] = {self.blob: self._source}
         if plan.columns:
@@ -130,7 +132,7 @@ class AllReduce:
         await self._source.close()
 
     def settle(self, *, keep: bool) -> None:
-        """After ``store.mean`` of a committed verdict: what the mean left out of ours is the next round's.
+        """After ``decoding.finish`` of a committed verdict: what the mean left out of ours is the next round's.
 
         Unless not to ``keep``, because others have our samples by now: then only the residual of before stays. Runs in
         a worker thread. What an owner reduced itself went in as it was; so did what a relay did, where its partial was
@@ -163,7 +165,12 @@ class AllReduce:
     async def _bring(self, part: Part) -> None:
         await (self._own(part) if part.owner == self._me else self._gather(part))
         if self._store.has(part):
-            await in_thread(self._store.digest, part)  # while the others are still on their way
+            await in_thread(self._finish, part)
+
+    def _finish(self, part: Part) -> None:
+        """What is to be done with a part's results once they are all here, while others are still on their way."""
+        self._store.digest(part)
+        self.decoding.decode(part)
 
     async def _own(self, part: Part) -> None:
         await self._as_owner.run(self._store.chunks_of(part), self._relays(part))

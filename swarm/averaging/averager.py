@@ -19,6 +19,7 @@ from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffers import RoundBuffers
+from shoal.swarm.averaging.decoding import Decoding
 from shoal.swarm.averaging.fetching import ensure_part
 from shoal.swarm.averaging.groups import may_hold
 from shoal.swarm.averaging.head_start import HeadStart
@@ -85,7 +86,6 @@ class Averager:
         """To be run beside everything else: rounds are begun with before ``average`` is called for them."""
         self._head_start: HeadStart | None = None
         self._is_offered = False
-        self._decoding: asyncio.Task[Tensor] | None = None
         self._joins = 0
 
     @property
@@ -117,7 +117,6 @@ class Averager:
         finally:
             await self._end_exchange()
             self.lookout.release()
-            self._decoding = None
             self.feedback.discard()
             self._buffers.trim()
             self.activity = ""
@@ -153,8 +152,6 @@ class Averager:
                     await self._wait(number)
             elif report is None:
                 report = await self._take_part(view, view.plan, offer, tasks)
-                if report is not None and None not in report.digests:
-                    self._decoding = tasks.create_task(in_thread(self._stores[number].mean))
             elif reported != (view.epoch, client.joins):
                 # Once to each coordinator and membership: a report counts as progress and delays the verdict.
                 reported = (view.epoch, client.joins)
@@ -278,7 +275,6 @@ class Averager:
     async def _conclude(self, view: RunView, offer: Offer) -> Outcome:
         verdict, exchange = view.verdict, self._exchange
         await self._end_exchange()
-        decoded = None if self._decoding is None else await self._decoding  # it reads the store until then
         # Whoever lags fetches the last committed round's bytes here: they are kept until the next one is committed.
         before = sorted(number for number in self._stores if number < offer.round)
         await self._stores.drop(*before[:-1])
@@ -295,7 +291,7 @@ class Averager:
             return OutOfDate("the others averaged on another state than ours")
         self.activity = "applying"
         try:
-            mean = await self._committed_mean(verdict, decoded)
+            mean = await self._committed_mean(verdict, exchange)
         except LinkError as error:
             return OutOfDate(f"committed results of round {offer.round} cannot be had: {error}")
         if self._archive is not None:
@@ -324,26 +320,24 @@ class Averager:
         elif offer.weight_tokens and ours:
             self._late = _Late(*self._with_late(offer), offer.weight_tokens, self._joins)
 
-    async def _committed_mean(self, verdict: Verdict, decoded: Tensor | None) -> Tensor:
+    async def _committed_mean(self, verdict: Verdict, exchange: AllReduce | None) -> Tensor:
         """The decoded mean of the committed bytes, fetched from whoever has what we lack. Raises ``LinkError``.
 
-        ``decoded``: that of the bytes here, made while we waited."""
+        ``exchange``: ours, which has been decoding."""
         plan = verdict.plan
         assert plan is not None
         if plan.parts[-1].stop != self._elements:
             raise LinkError("the plan is for a model of another size")
         store = self._stores.get(plan.round) or self._open_store(plan)
-        if decoded is not None and all(map(store.holds, plan.parts, verdict.digests)):
-            return decoded
         members = range(len(plan.members))
         for part, digest in zip(plan.parts, verdict.digests, strict=True):
             if digest is None:
                 store.drop(part)
-                continue
-            near = dict.fromkeys([*may_hold(plan, part), *members])
-            others = [plan.members[one].peer for one in near if plan.members[one].peer != self._client.peer]
-            await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines)
-        return await in_thread(store.mean, decoded)
+            elif not store.holds(part, digest):
+                near = dict.fromkeys([*may_hold(plan, part), *members])
+                others = [plan.members[one].peer for one in near if plan.members[one].peer != self._client.peer]
+                await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines)
+        return await in_thread(Decoding(store).finish if exchange is None else exchange.decoding.finish)
 
 
 def _same_state(plan: RoundPlan, offer: Offer) -> bool:

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError
+from shoal.compression.codec import Codec
 from shoal.compression.coding import Coding
+from shoal.compression.decoding import Piece, decode_all
 from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
@@ -35,7 +36,8 @@ class ResultStore(ChunkStore):
         self.coding = coding
         self.group = Group.of(plan)
         self.elements = plan.parts[-1].stop
-        self._void: set[int] = set()
+        self._dropped: set[int] = set()
+        self._undecodable: set[int] = set()
         self._digests: dict[int, bytes] = {}
         super().__init__(-(-self.elements // plan.chunk_elements), f"round {plan.round}")
 
@@ -87,7 +89,7 @@ class ResultStore(ChunkStore):
 
     def drop(self, part: Part) -> None:
         """This part is void: zero for everybody, with nobody in it."""
-        self._void.update(self.chunks_of(part))
+        self._dropped.update(self.chunks_of(part))
 
     def forget(self, part: Part) -> None:
         """Drop a part whose bytes are not the committed ones."""
@@ -155,28 +157,37 @@ class ResultStore(ChunkStore):
 
         return take
 
-    def mean(self, out: Tensor | None = None) -> Tensor:
-        """The decoded mean, (elements,) float32, in ``out`` if given. Needs every chunk but those of void parts.
-
-        A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
-        mean = self.buffers.passing.floats(self.elements) if out is None else out
-        for index in range(self.chunks):
-            start, stop = self.bounds(index)
-            try:
-                if index not in self._void and self.group.header(self[index]).included:
-                    packed = self[index][self.group.header_bytes :]
-                    self.codec(index).decode(packed, stop - start, mean[start:stop])
-                else:
-                    mean[start:stop] = 0.0
-            except CodecError as error:
-                mean[start:stop] = 0.0
-                log.warning("chunk %d of round %d is void: %s", index, self.plan.round, error)
-                self._void.add(index)
+    def mean(self) -> Tensor:
+        """The decoded mean, (elements,) float32. Needs every chunk but those of void parts."""
+        mean = self.buffers.passing.floats(self.elements)
+        for part in self.plan.parts:
+            self.decode(part, mean)
         return mean
 
+    def decode(self, part: Part, mean: Tensor) -> None:
+        """Decode a part into its place in ``mean``, (elements,) float32. Raises ``BlobUnavailable`` when a chunk of it
+        is not here.
+
+        A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
+        places = {index: mean[slice(*self.bounds(index))] for index in self.chunks_of(part)}
+        self._undecodable.difference_update(places)
+        counting = [index for index in places if index not in self._dropped and self.header(index).included]
+        after = self.group.header_bytes
+        pieces = [Piece(self.codec(index), self[index][after:], places[index]) for index in counting]
+        for at, error in decode_all(pieces).items():
+            log.warning("chunk %d of round %d is void: %s", counting[at], self.plan.round, error)
+            self._undecodable.add(counting[at])
+        for index in places.keys() - set(counting) | self._undecodable.intersection(places):
+            places[index].zero_()
+
+    def is_dropped(self, part: Part) -> bool:
+        """Whether this part is void."""
+        return self._dropped.issuperset(self.chunks_of(part))
+
     def header(self, chunk: int) -> Header:
-        """Of a chunk whose mean counts; after ``mean``."""
-        return Header() if chunk in self._void else self.group.header(self[chunk])
+        """Of a chunk whose mean counts; after ``decode``."""
+        is_void = chunk in self._dropped or chunk in self._undecodable
+        return Header() if is_void else self.group.header(self[chunk])
 
     def left_out(self) -> set[int]:
         """The members that some chunk here does without, as the bytes say."""

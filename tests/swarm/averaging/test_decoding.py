@@ -1,0 +1,97 @@
+"""A mean that is decoded part by part is that of the bytes that the store holds in the end."""
+
+import asyncio
+
+import torch
+from tests.fakes.grids import plan_of
+from tests.fakes.rounds import results_of, verdict_on
+
+from shoal.compression.registry import get_coding
+from shoal.swarm.averaging.decoding import Decoding
+from shoal.swarm.averaging.results import ResultStore
+
+ELEMENTS = 5 * 64 + 7
+CODING = get_coding("int8", None, [("w", (ELEMENTS,))])
+PLAN = plan_of([3, 4], [[0, 1]], ELEMENTS, chunk=64)
+FIRST, SECOND = PLAN.parts
+CHUNKS = results_of(PLAN, CODING, empty=[4])
+
+
+def filled() -> ResultStore:
+    store = ResultStore(PLAN, CODING)
+    store.adopt(CHUNKS)
+    return store
+
+
+def put(store: ResultStore, chunk: int, data: bytes) -> None:
+    asyncio.run(store.put(chunk, memoryview(bytearray(data))))
+
+
+def of_twice_the_scale(chunk: memoryview) -> bytes:
+    """The same codes with another scale."""
+    after = ResultStore(PLAN, CODING).group.header_bytes
+    scale = torch.frombuffer(bytearray(chunk[after : after + 4]), dtype=torch.float32)
+    return bytes(chunk[:after]) + (2 * scale).numpy().tobytes() + bytes(chunk[after + 4 :])
+
+
+def test_parts_in_any_order_make_the_whole_mean() -> None:
+    decoding = Decoding(filled())
+    decoding.decode(SECOND)
+    decoding.decode(FIRST)
+    assert torch.equal(decoding.finish(), filled().mean())
+    assert torch.equal(Decoding(filled()).finish(), filled().mean())
+    assert bool(filled().mean()[:64].any())
+
+
+def test_what_is_decoded_is_not_decoded_again() -> None:
+    decoding = Decoding(filled())
+    decoding.decode(FIRST)
+    decoding.decode(SECOND)
+    decoding.finish()[:3] = 7.0
+    assert decoding.finish()[:3].tolist() == [7.0] * 3
+
+
+def test_bytes_that_come_instead_are_decoded_again() -> None:
+    store = filled()
+    decoding = Decoding(store)
+    for part in PLAN.parts:
+        decoding.decode(part)
+    before = decoding.finish().clone()
+    store.forget(FIRST)
+    for index in store.chunks_of(FIRST):
+        put(store, index, of_twice_the_scale(CHUNKS[index]) if index == 0 else bytes(CHUNKS[index]))
+    mean = decoding.finish()
+    assert torch.equal(mean[:64], 2.0 * before[:64])
+    assert torch.equal(mean[64:], before[64:])
+
+
+def test_a_part_that_turns_out_void_is_zero() -> None:
+    store = filled()
+    decoding = Decoding(store)
+    for part in PLAN.parts:
+        decoding.decode(part)
+    store.drop(FIRST)
+    mean, whole = decoding.finish(), filled().mean()
+    assert not bool(mean[FIRST.start : FIRST.stop].any())
+    assert torch.equal(mean[SECOND.start :], whole[SECOND.start :])
+
+
+def test_a_chunk_that_did_not_decode_counts_again_with_other_bytes() -> None:
+    store = filled()
+    after = store.group.header_bytes
+    put(store, 1, bytes(CHUNKS[1][:after]) + b"\xff" * 4 + bytes(CHUNKS[1][after + 4 :]))  # a scale of NaN
+    decoding = Decoding(store)
+    decoding.decode(FIRST)
+    assert not bool(decoding.finish()[64:128].any())
+    assert store.header(1).included == []
+    store.forget(FIRST)
+    store.adopt(CHUNKS)
+    assert torch.equal(decoding.finish(), filled().mean())
+    assert store.header(1).included == store.group.header(CHUNKS[1]).included != []
+
+
+def test_a_void_part_needs_no_bytes() -> None:
+    verdict = verdict_on(PLAN, CHUNKS)
+    store = ResultStore.of(verdict.model_copy(update={"digests": (None, verdict.digests[1])}), CODING)
+    store.adopt([None if index in store.chunks_of(FIRST) else chunk for index, chunk in enumerate(CHUNKS)])
+    assert not bool(Decoding(store).finish()[: FIRST.stop].any())
