@@ -162,7 +162,7 @@ class ErrorFeedback:
         """corrected[start:stop] went into the mean as ``encode_chunk`` packed it: what that lost is pending. Nothing,
         where nobody had asked for it."""
         codec = self._codecs.get((start, stop))
-        if codec is not None:
+        if codec is not None and (start, stop) not in self._settled:
             self._encode(codec, start, stop)
 
     def room(self, start: int, stop: int) -> tuple[Tensor, float]:

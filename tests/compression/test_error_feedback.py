@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.means import Lost
@@ -169,6 +170,27 @@ def test_what_is_encoded_where_an_owner_has_room_is_pending_only_if_it_counts(
     feedback.encode_chunk(codec, 0, N)
     feedback.commit()
     assert float(feedback.residual.abs().max()) < 0.5, "what was reserved is no more"
+
+
+def test_what_is_pending_already_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs a round as much as encoding did; only what a reserved range lost was nowhere kept."""
+    encoded: list[int] = []
+    encode = Blockwise.encode_residual
+
+    def counting(codec: Blockwise, values: Tensor, *others: Tensor | None) -> Tensor:
+        encoded.append(values.numel())
+        return encode(codec, values, *others)
+
+    monkeypatch.setattr(Blockwise, "encode_residual", counting)
+    feedback = ErrorFeedback(N)
+    feedback.begin(noise(1))
+    feedback.reserve(600, N)
+    for bounds in CHUNKS:
+        feedback.encode_chunk(Blockwise(8), *bounds)
+    encoded.clear()
+    for bounds in CHUNKS:
+        feedback.include_encoded(*bounds)
+    assert encoded == [N - 600]
 
 
 def test_what_an_owner_wrote_is_zero_where_it_is_not_finite() -> None:
