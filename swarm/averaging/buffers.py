@@ -31,19 +31,20 @@ class Buffers:
         self._segments: dict[int, np.ndarray] = {}
         self._free: list[_Range] = []  # for chunks; sorted, and no two are neighbours
         self._free_vectors: list[_Range] = []  # segments of their own for what is larger
-        # Finalizers run anywhere, also within a lease: they only leave word.
+        self._leases: dict[_Range, weakref.ref[np.ndarray]] = {}
+        # What a garbage collection calls runs anywhere, also within a lease: it only leaves word.
         self._returned: deque[_Range] = deque()
         self._lock = threading.Lock()
         self._numbers = 0
         self._used_bytes = self._most_used_bytes = 0
 
     def take(self, size_bytes: int, header_bytes: int = 0) -> memoryview:
-        """``size_bytes`` uninitialised bytes; those after the header are aligned for any type."""
+        """``size_bytes`` uninitialised bytes; those after the header begin a cache line."""
         lead = -header_bytes % _ALIGNMENT_BYTES
         return self._lease(lead + size_bytes)[lead : lead + size_bytes]
 
     def floats(self, n: int) -> Tensor:
-        """An uninitialised ``(n,) float32``."""
+        """An uninitialised ``(n,) float32`` that begins a cache line."""
         if n == 0:
             return torch.empty(0)
         return torch.frombuffer(self._lease(4 * n), dtype=torch.float32, count=n)
@@ -82,7 +83,9 @@ class Buffers:
             self._used_bytes += size
             self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
             leased = self._segments[number][start : start + size]  # every view of it keeps this one alive
-        weakref.finalize(leased, self._returned.append, (number, start, start + size)).atexit = False
+            lease = number, start, start + size
+            # Without ``weakref.finalize``, which takes as long as all else here.
+            self._leases[lease] = weakref.ref(leased, lambda _: self._returned.append(lease))
         return leased.data
 
     def _find(self, size: int) -> _Range:
@@ -96,12 +99,15 @@ class Buffers:
                 if stop - start >= size:
                     return self._free.pop(at)
         self._numbers += 1
-        self._segments[self._numbers] = np.empty(max(size, _SEGMENT_BYTES), np.uint8)
+        room = np.empty(max(size, _SEGMENT_BYTES) + _ALIGNMENT_BYTES, np.uint8)
+        lead = -room.ctypes.data % _ALIGNMENT_BYTES
+        self._segments[self._numbers] = room[lead : lead + max(size, _SEGMENT_BYTES)]
         return self._numbers, 0, max(size, _SEGMENT_BYTES)
 
     def _take_back(self) -> None:
         while self._returned:
-            number, start, stop = self._returned.popleft()
+            number, start, stop = lease = self._returned.popleft()
+            del self._leases[lease]
             self._used_bytes -= stop - start
             if stop > _SEGMENT_BYTES:
                 self._free_vectors.append((number, start, stop))

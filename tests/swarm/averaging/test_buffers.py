@@ -13,12 +13,14 @@ def address(view: memoryview) -> int:
     return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
 
 
-def test_what_follows_the_header_is_aligned() -> None:
+def test_what_follows_the_header_begins_a_cache_line() -> None:
     buffers = Buffers()
     for header in (0, 1, 3, 5, 129):
         taken = buffers.take(header + 100, header)
         assert len(taken) == header + 100
-        assert address(taken[header:]) % 16 == 0
+        assert address(taken[header:]) % 64 == 0
+    for n in (1000, _SEGMENT_BYTES):
+        assert buffers.floats(n).data_ptr() % 64 == 0
 
 
 def test_memory_comes_back_with_its_last_view_and_not_before() -> None:
