@@ -16,7 +16,7 @@ _SIZE_BYTES = 4
 PREFIX_BYTES = _SIZE_BYTES + HEADER_BYTES
 """In front of every sealed body: its length, then its header."""
 
-_READ_BYTES = 2**14
+READ_BYTES = 2**14
 """Of a body as much has to have arrived before we look again: a packet at a time costs more than opening it does. With
 more, Linux makes room for it at once and lets the window grow no further."""
 
@@ -43,8 +43,9 @@ class Connection:
     def is_closed(self) -> bool:
         return self.socket.fileno() < 0
 
-    def receive(self) -> tuple[bytes, memoryview]:
-        """The next frame's header and sealed body, good until the next call.
+    def receive(self, low_water_bytes: int = READ_BYTES) -> tuple[bytes, memoryview]:
+        """The next frame's header and sealed body, good until the next call; until there is one, the socket is readable
+        when so much more of it has come.
 
         Raises ``BlockingIOError`` when more has yet to come, ``OSError``, ``WireError`` for a frame of no good size."""
         if not self._header:
@@ -63,7 +64,7 @@ class Connection:
             try:
                 got = self._read([rest, self._prefix])
             except BlockingIOError:
-                self._await(min(self._body_left, _READ_BYTES))
+                self._await(min(self._body_left, low_water_bytes))
                 raise
             self._prefix_filled = max(0, got - self._body_left)
             self._body_left -= min(got, self._body_left)

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.frames import Frame, FrameQueue
-from shoal.swarm.framing import MAX_CHUNK_BYTES, Connection
+from shoal.swarm.framing import MAX_CHUNK_BYTES, READ_BYTES, Connection
 from shoal.swarm.intake import MAX_ORDER_BYTES, Intake
 from shoal.swarm.links import Link, Meter
 from shoal.swarm.sealing import CHUNK, CREDIT, HELLO, ORDER, Header
@@ -96,9 +96,10 @@ class Pump:
 
         Streams' credit bounds the queue of those that read what they give credit for; others are cut off."""
         assert frame.payload.nbytes <= MAX_CHUNK_BYTES, "the other side would refuse it"
-        link.queue.put(frame, FrameQueue.URGENT if urgent else FrameQueue.USUAL)
-        if link.queue.waiting_bytes > _MOST_WAITING_BYTES:
+        if link.queue.waiting_bytes + frame.payload.nbytes > _MOST_WAITING_BYTES:
             self._order(lambda: self._break(link, WireError("it does not read what it asks for")))
+            return
+        link.queue.put(frame, FrameQueue.URGENT if urgent else FrameQueue.USUAL)
         self._flush_soon(link)
 
     def order(self, link: Link, message: bytes) -> None:
@@ -170,6 +171,8 @@ class Pump:
     # On the thread ----------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
+        if self._pacing.rest_s:
+            time.sleep(self._pacing.rest_s)
         self._is_asleep = True
         # Only after the flag is up: an order that came before it has woken nobody.
         patience_s = TICK_S if self._pacing.is_on else 1.0 if self._strangers else None
@@ -253,9 +256,11 @@ class Pump:
 
     def _read(self, connection: Connection) -> None:
         link = connection.link
+        # Who rests has a batch anyway; and Linux would acknowledge each packet of it up to the mark.
+        low_water_bytes = 1 if self._pacing.rest_s else READ_BYTES
         try:
             for _ in range(_TURN):
-                header, body = connection.receive()
+                header, body = connection.receive(low_water_bytes)
                 if connection.link is None:
                     link = self._greet(connection, header, body)
                 elif link is not None:

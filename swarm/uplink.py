@@ -35,6 +35,9 @@ _MADE_UP_S = 0.75
 _MODEL_S = 8.0
 """How long BBR's model of a way is left alone: it would stop to look anew after ten seconds."""
 
+_MOST_REST_S, _MOST_RESTED_BYTES = 0.003, 2**15
+"""A round trip takes longer, and a quarter of what waits in the kernel to be sent."""
+
 _SHORT_WAY_S = 0.001
 """Within a house flows are even at once, and what they carried was as much as their ends had time for."""
 
@@ -60,6 +63,13 @@ class Uplink:
         """Bits a second; None before anything is known, in a round without, and where there is nothing to pace."""
         paced = self._base_bps * (1 + self._headroom)
         return paced if 0 < paced <= _FASTEST_BPS and self._paced_rounds < _PACED_ROUNDS else None
+
+    @property
+    def rest_s(self) -> float:
+        """How long what arrives may lie in the kernel; 0 for links that are too fast for that, or not known."""
+        if not 0 < self._base_bps <= _FASTEST_BPS:
+            return 0.0
+        return min(_MOST_REST_S, 8 * _MOST_RESTED_BYTES / self._base_bps)
 
     def saw(self, now_s: float, arrived_bytes: int, *, is_waiting: bool) -> None:
         """A sample: the bytes that have arrived at the other ends so far; whether more wait to be sent."""
@@ -131,10 +141,17 @@ class Pacing:
         """With the moment at which each one's model of its way was new."""
         self._arrived_bytes: Counter[bytes] = Counter()
         self._next_look_s = 0.0
+        self._is_far = False
 
     @property
     def is_on(self) -> bool:
         return bool(self._shares)
+
+    @property
+    def rest_s(self) -> float:
+        """How long to leave all connections alone between two looks at them. What is read at once has one receipt:
+        of every second packet, as Linux sends them else, they take 1.7 % of a link that is busy both ways."""
+        return self._uplink.rest_s if self._is_far else 0.0
 
     def share(self, shares: Mapping[bytes, float]) -> None:
         """Begin a round: of what we send, each key's holder gets that share. None: the round is over."""
@@ -146,7 +163,7 @@ class Pacing:
             self._paced.clear()
             self._acked.clear()
             self._arrived_bytes.clear()
-        self._shares, self._next_look_s = shares, 0.0
+        self._shares, self._next_look_s, self._is_far = shares, 0.0, False
 
     def look(self, now_s: float, links: Mapping[bytes, Link]) -> None:
         """See what has arrived, and pace what is to come, if it is time to; to be called that often."""
@@ -161,13 +178,16 @@ class Pacing:
                 self._acked[connection] = acked
         waiting = {link.remote_key for link in towards if any(one.is_blocked for one in link.connections)}
         self._uplink.saw(now_s, self._arrived_bytes.total(), is_waiting=bool(waiting))
+        far = [(link, one) for link in towards for one in link.connections if self._goes_far(one)]
+        self._is_far = bool(far)
         if (pace_bps := self._uplink.pace_bps) is None:
             return
         paces_bps = portions(pace_bps, self._shares, self._arrived_bytes, waiting)
-        for link in towards:  # of two links with a member, each side sends over the other one's
-            for connection in link.connections:
-                if shortest_round_trip_s(connection.socket) >= self._short_way_s:
-                    pace(connection.socket, paces_bps[link.remote_key] / len(link.connections))
-                    if now_s - self._paced.get(connection, -math.inf) >= _MODEL_S:
-                        renew_model(connection.socket)
-                        self._paced[connection] = now_s
+        for link, connection in far:  # of two links with a member, each side sends over the other one's
+            pace(connection.socket, paces_bps[link.remote_key] / len(link.connections))
+            if now_s - self._paced.get(connection, -math.inf) >= _MODEL_S:
+                renew_model(connection.socket)
+                self._paced[connection] = now_s
+
+    def _goes_far(self, connection: Connection) -> bool:
+        return shortest_round_trip_s(connection.socket) >= self._short_way_s

@@ -9,6 +9,7 @@ import time
 import pytest
 from tests.swarm.network import HOST, STATE, Sink, Source, fetch, swarm, until
 
+from shoal.swarm.framing import Connection
 from shoal.swarm.links import Link
 from shoal.swarm.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s
 from shoal.swarm.uplink import TICK_S, Pacing, Uplink, portions
@@ -115,6 +116,21 @@ def test_links_that_are_faster_than_processors_are_not_paced() -> None:
 
 A, B, C = b"a", b"b", b"c"
 THIRDS = {A: 1 / 3, B: 1 / 3, C: 1 / 3}
+
+
+@pytest.mark.parametrize("link_bps", [2 * MBIT, 100 * MBIT, 900 * MBIT])
+def test_what_arrives_lies_for_a_moment_only(link_bps: float) -> None:
+    uplink = Uplink()
+    assert uplink.rest_s == 0.0
+    a_round(uplink, link_bps)
+    assert 0 < uplink.rest_s <= 0.003
+    assert uplink.rest_s * link_bps / 8 <= 2**17 / 4
+
+
+def test_a_link_that_is_faster_than_processors_gives_no_rest() -> None:
+    uplink = Uplink()
+    a_round(uplink, 5e9)
+    assert uplink.rest_s == 0.0
 
 
 def test_all_is_shared_by_those_to_whom_there_is_more_to_send() -> None:
@@ -227,11 +243,13 @@ def test_every_connection_of_a_round_gets_its_share() -> None:
                 for step in range(20):
                     pacing._uplink.saw(step * TICK_S, step * 125_000, is_waiting=True)  # 10 Mbit/s
                 pacing.look(1000.0 * number, {link.sealed.link: link})
+                assert (pacing.rest_s > 0.0) == (number > 0)
             limits = {limit_bytes_s(connection.socket) for connection in link.connections}
             assert len(link.connections) == 2
             (limit,) = limits
             assert 10 * MBIT / 8 * 0.25 / 2 <= limit <= 2 * 10 * MBIT / 8 * 0.25 / 2
             pacing.share({})
+            assert pacing.rest_s == 0.0
             assert {limit_bytes_s(connection.socket) for connection in link.connections} == {2**32 - 1}
 
     asyncio.run(scenario())
@@ -256,8 +274,33 @@ def test_ways_within_a_house_are_not_paced() -> None:
             (connection,) = link.connections
             assert 0 < shortest_round_trip_s(connection.socket) < 0.001
             assert limit_bytes_s(connection.socket) == 2**32 - 1
+            assert pacing.rest_s == 0.0
 
     asyncio.run(scenario())
+
+
+@on_linux
+def test_a_thread_that_rests_reads_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(Pacing, "rest_s", 0.002)
+    monkeypatch.setattr("shoal.swarm.pump.time.sleep", rests.append)
+    marks: list[int] = []
+    receive = Connection.receive
+
+    def marked(connection: Connection, low_water_bytes: int) -> tuple[bytes, memoryview]:
+        marks.append(low_water_bytes)
+        return receive(connection, low_water_bytes)
+
+    monkeypatch.setattr(Connection, "receive", marked)
+
+    async def scenario() -> None:
+        async with swarm() as (a, b):
+            b.node.publish(STATE, Source(4))
+            await fetch(a, b, Sink(), range(4))
+
+    asyncio.run(scenario())
+    assert set(rests) == {0.002}
+    assert set(marks) == {1}
 
 
 @on_linux
