@@ -6,9 +6,7 @@ Bit for bit as ``blockwise.py``: see ``blockwise_blocks.py``.
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, njit, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import carray, njit  # type: ignore[attr-defined]
 
 from shoal.compression.blockwise_blocks import (
     ABSOLUTE,
@@ -22,53 +20,12 @@ from shoal.compression.blockwise_blocks import (
     scale_of,
     write_codes,
 )
+from shoal.compression.past_caches import bytes_at, finish_streaming, floats_at, lines, put_past_caches
 
 ONE = np.float32(1.0)
-STREAMED, PIECE = 16, 1024
-"""float32 that are written at once past the caches, a line of them; and that are decoded before they are."""
-
-
-@intrinsic
-def floats_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """A pointer to float32: an array of arrays of any number is nothing that numba compiles once for all."""
-    return types.CPointer(types.float32)(address), _as_pointer  # type: ignore[no-untyped-call]
-
-
-@intrinsic
-def bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """A pointer to uint8."""
-    return types.CPointer(types.uint8)(address), _as_pointer  # type: ignore[no-untyped-call]
-
-
-def _as_pointer(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-
-@intrinsic
-def stream(typing_context, source, target):  # type: ignore[no-untyped-def]
-    """Copy ``STREAMED`` float32 from an address to another, which is aligned to as many, not by way of the caches."""
-    return types.void(types.int64, types.int64), _streamed
-
-
-def _streamed(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-    vector = ir.VectorType(ir.FloatType(), STREAMED).as_pointer()
-    value = builder.load(builder.inttoptr(arguments[0], vector))
-    value.align = 4
-    store = builder.store(value, builder.inttoptr(arguments[1], vector))
-    store.align = 4 * STREAMED
-    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-    return context.get_dummy_value()
-
-
-@intrinsic
-def finish_streaming(typing_context):  # type: ignore[no-untyped-def]
-    """What was streamed is there before whatever this thread writes from now on."""
-
-    def fence(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), fence
+PIECE = 4096
+"""float32 that are made, within the first cache, before they are written past all of them: each turn from reading to
+that and back takes time."""
 
 
 @njit(nogil=True, cache=True)
@@ -107,42 +64,55 @@ def first_bad_sum(values, residual, block):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def encode_residual(values, residual, left, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
-    """Returns -1, or the first block with a sum that is not finite: only what comes before it is written then.
+    """Returns -1, or the first block with a sum that is not finite: nothing of it and after it is written then.
 
-    ``left`` may be ``residual``: each block is read before it is written.
+    ``left`` may be ``residual``: what is written has been read before.
     """
-    work = np.empty(min(block, values.size), np.float32)
-    rounded = np.empty(min(block, values.size), np.float32)
-    for b in range(scales.size):
-        start, stop = b * block, min((b + 1) * block, values.size)
-        corrected = work[: stop - start]
-        top = add(values[start:stop], residual[start:stop], corrected)
-        if top > LARGEST_FINITE:
-            return b
-        split(b, corrected, top, (left, ONE), scales, codes, rounded, (block, bits, seed))
+    n, several, how = values.size, max(1, PIECE // block) * block, (block, bits, seed)
+    work, rounded = lines(min(several, n)), np.empty(min(block, n), np.float32)
+    is_apart = left.ctypes.data != residual.ctypes.data
+    for first in range(0, n, several):
+        end = min(first + several, n)
+        for start in range(first, end, block):
+            stop, b = min(start + block, n), start // block
+            corrected = work[start - first : stop - first]
+            top = add(values[start:stop], residual[start:stop], corrected)
+            if top > LARGEST_FINITE:
+                return b
+            split(b, corrected, top, ONE, scales, codes, rounded, how)
+        if is_apart:
+            put_past_caches(work[: end - first], left[first:end])
+        else:
+            put(work[: end - first], left[first:end])
+    finish_streaming()  # type: ignore[call-arg]
     return -1
 
 
 @njit(nogil=True, cache=True)
-def split(b, corrected, top, lost, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
-    """Block ``b`` into its scale, its codes and ``lost``: where what they lose goes, and how many times over; ``top``:
-    the bits of its absolute maximum."""
+def put(values, target):  # type: ignore[no-untyped-def]
+    """Copy; an assignment of slices takes twice as long, as they might overlap."""
+    for i in range(values.size):
+        target[i] = values[i]
+
+
+@njit(nogil=True, cache=True)
+def split(b, corrected, top, times, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
+    """Block ``b`` into its scale and its codes; ``corrected`` becomes what they lose, so many times over. ``top``: the
+    bits of its absolute maximum."""
     block, bits, seed = how
-    left, times = lost
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
-    start, stop = b * block, b * block + corrected.size
+    start = b * block
     scale, inverse = scale_of(top, largest)
     scales[b] = scale
     if bits == 8 and seed < 0:
-        split_bytes(corrected, left[start:stop], times, codes[start:stop].view(np.int8), scale, inverse)
+        split_bytes(corrected, times, codes[start : start + corrected.size].view(np.int8), scale, inverse)
         return
     rounded = rounded_all[: corrected.size]
     quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
     write_codes(rounded, codes, start, bits)
-    remains = left[start:stop]
-    for i in range(remains.size):
+    for i in range(corrected.size):
         # Plus zero, as a code has no sign of zero.
-        remains[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
+        corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
 
 
 @njit(nogil=True, cache=True)
@@ -152,43 +122,53 @@ def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # 
 
     ``own``: the index of the one that is not packed but the sum of two, below 0 if none is, and those two.
     """
-    block, bits, _ = how
-    index, values, residual = own
-    n, blocks = left.size, scales.size
+    block, n, several = how[0], left.size, max(1, PIECE // how[0]) * how[0]
     over, times = np.float32(factors[0]), np.float32(factors[1])
-    mean_all, work = np.empty(min(block, n), np.float32), np.empty(min(block, n), np.float32)
-    for b in range(blocks):
-        start, stop = b * block, min((b + 1) * block, n)
-        mean, k = mean_all[: stop - start], 0
-        if index == 0:
-            put_sum(values[start:stop], residual[start:stop], weights[0], mean)
-            k = 1
-        else:
-            mean[:] = ZERO
-        while k < addresses.size:
-            if k == index:
-                add_sum(values[start:stop], residual[start:stop], weights[k], mean)
-                k += 1
-                continue
-            scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
-            packed = carray(bytes_at(addresses[k] + 4 * blocks), codes.size)
-            if bits == 8 and k + 1 < addresses.size and k + 1 != index:
-                other_scale = carray(floats_at(addresses[k + 1]), blocks)[b]
-                other = carray(bytes_at(addresses[k + 1] + 4 * blocks), codes.size)
-                one, two = packed[start:stop].view(np.int8), other[start:stop].view(np.int8)
-                add_two(one, scale, weights[k], two, other_scale, weights[k + 1], mean)
-                k += 2
-            else:
-                add_block(packed, start, bits, scale, weights[k], mean, work)
-                k += 1
-        top = np.int32(0)
-        for i in range(mean.size):
-            mean[i] = value = np.float32(mean[i] / over) + ZERO
-            top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
-        if top > LARGEST_FINITE:
-            return b
-        split(b, mean, top, (left, times), scales, codes, work, how)
+    means, work = lines(min(several, n)), np.empty(min(block, n), np.float32)
+    for first in range(0, n, several):
+        end = min(first + several, n)
+        for start in range(first, end, block):
+            mean, b = means[start - first : min(start + block, n) - first], start // block
+            sum_up(b, mean, addresses, weights, own, (scales.size, codes.size), work, how)
+            top = np.int32(0)
+            for i in range(mean.size):
+                mean[i] = value = np.float32(mean[i] / over) + ZERO
+                top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
+            if top > LARGEST_FINITE:
+                return b
+            split(b, mean, top, times, scales, codes, work, how)
+        put_past_caches(means[: end - first], left[first:end])
+    finish_streaming()  # type: ignore[call-arg]
     return -1
+
+
+@njit(nogil=True, cache=True)
+def sum_up(b, mean, addresses, weights, own, sizes, work, how):  # type: ignore[no-untyped-def]
+    """``mean`` becomes the sum of block ``b`` of all, of ``sizes`` as many scales and codes."""
+    (block, bits, _), (blocks, code_bytes), (index, values, residual) = how, sizes, own
+    start, k = b * block, 0
+    stop = start + mean.size
+    if index == 0:
+        put_sum(values[start:stop], residual[start:stop], weights[0], mean)
+        k = 1
+    else:
+        mean[:] = ZERO
+    while k < addresses.size:
+        if k == index:
+            add_sum(values[start:stop], residual[start:stop], weights[k], mean)
+            k += 1
+            continue
+        scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
+        packed = carray(bytes_at(addresses[k] + 4 * blocks), code_bytes)
+        if bits == 8 and k + 1 < addresses.size and k + 1 != index:
+            other_scale = carray(floats_at(addresses[k + 1]), blocks)[b]
+            other = carray(bytes_at(addresses[k + 1] + 4 * blocks), code_bytes)
+            one, two = packed[start:stop].view(np.int8), other[start:stop].view(np.int8)
+            add_two(one, scale, weights[k], two, other_scale, weights[k + 1], mean)
+            k += 2
+        else:
+            add_block(packed, start, bits, scale, weights[k], mean, work)
+            k += 1
 
 
 @njit(nogil=True, cache=True)
@@ -227,12 +207,12 @@ def add_block(codes, start, bits, scale, factor, total, work):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def split_bytes(corrected, left, times, codes, scale, inverse):  # type: ignore[no-untyped-def]
-    """One block in one go: its codes, ``(m,) int8``, and what they lost, so many times over."""
+def split_bytes(corrected, times, codes, scale, inverse):  # type: ignore[no-untyped-def]
+    """One block in one go: its codes, ``(m,) int8``, and what they lose, so many times over, in its place."""
     for i in range(corrected.size):
         rounded = np.rint(np.float32(corrected[i] * inverse))
         codes[i] = np.int8(np.int32(rounded))
-        left[i] = np.float32(corrected[i] - np.float32(np.float32(rounded + ZERO) * scale)) * times
+        corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded + ZERO) * scale)) * times
 
 
 @njit(nogil=True, cache=True)
@@ -282,31 +262,29 @@ def decode_all(sources, rooms, sizes, is_left, safe_bits, block, bits):  # type:
         if is_left[k]:
             continue
         codes = carray(bytes_at(sources[k] + 4 * blocks), n if bits == 8 else (n + 1) // 2)
-        if bits == 8 and rooms[k] % (4 * STREAMED) == 0:
-            decode_past_caches(scales, codes.view(np.int8), rooms[k], block)
+        out = carray(floats_at(rooms[k]), n)
+        if bits == 8:
+            decode_past_caches(scales, codes.view(np.int8), out, block)
         else:
-            decode(scales, codes, carray(floats_at(rooms[k]), n), block, bits)
+            decode(scales, codes, out, block, bits)
     finish_streaming()  # type: ignore[call-arg]
 
 
 @njit(nogil=True, cache=True)
-def decode_past_caches(scales, codes, address, block):  # type: ignore[no-untyped-def]
-    """As ``decode``, of int8 codes ``(n,)``, to an aligned address. A mean is far larger than caches are: written past
-    them, its memory need not be read before, a third of what moves."""
-    out = carray(floats_at(address), codes.size)  # type: ignore[call-arg]
-    work = np.empty(PIECE, np.float32)
-    source = work.ctypes.data
-    for b in range(scales.size):
-        stop = min((b + 1) * block, codes.size)
-        for start in range(b * block, stop, PIECE):
-            part, scale = codes[start : min(start + PIECE, stop)], scales[b]
-            for i in range(part.size):
-                work[i] = np.float32(part[i]) * scale
-            streamed = part.size // STREAMED * STREAMED if start % STREAMED == 0 else 0
-            for i in range(0, streamed, STREAMED):
-                stream(source + 4 * i, address + 4 * (start + i))
-            for i in range(streamed, part.size):
-                out[start + i] = work[i]
+def decode_past_caches(scales, codes, out, block):  # type: ignore[no-untyped-def]
+    """As ``decode``, of int8 codes ``(n,)``. A mean is far larger than caches are."""
+    work = lines(PIECE)
+    for first in range(0, codes.size, PIECE):
+        end = min(first + PIECE, codes.size)
+        start = first
+        while start < end:
+            b = start // block
+            stop = min((b + 1) * block, end)
+            part, room, scale = codes[start:stop], work[start - first : stop - first], scales[b]
+            for i in range(room.size):
+                room[i] = np.float32(part[i]) * scale
+            start = stop
+        put_past_caches(work[: end - first], out[first:end])
 
 
 @njit(nogil=True, cache=True)
