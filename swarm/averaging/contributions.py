@@ -21,7 +21,8 @@ def contribution_blob(plan: RoundPlan) -> Blob:
 
 
 class ContributionSource:
-    """Our contribution, encoded when the first owner asks for a chunk and kept until ``close`` (a ``ChunkSource``).
+    """Our contribution, encoded when an owner asks for a chunk, and once more for whoever asks again, as few do: what
+    was handed out is not kept, so the next chunks have its memory while caches hold it (a ``ChunkSource``).
 
     It may be asked before there is a contribution: then chunks are waited for, until ``begin`` or ``close``."""
 
@@ -31,6 +32,7 @@ class ContributionSource:
         self._store = store
         self._feedback: ErrorFeedback | None = None
         self._encoded: dict[int, memoryview] = {}
+        self._handed_out: set[int] = set()
         self._locks: dict[range, asyncio.Lock] = {}
         # Several at once: a turn of a worker thread costs about as much as a chunk.
         step, parts = _ENCODED_AT_ONCE, [store.chunks_of(part) for part in store.plan.parts]
@@ -47,14 +49,15 @@ class ContributionSource:
     async def chunk(self, index: int) -> memoryview:
         """Raises ``BlobUnavailable`` once closed: streams outlive the round."""
         await self._settled.wait()
-        if index not in self._encoded:
-            run = self._runs[index]
-            async with self._locks.setdefault(run, asyncio.Lock()):
-                if index not in self._encoded and not self._closed and self._feedback is not None:
-                    self._encoded |= await in_thread(self._encode, self._feedback, run)
-        if self._closed:
-            raise BlobUnavailable(f"round {self._store.plan.round} is over, or went on without this")
-        return self._encoded[index]
+        run = self._runs[index]
+        async with self._locks.setdefault(run, asyncio.Lock()):
+            if index not in self._encoded and not self._closed and self._feedback is not None:
+                wanted = range(index, index + 1) if index in self._handed_out else run
+                self._encoded |= await in_thread(self._encode, self._feedback, wanted)
+            if self._closed:
+                raise BlobUnavailable(f"round {self._store.plan.round} is over, or went on without this")
+            self._handed_out.add(index)
+            return self._encoded.pop(index)
 
     def _encode(self, feedback: ErrorFeedback, run: range) -> dict[int, memoryview]:
         encoded = {}
