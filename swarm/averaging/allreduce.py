@@ -40,6 +40,9 @@ __all__ = ["AllReduce", "Exchange", "ResultStore"]
 
 log = logging.getLogger(__name__)
 
+_FINISHED_AT_ONCE, _PIECES = 4, 16
+"""Chunks, at least, and how many times of a part, at most: a turn of a worker thread costs about as much as a chunk."""
+
 
 @dataclass
 class Exchange:
@@ -163,14 +166,29 @@ class AllReduce:
         return parts[first:] + parts[:first]
 
     async def _bring(self, part: Part) -> None:
-        await (self._own(part) if part.owner == self._me else self._gather(part))
+        async with asyncio.TaskGroup() as tasks:
+            ahead = tasks.create_task(self._work_ahead(part))
+            await (self._own(part) if part.owner == self._me else self._gather(part))
+            ahead.cancel()
         if self._store.has(part):
             await in_thread(self._finish, part)
 
+    async def _work_ahead(self, part: Part) -> None:
+        """Digest and decode results while others are still on their way: with the last one little is left to do."""
+        store, chunks = self._store, self._store.chunks_of(part)
+        step = max(_FINISHED_AT_ONCE, len(chunks) // _PIECES)
+        for start in range(chunks.start, chunks.stop - step, step):
+            for index in range(start, start + step):
+                await store.chunk(index)
+            await in_thread(self._finish_piece, part, range(start, start + step))
+
+    def _finish_piece(self, part: Part, chunks: range) -> None:
+        self._store.digest_ahead(part, chunks.stop)
+        self.decoding.decode(chunks)
+
     def _finish(self, part: Part) -> None:
-        """What is to be done with a part's results once they are all here, while others are still on their way."""
         self._store.digest(part)
-        self.decoding.decode(part)
+        self.decoding.decode(self._store.chunks_of(part))
 
     async def _own(self, part: Part) -> None:
         await self._as_owner.run(self._store.chunks_of(part), self._relays(part))

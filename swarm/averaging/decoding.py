@@ -1,14 +1,13 @@
-"""The mean of a round, decoded part by part while others are still on their way. For worker threads."""
+"""The mean of a round, decoded piece by piece while others are still on their way. For worker threads."""
 
 from __future__ import annotations
 
-import operator
 import threading
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from shoal.swarm.averaging.results import ResultStore
-from shoal.swarm.messages import Part
 
 
 class Decoding:
@@ -18,27 +17,24 @@ class Decoding:
         self._store = store
         self._mean: Tensor | None = None
         self._lock = threading.Lock()
-        self._decoded: dict[int, list[memoryview]] = {}
+        self._decoded: dict[int, memoryview] = {}
 
-    def decode(self, part: Part) -> None:
-        """A part whose chunks are all here, or that is void. Several may be decoded at once."""
-        self._decoded.pop(part.start, None)
-        chunks = [] if self._store.is_dropped(part) else self._store.bytes_of(part)
-        self._store.decode(part, self._room())
-        self._decoded[part.start] = chunks
+    def decode(self, chunks: Sequence[int]) -> None:
+        """Those of them that are not decoded already: all are here, or void. Several may be decoded at once."""
+        store = self._store
+        left = [index for index in chunks if not self._is_decoded(index)]
+        decoded = {index: store[index] for index in left if not store.is_dropped(index)}
+        store.decode(left, self._room())
+        self._decoded |= decoded
 
     def finish(self) -> Tensor:
-        """The whole mean, as ``ResultStore.mean``; what is decoded already is not decoded again."""
-        for part in self._store.plan.parts:
-            if not self._is_decoded(part):
-                self.decode(part)
+        """The whole mean, as ``ResultStore.mean``."""
+        self.decode(range(self._store.chunks))
         return self._room()
 
-    def _is_decoded(self, part: Part) -> bool:
-        chunks = self._decoded.get(part.start)
-        if not chunks or self._store.is_dropped(part) or not self._store.has(part):
-            return False
-        return all(map(operator.is_, chunks, self._store.bytes_of(part)))
+    def _is_decoded(self, index: int) -> bool:
+        chunk = None if self._store.is_dropped(index) else self._decoded.get(index)
+        return chunk is not None and self._store[index] is chunk
 
     def _room(self) -> Tensor:
         with self._lock:

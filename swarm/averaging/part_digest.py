@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
@@ -14,6 +15,24 @@ def part_digest(chunks: Iterable[memoryview]) -> bytes:
     for chunk in chunks:
         digest.update(chunk)
     return digest.digest()
+
+
+class RunningDigest:
+    """``part_digest`` of chunks that come one by one: of those that are here less is left to do in the end."""
+
+    def __init__(self) -> None:
+        self._digest = blake3()
+        self._chunks: list[memoryview] = []
+
+    def of(self, chunks: Sequence[memoryview]) -> bytes:
+        """Of these, from the first on. Those that were the same the last time are not looked at again."""
+        before = len(self._chunks)
+        if len(chunks) < before or not all(map(operator.is_, self._chunks, chunks)):
+            self._digest, self._chunks, before = blake3(), [], 0
+        for chunk in chunks[before:]:
+            self._digest.update(chunk)
+            self._chunks.append(chunk)
+        return self._digest.digest()
 
 
 def is_committed(chunks: Sequence[memoryview], digest: bytes) -> bool:

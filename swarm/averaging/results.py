@@ -14,7 +14,7 @@ from shoal.compression.decoding import Piece, decode_all
 from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
-from shoal.swarm.averaging.part_digest import part_digest
+from shoal.swarm.averaging.part_digest import RunningDigest
 from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.messages import Blob, Part, RoundPlan, Verdict
 
@@ -39,6 +39,7 @@ class ResultStore(ChunkStore):
         self._dropped: set[int] = set()
         self._undecodable: set[int] = set()
         self._digests: dict[int, bytes] = {}
+        self._digesting: dict[int, RunningDigest] = {}
         super().__init__(-(-self.elements // plan.chunk_elements), f"round {plan.round}")
 
     @classmethod
@@ -108,8 +109,15 @@ class ResultStore(ChunkStore):
         """See ``part_digest``; made once. Needs all of the part's chunks."""
         if (known := self._digests.get(part.start)) is not None:
             return known
-        self._digests[part.start] = digest = part_digest(self.bytes_of(part))
+        digesting = self._digesting.pop(part.start, None) or RunningDigest()
+        self._digests[part.start] = digest = digesting.of(self.bytes_of(part))
         return digest
+
+    def digest_ahead(self, part: Part, stop: int) -> None:
+        """Digest the part's chunks up to that one, which are here: ``digest`` goes on from there."""
+        digesting = self._digesting.pop(part.start, None) or RunningDigest()
+        digesting.of([self[index] for index in range(self.chunks_of(part).start, stop)])
+        self._digesting[part.start] = digesting
 
     def holds(self, part: Part, digest: bytes | None) -> bool:
         """Whether these are the bytes of a part that is here."""
@@ -160,16 +168,15 @@ class ResultStore(ChunkStore):
     def mean(self) -> Tensor:
         """The decoded mean, (elements,) float32. Needs every chunk but those of void parts."""
         mean = self.buffers.passing.floats(self.elements)
-        for part in self.plan.parts:
-            self.decode(part, mean)
+        self.decode(range(self.chunks), mean)
         return mean
 
-    def decode(self, part: Part, mean: Tensor) -> None:
-        """Decode a part into its place in ``mean``, (elements,) float32. Raises ``BlobUnavailable`` when a chunk of it
-        is not here.
+    def decode(self, chunks: Sequence[int], mean: Tensor) -> None:
+        """Decode chunks into their places in ``mean``, (elements,) float32. Raises ``BlobUnavailable`` when one is not
+        here.
 
         A chunk with nobody in it, or whose bytes do not decode, is void: zero for everybody alike."""
-        places = {index: mean[slice(*self.bounds(index))] for index in self.chunks_of(part)}
+        places = {index: mean[slice(*self.bounds(index))] for index in chunks}
         self._undecodable.difference_update(places)
         counting = [index for index in places if index not in self._dropped and self.header(index).included]
         after = self.group.header_bytes
@@ -180,9 +187,9 @@ class ResultStore(ChunkStore):
         for index in places.keys() - set(counting) | self._undecodable.intersection(places):
             places[index].zero_()
 
-    def is_dropped(self, part: Part) -> bool:
-        """Whether this part is void."""
-        return self._dropped.issuperset(self.chunks_of(part))
+    def is_dropped(self, chunk: int) -> bool:
+        """Whether it is of a void part."""
+        return chunk in self._dropped
 
     def header(self, chunk: int) -> Header:
         """Of a chunk whose mean counts; after ``decode``."""

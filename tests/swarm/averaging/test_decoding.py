@@ -8,7 +8,7 @@ from tests.fakes.rounds import results_of, verdict_on
 
 from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.decoding import Decoding
-from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.results import ResultStore, chunks_of
 
 ELEMENTS = 5 * 64 + 7
 CODING = get_coding("int8", None, [("w", (ELEMENTS,))])
@@ -36,8 +36,8 @@ def of_twice_the_scale(chunk: memoryview) -> bytes:
 
 def test_parts_in_any_order_make_the_whole_mean() -> None:
     decoding = Decoding(filled())
-    decoding.decode(SECOND)
-    decoding.decode(FIRST)
+    decoding.decode(chunks_of(PLAN, SECOND))
+    decoding.decode(chunks_of(PLAN, FIRST))
     assert torch.equal(decoding.finish(), filled().mean())
     assert torch.equal(Decoding(filled()).finish(), filled().mean())
     assert bool(filled().mean()[:64].any())
@@ -45,8 +45,8 @@ def test_parts_in_any_order_make_the_whole_mean() -> None:
 
 def test_what_is_decoded_is_not_decoded_again() -> None:
     decoding = Decoding(filled())
-    decoding.decode(FIRST)
-    decoding.decode(SECOND)
+    decoding.decode(chunks_of(PLAN, FIRST))
+    decoding.decode(chunks_of(PLAN, SECOND))
     decoding.finish()[:3] = 7.0
     assert decoding.finish()[:3].tolist() == [7.0] * 3
 
@@ -55,7 +55,7 @@ def test_bytes_that_come_instead_are_decoded_again() -> None:
     store = filled()
     decoding = Decoding(store)
     for part in PLAN.parts:
-        decoding.decode(part)
+        decoding.decode(chunks_of(PLAN, part))
     before = decoding.finish().clone()
     store.forget(FIRST)
     for index in store.chunks_of(FIRST):
@@ -69,7 +69,7 @@ def test_a_part_that_turns_out_void_is_zero() -> None:
     store = filled()
     decoding = Decoding(store)
     for part in PLAN.parts:
-        decoding.decode(part)
+        decoding.decode(chunks_of(PLAN, part))
     store.drop(FIRST)
     mean, whole = decoding.finish(), filled().mean()
     assert not bool(mean[FIRST.start : FIRST.stop].any())
@@ -81,7 +81,7 @@ def test_a_chunk_that_did_not_decode_counts_again_with_other_bytes() -> None:
     after = store.group.header_bytes
     put(store, 1, bytes(CHUNKS[1][:after]) + b"\xff" * 4 + bytes(CHUNKS[1][after + 4 :]))  # a scale of NaN
     decoding = Decoding(store)
-    decoding.decode(FIRST)
+    decoding.decode(chunks_of(PLAN, FIRST))
     assert not bool(decoding.finish()[64:128].any())
     assert store.header(1).included == []
     store.forget(FIRST)
