@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba import njit, types
 from numba.extending import intrinsic
 
 STREAMED = 16
@@ -75,6 +75,6 @@ def put_past_caches(values, target):  # type: ignore[no-untyped-def]
     for i in range(lead):
         target[i] = values[i]
     for i in range(lead, stop, STREAMED):
-        stream(values.ctypes.data + 4 * i, address + 4 * i)
+        stream(values.ctypes.data + 4 * i, address + 4 * i)  # type: ignore[call-arg]
     for i in range(stop, n):
         target[i] = values[i]

@@ -37,7 +37,7 @@ def zeros(n: int) -> Tensor:
 
 
 def spacious(n: int) -> Tensor:
-    """An uninitialised ``(n,) float32`` on the CPU for whole models, which begins a cache line: kernels write whole ones.
+    """An uninitialised ``(n,) float32`` on the CPU for whole models that begins a cache line: kernels write whole ones.
 
     NumPy asks Linux for huge pages, torch does not: of 50 M values the first touch costs 11 ms so, and 57 ms in pages
     of 4 KiB (measured on one EPYC core).

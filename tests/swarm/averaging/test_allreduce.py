@@ -661,3 +661,37 @@ def test_blobs_are_named_by_the_round() -> None:
         assert side.store.blob == Blob(kind="result", number=3)
 
     run_virtual(main())
+
+
+def test_results_are_decoded_while_others_are_on_their_way() -> None:
+    """With the last chunk of a part still missing, those before it are done already."""
+
+    async def main() -> None:
+        plan = make_plan([1, 1], 24 * 4096, chunk=4096)
+        side, *_ = sides = make_sides(MemoryNetwork(), plan, "int8")
+        chunks, last = side.store.chunks_of(plan.parts[1]), side.store.chunks_of(plan.parts[1])[-1]
+        put, decode, decoded = side.store.put, side.store.decode, []
+        held_back, some_are_decoded, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+        async def slowly(chunk: int, data: memoryview) -> None:
+            if chunk == last:
+                await held_back.wait()
+            await put(chunk, data)
+
+        def noting(indices: Sequence[int], mean: Tensor) -> None:
+            decode(indices, mean)
+            decoded.extend(indices)
+            if chunks[0] in indices:
+                loop.call_soon_threadsafe(some_are_decoded.set)
+
+        side.store.put, side.store.decode = slowly, noting  # type: ignore[method-assign]
+        running = asyncio.create_task(run_all(sides))
+        async with asyncio.timeout(5.0):
+            await some_are_decoded.wait()
+        assert last not in decoded
+        held_back.set()
+        await running
+        assert sorted(decoded) == list(range(24)), "some were decoded twice"
+        assert torch.equal(side.exchange.decoding.finish(), side.store.mean())
+
+    run_virtual(main())

@@ -1,6 +1,6 @@
 from tests.fakes.rounds import protocol_3_digest
 
-from shoal.swarm.averaging.part_digest import is_committed, part_digest
+from shoal.swarm.averaging.part_digest import RunningDigest, is_committed, part_digest
 
 ABC = bytes.fromhex("6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85")
 """BLAKE3 of "abc", as other implementations have it."""
@@ -17,3 +17,26 @@ def test_digests_of_earlier_rounds_are_still_those_of_their_chunks() -> None:
         assert is_committed(chunks, digest)
         assert not is_committed(others, digest)
         assert not is_committed(chunks, digest[:-1] + bytes([digest[-1] ^ 1]))
+
+
+def test_a_digest_of_chunks_that_come_one_by_one_is_that_of_all() -> None:
+    chunks, running = [memoryview(one) for one in (b"a", b"", b"bc")], RunningDigest()
+    for count in range(1, 4):
+        assert running.of(chunks[:count]) == part_digest(chunks[:count])
+    assert running.of(chunks) == ABC
+
+
+def test_a_chunk_that_came_instead_of_another_is_digested() -> None:
+    first, second, other = memoryview(b"a"), memoryview(b"bc"), memoryview(b"x")
+    running = RunningDigest()
+    running.of([other, second])
+    assert running.of([first, second]) == ABC
+    assert running.of([first]) == part_digest([first])
+
+
+def test_what_was_digested_is_not_read_again() -> None:
+    memory = bytearray(b"a")
+    chunks, running = [memoryview(memory), memoryview(b"bc")], RunningDigest()
+    running.of(chunks[:1])
+    memory[0] = ord("x")
+    assert running.of(chunks) == ABC

@@ -1,0 +1,46 @@
+"""What kernels write past the caches is where it belongs, wherever a vector begins, and nowhere else."""
+
+import pytest
+import torch
+from tests.compression.codec_cases import gaussian, needs_numba, same_bits, use
+from torch import Tensor
+
+from shoal.compression.blockwise import Blockwise, Summand
+from shoal.compression.scratch import spacious
+
+_LINE = 16
+pytestmark = needs_numba
+
+
+def place(n: int, off: int) -> Tensor:
+    """``(n + 2,) float32`` of NaN that begins ``off`` values behind the start of a cache line."""
+    room = torch.full((n + 2 + 2 * _LINE + off,), float("nan"))
+    return room[-(room.data_ptr() // 4) % _LINE + off :][: n + 2]
+
+
+@pytest.mark.parametrize("off", [0, 1, 8, 15])
+@pytest.mark.parametrize(
+    "codec", [Blockwise(8), Blockwise(8, 6), Blockwise(8, 8192), Blockwise(4), Blockwise(8, 100, 3)]
+)
+@pytest.mark.parametrize("n", [1, 15, 17, 4096, 4097, 3 * 8192 + 5])
+def test_what_is_lost_is_written_to_its_place_alone(n: int, codec: Blockwise, off: int) -> None:
+    values, residual = gaussian(n, 1), gaussian(n, 2)
+    with use("torch"):
+        expected = torch.empty(n)
+        packed = codec.encode_residual(values, residual, expected)
+    room = place(n, off)
+    with use("numba"):
+        assert torch.equal(codec.encode_residual(values, residual, room[1:-1]), packed)
+        assert same_bits(room[1:-1], expected)
+        mean_room, mean_packed = place(n, off), torch.empty_like(packed)
+        codec.encode_mean([Summand(1.0, values=(values, residual))], (1.0, 1.0), mean_room[1:-1], mean_packed)
+    assert torch.equal(mean_room[1:-1], expected)
+    assert torch.equal(mean_packed, packed)
+    for one in (room, mean_room):
+        assert bool(one[0].isnan() and one[-1].isnan()), "a neighbour was overwritten"
+
+
+@pytest.mark.parametrize("n", [1, 1000, 3_000_000])
+def test_vectors_of_whole_models_begin_a_cache_line(n: int) -> None:
+    vector = spacious(n)
+    assert (vector.data_ptr() % 64, vector.numel(), vector.dtype) == (0, n, torch.float32)
