@@ -72,7 +72,7 @@ def test_rounds_from_before_protocol_version_4_are_caught_up(tmp_path: Path, mon
     async def main() -> None:
         async with stateful_swarm(tmp_path, 3, run_toml(2 * SAMPLES, "int8"), ELEMENTS) as (run, members):
             with monkeypatch.context() as earlier:
-                earlier.setattr(results, "part_digest", protocol_3_digest)
+                earlier.setattr(results.RunningDigest, "of", lambda self, chunks: protocol_3_digest(chunks))
                 late = await cut_off_for(1, run, members)
             await play_rounds(members[:2], 1, SAMPLES, contribution)
             assert (await late.missed(late.state)).digest == members[0].digest
