@@ -7,7 +7,9 @@ fuses. The absolute maximum is taken on the floats' bits as integers, which orde
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, uint32
+from numba import uint32
+
+from shoal.compression.jit import njit_untyped
 
 ABSOLUTE = np.int32(0x7FFFFFFF)
 LARGEST_FINITE = np.int32(0x7F7FFFFF)
@@ -28,7 +30,7 @@ SMALLEST_8, LARGEST_SCALE_8 = _limits(127)
 SMALLEST_4, LARGEST_SCALE_4 = _limits(7)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def mix(x):  # type: ignore[no-untyped-def]
     """32 bits to 32 well-mixed bits."""
     x = uint32(x)
@@ -39,7 +41,7 @@ def mix(x):  # type: ignore[no-untyped-def]
     return uint32(x ^ (x >> uint32(16)))
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def absmax_bits(bits):  # type: ignore[no-untyped-def]
     """The largest of ``bits``, ``(m,) int32``, without their signs."""
     largest = np.int32(0)
@@ -48,7 +50,7 @@ def absmax_bits(bits):  # type: ignore[no-untyped-def]
     return largest
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def scale_of(bits, largest):  # type: ignore[no-untyped-def]
     """A block's scale and what its values are multiplied with, from the bits of its absolute maximum."""
     if largest == np.float32(127.0):
@@ -61,7 +63,7 @@ def scale_of(bits, largest):  # type: ignore[no-untyped-def]
     return min(np.float32(absmax / largest), highest), np.float32(largest / absmax)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def quantize(values, inverse, largest, key, rounded):  # type: ignore[no-untyped-def]
     """``rounded`` becomes the codes of one block, as floats; ``key`` below 0: to nearest, else stochastically."""
     if key < 0:
@@ -76,14 +78,14 @@ def quantize(values, inverse, largest, key, rounded):  # type: ignore[no-untyped
             rounded[i] = np.rint(min(max(scaled, -largest), largest))
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def key_of(seed, bits, block):  # type: ignore[no-untyped-def]
     if seed < 0:
         return np.int64(-1)
     return np.int64(mix(uint32(mix(uint32(uint32(bits) ^ uint32(seed))) ^ uint32(block))))
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def write_codes(rounded, codes, start, bits):  # type: ignore[no-untyped-def]
     """The codes of a block that begins at value ``start``."""
     m = rounded.size
@@ -101,7 +103,7 @@ def write_codes(rounded, codes, start, bits):  # type: ignore[no-untyped-def]
         target[m // 2] = np.uint8(np.int32(rounded[m - 1]) + 8) | np.uint8(0x80)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def read_codes(codes, start, bits, values):  # type: ignore[no-untyped-def]
     """``values`` become the codes of a block that begins at value ``start``."""
     m = values.size

@@ -6,7 +6,7 @@ Bit for bit as ``blockwise.py``: see ``blockwise_blocks.py``.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from shoal.compression.blockwise_blocks import (
     ABSOLUTE,
@@ -20,6 +20,7 @@ from shoal.compression.blockwise_blocks import (
     scale_of,
     write_codes,
 )
+from shoal.compression.jit import njit_untyped
 from shoal.compression.past_caches import bytes_at, finish_streaming, floats_at, lines, put_past_caches
 
 ONE = np.float32(1.0)
@@ -28,7 +29,7 @@ PIECE = 4096
 that and back takes time."""
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def encode(values, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
     """Returns -1, or the first block with a value that is not finite."""
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
@@ -51,7 +52,7 @@ def encode(values, scales, codes, block, bits, seed):  # type: ignore[no-untyped
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def first_bad_sum(values, residual, block):  # type: ignore[no-untyped-def]
     """-1, or the first block with a sum that is not finite."""
     corrected = np.empty(min(block, values.size), np.float32)
@@ -62,7 +63,7 @@ def first_bad_sum(values, residual, block):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def encode_residual(values, residual, left, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
     """Returns -1, or the first block with a sum that is not finite: nothing of it and after it is written then.
 
@@ -88,14 +89,14 @@ def encode_residual(values, residual, left, scales, codes, block, bits, seed):  
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def put(values, target):  # type: ignore[no-untyped-def]
     """Copy; an assignment of slices takes twice as long, as they might overlap."""
     for i in range(values.size):
         target[i] = values[i]
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def split(b, corrected, top, times, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
     """Block ``b`` into its scale and its codes; ``corrected`` becomes what they lose, so many times over. ``top``: the
     bits of its absolute maximum."""
@@ -115,7 +116,7 @@ def split(b, corrected, top, times, scales, codes, rounded_all, how):  # type: i
         corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # type: ignore[no-untyped-def]
     """The sum of packed vectors at ``addresses``, times ``weights``, over the first of ``factors``; what it loses,
     times the second, is ``left``. Returns as ``encode_residual``.
@@ -142,7 +143,7 @@ def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # 
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def sum_up(b, mean, addresses, weights, own, sizes, work, how):  # type: ignore[no-untyped-def]
     """``mean`` becomes the sum of block ``b`` of all, of ``sizes`` as many scales and codes."""
     (block, bits, _), (blocks, code_bytes), (index, values, residual) = how, sizes, own
@@ -171,20 +172,20 @@ def sum_up(b, mean, addresses, weights, own, sizes, work, how):  # type: ignore[
             k += 1
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def add_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
     for i in range(total.size):
         total[i] = total[i] + np.float32(np.float32(first[i] + second[i]) * factor)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def put_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
     """As ``add_sum`` to zeros, but for the sign of a zero."""
     for i in range(total.size):
         total[i] = np.float32(np.float32(first[i] + second[i]) * factor)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def add_two(one, one_scale, one_factor, two, two_scale, two_factor, total):  # type: ignore[no-untyped-def]
     """Add two blocks of int8 codes, ``(m,) int8``, in one go."""
     for i in range(total.size):
@@ -192,7 +193,7 @@ def add_two(one, one_scale, one_factor, two, two_scale, two_factor, total):  # t
         total[i] = sum_ + np.float32(np.float32(np.float32(two[i]) * two_scale) * two_factor)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def add_block(codes, start, bits, scale, factor, total, work):  # type: ignore[no-untyped-def]
     """Add a block that begins at value ``start``."""
     if bits == 8:
@@ -206,7 +207,7 @@ def add_block(codes, start, bits, scale, factor, total, work):  # type: ignore[n
         total[i] = total[i] + np.float32(np.float32(decoded[i] * scale) * factor)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def split_bytes(corrected, times, codes, scale, inverse):  # type: ignore[no-untyped-def]
     """One block in one go: its codes, ``(m,) int8``, and what they lose, so many times over, in its place."""
     for i in range(corrected.size):
@@ -215,7 +216,7 @@ def split_bytes(corrected, times, codes, scale, inverse):  # type: ignore[no-unt
         corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded + ZERO) * scale)) * times
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def add(first, second, out):  # type: ignore[no-untyped-def]
     """Returns the bits of the largest absolute sum: found in passing, as each pass costs as much as the other."""
     top = np.int32(0)
@@ -225,7 +226,7 @@ def add(first, second, out):  # type: ignore[no-untyped-def]
     return top
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def are_plain(scales, safe_bits):  # type: ignore[no-untyped-def]
     """Whether each scale is 0, or normal and at most the one with ``safe_bits``: all but a few hostile ones."""
     bits = scales.view(np.int32)
@@ -235,7 +236,7 @@ def are_plain(scales, safe_bits):  # type: ignore[no-untyped-def]
     return odd == 0
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def decode(scales, codes, out, block, bits):  # type: ignore[no-untyped-def]
     for b in range(scales.size):
         part = out[b * block : min((b + 1) * block, out.size)]
@@ -250,7 +251,7 @@ def decode(scales, codes, out, block, bits):  # type: ignore[no-untyped-def]
             part[i] = part[i] * scale
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def decode_all(sources, rooms, sizes, is_left, safe_bits, block, bits):  # type: ignore[no-untyped-def]
     """Decode packed vectors at addresses ``sources``, of ``sizes`` values, to addresses ``rooms``. ``is_left`` becomes
     whether one is left as it is, as its scales are not plain."""
@@ -270,7 +271,7 @@ def decode_all(sources, rooms, sizes, is_left, safe_bits, block, bits):  # type:
     finish_streaming()  # type: ignore[call-arg]
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def decode_past_caches(scales, codes, out, block):  # type: ignore[no-untyped-def]
     """As ``decode``, of int8 codes ``(n,)``. A mean is far larger than caches are."""
     work = lines(PIECE)
@@ -287,7 +288,7 @@ def decode_past_caches(scales, codes, out, block):  # type: ignore[no-untyped-de
         put_past_caches(work[: end - first], out[first:end])
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def accumulate(scales, codes, total, weight, block, bits):  # type: ignore[no-untyped-def]
     factor = np.float32(weight)
     work = np.empty(min(block, total.size), np.float32)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -9,7 +12,28 @@ import numba
 _F = TypeVar("_F")
 
 
+def sources_digest(folder: Path) -> str:
+    """Of all modules in ``folder``, by their names and contents: 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+_SOURCES = sources_digest(Path(__file__).parent)
+"""numba keeps a kernel's machine code, with all that was compiled into it, for as long as the kernel's own module does
+not change: after an update of a helper's module alone, peers would go on with the old one. So the name under which it
+is kept changes with each module here."""
+
+
 def njit(function: _F) -> _F:
     """``numba.njit``, typed as the function that it is given."""
-    compiled: Any = numba.njit(nogil=True, cache=True)(function)
+    named: Any = function
+    named.__qualname__ += f"_{_SOURCES}"
+    compiled: Any = numba.njit(nogil=True, cache=True)(named)
     return compiled  # type: ignore[no-any-return]
+
+
+njit_untyped: Callable[[Callable[..., object]], Any] = njit
+"""The same for kernels that call each other with what mypy has no types of."""

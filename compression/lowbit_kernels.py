@@ -6,8 +6,8 @@ The same arithmetic, operation for operation, as ``lowbit.py``; no fastmath, so 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from shoal.compression.jit import njit_untyped
 from shoal.compression.lowbit_lanes import above_bits, leave, put, sign_bits
 
 LARGEST_FINITE = np.float32(np.finfo(np.float32).max)
@@ -19,7 +19,7 @@ OUTER = np.float32(1.4)
 HALF, ONE, ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def fold_sizes(values, sums):  # type: ignore[no-untyped-def]
     """Three halvings of ``|values| * 2**-16`` in one go: ``(8 * m,)`` to ``(m,)``."""
     m = sums.size
@@ -33,18 +33,18 @@ def fold_sizes(values, sums):  # type: ignore[no-untyped-def]
         sums[i] = (ae + cg) + (bf + dh)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def above_or_zero(value, limit):  # type: ignore[no-untyped-def]
     size = abs(value * DOWN)
     return size if size > limit else ZERO
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def is_above(value, limit):  # type: ignore[no-untyped-def]
     return np.int32(abs(value * DOWN) > limit)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def fold_above(values, limit, sums):  # type: ignore[no-untyped-def]
     """As ``fold_sizes``, with 0 in place of what does not exceed ``limit``; returns how many do."""
     m = sums.size
@@ -62,7 +62,7 @@ def fold_above(values, limit, sums):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def rest_in_halves(sums, m):  # type: ignore[no-untyped-def]
     """The remaining halvings of ``sums[:m]``, in place."""
     while m >= 8:
@@ -78,7 +78,7 @@ def rest_in_halves(sums, m):  # type: ignore[no-untyped-def]
     return sums[0]
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def magnitude(mean):  # type: ignore[no-untyped-def]
     """A mean of ``|x| * 2**-16`` as the bits of a bfloat16, rounded to nearest, ties to even."""
     mean = min(np.float32(mean * UP), LARGEST_MAGNITUDE)
@@ -88,7 +88,7 @@ def magnitude(mean):  # type: ignore[no-untyped-def]
     return np.int32((bits + np.int32(0x7FFF) + ((bits >> 16) & 1)) >> 16)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def measure(block, count, sums, scales, levels):  # type: ignore[no-untyped-def]
     """Store the magnitudes of a whole block, of which ``count`` values count; False when one is not finite."""
     m = block.size // 8
@@ -110,7 +110,7 @@ def measure(block, count, sums, scales, levels):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def pack(bits, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
     """The codes of the first ``groups`` groups of a block, given by its bits."""
     if levels == 1:
@@ -123,24 +123,24 @@ def pack(bits, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
         codes[2 * g + 1] = above_bits(bits, 8 * g, limit)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def bits_of(scale):  # type: ignore[no-untyped-def]
     """The bits of a stored magnitude as a float32."""
     return np.int32(np.int32(scale) << 16)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def value_of(scale):  # type: ignore[no-untyped-def]
     return np.int32(bits_of(scale)).view(np.float32)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def limit_of(scales):  # type: ignore[no-untyped-def]
     """The bits of the middle between the inner and the outer magnitude."""
     return np.float32(value_of(scales[0]) * HALF + value_of(scales[1]) * HALF).view(np.int32)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def unpack(bits, groups, scales, codes, levels, weight):  # type: ignore[no-untyped-def]
     """``bits`` become those of the first ``groups`` groups of a block, multiplied by ``weight``."""
     inner = np.float32(value_of(scales[0]) * weight).view(np.int32)
@@ -153,7 +153,7 @@ def unpack(bits, groups, scales, codes, levels, weight):  # type: ignore[no-unty
         put(bits, 8 * g, codes[2 * g], codes[2 * g + 1], inner, outer)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def encode(values, scales, codes, block, levels):  # type: ignore[no-untyped-def]
     """False when a value is not finite. ``levels`` is 1 for ``sign``, 2 for ``int2``."""
     n, sums = values.size, np.empty(block // 8, np.float32)
@@ -171,7 +171,7 @@ def encode(values, scales, codes, block, levels):  # type: ignore[no-untyped-def
     return True
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def encode_residual(values, residual, scales, codes, block, levels):  # type: ignore[no-untyped-def]
     """False when a sum is not finite; ``residual`` is as before then.
 
@@ -198,7 +198,7 @@ def encode_residual(values, residual, scales, codes, block, levels):  # type: ig
     return True
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def leave_groups(values, residual, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
     """Write the codes of the first ``groups`` groups of a block's sums, and into ``residual`` what they lose."""
     inner = bits_of(scales[0])
@@ -213,7 +213,7 @@ def leave_groups(values, residual, groups, scales, codes, levels):  # type: igno
         codes[2 * g + 1] = np.uint8(both >> 8)
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def add(first, second, out, block):  # type: ignore[no-untyped-def]
     """The sums of a block, and zeros after those of a short one."""
     for i in range(first.size):
@@ -222,7 +222,7 @@ def add(first, second, out, block):  # type: ignore[no-untyped-def]
         out[i] = ZERO
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def are_plain(scales):  # type: ignore[no-untyped-def]
     """Whether each of ``scales``, int16, has the bits of 0 or of a bfloat16 that is normal and positive."""
     odd = np.int32(0)
@@ -232,7 +232,7 @@ def are_plain(scales):  # type: ignore[no-untyped-def]
     return odd == 0
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def decode(scales, codes, out, block, levels):  # type: ignore[no-untyped-def]
     for b in range(scales.size // levels):
         start, stop = b * block, min((b + 1) * block, out.size)
@@ -245,7 +245,7 @@ def decode(scales, codes, out, block, levels):  # type: ignore[no-untyped-def]
             part[8 * whole :] = last[: part.size - 8 * whole]
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def accumulate(scales, codes, total, weight, block, levels):  # type: ignore[no-untyped-def]
     """The product of each magnitude with ``weight`` is made once: a sign does not change how it is rounded."""
     factor = np.float32(weight)

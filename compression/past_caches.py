@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from shoal.compression.jit import njit_untyped
 
 STREAMED = 16
 """float32 that are written at once past the caches: a line of them."""
@@ -57,7 +59,7 @@ def finish_streaming(typing_context):  # type: ignore[no-untyped-def]
     return types.void(), fence
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def lines(n):  # type: ignore[no-untyped-def]
     """``(n,) float32``, uninitialised, that begins a line."""
     room = np.empty(n + STREAMED, np.float32)
@@ -65,7 +67,7 @@ def lines(n):  # type: ignore[no-untyped-def]
     return room[lead : lead + n]
 
 
-@njit(nogil=True, cache=True)
+@njit_untyped
 def put_past_caches(values, target):  # type: ignore[no-untyped-def]
     """Copy ``(m,) float32``, past the caches as far as ``target`` has whole lines of them. ``finish_streaming`` has to
     follow in the end."""

@@ -1,7 +1,6 @@
 """The compiled kernels of ``sparse.py``: top-k selection and the packing of chunks. Imports numba.
 
-Unpacking stands in ``sparse_unpack_kernels.py``; kernels of two modules do not call each other, for numba's cache
-would miss a change in the other module.
+Unpacking stands in ``sparse_unpack_kernels.py``.
 
 No fastmath: each floating-point operation is rounded once, as in the torch path, which gives the same bits.
 """

@@ -21,7 +21,8 @@ _WINDOW = 8
 """Micro-batches that the throughput is measured on: a slowed replica has lost its share after a few of them."""
 
 _LONGEST_BAN = 32
-"""The longest ban, in patiences; the first is one, and each that follows twice the one before."""
+"""The longest ban, in patiences; the first is one, and each that follows twice the one before. Where nobody else holds
+the stage, or they are all banned, each is one: nothing is won by waiting longer for the only one there is."""
 
 _LONGEST_PAUSE = 6
 """The longest time that a full replica is not asked again is this part of the patience: a heartbeat."""
@@ -49,7 +50,8 @@ class Replica(Generic[KeyT]):
         self._planned = rate
         self._intervals_s: deque[float] = deque([1 / (rate * part)] if rate else [], maxlen=_WINDOW)
         self._silences, self._answers = Delays(patience_s), Delays(patience_s)
-        self._busy_since_s = self._heard_s = self._until_s = self._full_until_s = 0.0
+        self._busy_since_s = self._heard_s = self._full_until_s = 0.0
+        self._banned_s = self._ban_s = 0.0
         self._standing: Standing = "trusted"
         self._spell = self._bans = self._delivered = self._refusals = 0
 
@@ -83,13 +85,14 @@ class Replica(Generic[KeyT]):
         waiting_s = now_s - self._busy_since_s if self._pending else 0.0
         return max(usual_s, waiting_s, _SHORTEST_S)
 
-    def standing(self, now_s: float) -> Standing:
-        if self._standing == "banned" and now_s >= self._until_s:
+    def standing(self, now_s: float, is_needed: bool = False) -> Standing:
+        """``is_needed``: whether there is nobody in its stage who is not banned."""
+        if self._standing == "banned" and now_s >= self._ban_ends_s(is_needed):
             self._standing = "probation"
         return self._standing
 
-    def may_take(self, now_s: float) -> bool:
-        standing = self.standing(now_s)
+    def may_take(self, now_s: float, is_needed: bool) -> bool:
+        standing = self.standing(now_s, is_needed)
         if standing == "banned" or now_s < self._full_until_s:
             return False
         return standing == "trusted" or not self._pending
@@ -135,7 +138,7 @@ class Replica(Generic[KeyT]):
         if self.standing(now_s) == "trusted":
             self._stand("probation")
         else:
-            self._until_s = now_s + self._patience_s * min(2**self._bans, _LONGEST_BAN)
+            self._banned_s, self._ban_s = now_s, self._patience_s * min(2**self._bans, _LONGEST_BAN)
             self._bans = min(self._bans + 1, _LONGEST_BAN)
             self._stand("banned")
 
@@ -152,7 +155,10 @@ class Replica(Generic[KeyT]):
         usual_s = self._answers.usual_s
         return late_s if usual_s is None else min(late_s, sent.at_s + usual_s + self._patience_s)
 
-    def changes_s(self, now_s: float) -> float | None:
+    def changes_s(self, now_s: float, is_needed: bool) -> float | None:
         """When it may be given something again, if only time keeps it from that."""
-        until_s = max(self._until_s if self._standing == "banned" else 0.0, self._full_until_s)
+        until_s = max(self._ban_ends_s(is_needed) if self._standing == "banned" else 0.0, self._full_until_s)
         return until_s if until_s > now_s else None
+
+    def _ban_ends_s(self, is_needed: bool) -> float:
+        return self._banned_s + (self._patience_s if is_needed else self._ban_s)

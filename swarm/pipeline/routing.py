@@ -70,7 +70,8 @@ class Router(Generic[KeyT]):
         Changes nothing: only what is ``sent`` counts.
         """
         hop = self._hops.get(stage, _Hop())
-        free = [peer for peer in hop.turns if peer not in avoid and self._replicas[peer].may_take(now_s)]
+        is_needed = self._are_all_banned(hop, now_s)
+        free = [peer for peer in hop.turns if peer not in avoid and self._replicas[peer].may_take(now_s, is_needed)]
         ends: dict[str, float] = {}
         for peer in free:
             interval_s = self._interval_s(peer, hop.turns, now_s)
@@ -108,7 +109,10 @@ class Router(Generic[KeyT]):
         return True
 
     def failed(self, peer: str, key: KeyT, now_s: float) -> bool:
-        """It took too long, or the link broke. After this a replica is on probation; if it fails on that, banned."""
+        """It took too long, or the link broke. After this a replica is on probation; if it fails on that, banned.
+
+        Bans are for the others to do its part: while all of a stage are banned, none is for longer than the patience.
+        """
         if not self._settle(peer, key):
             return False
         self._replicas[peer].failed(key, now_s)
@@ -135,18 +139,25 @@ class Router(Generic[KeyT]):
 
     def wake_s(self, now_s: float) -> float | None:
         """The next moment at which ``overdue`` or ``pick`` says something else, if nothing happens before."""
-        changes = [replica.changes_s(now_s) for replica in self._replicas.values()]
+        stuck = [hop for hop in self._hops.values() if self._are_all_banned(hop, now_s)]
+        needed = {peer for hop in stuck for peer in hop.turns}
+        changes = [replica.changes_s(now_s, peer in needed) for peer, replica in self._replicas.items()]
         moments = [at_s for at_s in changes if at_s is not None] + [at_s for _, at_s in self._deadlines()]
         return min((at_s for at_s in moments if at_s > now_s), default=None)
 
     def view(self, stage: int, now_s: float) -> dict[str, ReplicaView]:
         """The stage's replicas as they look from here."""
         found: dict[str, ReplicaView] = {}
-        for peer in sorted(self._hops.get(stage, _Hop()).turns):
+        hop = self._hops.get(stage, _Hop())
+        is_needed = self._are_all_banned(hop, now_s)
+        for peer in sorted(hop.turns):
             replica = self._replicas[peer]
             rate = 1 / replica.interval_s(now_s, 0.0) if replica.is_known else None
-            found[peer] = ReplicaView(rate, replica.queue, replica.standing(now_s))
+            found[peer] = ReplicaView(rate, replica.queue, replica.standing(now_s, is_needed))
         return found
+
+    def _are_all_banned(self, hop: _Hop, now_s: float) -> bool:
+        return all(self._replicas[peer].standing(now_s) == "banned" for peer in hop.turns)
 
     def _parts(self, peers: Iterable[str]) -> list[float]:
         """Of what was expected of each, what we get; without those of which not enough is known."""

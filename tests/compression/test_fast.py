@@ -2,8 +2,12 @@
 
 import logging
 import re
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -99,3 +103,45 @@ def test_nothing_is_compiled_after_warming_up(name: str, options: dict[str, Any]
         codec.accumulate(memoryview(bytearray(packed.numpy().tobytes())), total, 3.0)
     assert kernels
     assert {name: len(one.signatures) for name, one in kernels.items()} == before
+
+
+KERNEL = """
+from shoal.compression.helper import answer
+from shoal.compression.jit import njit
+
+@njit
+def ask():
+    return answer()
+
+print(ask())
+"""
+HELPER = """
+from shoal.compression.jit import njit
+
+@njit
+def answer():
+    return {}
+"""
+
+
+def test_machine_code_is_made_anew_when_only_a_helper_s_module_changes(tmp_path: Path) -> None:
+    """numba itself looks at the module of the kernel alone, and would go on with the old answer."""
+    pytest.importorskip("numba")
+    folder = tmp_path / "shoal" / "compression"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    shutil.copy(str(jit_path()), folder)
+    (folder / "kernel.py").write_text(KERNEL)
+    answers = []
+    for number in (1, 1, 2):
+        (folder / "helper.py").write_text(HELPER.format(number))
+        command = [sys.executable, "-c", "import shoal.compression.kernel"]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+        answers.append((ran.stdout.strip(), len(list(folder.glob("__pycache__/kernel.ask*.nbi")))))
+    assert answers == [("1", 1), ("1", 1), ("2", 2)]
+
+
+def jit_path() -> Path:
+    from shoal.compression import jit
+
+    return Path(jit.__file__)

@@ -104,6 +104,15 @@ def test_a_dead_driver_s_work_is_found_by_its_heir() -> None:
     assert all(simulation.computed["forward", one, 0] == 2 for one in again)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_only_replica_behind_a_lossy_link_is_not_shut_out(seed: int) -> None:
+    """A tenth of all messages is lost, so each is banned now and then; it is also all that its stage has."""
+    spans = {f"{stage}/{i}": (stage, stage) for stage, replicas in enumerate([1, 1, 1, 4]) for i in range(replicas)}
+    network = Network(transfer_s=(0.0, 0.5), lost=0.1, broken_transfers=0.05)
+    world = World(4, spans, micro_batch=1, max_in_flight=1, lease_samples=4, network=network)
+    Simulation(world, seed).run(until_s=24 * 4 * world.patience_s)
+
+
 # Anything ---------------------------------------------------------------------------------------------------------
 
 

@@ -196,29 +196,44 @@ def test_senders_begin_at_different_replicas() -> None:
 
 
 def test_one_failure_is_probation_and_a_second_one_a_ban_that_doubles() -> None:
-    made, now_s, key = router("a"), 0.0, 0
+    assert bans_in_patiences(router("a", "b"), avoid={"b"}) == [1, 2, 4, 8, 16, 32, 32, 32]
+
+
+def test_a_stage_whose_replicas_are_all_banned_tries_each_again_after_the_patience() -> None:
+    assert bans_in_patiences(router("a"), avoid=set()) == [1] * 8
+    made = router("a", "b")
+    for key in range(4):
+        made.sent("b", key, 0.0)
+        made.failed("b", key, 0.0)
+    assert made.view(1, 0.0)["b"].standing == "banned"
+    assert bans_in_patiences(made, avoid={"b"}) == [1, 2, 4, 8, 16, 32, 32, 32], "b is let out, and free again"
+
+
+def bans_in_patiences(made: Router[int], avoid: set[str]) -> list[float]:
+    """How long each of eight bans of a lasts, of which each begins with its first micro-batch after the one before."""
+    now_s, key = 0.0, 100
     made.sent("a", key, now_s)
     made.failed("a", key, now_s)
     assert made.view(1, now_s)["a"].standing == "probation"
     bans_s = []
     for _ in range(8):
         key += 1
-        assert made.pick(1, now_s) == "a"
+        assert made.pick(1, now_s, avoid) == "a"
         made.sent("a", key, now_s)
-        assert made.pick(1, now_s) is None, "one at a time on probation"
+        assert made.pick(1, now_s, avoid) is None, "one at a time on probation"
         made.failed("a", key, now_s)
         assert made.view(1, now_s)["a"].standing == "banned"
-        assert made.pick(1, now_s) is None
+        assert made.pick(1, now_s, avoid) is None
         ends_s = made.wake_s(now_s)
         assert ends_s is not None
-        assert made.pick(1, ends_s - 0.001) is None
+        assert made.pick(1, ends_s - 0.001, avoid) is None
         bans_s.append((ends_s - now_s) / PATIENCE_S)
         now_s = ends_s
-    assert bans_s == [1, 2, 4, 8, 16, 32, 32, 32]
+    return bans_s
 
 
 def test_who_delivers_on_probation_is_trusted_and_in_time_forgiven() -> None:
-    made, now_s = router("a"), 0.0
+    made, now_s = router("a", "b"), 0.0
     for key in range(3):
         made.sent("a", key, now_s)
         made.failed("a", key, now_s)
