@@ -20,6 +20,10 @@ Shapes: TypeAlias = Sequence[tuple[str, Sequence[int]]]
 SMALL_VALUES = 4096
 """A tensor with fewer values is small: its bytes do not count beside a matrix's, its precision may."""
 
+_CHUNK_VALUES, _CHUNK_VALUES_BY_BLOCK = 2**20, 2**22
+_PACKED_CHUNK_BYTES = 2**22 + 2**15
+"""A chunk is 4 MiB, as packed; of codecs that have temporaries as large as it, 4 MiB of float32."""
+
 # What tables of tokens and output layers are called in torch, GPT-2, Llama and their relatives.
 _TABLE = re.compile(r"(^|\.)(\w*embed\w*|\w*embd|wte|wpe|lm_head|output|head)(\.|$)")
 
@@ -30,6 +34,11 @@ class Coding(Protocol):
     @property
     def kernels(self) -> Collection[str]:
         """The modules of compiled kernels that its codecs run faster with (``fast.compile_ahead``)."""
+        ...
+
+    @property
+    def most_in_a_chunk(self) -> int:
+        """Values that are packed, and sent, as one at most."""
         ...
 
     def contribution(self, start: int, stop: int) -> Codec:
@@ -51,6 +60,14 @@ class Uniform:
     def kernels(self) -> Collection[str]:
         """See ``Coding.kernels``."""
         return _kernels([self._codec])
+
+    @property
+    def most_in_a_chunk(self) -> int:
+        """See ``Coding.most_in_a_chunk``. Block-wise codecs read each value once, and keep none."""
+        values = _CHUNK_VALUES_BY_BLOCK if isinstance(self._codec, Blockwise) else _CHUNK_VALUES
+        while values > _CHUNK_VALUES and self._codec.packed_bytes(values) > _PACKED_CHUNK_BYTES:
+            values //= 2
+        return values
 
     def contribution(self, start: int, stop: int) -> Codec:
         """See ``Coding.contribution``."""
@@ -88,6 +105,11 @@ class Auto:
     def kernels(self) -> Collection[str]:
         """See ``Coding.kernels``."""
         return _kernels(self._codecs)
+
+    @property
+    def most_in_a_chunk(self) -> int:
+        """See ``Coding.most_in_a_chunk``."""
+        return _CHUNK_VALUES
 
     def contribution(self, start: int, stop: int) -> Codec:
         """See ``Coding.contribution``."""

@@ -10,7 +10,7 @@ from shoal.swarm.links import Link
 from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES
 
 MAX_CHUNK_BYTES = 2**22 + 2**16
-"""Of one chunk's payload: 4 MiB (2**20 float32 elements) and some room for its header."""
+"""Of one chunk's payload: 4 MiB (2**20 float32, 2**22 int8 elements) and some room for scales and its header."""
 
 _SIZE_BYTES = 4
 PREFIX_BYTES = _SIZE_BYTES + HEADER_BYTES

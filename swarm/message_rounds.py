@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from shoal.swarm.message_values import (
+    MAX_CHUNK_ELEMENTS,
     MAX_MEMBERS,
     MAX_PARTS,
     MAX_STAND_INS,
@@ -56,7 +57,7 @@ class RoundPlan(Record):
     round: Count
     anchor_version: Count
     state_digest: Digest
-    chunk_elements: Annotated[int, Field(ge=1, le=2**20)]
+    chunk_elements: Annotated[int, Field(ge=1, le=MAX_CHUNK_ELEMENTS)]
     members: Annotated[tuple[PlanMember, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
     parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
     columns: Annotated[tuple[Column, ...], Field(max_length=MAX_MEMBERS)] = ()

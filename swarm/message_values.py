@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 MAX_MEMBERS = 1024
 MAX_PARTS = 2 * MAX_MEMBERS  # rows of unequal size have some more parts than members
 MAX_STAND_INS = 3
+MAX_CHUNK_ELEMENTS = 2**22
 MAX_RANGES = 4096
 MAX_TENSORS = 65_536
 MAX_LAYERS = 4096
@@ -279,5 +280,5 @@ class Blob(Record):
         "start",
     ]
     number: Count
-    grid: Annotated[int, Field(ge=0, le=2**20)] = 0
+    grid: Annotated[int, Field(ge=0, le=MAX_CHUNK_ELEMENTS)] = 0
     scope: Scope = 0

@@ -293,6 +293,11 @@ class RunFile(_Section):
         except ValueError as error:
             raise RunFileError(f"run {self.run.name}: {error}") from error
 
+    @property
+    def most_in_a_chunk(self) -> int:
+        """Values: as many as packed are no larger than 4 MiB of float32, which a frame can hold."""
+        return self.coding(()).most_in_a_chunk
+
     def coding(self, shapes: Shapes) -> Coding:
         """What contributions and results are packed with, for a model of these tensors."""
         return make_coding(self.averaging.codec, shapes)

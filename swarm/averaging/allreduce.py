@@ -40,8 +40,9 @@ __all__ = ["AllReduce", "Exchange", "ResultStore"]
 
 log = logging.getLogger(__name__)
 
-_FINISHED_AT_ONCE, _PIECES = 4, 16
-"""Chunks, at least, and how many times of a part, at most: a turn of a worker thread costs about as much as a chunk."""
+_FINISHED_AT_ONCE, _FINISHED_ELEMENTS, _PIECES = 4, 2**22, 16
+"""Chunks, at least, if they are no more elements, and how many times of a part, at most: a turn of a worker thread
+costs about as much as a small chunk."""
 
 
 @dataclass
@@ -176,7 +177,8 @@ class AllReduce:
     async def _work_ahead(self, part: Part) -> None:
         """Digest and decode results while others are still on their way: with the last one little is left to do."""
         store, chunks = self._store, self._store.chunks_of(part)
-        step = max(_FINISHED_AT_ONCE, len(chunks) // _PIECES)
+        at_once = min(_FINISHED_AT_ONCE, _FINISHED_ELEMENTS // store.plan.chunk_elements)
+        step = max(1, at_once, len(chunks) // _PIECES)
         for start in range(chunks.start, chunks.stop - step, step):
             for index in range(start, start + step):
                 await store.chunk(index)

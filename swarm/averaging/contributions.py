@@ -12,7 +12,8 @@ from shoal.swarm.errors import BlobUnavailable
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, RoundPlan
 
-_ENCODED_AT_ONCE = 4
+_ENCODED_AT_ONCE, _ENCODED_ELEMENTS = 4, 2**22
+"""Chunks, but not more elements: a turn of a worker thread costs about as much as a small chunk."""
 
 
 def contribution_blob(plan: RoundPlan) -> Blob:
@@ -34,8 +35,8 @@ class ContributionSource:
         self._encoded: dict[int, memoryview] = {}
         self._handed_out: set[int] = set()
         self._locks: dict[range, asyncio.Lock] = {}
-        # Several at once: a turn of a worker thread costs about as much as a chunk.
-        step, parts = _ENCODED_AT_ONCE, [store.chunks_of(part) for part in store.plan.parts]
+        step = max(1, min(_ENCODED_AT_ONCE, _ENCODED_ELEMENTS // store.plan.chunk_elements))
+        parts = [store.chunks_of(part) for part in store.plan.parts]
         runs = [chunks[at : at + step] for chunks in parts for at in range(0, len(chunks), step)]
         self._runs = [run for run in runs for _ in run]
         self._settled = asyncio.Event()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.bandwidth import Bandwidths
 from shoal.swarm.coordinator.coverage import epochs_covered
-from shoal.swarm.coordinator.grouping import as_expected, plan_round
+from shoal.swarm.coordinator.grouping import Rules, as_expected, plan_round
 from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, lost_work, weighted_mean
@@ -134,8 +134,8 @@ class Ending(RunState):
         elements = sum(spec.elements for spec in self.model.layout) if self.model else 0
         self._measure()
         number, trainers, run = self.round.number, self.membership.trainers(), self.run
-        size, seed = run.averaging.group_size, run.run.seed
-        return plan_round(number, self.anchor_version, elements, ready, trainers, size, seed)
+        rules = Rules(run.averaging.group_size, run.run.seed, run.most_in_a_chunk)
+        return plan_round(number, self.anchor_version, elements, ready, trainers, rules)
 
     def _measure(self) -> None:
         """Make up our mind about everybody's link."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_high
 
 from shoal.swarm.averaging.grid import plan_parts, plan_rows
-from shoal.swarm.averaging.partition import StandIns, chunk_elements, owner_shares, split
+from shoal.swarm.averaging.partition import MAX_CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 from shoal.swarm.coordinator.membership import Member, majority, witnesses
 from shoal.swarm.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
 
 _ODDLY_SLOW = 20
 """By so many times slower than the usual link: chunks are not made for it."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a run says of its groups: up to how many are a flat one, the seed of grids, and how many elements its codec
+    packs into the largest chunk."""
+
+    group_size: int
+    seed: int
+    chunk_elements: int = MAX_CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -32,10 +42,9 @@ def plan_round(
     elements: int,
     ready: Mapping[str, PeerToCoordinatorRoundReady],
     members: Mapping[str, Member],
-    group_size: int,
-    seed: int,
+    rules: Rules,
 ) -> RoundPlan | None:
-    """Everybody who has work on the common state; None when nobody has. ``seed``: the run's.
+    """Everybody who has work on the common state; None when nobody has.
 
     Members are ordered by peer id, which fixes the order of summation.
     """
@@ -48,7 +57,7 @@ def plan_round(
     can_own = [members[peer].can_own for peer in peers]
     if not any(can_own):  # an owner that has failed before may do better; one that cannot be reached will not
         can_own = [members[peer].can_be_reached for peer in peers]
-    layout = lay_out(elements, bandwidths_bps, can_own, group_size, seed << 64 | number)
+    layout = lay_out(elements, bandwidths_bps, can_own, replace(rules, seed=rules.seed << 64 | number))
     return RoundPlan(
         round=number,
         anchor_version=anchor_version,
@@ -76,12 +85,10 @@ def as_expected(expected: RoundPlan | None, ready: Mapping[str, PeerToCoordinato
     return expected.model_copy(update={"members": tuple(members)})
 
 
-def lay_out(
-    elements: int, bandwidths_bps: Sequence[float | None], can_own: Sequence[bool], group_size: int, seed: int
-) -> Layout:
-    """One flat group of up to ``group_size`` members; of more a grid, which ``seed`` decides on."""
-    chunk = chunk_elements(elements, len(can_own), _slowest(bandwidths_bps))
-    rows = plan_rows(can_own, group_size, seed)
+def lay_out(elements: int, bandwidths_bps: Sequence[float | None], can_own: Sequence[bool], rules: Rules) -> Layout:
+    """One flat group of up to ``rules.group_size`` members; of more a grid, which the seed decides on."""
+    chunk = chunk_elements(elements, len(can_own), _slowest(bandwidths_bps), rules.chunk_elements)
+    rows = plan_rows(can_own, rules.group_size, rules.seed)
     if len(rows) == 1:
         shares = owner_shares(bandwidths_bps, can_own)
         stand_ins = StandIns(shares, can_own)

@@ -197,3 +197,28 @@ def test_segments_are_for_their_number_of_values() -> None:
             codec.decode(b"", n)
     with pytest.raises(CodecError):
         codec.decode(codec.encode(noise(9405))[:-1], 9405)
+
+
+# chunks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "values"),
+    [
+        ("float32", {}, 2**20),
+        ("float16", {}, 2**20),
+        ("int8", {}, 2**22),
+        ("int8", {"block": 64}, 2**21),
+        ("int8", {"block": 2}, 2**20),
+        ("int4", {}, 2**22),
+        ("topk", {}, 2**20),
+        ("auto", {}, 2**20),
+    ],
+)
+def test_a_chunk_is_four_mebibytes_as_packed_where_a_codec_reads_block_by_block(
+    name: str, options: dict[str, int], values: int
+) -> None:
+    coding = get_coding(name, options)
+    assert coding.most_in_a_chunk == values
+    if name != "auto":
+        assert coding.result(0, values, 1000).packed_bytes(values) <= 2**22 + 2**15, "as a frame holds, with its header"

@@ -23,6 +23,8 @@ def test_chunk_sizes() -> None:
     assert chunk_elements(2**22, 4) == 2**17
     assert chunk_elements(2**20, 4) == 2**16, "a chunk costs more than its bytes below that"
     assert chunk_elements(2**18, 4) == 2**14, "but everybody gets a few"
+    assert chunk_elements(2**30, 4, 1e9, 2**22) == 2**22
+    assert chunk_elements(2**27, 4, 4.9e8, 2**22) < 2**20
     assert chunk_elements(2**22, 4, 1e9) == 2**18, "fewer where links are known to be fast"
     assert chunk_elements(2**18, 4, 1e9) == 2**14
     assert chunk_elements(100, 4) == 4096

@@ -2,7 +2,7 @@
 
 from tests.swarm.coordinator.world import CPU, INITIAL, entry, peer_name
 
-from shoal.swarm.coordinator.grouping import lay_out, plan_round
+from shoal.swarm.coordinator.grouping import Rules, lay_out, plan_round
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.messages import MAX_MEMBERS, MAX_STAND_INS, PeerToCoordinatorRoundReady, RoundPlan
 from shoal.swarm.wire import MAX_MESSAGE_BYTES, _packb
@@ -15,7 +15,7 @@ def plan(
         round=number, anchor_version=2, state_digest=INITIAL, weight_tokens=10, ranges=(), loss=None
     )
     known = {peer_name(one): Member(entry(one), CPU, 0.0, barred_rounds=int(one in slow)) for one in range(members)}
-    made = plan_round(number, 2, 2_000_000, dict.fromkeys(known, ready), known, group_size, seed)
+    made = plan_round(number, 2, 2_000_000, dict.fromkeys(known, ready), known, Rules(group_size, seed))
     assert made is not None
     return made
 
@@ -34,12 +34,19 @@ def test_up_to_the_group_size_one_flat_group() -> None:
 
 def test_one_that_claims_next_to_nothing_does_not_shrink_everybodys_chunks() -> None:
     def chunk(*mbps: float) -> int:
-        return lay_out(2**26, [1e6 * one for one in mbps], [True] * len(mbps), 16, 0).chunk_elements
+        return lay_out(2**26, [1e6 * one for one in mbps], [True] * len(mbps), Rules(16, 0)).chunk_elements
 
     fast = chunk(1000, 1000, 1000, 1000)
     assert chunk(1000, 1000, 1000, 1e-6) == chunk(1000, 1e-6) == fast
     assert chunk(1000, 1000, 1000, 60) < fast
     assert chunk(10, 10, 10, 10) < chunk(1000, 1000, 1000, 60)
+
+
+def test_what_a_codec_packs_into_a_chunk_is_one() -> None:
+    able = [True] * 4
+    assert lay_out(2**27, [1e9] * 4, able, Rules(16, 0)).chunk_elements == 2**20
+    assert lay_out(2**27, [1e9] * 4, able, Rules(16, 0, 2**22)).chunk_elements == 2**22
+    assert lay_out(2**27, [4e8] * 4, able, Rules(16, 0, 2**22)).chunk_elements <= 2**20, "a link is busy with it"
 
 
 def test_more_make_a_grid_whose_stand_ins_are_the_other_relays() -> None:
@@ -70,7 +77,7 @@ def test_who_cannot_deliver_relays_nothing() -> None:
 def test_the_largest_plans_can_be_sent() -> None:
     """Also where groups are so small that columns are far longer than rows."""
     for group_size in (2, 3, 5, 31, 32):
-        made = lay_out(2**30, [None] * MAX_MEMBERS, [True] * MAX_MEMBERS, group_size, 0)
+        made = lay_out(2**30, [None] * MAX_MEMBERS, [True] * MAX_MEMBERS, Rules(group_size, 0))
         columns = _packb([list(column) for column in made.columns])
         parts = _packb([part.model_dump() for part in made.parts])
         assert len(made.parts) <= 2 * MAX_MEMBERS

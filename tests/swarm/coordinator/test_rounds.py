@@ -4,7 +4,7 @@ import pytest
 from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer_name, report
 
 from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
-from shoal.swarm.coordinator.grouping import plan_round
+from shoal.swarm.coordinator.grouping import Rules, plan_round
 from shoal.swarm.coordinator.membership import Member, Membership, majority
 from shoal.swarm.coordinator.rounds import Goal, Work, closing_moment, judge, weighted_mean
 from shoal.swarm.deadlines import Deadlines, Delays
@@ -103,7 +103,7 @@ def plan(
     says = {
         peer_name(number): ready(tokens, (digests or {}).get(number, INITIAL)) for number, tokens in weights.items()
     }
-    return plan_round(3, 2, 50_000, says, {peer_name(number): one for number, one in everybody.items()}, 32, 0)
+    return plan_round(3, 2, 50_000, says, {peer_name(number): one for number, one in everybody.items()}, Rules(32, 0))
 
 
 def some_plan(weights: dict[int, int]) -> RoundPlan:
