@@ -43,7 +43,7 @@ class _Bench:
 
     def __init__(self, coding: Coding, elements: int, peers: int) -> None:
         self.coding, self.peers = coding, peers
-        size = chunk_elements(elements, peers, _FAST_BPS)
+        size = chunk_elements(elements, peers, _FAST_BPS, coding.most_in_a_chunk)
         self.bounds = [(start, min(start + size, elements)) for start in range(0, elements, size)]
         own = max(1, len(self.bounds) // peers)
         self.own, self.others = self.bounds[:own], self.bounds[own:]

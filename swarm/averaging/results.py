@@ -31,6 +31,10 @@ class ResultStore(ChunkStore):
     """The result chunks of a round as they arrive or are made; offered to every member."""
 
     def __init__(self, plan: RoundPlan, coding: Coding, buffers: RoundBuffers | None = None) -> None:
+        """Raises ``WireError`` for a plan with larger chunks than the run's codec packs into a frame."""
+        if plan.chunk_elements > coding.most_in_a_chunk:
+            most = coding.most_in_a_chunk
+            raise WireError(f"the plan of round {plan.round} has chunks of {plan.chunk_elements} values, not {most}")
         self.plan = plan
         self.buffers = buffers or RoundBuffers()
         self.coding = coding

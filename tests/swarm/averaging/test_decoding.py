@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import torch
 from tests.fakes.grids import plan_of
 from tests.fakes.rounds import results_of, verdict_on
@@ -9,6 +10,9 @@ from tests.fakes.rounds import results_of, verdict_on
 from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.decoding import Decoding
 from shoal.swarm.averaging.results import ResultStore, chunks_of
+from shoal.swarm.errors import WireError
+from shoal.swarm.framing import MAX_CHUNK_BYTES
+from shoal.swarm.messages import MAX_MEMBERS
 
 ELEMENTS = 5 * 64 + 7
 CODING = get_coding("int8", None, [("w", (ELEMENTS,))])
@@ -41,6 +45,15 @@ def test_parts_in_any_order_make_the_whole_mean() -> None:
     assert torch.equal(decoding.finish(), filled().mean())
     assert torch.equal(Decoding(filled()).finish(), filled().mean())
     assert bool(filled().mean()[:64].any())
+
+
+def test_chunks_are_as_large_as_frames_can_be_and_no_larger() -> None:
+    plan = plan_of([3] * 4, [[0, 1, 2, 3]], 2**24, chunk=2**22)
+    store = ResultStore(plan, get_coding("int8"))
+    of_most_members = 2 * MAX_MEMBERS // 8  # a bit each, and in a grid one for its row
+    assert 2**22 < store.group.result_bytes(store.codec(0), 2**22) + of_most_members <= MAX_CHUNK_BYTES
+    with pytest.raises(WireError, match="chunks of 4194304 values, not 1048576"):
+        ResultStore(plan, get_coding("float32"))
 
 
 def test_what_is_decoded_is_not_decoded_again() -> None:
