@@ -6,10 +6,12 @@ fuses. The absolute maximum is taken on the floats' bits as integers, which orde
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import uint32
 
-from shoal.compression.jit import njit_untyped
+from shoal.compression.jit import njit
 
 ABSOLUTE = np.int32(0x7FFFFFFF)
 LARGEST_FINITE = np.int32(0x7F7FFFFF)
@@ -30,8 +32,8 @@ SMALLEST_8, LARGEST_SCALE_8 = _limits(127)
 SMALLEST_4, LARGEST_SCALE_4 = _limits(7)
 
 
-@njit_untyped
-def mix(x):  # type: ignore[no-untyped-def]
+@njit
+def mix(x: Any) -> Any:
     """32 bits to 32 well-mixed bits."""
     x = uint32(x)
     x = uint32(x ^ (x >> uint32(16)))
@@ -41,8 +43,8 @@ def mix(x):  # type: ignore[no-untyped-def]
     return uint32(x ^ (x >> uint32(16)))
 
 
-@njit_untyped
-def absmax_bits(bits):  # type: ignore[no-untyped-def]
+@njit
+def absmax_bits(bits: Any) -> Any:
     """The largest of ``bits``, ``(m,) int32``, without their signs."""
     largest = np.int32(0)
     for i in range(bits.size):
@@ -50,8 +52,8 @@ def absmax_bits(bits):  # type: ignore[no-untyped-def]
     return largest
 
 
-@njit_untyped
-def scale_of(bits, largest):  # type: ignore[no-untyped-def]
+@njit
+def scale_of(bits: Any, largest: Any) -> Any:
     """A block's scale and what its values are multiplied with, from the bits of its absolute maximum."""
     if largest == np.float32(127.0):
         smallest, highest = SMALLEST_8, LARGEST_SCALE_8
@@ -63,8 +65,8 @@ def scale_of(bits, largest):  # type: ignore[no-untyped-def]
     return min(np.float32(absmax / largest), highest), np.float32(largest / absmax)
 
 
-@njit_untyped
-def quantize(values, inverse, largest, key, rounded):  # type: ignore[no-untyped-def]
+@njit
+def quantize(values: Any, inverse: Any, largest: Any, key: Any, rounded: Any) -> Any:
     """``rounded`` becomes the codes of one block, as floats; ``key`` below 0: to nearest, else stochastically."""
     if key < 0:
         for i in range(values.size):
@@ -78,15 +80,15 @@ def quantize(values, inverse, largest, key, rounded):  # type: ignore[no-untyped
             rounded[i] = np.rint(min(max(scaled, -largest), largest))
 
 
-@njit_untyped
-def key_of(seed, bits, block):  # type: ignore[no-untyped-def]
+@njit
+def key_of(seed: Any, bits: Any, block: Any) -> Any:
     if seed < 0:
         return np.int64(-1)
     return np.int64(mix(uint32(mix(uint32(uint32(bits) ^ uint32(seed))) ^ uint32(block))))
 
 
-@njit_untyped
-def write_codes(rounded, codes, start, bits):  # type: ignore[no-untyped-def]
+@njit
+def write_codes(rounded: Any, codes: Any, start: Any, bits: Any) -> Any:
     """The codes of a block that begins at value ``start``."""
     m = rounded.size
     if bits == 8:
@@ -103,8 +105,8 @@ def write_codes(rounded, codes, start, bits):  # type: ignore[no-untyped-def]
         target[m // 2] = np.uint8(np.int32(rounded[m - 1]) + 8) | np.uint8(0x80)
 
 
-@njit_untyped
-def read_codes(codes, start, bits, values):  # type: ignore[no-untyped-def]
+@njit
+def read_codes(codes: Any, start: Any, bits: Any, values: Any) -> Any:
     """``values`` become the codes of a block that begins at value ``start``."""
     m = values.size
     if bits == 8:

@@ -5,6 +5,8 @@ Bit for bit as ``blockwise.py``: see ``blockwise_blocks.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
@@ -20,7 +22,7 @@ from shoal.compression.blockwise_blocks import (
     scale_of,
     write_codes,
 )
-from shoal.compression.jit import njit_untyped
+from shoal.compression.jit import njit
 from shoal.compression.past_caches import bytes_at, finish_streaming, floats_at, lines, put_past_caches
 
 ONE = np.float32(1.0)
@@ -29,8 +31,8 @@ PIECE = 4096
 that and back takes time."""
 
 
-@njit_untyped
-def encode(values, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
+@njit
+def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any) -> Any:
     """Returns -1, or the first block with a value that is not finite."""
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
     work = np.empty(min(block, values.size), np.float32)
@@ -52,8 +54,8 @@ def encode(values, scales, codes, block, bits, seed):  # type: ignore[no-untyped
     return -1
 
 
-@njit_untyped
-def first_bad_sum(values, residual, block):  # type: ignore[no-untyped-def]
+@njit
+def first_bad_sum(values: Any, residual: Any, block: Any) -> Any:
     """-1, or the first block with a sum that is not finite."""
     corrected = np.empty(min(block, values.size), np.float32)
     for start in range(0, values.size, block):
@@ -63,8 +65,10 @@ def first_bad_sum(values, residual, block):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit_untyped
-def encode_residual(values, residual, left, scales, codes, block, bits, seed):  # type: ignore[no-untyped-def]
+@njit
+def encode_residual(
+    values: Any, residual: Any, left: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any
+) -> Any:
     """Returns -1, or the first block with a sum that is not finite: nothing of it and after it is written then.
 
     ``left`` may be ``residual``: what is written has been read before.
@@ -89,15 +93,15 @@ def encode_residual(values, residual, left, scales, codes, block, bits, seed):  
     return -1
 
 
-@njit_untyped
-def put(values, target):  # type: ignore[no-untyped-def]
+@njit
+def put(values: Any, target: Any) -> Any:
     """Copy; an assignment of slices takes twice as long, as they might overlap."""
     for i in range(values.size):
         target[i] = values[i]
 
 
-@njit_untyped
-def split(b, corrected, top, times, scales, codes, rounded_all, how):  # type: ignore[no-untyped-def]
+@njit
+def split(b: Any, corrected: Any, top: Any, times: Any, scales: Any, codes: Any, rounded_all: Any, how: Any) -> Any:
     """Block ``b`` into its scale and its codes; ``corrected`` becomes what they lose, so many times over. ``top``: the
     bits of its absolute maximum."""
     block, bits, seed = how
@@ -116,8 +120,10 @@ def split(b, corrected, top, times, scales, codes, rounded_all, how):  # type: i
         corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
 
 
-@njit_untyped
-def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # type: ignore[no-untyped-def]
+@njit
+def encode_mean(
+    addresses: Any, weights: Any, own: Any, factors: Any, left: Any, scales: Any, codes: Any, how: Any
+) -> Any:
     """The sum of packed vectors at ``addresses``, times ``weights``, over the first of ``factors``; what it loses,
     times the second, is ``left``. Returns as ``encode_residual``.
 
@@ -143,8 +149,8 @@ def encode_mean(addresses, weights, own, factors, left, scales, codes, how):  # 
     return -1
 
 
-@njit_untyped
-def sum_up(b, mean, addresses, weights, own, sizes, work, how):  # type: ignore[no-untyped-def]
+@njit
+def sum_up(b: Any, mean: Any, addresses: Any, weights: Any, own: Any, sizes: Any, work: Any, how: Any) -> Any:
     """``mean`` becomes the sum of block ``b`` of all, of ``sizes`` as many scales and codes."""
     (block, bits, _), (blocks, code_bytes), (index, values, residual) = how, sizes, own
     start, k = b * block, 0
@@ -172,29 +178,29 @@ def sum_up(b, mean, addresses, weights, own, sizes, work, how):  # type: ignore[
             k += 1
 
 
-@njit_untyped
-def add_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
+@njit
+def add_sum(first: Any, second: Any, factor: Any, total: Any) -> Any:
     for i in range(total.size):
         total[i] = total[i] + np.float32(np.float32(first[i] + second[i]) * factor)
 
 
-@njit_untyped
-def put_sum(first, second, factor, total):  # type: ignore[no-untyped-def]
+@njit
+def put_sum(first: Any, second: Any, factor: Any, total: Any) -> Any:
     """As ``add_sum`` to zeros, but for the sign of a zero."""
     for i in range(total.size):
         total[i] = np.float32(np.float32(first[i] + second[i]) * factor)
 
 
-@njit_untyped
-def add_two(one, one_scale, one_factor, two, two_scale, two_factor, total):  # type: ignore[no-untyped-def]
+@njit
+def add_two(one: Any, one_scale: Any, one_factor: Any, two: Any, two_scale: Any, two_factor: Any, total: Any) -> Any:
     """Add two blocks of int8 codes, ``(m,) int8``, in one go."""
     for i in range(total.size):
         sum_ = total[i] + np.float32(np.float32(np.float32(one[i]) * one_scale) * one_factor)
         total[i] = sum_ + np.float32(np.float32(np.float32(two[i]) * two_scale) * two_factor)
 
 
-@njit_untyped
-def add_block(codes, start, bits, scale, factor, total, work):  # type: ignore[no-untyped-def]
+@njit
+def add_block(codes: Any, start: Any, bits: Any, scale: Any, factor: Any, total: Any, work: Any) -> Any:
     """Add a block that begins at value ``start``."""
     if bits == 8:
         signed = codes[start : start + total.size].view(np.int8)
@@ -207,8 +213,8 @@ def add_block(codes, start, bits, scale, factor, total, work):  # type: ignore[n
         total[i] = total[i] + np.float32(np.float32(decoded[i] * scale) * factor)
 
 
-@njit_untyped
-def split_bytes(corrected, times, codes, scale, inverse):  # type: ignore[no-untyped-def]
+@njit
+def split_bytes(corrected: Any, times: Any, codes: Any, scale: Any, inverse: Any) -> Any:
     """One block in one go: its codes, ``(m,) int8``, and what they lose, so many times over, in its place."""
     for i in range(corrected.size):
         rounded = np.rint(np.float32(corrected[i] * inverse))
@@ -216,8 +222,8 @@ def split_bytes(corrected, times, codes, scale, inverse):  # type: ignore[no-unt
         corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded + ZERO) * scale)) * times
 
 
-@njit_untyped
-def add(first, second, out):  # type: ignore[no-untyped-def]
+@njit
+def add(first: Any, second: Any, out: Any) -> Any:
     """Returns the bits of the largest absolute sum: found in passing, as each pass costs as much as the other."""
     top = np.int32(0)
     for i in range(out.size):
@@ -226,8 +232,8 @@ def add(first, second, out):  # type: ignore[no-untyped-def]
     return top
 
 
-@njit_untyped
-def are_plain(scales, safe_bits):  # type: ignore[no-untyped-def]
+@njit
+def are_plain(scales: Any, safe_bits: Any) -> Any:
     """Whether each scale is 0, or normal and at most the one with ``safe_bits``: all but a few hostile ones."""
     bits = scales.view(np.int32)
     odd = np.int32(0)
@@ -236,8 +242,8 @@ def are_plain(scales, safe_bits):  # type: ignore[no-untyped-def]
     return odd == 0
 
 
-@njit_untyped
-def decode(scales, codes, out, block, bits):  # type: ignore[no-untyped-def]
+@njit
+def decode(scales: Any, codes: Any, out: Any, block: Any, bits: Any) -> Any:
     for b in range(scales.size):
         part = out[b * block : min((b + 1) * block, out.size)]
         if bits == 8:
@@ -251,8 +257,8 @@ def decode(scales, codes, out, block, bits):  # type: ignore[no-untyped-def]
             part[i] = part[i] * scale
 
 
-@njit_untyped
-def decode_all(sources, rooms, sizes, is_left, safe_bits, block, bits):  # type: ignore[no-untyped-def]
+@njit
+def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: Any, block: Any, bits: Any) -> Any:
     """Decode packed vectors at addresses ``sources``, of ``sizes`` values, to addresses ``rooms``. ``is_left`` becomes
     whether one is left as it is, as its scales are not plain."""
     for k in range(sizes.size):
@@ -271,8 +277,8 @@ def decode_all(sources, rooms, sizes, is_left, safe_bits, block, bits):  # type:
     finish_streaming()  # type: ignore[call-arg]
 
 
-@njit_untyped
-def decode_past_caches(scales, codes, out, block):  # type: ignore[no-untyped-def]
+@njit
+def decode_past_caches(scales: Any, codes: Any, out: Any, block: Any) -> Any:
     """As ``decode``, of int8 codes ``(n,)``. A mean is far larger than caches are."""
     work = lines(PIECE)
     for first in range(0, codes.size, PIECE):
@@ -288,8 +294,8 @@ def decode_past_caches(scales, codes, out, block):  # type: ignore[no-untyped-de
         put_past_caches(work[: end - first], out[first:end])
 
 
-@njit_untyped
-def accumulate(scales, codes, total, weight, block, bits):  # type: ignore[no-untyped-def]
+@njit
+def accumulate(scales: Any, codes: Any, total: Any, weight: Any, block: Any, bits: Any) -> Any:
     factor = np.float32(weight)
     work = np.empty(min(block, total.size), np.float32)
     for b in range(scales.size):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,3 @@ def njit(function: _F) -> _F:
     named.__qualname__ += f"_{_SOURCES}"
     compiled: Any = numba.njit(nogil=True, cache=True)(named)
     return compiled  # type: ignore[no-any-return]
-
-
-njit_untyped: Callable[[Callable[..., object]], Any] = njit
-"""The same for kernels that call each other with what mypy has no types of."""

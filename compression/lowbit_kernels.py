@@ -5,9 +5,11 @@ The same arithmetic, operation for operation, as ``lowbit.py``; no fastmath, so 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from shoal.compression.jit import njit_untyped
+from shoal.compression.jit import njit
 from shoal.compression.lowbit_lanes import above_bits, leave, put, sign_bits
 
 LARGEST_FINITE = np.float32(np.finfo(np.float32).max)
@@ -19,8 +21,8 @@ OUTER = np.float32(1.4)
 HALF, ONE, ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
 
 
-@njit_untyped
-def fold_sizes(values, sums):  # type: ignore[no-untyped-def]
+@njit
+def fold_sizes(values: Any, sums: Any) -> Any:
     """Three halvings of ``|values| * 2**-16`` in one go: ``(8 * m,)`` to ``(m,)``."""
     m = sums.size
     a, b, c, d = values[:m], values[m : 2 * m], values[2 * m : 3 * m], values[3 * m : 4 * m]
@@ -33,19 +35,19 @@ def fold_sizes(values, sums):  # type: ignore[no-untyped-def]
         sums[i] = (ae + cg) + (bf + dh)
 
 
-@njit_untyped
-def above_or_zero(value, limit):  # type: ignore[no-untyped-def]
+@njit
+def above_or_zero(value: Any, limit: Any) -> Any:
     size = abs(value * DOWN)
     return size if size > limit else ZERO
 
 
-@njit_untyped
-def is_above(value, limit):  # type: ignore[no-untyped-def]
+@njit
+def is_above(value: Any, limit: Any) -> Any:
     return np.int32(abs(value * DOWN) > limit)
 
 
-@njit_untyped
-def fold_above(values, limit, sums):  # type: ignore[no-untyped-def]
+@njit
+def fold_above(values: Any, limit: Any, sums: Any) -> Any:
     """As ``fold_sizes``, with 0 in place of what does not exceed ``limit``; returns how many do."""
     m = sums.size
     a, b, c, d = values[:m], values[m : 2 * m], values[2 * m : 3 * m], values[3 * m : 4 * m]
@@ -62,8 +64,8 @@ def fold_above(values, limit, sums):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit_untyped
-def rest_in_halves(sums, m):  # type: ignore[no-untyped-def]
+@njit
+def rest_in_halves(sums: Any, m: Any) -> Any:
     """The remaining halvings of ``sums[:m]``, in place."""
     while m >= 8:
         m //= 8
@@ -78,8 +80,8 @@ def rest_in_halves(sums, m):  # type: ignore[no-untyped-def]
     return sums[0]
 
 
-@njit_untyped
-def magnitude(mean):  # type: ignore[no-untyped-def]
+@njit
+def magnitude(mean: Any) -> Any:
     """A mean of ``|x| * 2**-16`` as the bits of a bfloat16, rounded to nearest, ties to even."""
     mean = min(np.float32(mean * UP), LARGEST_MAGNITUDE)
     if mean < SMALLEST_NORMAL:
@@ -88,8 +90,8 @@ def magnitude(mean):  # type: ignore[no-untyped-def]
     return np.int32((bits + np.int32(0x7FFF) + ((bits >> 16) & 1)) >> 16)
 
 
-@njit_untyped
-def measure(block, count, sums, scales, levels):  # type: ignore[no-untyped-def]
+@njit
+def measure(block: Any, count: Any, sums: Any, scales: Any, levels: Any) -> Any:
     """Store the magnitudes of a whole block, of which ``count`` values count; False when one is not finite."""
     m = block.size // 8
     fold_sizes(block, sums)
@@ -110,8 +112,8 @@ def measure(block, count, sums, scales, levels):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit_untyped
-def pack(bits, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
+@njit
+def pack(bits: Any, groups: Any, scales: Any, codes: Any, levels: Any) -> Any:
     """The codes of the first ``groups`` groups of a block, given by its bits."""
     if levels == 1:
         for g in range(groups):
@@ -123,25 +125,25 @@ def pack(bits, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
         codes[2 * g + 1] = above_bits(bits, 8 * g, limit)
 
 
-@njit_untyped
-def bits_of(scale):  # type: ignore[no-untyped-def]
+@njit
+def bits_of(scale: Any) -> Any:
     """The bits of a stored magnitude as a float32."""
     return np.int32(np.int32(scale) << 16)
 
 
-@njit_untyped
-def value_of(scale):  # type: ignore[no-untyped-def]
+@njit
+def value_of(scale: Any) -> Any:
     return np.int32(bits_of(scale)).view(np.float32)
 
 
-@njit_untyped
-def limit_of(scales):  # type: ignore[no-untyped-def]
+@njit
+def limit_of(scales: Any) -> Any:
     """The bits of the middle between the inner and the outer magnitude."""
     return np.float32(value_of(scales[0]) * HALF + value_of(scales[1]) * HALF).view(np.int32)
 
 
-@njit_untyped
-def unpack(bits, groups, scales, codes, levels, weight):  # type: ignore[no-untyped-def]
+@njit
+def unpack(bits: Any, groups: Any, scales: Any, codes: Any, levels: Any, weight: Any) -> Any:
     """``bits`` become those of the first ``groups`` groups of a block, multiplied by ``weight``."""
     inner = np.float32(value_of(scales[0]) * weight).view(np.int32)
     if levels == 1:
@@ -153,8 +155,8 @@ def unpack(bits, groups, scales, codes, levels, weight):  # type: ignore[no-unty
         put(bits, 8 * g, codes[2 * g], codes[2 * g + 1], inner, outer)
 
 
-@njit_untyped
-def encode(values, scales, codes, block, levels):  # type: ignore[no-untyped-def]
+@njit
+def encode(values: Any, scales: Any, codes: Any, block: Any, levels: Any) -> Any:
     """False when a value is not finite. ``levels`` is 1 for ``sign``, 2 for ``int2``."""
     n, sums = values.size, np.empty(block // 8, np.float32)
     filled = np.zeros(block if n % block else 0, np.float32)
@@ -171,8 +173,8 @@ def encode(values, scales, codes, block, levels):  # type: ignore[no-untyped-def
     return True
 
 
-@njit_untyped
-def encode_residual(values, residual, scales, codes, block, levels):  # type: ignore[no-untyped-def]
+@njit
+def encode_residual(values: Any, residual: Any, scales: Any, codes: Any, block: Any, levels: Any) -> Any:
     """False when a sum is not finite; ``residual`` is as before then.
 
     So all sums are looked at before any is replaced: a chunk is small enough to stay in the cache in between.
@@ -198,8 +200,8 @@ def encode_residual(values, residual, scales, codes, block, levels):  # type: ig
     return True
 
 
-@njit_untyped
-def leave_groups(values, residual, groups, scales, codes, levels):  # type: ignore[no-untyped-def]
+@njit
+def leave_groups(values: Any, residual: Any, groups: Any, scales: Any, codes: Any, levels: Any) -> Any:
     """Write the codes of the first ``groups`` groups of a block's sums, and into ``residual`` what they lose."""
     inner = bits_of(scales[0])
     if levels == 1:
@@ -213,8 +215,8 @@ def leave_groups(values, residual, groups, scales, codes, levels):  # type: igno
         codes[2 * g + 1] = np.uint8(both >> 8)
 
 
-@njit_untyped
-def add(first, second, out, block):  # type: ignore[no-untyped-def]
+@njit
+def add(first: Any, second: Any, out: Any, block: Any) -> Any:
     """The sums of a block, and zeros after those of a short one."""
     for i in range(first.size):
         out[i] = first[i] + second[i]
@@ -222,8 +224,8 @@ def add(first, second, out, block):  # type: ignore[no-untyped-def]
         out[i] = ZERO
 
 
-@njit_untyped
-def are_plain(scales):  # type: ignore[no-untyped-def]
+@njit
+def are_plain(scales: Any) -> Any:
     """Whether each of ``scales``, int16, has the bits of 0 or of a bfloat16 that is normal and positive."""
     odd = np.int32(0)
     for i in range(scales.size):
@@ -232,8 +234,8 @@ def are_plain(scales):  # type: ignore[no-untyped-def]
     return odd == 0
 
 
-@njit_untyped
-def decode(scales, codes, out, block, levels):  # type: ignore[no-untyped-def]
+@njit
+def decode(scales: Any, codes: Any, out: Any, block: Any, levels: Any) -> Any:
     for b in range(scales.size // levels):
         start, stop = b * block, min((b + 1) * block, out.size)
         stored, packed = scales[b * levels : (b + 1) * levels], codes[start // 8 * levels :]
@@ -245,8 +247,8 @@ def decode(scales, codes, out, block, levels):  # type: ignore[no-untyped-def]
             part[8 * whole :] = last[: part.size - 8 * whole]
 
 
-@njit_untyped
-def accumulate(scales, codes, total, weight, block, levels):  # type: ignore[no-untyped-def]
+@njit
+def accumulate(scales: Any, codes: Any, total: Any, weight: Any, block: Any, levels: Any) -> Any:
     """The product of each magnitude with ``weight`` is made once: a sign does not change how it is rounded."""
     factor = np.float32(weight)
     work = np.empty(block, np.float32)

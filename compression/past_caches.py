@@ -5,40 +5,42 @@ A store by way of the caches reads each line before it changes all of it; past t
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from shoal.compression.jit import njit_untyped
+from shoal.compression.jit import njit
 
 STREAMED = 16
 """float32 that are written at once past the caches: a line of them."""
 
 
 @intrinsic
-def floats_at(typing_context, address):  # type: ignore[no-untyped-def]
+def floats_at(typing_context: Any, address: Any) -> Any:
     """A pointer to float32: an array of arrays of any number is nothing that numba compiles once for all."""
     return types.CPointer(types.float32)(address), _as_pointer  # type: ignore[no-untyped-call]
 
 
 @intrinsic
-def bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
+def bytes_at(typing_context: Any, address: Any) -> Any:
     """A pointer to uint8."""
     return types.CPointer(types.uint8)(address), _as_pointer  # type: ignore[no-untyped-call]
 
 
-def _as_pointer(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+def _as_pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
 
 @intrinsic
-def stream(typing_context, source, target):  # type: ignore[no-untyped-def]
+def stream(typing_context: Any, source: Any, target: Any) -> Any:
     """Copy ``STREAMED`` float32 from an address to another, which is aligned to as many, not by way of the caches."""
     return types.void(types.int64, types.int64), _streamed
 
 
-def _streamed(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+def _streamed(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     vector = ir.VectorType(ir.FloatType(), STREAMED).as_pointer()
     value = builder.load(builder.inttoptr(arguments[0], vector))
     value.align = 4
@@ -49,26 +51,26 @@ def _streamed(context, builder, signature, arguments):  # type: ignore[no-untype
 
 
 @intrinsic
-def finish_streaming(typing_context):  # type: ignore[no-untyped-def]
+def finish_streaming(typing_context: Any) -> Any:
     """What was streamed is there before whatever this thread writes from now on."""
 
-    def fence(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def fence(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
     return types.void(), fence
 
 
-@njit_untyped
-def lines(n):  # type: ignore[no-untyped-def]
+@njit
+def lines(n: Any) -> Any:
     """``(n,) float32``, uninitialised, that begins a line."""
     room = np.empty(n + STREAMED, np.float32)
     lead = -room.ctypes.data // 4 % STREAMED
     return room[lead : lead + n]
 
 
-@njit_untyped
-def put_past_caches(values, target):  # type: ignore[no-untyped-def]
+@njit
+def put_past_caches(values: Any, target: Any) -> Any:
     """Copy ``(m,) float32``, past the caches as far as ``target`` has whole lines of them. ``finish_streaming`` has to
     follow in the end."""
     n, address = values.size, target.ctypes.data
