@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -30,5 +30,4 @@ def njit(function: _F) -> _F:
     """``numba.njit``, typed as the function that it is given."""
     named: Any = function
     named.__qualname__ += f"_{_SOURCES}"
-    compiled: Any = numba.njit(nogil=True, cache=True)(named)
-    return compiled  # type: ignore[no-any-return]
+    return cast(_F, numba.njit(nogil=True, cache=True)(named))

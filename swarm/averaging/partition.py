@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-MAX_CHUNK_ELEMENTS = 2**20
+CHUNK_ELEMENTS = 2**20
 """4 MiB of float32, for codecs of which nothing else is known. Every chunk costs event loops and kernels some steps,
 each of which finds the caches full of it."""
 
@@ -18,13 +18,11 @@ _MOST_A_MEMBER, _FEWEST_A_MEMBER = 8, 4
 
 _CHUNK_S, _MOST_CHUNKS = 0.01, 1024
 
-_FAST_BPS = 5e8
-"""From there on processors set the pace (``Bandwidths``), and chunks cost them more than they bring."""
+FAST_BPS = 5e8
+"""From there on processors set the pace, and chunks cost them more than they bring."""
 
 
-def chunk_elements(
-    elements: int, members: int, slowest_bps: float | None = None, most: int = MAX_CHUNK_ELEMENTS
-) -> int:
+def chunk_elements(elements: int, members: int, slowest_bps: float | None = None, most: int = CHUNK_ELEMENTS) -> int:
     """Elements a chunk: ``most``, less for small models so that every member gets a few.
 
     Less, too, for links that are slow, or may be: every owner's last chunk arrives when all other work is done. As many
@@ -36,11 +34,9 @@ def chunk_elements(
     if not slowest_bps:
         fine = math.ceil(elements / (members * _MOST_A_MEMBER))
         wanted = min(wanted, max(fine, _SMALL_CHUNK_ELEMENTS), _USUAL_CHUNK_ELEMENTS)
-    elif slowest_bps < _FAST_BPS:
+    elif slowest_bps < FAST_BPS:
         # At a byte an element, as int8 has it; but not so many that the chunks cost more than the link.
-        wanted = min(
-            wanted, MAX_CHUNK_ELEMENTS, max(int(slowest_bps * _CHUNK_S / 8), math.ceil(elements / _MOST_CHUNKS))
-        )
+        wanted = min(wanted, CHUNK_ELEMENTS, max(int(slowest_bps * _CHUNK_S / 8), math.ceil(elements / _MOST_CHUNKS)))
     a_member = math.ceil(elements / (members * wanted))
     return math.ceil(elements / (members * a_member) / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS
 

@@ -34,7 +34,9 @@ class ResultStore(ChunkStore):
         """Raises ``WireError`` for a plan with larger chunks than the run's codec packs into a frame."""
         if plan.chunk_elements > coding.most_in_a_chunk:
             most = coding.most_in_a_chunk
-            raise WireError(f"the plan of round {plan.round} has chunks of {plan.chunk_elements} values, not {most}")
+            raise WireError(
+                f"the plan of round {plan.round} has chunks of {plan.chunk_elements} values, not up to {most}"
+            )
         self.plan = plan
         self.buffers = buffers or RoundBuffers()
         self.coding = coding

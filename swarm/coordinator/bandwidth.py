@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from statistics import median_high, median_low
 
+from shoal.swarm.averaging.partition import FAST_BPS
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
 
@@ -14,10 +15,6 @@ _SLOW_START = 3.0
 _ALIKE = 1.3
 """Links whose figures differ by no more are taken to be equal: what rounds show is no more exact than that, and the
 best shares of owners differ by several times as much as their links."""
-
-_FASTEST_BPS = 5e8
-"""From there on processors set the pace: what a link has shown says how much its member had to do, and whoever were
-given more because of it would show more still."""
 
 
 class Bandwidths:
@@ -70,11 +67,12 @@ class Bandwidths:
 
 def _levelled(figures: Mapping[str, float]) -> dict[str, float]:
     """Those that are alike get the lower middle one of their figures; the fastest one's come first, then the rest's.
-    So are all that are too fast to tell."""
+    So are all that are too fast to tell: what they have shown says how much they had to do, and whoever were given more
+    because of it would show more still."""
     levelled: dict[str, float] = {}
     left = sorted(figures, key=lambda peer: (-figures[peer], peer))
     while left:
-        fastest = min(figures[left[0]], _FASTEST_BPS)
+        fastest = min(figures[left[0]], FAST_BPS)
         alike = [peer for peer in left if figures[peer] * _ALIKE >= fastest]
         levelled |= dict.fromkeys(alike, median_low(figures[peer] for peer in alike))
         left = left[len(alike) :]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median_high
 
 from shoal.swarm.averaging.grid import plan_parts, plan_rows
-from shoal.swarm.averaging.partition import MAX_CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
+from shoal.swarm.averaging.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 from shoal.swarm.coordinator.membership import Member, majority, witnesses
 from shoal.swarm.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
 
@@ -22,7 +22,7 @@ class Rules:
 
     group_size: int
     seed: int
-    chunk_elements: int = MAX_CHUNK_ELEMENTS
+    chunk_elements: int = CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.averaging.partition import MAX_CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
+from shoal.swarm.averaging.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 
 MEMBERS = st.lists(st.tuples(st.none() | st.floats(0, 1e18, allow_nan=False), st.booleans()), min_size=1, max_size=40)
 ELEMENTS = st.integers(1, 2**34)
@@ -14,7 +14,7 @@ ELEMENTS = st.integers(1, 2**34)
 def test_chunks_are_blocks_of_codecs(elements: int, members: int) -> None:
     chunk = chunk_elements(elements, members)
     assert chunk % 4096 == 0
-    assert 4096 <= chunk <= MAX_CHUNK_ELEMENTS == 2**20
+    assert 4096 <= chunk <= CHUNK_ELEMENTS == 2**20
 
 
 def test_chunk_sizes() -> None:
