@@ -1,16 +1,19 @@
 """The plan that is expected: announced with the closing, then confirmed or replaced."""
 
-from tests.swarm.coordinator.world import World, run_file
+import pytest
+from tests.swarm.coordinator.world import MODEL, World, run_file
 
-from shoal.swarm.messages import RoundPlan
+from shoal.swarm.messages import RoundPlan, TensorSpec
 
 
-def closing(world: World, members: int = 4) -> RoundPlan | None:
-    """They work until the closing is announced; what is expected then."""
+def closing(world: World, members: int = 4, bps: float = 0.0) -> RoundPlan | None:
+    """They work until the closing is announced, with links of which they claim ``bps``; what is expected then."""
     workers = world.workers[:members]
     while world.machine.round.phase != "closing":
         for worker in workers:
             world.behave(worker)
+            if bps:
+                world.beat(worker, bandwidth_bps=bps)
         if world.machine.round.phase != "closing":
             world.tick(0.1)
     expected = world.view(workers[0]).expected
@@ -104,6 +107,19 @@ def test_what_members_say_of_their_links_meanwhile_changes_nothing() -> None:
     assert plan is not None
     assert plan.parts == expected.parts
     assert world.view(world.workers[0]).as_expected
+
+
+@pytest.mark.parametrize(("codec", "most"), [("int8", 2**22), ("float16", 2**20)])
+def test_chunks_are_as_large_as_the_run_s_codec_packs_into_one(
+    monkeypatch: pytest.MonkeyPatch, codec: str, most: int
+) -> None:
+    large = TensorSpec(name="w", shape=(2**13, 2**14), dtype="float32")
+    monkeypatch.setattr("tests.swarm.coordinator.world.MODEL", MODEL.model_copy(update={"layout": (large,)}))
+    run = run_file()
+    world = World(run.model_copy(update={"averaging": run.averaging.model_copy(update={"codec": codec})}), members=4)
+    expected = closing(world, bps=1e9)
+    assert expected is not None
+    assert expected.chunk_elements == most
 
 
 def test_a_coordinator_that_started_anew_expects_nothing() -> None:
