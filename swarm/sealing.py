@@ -32,6 +32,8 @@ HEADER_BYTES = _HEADER.size
 _WINDOW = 2**16
 """Wide: a frame of a slow consumer may wait while gigabytes of other streams of its link go past."""
 
+_SEEN_MASK = (1 << _WINDOW) - 1
+
 
 class Header(NamedTuple):
     """Plain, authenticated: which link, its frame counter, what kind of frame, whose blob (a scope), which stream,
@@ -84,7 +86,7 @@ class ReplayWindow:
     def mark(self, counter: int) -> None:
         age = self._highest - counter
         if age < 0:
-            self._seen = (self._seen << -age | 1) & ((1 << _WINDOW) - 1) if -age < _WINDOW else 1
+            self._seen = (self._seen << -age | 1) & _SEEN_MASK if -age < _WINDOW else 1
             self._highest = counter
         else:
             self._seen |= 1 << age

@@ -24,6 +24,16 @@ class Traffic:
 
     def shares(self, me: int) -> dict[int, float]:
         """Of all that this member sends, the share that goes to each other one."""
+        sent = self._sent(me)
+        total = sent.total()
+        return {member: size / total for member, size in sent.items()}
+
+    def elements(self, me: int) -> int:
+        """All that this member sends."""
+        return self._sent(me).total()
+
+    def _sent(self, me: int) -> Counter[int]:
+        """By who gets it."""
         sent: Counter[int] = Counter()
         row = self._plan.members[me].row
         for collectors, owners in self._collected.items():
@@ -37,5 +47,4 @@ class Traffic:
                 for other in collectors if owner == me else (owner,):
                     sent[other] += owned
         del sent[me]
-        total = sent.total()
-        return {member: size / total for member, size in sent.items()}
+        return sent

@@ -6,12 +6,16 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from statistics import median_high, median_low
 
+from shoal.compression.coding import Coding
 from shoal.swarm.averaging.partition import FAST_BPS
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 _ROUNDS = 3
 _SLOW_START = 3.0
+_FEWEST_BYTES = 2**20
+"""Less says more about delays than about a link."""
+
 _ALIKE = 1.3
 """Links whose figures differ by no more are taken to be equal: what rounds show is no more exact than that, and the
 best shares of owners differ by several times as much as their links."""
@@ -25,14 +29,26 @@ class Bandwidths:
     of two in all the slower one for a member that claims nothing, as nothing else bounds the other. Else only most of
     the members together can make one of them faster than it is. Taken is the median of its last three rounds, of two
     the lower one: one odd round changes little, and a link that has become slow is known for it after two.
+
+    But no link is slower than what went over it in a round that nothing failed in (``sent_at_least``): who waits for a
+    chunk cannot tell a slow link from a processor that is busy.
     """
 
     def __init__(self) -> None:
         self._seen: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
         """Of each round the figure without a claim and the one with it."""
+        self._least: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
 
-    def learn(self, plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport]) -> None:
-        """Take in the reports of a round, by peer id. One witness is not believed where there could have been two."""
+    def learn(
+        self,
+        plan: RoundPlan,
+        reports: Mapping[str, PeerToCoordinatorRoundReport],
+        least_bps: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take in the reports of a round, by peer id, and what ``sent_at_least`` says of it. One witness is not
+        believed where there could have been two."""
+        for peer, bps in (least_bps or {}).items():
+            self._least[peer].append(bps)
         rates: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for witness, report in reports.items():
             for one in report.deliveries:
@@ -52,7 +68,7 @@ class Bandwidths:
         A member may claim less than the others have seen of it, never more. Of whom nobody has seen anything yet is
         believed at most what is usual here."""
         seen = {
-            peer: median_low(figures[claims_bps[peer] > 0] for figures in rounds)
+            peer: max(median_low(figures[claims_bps[peer] > 0] for figures in rounds), self._at_least(peer))
             for peer, rounds in self._seen.items()
             if peer in claims_bps
         }
@@ -63,6 +79,29 @@ class Bandwidths:
         figures = [figure for peer, claim in claims_bps.items() if (figure := seen.get(peer, claim)) > 0]
         usual = median_high(figures) if figures else 0.0
         return _levelled({peer: _capped(claim, seen.get(peer), usual) for peer, claim in claims_bps.items()})
+
+    def _at_least(self, peer: str) -> float:
+        """Of two rounds the better one: the first of all warms everything up."""
+        return median_high(self._least[peer]) if peer in self._least else 0.0
+
+
+def sent_at_least(
+    plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport], coding: Coding, took_s: float
+) -> dict[str, float]:
+    """What each member must have sent, in bits a second, by peer id, for all to have everything after ``took_s``: since
+    the first of them was ready, as some of it goes out then. Nothing where anything is missing."""
+    members = [member.peer for member in plan.members]
+    if took_s <= 0.0 or len(members) < 2:
+        return {}
+    for peer in members:
+        report = reports.get(peer)
+        if report is None or None in report.digests or report.dropped or report.failed:
+            return {}
+    elements, traffic = plan.parts[-1].stop, Traffic(plan)
+    codecs = coding.contribution(0, elements), coding.result(0, elements, len(members))
+    packed_bytes = min(codec.packed_bytes(elements) for codec in codecs)
+    sent_bytes = {peer: packed_bytes * traffic.elements(index) / elements for index, peer in enumerate(members)}
+    return {peer: 8 * size / took_s for peer, size in sent_bytes.items() if size >= _FEWEST_BYTES}
 
 
 def _levelled(figures: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.bandwidth import Bandwidths
+from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.coverage import epochs_covered
 from shoal.swarm.coordinator.grouping import Rules, as_expected, plan_round
 from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
@@ -144,6 +144,11 @@ class Ending(RunState):
         for peer, bps in believed.items():
             trainers[peer].bandwidth_bps = bps
 
+    def _learn_bandwidths(self, plan: RoundPlan) -> None:
+        shapes = [(spec.name, spec.shape) for spec in self.model.layout] if self.model else []
+        reports, took_s = self.round.reports, self.round.reported_s - self.round.ready_s
+        self._bandwidths.learn(plan, reports, sent_at_least(plan, reports, self.run.coding(shapes), took_s))
+
     def expect(self) -> None:
         """Say ahead what the plan will be, if all who work for the round are ready: of a flat group only, as the plan
         of a grid is large, and of no batch that has to be whole, as nobody knows ahead when it is."""
@@ -220,7 +225,7 @@ class Ending(RunState):
     def give_verdict(self, unsigned: f.VerdictGiven) -> None:
         """Sign it: the round has ended."""
         if self.round.plan is not None:
-            self._bandwidths.learn(self.round.plan, self.round.reports)
+            self._learn_bandwidths(self.round.plan)
         chain = chain_hash(unsigned.verdict)
         signed = unsigned.verdict.model_copy(update={"chain": chain, "signature": self._sign(signed_bytes(chain))})
         self.end_round(unsigned.model_copy(update={"verdict": signed}))

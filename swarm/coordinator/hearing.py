@@ -63,6 +63,7 @@ class Hearing(Ending):
         before = self.round.ready.get(peer)
         if before is None:
             self._ready_delays.saw(now_s - self.round.closes_s)
+            self.round.ready_s = min(self.round.ready_s, now_s)
         elif before != ready:
             self.round.expected = None  # others may have got some of what it brought before
         self.round.ready[peer] = ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class Round:
     opened_s: float = 0.0
     closes_s: float = 0.0
     ready: dict[str, PeerToCoordinatorRoundReady] = field(default_factory=dict)
+    ready_s: float = math.inf
     plan: RoundPlan | None = None
     expected: RoundPlan | None = None
     ranges: dict[str, Ranges] = field(default_factory=dict)

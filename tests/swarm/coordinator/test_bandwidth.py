@@ -1,12 +1,14 @@
 import pytest
+from tests.swarm.coordinator import world as worlds
 from tests.swarm.coordinator.test_rounds import PLAN, some_plan
-from tests.swarm.coordinator.world import World, peer_name, report, run_file
+from tests.swarm.coordinator.world import MODEL, World, peer_name, report, run_file
 
 from shoal.swarm.averaging.traffic import Traffic
-from shoal.swarm.coordinator.bandwidth import Bandwidths
+from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.grouping import Rules, lay_out
 from shoal.swarm.errors import WireError
 from shoal.swarm.messages import Delivery, PeerToCoordinatorRoundReport, PlanMember, RoundPlan
+from shoal.swarm.run_values import make_coding
 
 
 def cut(plan: RoundPlan, *chunks: int) -> RoundPlan:
@@ -104,6 +106,57 @@ def test_a_first_round_that_opened_the_links_makes_nobody_slow() -> None:
     assert bandwidths.believed(CLAIMS)[E] == pytest.approx(5e7), "but twice is no accident"
 
 
+def test_no_link_is_slower_than_what_went_over_it() -> None:
+    bandwidths = Bandwidths()
+    slow, everyone = everybody(FIVE, dict.fromkeys(range(5), 1e7)), [A, B, C, D, E]
+    bandwidths.learn(FIVE, slow, dict.fromkeys(everyone, 5e6) | {E: 1e8})
+    assert bandwidths.believed(CLAIMS) == pytest.approx(dict.fromkeys(everyone[:4], 1e7) | {E: 1e8})
+    assert bandwidths.believed(CLAIMS | {E: 2e7})[E] == pytest.approx(2e7), "it may claim less"
+    bandwidths.learn(FIVE, slow, dict.fromkeys(everyone, 1e8))
+    assert bandwidths.believed(CLAIMS) == pytest.approx(dict.fromkeys(everyone, 1e8)), "of two rounds the better"
+    bandwidths.learn(FIVE, slow, dict.fromkeys(everyone, 2e7))
+    bandwidths.learn(FIVE, slow, dict.fromkeys(everyone, 2e7))
+    assert bandwidths.believed(CLAIMS)[A] == pytest.approx(2e7), "and of three the middle one"
+    for _ in range(2):
+        bandwidths.learn(FIVE, slow)
+    assert bandwidths.believed(CLAIMS)[A] == pytest.approx(2e7), "rounds that say nothing of it change nothing"
+
+
+MANY = cut(some_plan(dict.fromkeys(range(4), 10)), *[1024] * 4)
+"""4 Mi elements a part."""
+
+ALL_WELL = {worker.peer: report(MANY) for worker in MANY.members}
+INT8 = make_coding("int8", ())
+
+
+def test_what_a_round_moved_everybody_must_have_sent() -> None:
+    assert MANY.parts[-1].stop == 2**24
+    size = INT8.contribution(0, 2**24).packed_bytes(2**24)
+    # Three quarters of the vector to the other owners, and its own quarter's mean to three.
+    assert sent_at_least(MANY, ALL_WELL, INT8, 2.0) == pytest.approx(dict.fromkeys([A, B, C, D], 8 * size * 1.5 / 2.0))
+    plan = cut(MANY, 1024, 1024, 1024)
+    least = sent_at_least(plan, {one.peer: report(plan) for one in plan.members}, INT8, 1.0)
+    assert least[D] == pytest.approx(least[A] * 3 / 5), "who owns nothing sends only what it contributes"
+
+
+def test_of_a_round_in_which_anything_is_missing_nobody_must_have_sent_anything() -> None:
+    one = ALL_WELL[A]
+    for changed in (
+        one.model_copy(update={"dropped": (1,)}),
+        one.model_copy(update={"failed": (1,)}),
+        report(MANY, missing=(2,)),
+    ):
+        assert sent_at_least(MANY, ALL_WELL | {A: changed}, INT8, 2.0) == {}
+    assert sent_at_least(MANY, {A: one, B: one, C: one}, INT8, 2.0) == {}
+    assert sent_at_least(MANY, ALL_WELL, INT8, 0.0) == {}
+    alone = some_plan({0: 10})
+    assert sent_at_least(alone, {A: report(alone)}, INT8, 1e-9) == {}
+
+
+def test_a_little_says_nothing_of_a_link() -> None:
+    assert sent_at_least(FIVE, {one.peer: report(FIVE) for one in FIVE.members}, INT8, 1e-9) == {}
+
+
 def test_a_minority_of_witnesses_changes_nothing() -> None:
     honest = {0: {1: 9.0, 2: 9.0, 3: 9.0, 4: 2.0}, 1: {0: 9.0, 2: 9.0, 3: 9.0, 4: 2.0}}
     honest |= {2: {0: 9.0, 1: 9.0, 3: 9.0, 4: 2.0}}
@@ -161,8 +214,8 @@ def test_in_a_grid_the_relays_of_its_row_are_the_witnesses() -> None:
 # In the machine -----------------------------------------------------------------------------------------------
 
 
-def shares(world: World, claims: dict[int, float], links_bps: dict[int, float]) -> list[int]:
-    """A round in which everybody claims and delivers so much; the elements that each member owned."""
+def shares(world: World, claims: dict[int, float], links_bps: dict[int, float], took_s: float = 0.0) -> list[int]:
+    """A round in which everybody claims and delivers so much, after so long; the elements that each member owned."""
     workers = world.workers[: len(claims)]
     while world.machine.round.phase != "averaging":
         for number, worker in enumerate(workers):
@@ -172,6 +225,10 @@ def shares(world: World, claims: dict[int, float], links_bps: dict[int, float]) 
     plan = world.machine.round.plan
     assert plan is not None
     reports = everybody(plan, links_bps)
+    for _ in range(round(took_s / 0.25)):
+        for worker in workers:
+            world.beat(worker)
+        world.tick(0.25)
     for worker in workers:
         world.machine.report(worker.peer, reports[worker.peer], world.now_s)
     world.tick(0.25)
@@ -189,6 +246,21 @@ def test_parts_follow_what_was_delivered_and_not_what_is_claimed() -> None:
     assert first[3] <= max(first[:3]), "nobody has seen anything: a boast gives nothing"
     second = shares(world, claims, links)
     assert second[3] == 0 < min(second[:3])
+
+
+def test_links_are_as_fast_as_rounds_show_whatever_their_witnesses_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first contribution that is ready to the last report: the second round is planned by the first."""
+    large = MODEL.model_copy(update={"layout": (MODEL.layout[0].model_copy(update={"shape": (1000, 20_000)}),)})
+    monkeypatch.setattr(worlds, "MODEL", large)
+    world = World(run_file(), members=4)
+    claims, links = dict.fromkeys(range(4), 1e10), dict.fromkeys(range(4), 1e7)
+    shares(world, claims, links, took_s=1.5)
+    shares(world, claims, links, took_s=1.5)
+    size = INT8.contribution(0, 20_000_000).packed_bytes(20_000_000)
+    for worker in world.workers[:4]:
+        believed = world.machine.membership.members[worker.peer].bandwidth_bps
+        assert believed == pytest.approx(8 * size * 1.5 / 1.5, rel=0.4), "a tick or two more than that"
+        assert believed <= 8 * size * 1.5 / 1.5
 
 
 def test_deliveries_of_nobody_are_refused() -> None:
