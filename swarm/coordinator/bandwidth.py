@@ -47,8 +47,8 @@ class Bandwidths:
     ) -> None:
         """Take in the reports of a round, by peer id, and what ``sent_at_least`` says of it. One witness is not
         believed where there could have been two."""
-        for peer, bps in (least_bps or {}).items():
-            self._least[peer].append(bps)
+        for planned in plan.members:  # a round that says nothing counts, too: what a link once carried it may have lost
+            self._least[planned.peer].append((least_bps or {}).get(planned.peer, 0.0))
         rates: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for witness, report in reports.items():
             for one in report.deliveries:
