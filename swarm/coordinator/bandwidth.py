@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from statistics import median_high, median_low
+from types import MappingProxyType
 
 from shoal.compression.coding import Coding
 from shoal.swarm.averaging.partition import FAST_BPS
@@ -43,12 +44,12 @@ class Bandwidths:
         self,
         plan: RoundPlan,
         reports: Mapping[str, PeerToCoordinatorRoundReport],
-        least_bps: Mapping[str, float] | None = None,
+        least_bps: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Take in the reports of a round, by peer id, and what ``sent_at_least`` says of it. One witness is not
         believed where there could have been two."""
         for planned in plan.members:  # a round that says nothing counts, too: what a link once carried it may have lost
-            self._least[planned.peer].append((least_bps or {}).get(planned.peer, 0.0))
+            self._least[planned.peer].append(least_bps.get(planned.peer, 0.0))
         rates: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for witness, report in reports.items():
             for one in report.deliveries:

@@ -140,6 +140,17 @@ def test_what_a_round_moved_everybody_must_have_sent() -> None:
     assert least[D] == pytest.approx(least[A] * 3 / 5), "who owns nothing sends only what it contributes"
 
 
+def test_where_means_are_packed_larger_nobody_must_have_sent_more_than_contributions() -> None:
+    sparse = make_coding("topk", ())
+    assert sparse.contribution(0, 2**24).packed_bytes(2**24) < sparse.result(0, 2**24, 4).packed_bytes(2**24)
+    large = cut(some_plan(dict.fromkeys(range(4), 10)), *[65536] * 4)
+    said_well = {one.peer: report(large) for one in large.members}
+    size = sparse.contribution(0, 2**30).packed_bytes(2**30)
+    assert sent_at_least(large, said_well, sparse, 2.0) == pytest.approx(
+        dict.fromkeys([A, B, C, D], 8 * size * 1.5 / 2.0)
+    )
+
+
 def test_of_a_round_in_which_anything_is_missing_nobody_must_have_sent_anything() -> None:
     one = ALL_WELL[A]
     for changed in (
