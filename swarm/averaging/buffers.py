@@ -36,6 +36,7 @@ class Buffers:
         self._returned: deque[_Range] = deque()
         self._lock = threading.Lock()
         self._numbers = 0
+        self._needed: set[int] = set()
         self._used_bytes = self._most_used_bytes = 0
 
     def take(self, size_bytes: int, header_bytes: int = 0) -> memoryview:
@@ -50,17 +51,22 @@ class Buffers:
         return torch.frombuffer(self._lease(4 * n), dtype=torch.float32, count=n)
 
     def trim(self) -> None:
-        """Let go of free segments, as long as a quarter more is left than was in use at once since the last time."""
+        """Let go of segments that nothing has been in since the last time, as long as a quarter more is left than was
+        in use at once.
+
+        Their bytes alone say too little: chunks do not fill segments, and who lets go of one that the next round needs
+        has its pages fitted anew in every round."""
         with self._lock:
             self._take_back()
             enough = self._most_used_bytes + self._most_used_bytes // 4
             for free in (self._free_vectors, self._free):
                 for number, start, stop in reversed(free[:]):
                     size = self._segments[number].nbytes
-                    if stop - start == size and self.held_bytes - size >= enough:
+                    if stop - start == size and number not in self._needed and self.held_bytes - size >= enough:
                         free.remove((number, start, stop))
                         del self._segments[number]
             self._most_used_bytes = self._used_bytes
+            self._needed = {number for number, _, _ in self._leases}
 
     @property
     def held_bytes(self) -> int:
@@ -78,6 +84,7 @@ class Buffers:
         with self._lock:
             self._take_back()
             number, start, stop = self._find(size)
+            self._needed.add(number)
             if start + size < stop:
                 insort(self._free, (number, start + size, stop))
             self._used_bytes += size

@@ -73,6 +73,30 @@ def test_chunks_of_another_size_use_the_memory_of_those_before() -> None:
         buffers.trim()
 
 
+def test_memory_that_every_round_needs_is_never_let_go() -> None:
+    """Chunks that leave a quarter of each segment unused."""
+    buffers, lows = Buffers(), []
+    kept: list[memoryview] = []
+    for _ in range(8):
+        results = [buffers.take(3_137_536) for _ in range(16)]
+        lows.append({address(one) for one in (*kept, *results)})
+        kept[:] = results  # until the next round's are there
+        del results
+        before = buffers.held_bytes
+        buffers.trim()
+        assert buffers.held_bytes == before
+    assert lows[2] == lows[3] == lows[7]
+
+
+def test_a_round_that_needs_a_little_less_leaves_the_memory_of_the_one_before() -> None:
+    buffers = Buffers()
+    for count in (40, 34, 40, 34):
+        chunks = [buffers.take(2**22) for _ in range(count)]
+        del chunks
+        buffers.trim()
+        assert buffers.free_bytes >= 40 * 2**22
+
+
 def test_what_is_taken_never_overlaps() -> None:
     buffers, generator = Buffers(), Random(5)
     held: list[memoryview] = []
