@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.compression.scratch import spacious
 from shoal.peer.parameters import ParameterVector
 from shoal.swarm.errors import UserError
 from shoal.swarm.run_file import RunFile
@@ -51,7 +52,8 @@ class PseudoGradient:
         self._optimizer.zero_grad(set_to_none=True)
 
     def contribution(self, anchor: Tensor) -> Tensor:
-        return torch.sub(anchor, self._vector.read())
+        local = self._vector.read()
+        return torch.sub(anchor, local, out=local)
 
     def forget_steps(self) -> None:
         self._optimizer.state.clear()
@@ -75,7 +77,7 @@ class OverlappedPseudoGradient(PseudoGradient):
 
     def contribution(self, anchor: Tensor) -> Tensor:
         self._offered = self._vector.read()
-        return torch.sub(anchor, self._offered)
+        return torch.sub(anchor, self._offered, out=spacious(anchor.numel()))
 
     def restart(self, anchor: Tensor) -> None:
         self._offered = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from shoal.compression.scratch import spacious
 from shoal.swarm.errors import ModelMismatch
 from shoal.swarm.messages import TensorSpec
 
@@ -62,7 +63,7 @@ class ParameterVector:
         return split_by_layout(vector, self.layout)
 
     def _gather(self, of: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        flat = torch.empty(self.elements)
+        flat = spacious(self.elements)
         at = 0
         for parameter in self.parameters:
             flat[at : at + parameter.numel()].copy_(of(parameter).reshape(-1))
