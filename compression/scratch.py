@@ -45,3 +45,8 @@ def spacious(n: int) -> Tensor:
     room = np.empty(4 * n + _LINE_BYTES, np.uint8)
     lead = -room.ctypes.data % _LINE_BYTES
     return torch.from_numpy(room[lead : lead + 4 * n].view(np.float32))
+
+
+def spacious_like(tensor: Tensor) -> Tensor:
+    """As ``torch.empty_like`` of a contiguous float32 tensor; on the CPU as ``spacious``."""
+    return spacious(tensor.numel()).view(tensor.shape) if tensor.device.type == "cpu" else torch.empty_like(tensor)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.compression.scratch import spacious
+
 CHUNK_BYTES = 2**20
 """States are hashed and sent in pieces of so many bytes, the last one shorter."""
 
@@ -30,7 +32,9 @@ class State:
     @classmethod
     def make(cls, anchor: Tensor, outer: Tensor, version: int) -> State:
         """``anchor`` (n,), ``outer`` (slots, n). Hashes everything."""
-        return cls.of(torch.cat([anchor.unsqueeze(0), outer]), version)
+        rows, n = 1 + len(outer), anchor.numel()
+        values = spacious(rows * n).view(rows, n)
+        return cls.of(torch.cat([anchor.unsqueeze(0), outer], out=values), version)
 
     @classmethod
     def of(cls, values: Tensor, version: int, digest: bytes | None = None) -> State:
