@@ -14,6 +14,18 @@ def make_state(version: int = 3, seed: int = 0, size: int = SIZE) -> State:
     return State.make(torch.randn(size, generator=generator), torch.randn(1, size, generator=generator), version)
 
 
+@pytest.mark.parametrize("slots", [0, 1, 2])
+def test_a_state_holds_copies_of_anchor_and_slots_in_that_order(slots: int) -> None:
+    anchor, outer = torch.arange(5.0), 10.0 + torch.arange(5.0 * slots).view(slots, 5)
+    state = State.make(anchor, outer, 1)
+    anchor_was, outer_was = anchor.clone(), outer.clone()
+    anchor.zero_()
+    outer.zero_()
+    assert torch.equal(state.anchor, anchor_was)
+    assert torch.equal(state.outer, outer_was)
+    assert state.values.is_contiguous()
+
+
 def test_the_digest_covers_everything() -> None:
     base = make_state()
     assert base.digest == make_state().digest == State.of(base.values, 3).digest

@@ -75,17 +75,17 @@ def test_chunks_of_another_size_use_the_memory_of_those_before() -> None:
 
 def test_memory_that_every_round_needs_is_never_let_go() -> None:
     """Chunks that leave a quarter of each segment unused."""
-    buffers, lows = Buffers(), []
+    buffers, places = Buffers(), []
     kept: list[memoryview] = []
     for _ in range(8):
         results = [buffers.take(3_137_536) for _ in range(16)]
-        lows.append({address(one) for one in (*kept, *results)})
+        places.append({address(one) for one in (*kept, *results)})
         kept[:] = results  # until the next round's are there
         del results
         before = buffers.held_bytes
         buffers.trim()
         assert buffers.held_bytes == before
-    assert lows[2] == lows[3] == lows[7]
+    assert places[2] == places[3] == places[7]
 
 
 def test_a_round_that_needs_a_little_less_leaves_the_memory_of_the_one_before() -> None:
