@@ -21,7 +21,8 @@ CURVE_DOMAIN = b"control"
 _NOT_SENT_LOW_WATER = 0x201 if sys.platform == "darwin" else 25
 """TCP_NOTSENT_LOWAT, which Python does not name before 3.12."""
 
-_UNSENT_BYTES = 2**17
+_UNSENT_BYTES, _LEAST_UNSENT_BYTES, _UNSENT_S = 2**17, 2**13, 0.03
+"""What waits in the kernel to be sent on one connection, at most; less where that would take longer."""
 
 _IS_LINUX = sys.platform == "linux"
 _MAX_PACING_RATE, _CONGESTION_CONTROL = 47, 13
@@ -117,11 +118,16 @@ def _tcp_info(socket: sockets.socket, field: struct.Struct) -> int:
 
 
 def pace(socket: sockets.socket, bps: float | None) -> None:
-    """Let the kernel send no faster than that on a TCP connection, where it can; None: as fast as it sees fit."""
+    """Let the kernel send no faster than that on a TCP connection, where it can; None: as fast as it sees fit.
+
+    The slower it is, the less waits there, or a request would wait for it: of results, behind contributions, on a link
+    with 10 Mbit/s for three tenths of a second."""
     bytes_s = _UNPACED if bps is None else min(max(int(_WITH_HEADERS * bps / 8), _SLOWEST_BYTES_S), _UNPACED - 1)
+    unsent_bytes = min(_UNSENT_BYTES, max(_LEAST_UNSENT_BYTES, int(_UNSENT_S * bytes_s)))
     if _IS_LINUX:
         with suppress(OSError):  # closed meanwhile
             socket.setsockopt(sockets.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("I", bytes_s))
+            socket.setsockopt(sockets.IPPROTO_TCP, _NOT_SENT_LOW_WATER, unsent_bytes)
 
 
 def renew_model(socket: sockets.socket) -> None:

@@ -11,7 +11,7 @@ from tests.swarm.network import HOST, STATE, Sink, Source, fetch, swarm, until
 
 from shoal.swarm.framing import Connection
 from shoal.swarm.links import Link
-from shoal.swarm.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s
+from shoal.swarm.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s, tune_stream
 from shoal.swarm.uplink import TICK_S, Pacing, Uplink, portions
 
 MBIT = 1e6
@@ -181,6 +181,26 @@ def test_a_paced_connection_is_slower() -> None:
                 time.sleep(0.001)
             pace(one, None)
             assert limit_bytes_s(one) == 2**32 - 1
+
+
+def unsent_bytes(socket: sockets.socket) -> int:
+    """What may wait in the kernel to be sent."""
+    return socket.getsockopt(sockets.IPPROTO_TCP, 25)
+
+
+@on_linux
+@pytest.mark.parametrize("bps", [0.1 * MBIT, 3 * MBIT, 100 * MBIT])
+def test_a_request_does_not_wait_long_for_what_is_before_it(bps: float) -> None:
+    """On a slow connection what usually waits there would take a third of a second."""
+    with sockets.create_server((HOST, 0)) as server, sockets.create_connection(server.getsockname()) as one:
+        tune_stream(one)
+        usual = unsent_bytes(one)
+        pace(one, bps)
+        assert 8192 <= unsent_bytes(one) <= usual
+        assert unsent_bytes(one) == 8192 or 8 * unsent_bytes(one) / bps < 0.035
+        assert (unsent_bytes(one) < usual) == (bps < 10 * MBIT)
+        pace(one, None)
+        assert unsent_bytes(one) == usual == 2**17
 
 
 def bbr_bytes_s(socket: sockets.socket) -> int:
