@@ -21,7 +21,7 @@ CURVE_DOMAIN = b"control"
 _NOT_SENT_LOW_WATER = 0x201 if sys.platform == "darwin" else 25
 """TCP_NOTSENT_LOWAT, which Python does not name before 3.12."""
 
-_UNSENT_BYTES, _LEAST_UNSENT_BYTES, _UNSENT_S = 2**17, 2**13, 0.03
+_UNSENT_BYTES, _LEAST_UNSENT_BYTES, _UNSENT_S = 2**17, 2**13, 0.05
 """What waits in the kernel to be sent on one connection, at most; less where that would take longer."""
 
 _IS_LINUX = sys.platform == "linux"
