@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from shoal.compression import int8_kernels as int8
 from shoal.compression.blockwise_blocks import (
     ABSOLUTE,
     LARGEST_FINITE,
@@ -35,19 +36,18 @@ that and back takes time."""
 def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any) -> Any:
     """Returns -1, or the first block with a value that is not finite."""
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
+    done = int8.blocks_in_strips(values.size, block, bits, seed)
+    bad = int8.encode(values, scales[:done], codes, block)
+    if bad >= 0:
+        return bad
     work = np.empty(min(block, values.size), np.float32)
-    for b in range(scales.size):
+    for b in range(done, scales.size):
         part = values[b * block : min((b + 1) * block, values.size)]
         top = absmax_bits(part.view(np.int32))
         if top > LARGEST_FINITE:
             return b
         scale, inverse = scale_of(top, largest)
         scales[b] = scale
-        if bits == 8 and seed < 0:
-            signed = codes[b * block : b * block + part.size].view(np.int8)
-            for i in range(part.size):
-                signed[i] = np.int8(np.int32(np.rint(np.float32(part[i] * inverse))))
-            continue
         rounded = work[: part.size]
         quantize(part, inverse, largest, key_of(seed, top, b), rounded)
         write_codes(rounded, codes, b * block, bits)
@@ -73,10 +73,14 @@ def encode_residual(
 
     ``left`` may be ``residual``: what is written has been read before.
     """
+    done = int8.blocks_in_strips(values.size, block, bits, seed)
+    bad = int8.encode_residual(values, residual, left, scales[:done], codes, block)
+    if bad >= 0:
+        return bad
     n, several, how = values.size, max(1, PIECE // block) * block, (block, bits, seed)
     work, rounded = lines(min(several, n)), np.empty(min(block, n), np.float32)
     is_apart = left.ctypes.data != residual.ctypes.data
-    for first in range(0, n, several):
+    for first in range(done * block, n, several):
         end = min(first + several, n)
         for start in range(first, end, block):
             stop, b = min(start + block, n), start // block
@@ -109,9 +113,6 @@ def split(b: Any, corrected: Any, top: Any, times: Any, scales: Any, codes: Any,
     start = b * block
     scale, inverse = scale_of(top, largest)
     scales[b] = scale
-    if bits == 8 and seed < 0:
-        split_bytes(corrected, times, codes[start : start + corrected.size].view(np.int8), scale, inverse)
-        return
     rounded = rounded_all[: corrected.size]
     quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
     write_codes(rounded, codes, start, bits)
@@ -129,10 +130,14 @@ def encode_mean(
 
     ``own``: the index of the one that is not packed but the sum of two, below 0 if none is, and those two.
     """
-    block, n, several = how[0], left.size, max(1, PIECE // how[0]) * how[0]
+    (block, bits, seed), n, several = how, left.size, max(1, PIECE // how[0]) * how[0]
+    done = int8.blocks_in_strips(n, block, bits, seed)
+    bad = int8.encode_mean(addresses, weights, own, factors, left, scales, codes, (block, done))
+    if bad >= 0:
+        return bad
     over, times = np.float32(factors[0]), np.float32(factors[1])
     means, work = lines(min(several, n)), np.empty(min(block, n), np.float32)
-    for first in range(0, n, several):
+    for first in range(done * block, n, several):
         end = min(first + several, n)
         for start in range(first, end, block):
             mean, b = means[start - first : min(start + block, n) - first], start // block
@@ -153,50 +158,22 @@ def encode_mean(
 def sum_up(b: Any, mean: Any, addresses: Any, weights: Any, own: Any, sizes: Any, work: Any, how: Any) -> Any:
     """``mean`` becomes the sum of block ``b`` of all, of ``sizes`` as many scales and codes."""
     (block, bits, _), (blocks, code_bytes), (index, values, residual) = how, sizes, own
-    start, k = b * block, 0
+    start = b * block
     stop = start + mean.size
-    if index == 0:
-        put_sum(values[start:stop], residual[start:stop], weights[0], mean)
-        k = 1
-    else:
-        mean[:] = ZERO
-    while k < addresses.size:
+    mean[:] = ZERO
+    for k in range(addresses.size):
         if k == index:
             add_sum(values[start:stop], residual[start:stop], weights[k], mean)
-            k += 1
             continue
         scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
         packed = carray(bytes_at(addresses[k] + 4 * blocks), code_bytes)
-        if bits == 8 and k + 1 < addresses.size and k + 1 != index:
-            other_scale = carray(floats_at(addresses[k + 1]), blocks)[b]
-            other = carray(bytes_at(addresses[k + 1] + 4 * blocks), code_bytes)
-            one, two = packed[start:stop].view(np.int8), other[start:stop].view(np.int8)
-            add_two(one, scale, weights[k], two, other_scale, weights[k + 1], mean)
-            k += 2
-        else:
-            add_block(packed, start, bits, scale, weights[k], mean, work)
-            k += 1
+        add_block(packed, start, bits, scale, weights[k], mean, work)
 
 
 @njit
 def add_sum(first: Any, second: Any, factor: Any, total: Any) -> Any:
     for i in range(total.size):
         total[i] = total[i] + np.float32(np.float32(first[i] + second[i]) * factor)
-
-
-@njit
-def put_sum(first: Any, second: Any, factor: Any, total: Any) -> Any:
-    """As ``add_sum`` to zeros, but for the sign of a zero."""
-    for i in range(total.size):
-        total[i] = np.float32(np.float32(first[i] + second[i]) * factor)
-
-
-@njit
-def add_two(one: Any, one_scale: Any, one_factor: Any, two: Any, two_scale: Any, two_factor: Any, total: Any) -> Any:
-    """Add two blocks of int8 codes, ``(m,) int8``, in one go."""
-    for i in range(total.size):
-        sum_ = total[i] + np.float32(np.float32(np.float32(one[i]) * one_scale) * one_factor)
-        total[i] = sum_ + np.float32(np.float32(np.float32(two[i]) * two_scale) * two_factor)
 
 
 @njit
@@ -211,15 +188,6 @@ def add_block(codes: Any, start: Any, bits: Any, scale: Any, factor: Any, total:
     read_codes(codes, start, bits, decoded)
     for i in range(total.size):
         total[i] = total[i] + np.float32(np.float32(decoded[i] * scale) * factor)
-
-
-@njit
-def split_bytes(corrected: Any, times: Any, codes: Any, scale: Any, inverse: Any) -> Any:
-    """One block in one go: its codes, ``(m,) int8``, and what they lose, so many times over, in its place."""
-    for i in range(corrected.size):
-        rounded = np.rint(np.float32(corrected[i] * inverse))
-        codes[i] = np.int8(np.int32(rounded))
-        corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded + ZERO) * scale)) * times
 
 
 @njit
@@ -270,28 +238,11 @@ def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: An
             continue
         codes = carray(bytes_at(sources[k] + 4 * blocks), n if bits == 8 else (n + 1) // 2)
         out = carray(floats_at(rooms[k]), n)
-        if bits == 8:
-            decode_past_caches(scales, codes.view(np.int8), out, block)
-        else:
-            decode(scales, codes, out, block, bits)
+        done = int8.blocks_in_strips(n, block, bits, -1)
+        int8.decode(scales[:done], codes, out, block)
+        at = done * block
+        decode(scales[done:], codes[at if bits == 8 else 0 :], out[at:], block, bits)
     finish_streaming()  # type: ignore[call-arg]
-
-
-@njit
-def decode_past_caches(scales: Any, codes: Any, out: Any, block: Any) -> Any:
-    """As ``decode``, of int8 codes ``(n,)``. A mean is far larger than caches are."""
-    work = lines(PIECE)
-    for first in range(0, codes.size, PIECE):
-        end = min(first + PIECE, codes.size)
-        start = first
-        while start < end:
-            b = start // block
-            stop = min((b + 1) * block, end)
-            part, room, scale = codes[start:stop], work[start - first : stop - first], scales[b]
-            for i in range(room.size):
-                room[i] = np.float32(part[i]) * scale
-            start = stop
-        put_past_caches(work[: end - first], out[first:end])
 
 
 @njit

@@ -8,15 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
 from shoal.compression.jit import njit
-
-STREAMED = 16
-"""float32 that are written at once past the caches: a line of them."""
-
+from shoal.compression.strips import LINE_BYTES, STRIP, address_of, load, stream
 
 @intrinsic
 def floats_at(typing_context: Any, address: Any) -> Any:
@@ -35,22 +31,6 @@ def _as_pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> A
 
 
 @intrinsic
-def stream(typing_context: Any, source: Any, target: Any) -> Any:
-    """Copy ``STREAMED`` float32 from an address to another, which is aligned to as many, not by way of the caches."""
-    return types.void(types.int64, types.int64), _streamed
-
-
-def _streamed(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    vector = ir.VectorType(ir.FloatType(), STREAMED).as_pointer()
-    value = builder.load(builder.inttoptr(arguments[0], vector))
-    value.align = 4
-    store = builder.store(value, builder.inttoptr(arguments[1], vector))
-    store.align = 4 * STREAMED
-    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-    return context.get_dummy_value()
-
-
-@intrinsic
 def finish_streaming(typing_context: Any) -> Any:
     """What was streamed is there before whatever this thread writes from now on."""
 
@@ -64,21 +44,21 @@ def finish_streaming(typing_context: Any) -> Any:
 @njit
 def lines(n: Any) -> Any:
     """``(n,) float32``, uninitialised, that begins a line."""
-    room = np.empty(n + STREAMED, np.float32)
-    lead = -room.ctypes.data // 4 % STREAMED
+    room = np.empty(n + LINE_BYTES // 4, np.float32)
+    lead = -address_of(room) % LINE_BYTES // 4
     return room[lead : lead + n]
 
 
 @njit
 def put_past_caches(values: Any, target: Any) -> Any:
-    """Copy ``(m,) float32``, past the caches as far as ``target`` has whole lines of them. ``finish_streaming`` has to
-    follow in the end."""
-    n, address = values.size, target.ctypes.data
-    lead = min(n, -address // 4 % STREAMED)
-    stop = lead + (n - lead) // STREAMED * STREAMED
+    """Copy ``(m,) float32``, past the caches but for what is left of the lines at both ends. ``finish_streaming`` has
+    to follow in the end."""
+    n, source, address = values.size, address_of(values), address_of(target)
+    lead = min(n, -address % LINE_BYTES // 4)
+    stop = lead + (n - lead) // STRIP * STRIP
     for i in range(lead):
         target[i] = values[i]
-    for i in range(lead, stop, STREAMED):
-        stream(values.ctypes.data + 4 * i, address + 4 * i)  # type: ignore[call-arg]
+    for i in range(lead, stop, STRIP):
+        stream(load(source + 4 * i), address + 4 * i)
     for i in range(stop, n):
         target[i] = values[i]
