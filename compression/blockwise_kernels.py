@@ -93,7 +93,7 @@ def encode_residual(
             put_past_caches(work[: end - first], left[first:end])
         else:
             put(work[: end - first], left[first:end])
-    finish_streaming()  # type: ignore[call-arg]
+    finish_streaming()
     return -1
 
 
@@ -150,7 +150,7 @@ def encode_mean(
                 return b
             split(b, mean, top, times, scales, codes, work, how)
         put_past_caches(means[: end - first], left[first:end])
-    finish_streaming()  # type: ignore[call-arg]
+    finish_streaming()
     return -1
 
 
@@ -165,7 +165,7 @@ def sum_up(b: Any, mean: Any, addresses: Any, weights: Any, own: Any, sizes: Any
         if k == index:
             add_sum(values[start:stop], residual[start:stop], weights[k], mean)
             continue
-        scale = carray(floats_at(addresses[k]), blocks)[b]  # type: ignore[call-arg]
+        scale = carray(floats_at(addresses[k]), blocks)[b]
         packed = carray(bytes_at(addresses[k] + 4 * blocks), code_bytes)
         add_block(packed, start, bits, scale, weights[k], mean, work)
 
@@ -232,7 +232,7 @@ def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: An
     for k in range(sizes.size):
         n = sizes[k]
         blocks = (n + block - 1) // block
-        scales = carray(floats_at(sources[k]), blocks)  # type: ignore[call-arg]
+        scales = carray(floats_at(sources[k]), blocks)
         is_left[k] = not are_plain(scales, safe_bits)
         if is_left[k]:
             continue
@@ -242,7 +242,7 @@ def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: An
         int8.decode(scales[:done], codes, out, block)
         at = done * block
         decode(scales[done:], codes[at if bits == 8 else 0 :], out[at:], block, bits)
-    finish_streaming()  # type: ignore[call-arg]
+    finish_streaming()
 
 
 @njit

@@ -111,7 +111,7 @@ def encode_mean(
         at = b * block
         for k in range(addresses.size):
             if k != index:
-                packed_scales[k] = carray(floats_at(addresses[k]), scales.size)[b]  # type: ignore[call-arg]
+                packed_scales[k] = carray(floats_at(addresses[k]), scales.size)[b]
         top = sum_up(means, (at, block), packed_codes, packed_scales, weights, ours, over)
         if top > LARGEST_FINITE:
             return b

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numba.extending
 
 _F = TypeVar("_F")
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """``numba.extending.intrinsic``, not typed: what it makes is called without the typing context that ``function``
+    has."""
+    return numba.extending.intrinsic(function)
 
 
 def sources_digest(folder: Path) -> str:

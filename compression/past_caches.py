@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
 
-from shoal.compression.jit import njit
+from shoal.compression.jit import intrinsic, njit
 from shoal.compression.strips import LINE_BYTES, STRIP, address_of, load, stream
+
 
 @intrinsic
 def floats_at(typing_context: Any, address: Any) -> Any:

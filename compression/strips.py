@@ -14,7 +14,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.extending import lower_builtin, models, register_model
+
+from shoal.compression.jit import intrinsic
 
 STRIP = 32
 """float32 in one: two of the widest registers, so that one waits less often for the other."""
@@ -110,7 +112,7 @@ def room(typing_context: Any) -> Any:
     """The address of ``ROOM`` float32, uninitialised, that begins a line: the kernel's own until it returns."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        made = cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, ROOM // STRIP))
+        made = cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, ROOM // STRIP))  # type: ignore[no-untyped-call]
         made.align = LINE_BYTES
         return builder.ptrtoint(made, ir.IntType(64))
 
@@ -165,8 +167,7 @@ def filled(builder: Any, value: Any) -> Any:
 @_function(_STRIP, _STRIP)
 def rounded(builder: Any, strip: Any) -> Any:
     """To the nearest whole numbers, ties to even."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{STRIP}f32"), [strip])
+    return _llvm(builder, f"llvm.rint.v{STRIP}f32", _FLOATS, strip)
 
 
 @_function(_STRIP, _STRIP, _STRIP)
@@ -180,6 +181,10 @@ def larger(builder: Any, strip: Any, tops: Any) -> Any:
 @_function(types.int32, _STRIP)
 def largest_bits(builder: Any, tops: Any) -> Any:
     """The bits of the largest of what ``larger`` has made."""
-    kind = ir.FunctionType(_INT, [_INTS])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.v{STRIP}i32")
-    return builder.call(function, [builder.bitcast(tops, _INTS)])
+    return _llvm(builder, f"llvm.vector.reduce.smax.v{STRIP}i32", _INT, builder.bitcast(tops, _INTS))
+
+
+def _llvm(builder: Any, name: str, returns: Any, vector: Any) -> Any:
+    """What an intrinsic of LLVM's makes of a vector."""
+    kind = ir.FunctionType(returns, [vector.type])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [vector])  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compression.codec_cases import gaussian, needs_numba, same_bits, use
 from torch import Tensor
 
 from shoal.compression import fast
@@ -94,3 +95,55 @@ def test_the_lowest_code_under_the_largest_scale_is_refused(codec: Blockwise) ->
 def test_other_widths_are_refused() -> None:
     with pytest.raises(CodecError, match="8 or 4 bits, not 3"):
         Blockwise(3)
+
+
+@needs_numba
+@pytest.mark.parametrize("block", [32, 1024, 8192, 1000])
+@pytest.mark.parametrize("lead", [0, 1, 7])
+def test_the_bits_do_not_depend_on_where_values_lie(block: int, lead: int) -> None:
+    codec, n = Blockwise(8, block), 20_000
+    room = torch.empty(n + 16)
+    first = -room.data_ptr() // 4 % 16 + lead  # a line begins there, or that many values before
+    values, residual, left = gaussian(n, 1), gaussian(n, 2) * 0.01, room[first : first + n]
+    with use("torch"):
+        there, lost = codec.encode(values), torch.empty(n)
+        packed = codec.encode_residual(values, residual, lost)
+        mean = codec.decode(packed, n)
+    with use("numba"):
+        assert torch.equal(codec.encode(values), there)
+        assert torch.equal(codec.encode_residual(values, residual, left), packed)
+        assert same_bits(left, lost)
+        assert codec.decode_all([packed], [left]) == []
+        assert same_bits(left, mean)
+        left.copy_(residual)
+        assert torch.equal(codec.encode_residual(values, left), packed)
+        assert same_bits(left, lost)
+
+
+@needs_numba
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 31, 2047, 2500])
+def test_one_bad_value_among_many_is_found(bad: float, at: int) -> None:
+    codec, values = Blockwise(8, 1024), gaussian(2600)
+    values[at] = bad
+    with use("numba"):
+        with pytest.raises(CodecError, match=f" at {at} of"):
+            codec.encode(values)
+        with pytest.raises(CodecError, match=f" at {at} of"):
+            codec.encode_residual(values, torch.zeros(2600), torch.empty(2600))
+
+
+@needs_numba
+@given(data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_whole_strips_have_the_bits_of_single_values(data: st.DataObject) -> None:
+    codec, n = Blockwise(8, 32), data.draw(st.integers(32, 100))
+    draw = st.lists(floats, min_size=8, max_size=8).map(lambda some: torch.tensor(some).repeat(13)[:n])
+    values, residual, left, lost = data.draw(draw), data.draw(draw) * 0.25, torch.empty(n), torch.empty(n)
+    with use("torch"):
+        there = codec.encode(values)
+        packed = codec.encode_residual(values * 0.5, residual, lost)
+    with use("numba"):
+        assert torch.equal(codec.encode(values), there)
+        assert torch.equal(codec.encode_residual(values * 0.5, residual, left), packed)
+    assert same_bits(left, lost)

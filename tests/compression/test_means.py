@@ -95,14 +95,13 @@ def test_the_bits_are_those_of_every_step_by_itself(
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_whatever_the_values(path: str, data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, 20))
-    draw = st.lists(floats, min_size=n, max_size=n)
-    codec = get_codec("int8", {"block": 6})
+    n, times = data.draw(st.integers(1, 20)), data.draw(st.sampled_from([1, 7]))
+    draw = st.lists(floats, min_size=n, max_size=n).map(lambda values: torch.tensor(values).repeat(times))
+    codec = get_codec("int8", {"block": data.draw(st.sampled_from([6, 32]))})
     weights = data.draw(st.lists(st.sampled_from([1.0, 3.0, 1e6]), min_size=1, max_size=4))
     own = data.draw(st.integers(-1, len(weights) - 1))
     summands = [
-        Summand(None if index == own else codec, torch.tensor(data.draw(draw)), weight)
-        for index, weight in enumerate(weights)
+        Summand(None if index == own else codec, data.draw(draw), weight) for index, weight in enumerate(weights)
     ]
     divisor = sum(weights)
     with use(path):
@@ -135,11 +134,12 @@ def test_what_is_lost_comes_so_many_times_over(
 
 
 @paths
-def test_a_negative_mean_too_small_for_any_number_is_zero_without_a_sign(path: str) -> None:
-    work, packed = WeightedMean(2), torch.empty(INT8.packed_bytes(2), dtype=torch.uint8)
+@pytest.mark.parametrize("n", [2, 2048])
+def test_a_negative_mean_too_small_for_any_number_is_zero_without_a_sign(path: str, n: int) -> None:
+    work, packed = WeightedMean(n), torch.empty(INT8.packed_bytes(n), dtype=torch.uint8)
     with use(path):
-        work.add_values(torch.tensor([-1.4e-45, 1.0]), torch.zeros(2), 1.0)
-        lost = work.encode(INT8, 4.0, torch.full((2,), math.nan), packed)
+        work.add_values(torch.tensor([-1.4e-45, 1.0]).repeat(n // 2), torch.zeros(n), 1.0)
+        lost = work.encode(INT8, 4.0, torch.full((n,), math.nan), packed)
     assert same_bits(lost.values[:1], torch.zeros(1))
 
 
