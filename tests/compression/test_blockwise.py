@@ -102,8 +102,8 @@ def test_other_widths_are_refused() -> None:
 @pytest.mark.parametrize("lead", [0, 1, 7])
 def test_the_bits_do_not_depend_on_where_values_lie(block: int, lead: int) -> None:
     codec, n = Blockwise(8, block), 20_000
-    room = torch.empty(n + 16)
-    first = -room.data_ptr() // 4 % 16 + lead  # a line begins there, or that many values before
+    room = torch.empty(n + 32)
+    first = -room.data_ptr() // 4 % 16 + lead  # so many values after the beginning of a line
     values, residual, left = gaussian(n, 1), gaussian(n, 2) * 0.01, room[first : first + n]
     with use("torch"):
         there, lost = codec.encode(values), torch.empty(n)

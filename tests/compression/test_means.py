@@ -140,7 +140,7 @@ def test_a_negative_mean_too_small_for_any_number_is_zero_without_a_sign(path: s
     with use(path):
         work.add_values(torch.tensor([-1.4e-45, 1.0]).repeat(n // 2), torch.zeros(n), 1.0)
         lost = work.encode(INT8, 4.0, torch.full((n,), math.nan), packed)
-    assert same_bits(lost.values[:1], torch.zeros(1))
+    assert same_bits(lost.values[::2], torch.zeros(n // 2))
 
 
 @paths
