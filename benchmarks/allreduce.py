@@ -4,14 +4,17 @@ A round of Shoal: from the moment when everybody is about to say "ready" until e
 and verdict of a real coordinator in a process of its own, exchange, digests, decoding. The announcement of the closing,
 which lies ahead by design, is over when the clock starts. Exchange: from the first peer that has the plan to the last
 that holds every result. CPU: user and system, all peers together. Peak memory: of a peer, above what it had at the
-start, its contribution among that; also over the contribution's bytes.
+start, its contribution among that; also over the contribution's bytes. With ``--turns`` all systems of one size are run
+again and again, one after the other, so that what else the machine does is not in one system's figures alone.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import account
@@ -29,62 +32,113 @@ _HIVEMIND_CODECS = ("int8", "float16")
 _SETTLING_ROUNDS = 2
 """After the first, which opens the links: memory is touched for the first time, and links become known."""
 
+_TURNS = "so many times all systems of one size, one after the other"
+
 Row = dict[str, Any]
+Laps = Sequence[Sequence[Lap]]
+"""By round and peer."""
 
 
-def shoal_row(case: Case, limit_s: float) -> Row:
-    return as_row(case, measure(case, limit_s))
+@dataclass(frozen=True)
+class System:
+    """What is measured: ``run`` measures it once, and raises ``RoundFailed``; ``row`` is of all its runs."""
+
+    what: str
+    case: Case
+    run: Callable[[Case, float], Any]
+    row: Callable[[Case, list[Any]], Row]
+    is_ours: bool = False
 
 
-def as_row(case: Case, measured: Measured) -> Row:
+def shoal(case: Case) -> System:
     what = f"Shoal {case.codec}" + (f", groups of {case.group_size}" if case.group_size else "")
-    laps = measured.laps[_SETTLING_ROUNDS:]
-    row = _row(what, case.peers, case.elements, laps)
-    partners = [lap.partners for one in laps for lap in one if lap.partners is not None]
-    return row | {"coordinator CPU s": measured.coordinator_cpu_s, "partners a peer": max(partners)}
+
+    def row(case: Case, runs: list[Measured]) -> Row:
+        turns = [one.laps[_SETTLING_ROUNDS:] for one in runs]
+        partners = [lap.partners for laps in turns for one in laps for lap in one if lap.partners is not None]
+        coordinator_cpu_s = median(one.coordinator_cpu_s for one in runs)
+        return _row(what, case, turns) | {"coordinator CPU s": coordinator_cpu_s, "partners a peer": max(partners)}
+
+    return System(what, case, measure, row, is_ours=True)
 
 
-def gloo_row(case: Case, limit_s: float) -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        one = [(f"{folder}/store", number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
-        with Pack.started(gloo_peer, one, limit_s) as pack:
-            pack.introduce()
-            laps = [pack.lap() for _ in range(1 + case.rounds)][1 + _SETTLING_ROUNDS :]
-    return _row("gloo float32, in the clear", case.peers, case.elements, laps) | {"exchange s": seconds(laps)}
+def gloo(case: Case) -> System:
+    what = "gloo float32, in the clear"
+
+    def run(case: Case, limit_s: float) -> Laps:
+        with tempfile.TemporaryDirectory() as folder:
+            one = [(f"{folder}/store", number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
+            with Pack.started(gloo_peer, one, limit_s) as pack:
+                pack.introduce()
+                return [pack.lap() for _ in range(1 + case.rounds)][1 + _SETTLING_ROUNDS :]
+
+    def row(case: Case, runs: list[Laps]) -> Row:
+        made = _row(what, case, runs)
+        return made | {"exchange s": made["s a round"]}
+
+    return System(what, case, run, row)
 
 
-def hivemind_row(case: Case, limit_s: float) -> Row:
+def hivemind(case: Case) -> System:
     """Its round has the matchmaking in it, its exchange has not."""
-    one = [(case.codec, number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
-    with Pack.started(hivemind_peer, one, limit_s) as pack:
-        pack.introduce()
-        laps = [pack.lap() for _ in range(2 * (1 + case.rounds))]
-    half = 1 + case.rounds
-    whole, exchanges = (laps[start + 1 + _SETTLING_ROUNDS : start + half] for start in (0, half))
-    row = _row(f"Hivemind {case.codec}", case.peers, case.elements, whole)
-    return row | {"exchange s": seconds(exchanges), "MB sent a peer": None, "note": notes(laps)}
+    what = f"Hivemind {case.codec}"
+
+    def run(case: Case, limit_s: float) -> tuple[Laps, Laps]:
+        one = [(case.codec, number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
+        with Pack.started(hivemind_peer, one, limit_s) as pack:
+            pack.introduce()
+            laps = [pack.lap() for _ in range(2 * (1 + case.rounds))]
+        half = 1 + case.rounds
+        return laps[1 + _SETTLING_ROUNDS : half], laps[half + 1 + _SETTLING_ROUNDS :]
+
+    def row(case: Case, runs: list[tuple[Laps, Laps]]) -> Row:
+        exchanges = [lap for _, laps in runs for lap in laps]
+        made = _row(what, case, [whole for whole, _ in runs])
+        remarks = notes([*(lap for whole, _ in runs for lap in whole), *exchanges])
+        return made | {"exchange s": seconds(exchanges), "MB sent a peer": None, "note": remarks}
+
+    return System(what, case, run, row)
 
 
-def _row(what: str, peers: int, elements: int, laps: Sequence[Sequence[Lap]]) -> Row:
+def _row(what: str, case: Case, turns: Sequence[Laps]) -> Row:
+    laps = [one for turn in turns for one in turn]
     return {
         "what": what,
-        "peers": peers,
-        "elements": size_of(elements),
+        "peers": case.peers,
+        "elements": size_of(case.elements),
         "s a round": seconds(laps),
+        "by turn": " ".join(f"{seconds(turn):.3g}" for turn in turns),
         **stages(laps),
-        **costs(laps, elements),
+        **costs(laps, case.elements),
         "coordinator CPU s": None,
         "partners a peer": None,
         "note": notes(laps),
     }
 
 
-def or_failure(measure_row: Callable[[Case, float], Row], what: str, case: Case, limit_s: float) -> Row:
-    """The row, or one that says why there is none: another system's trouble is not to end this benchmark."""
-    try:
-        return measure_row(case, limit_s)
-    except RoundFailed as error:
-        return {"what": what, "peers": case.peers, "elements": size_of(case.elements), "note": str(error)}
+def in_turns(systems: Sequence[System], turns: int, limit_s: float) -> Iterator[Row]:
+    """A row of each. They run one after the other, so many times over, in the opposite order every other time: what
+    else the machine does meanwhile is in all their figures. Another system's trouble is in its row's note and does not
+    end this benchmark; raises ``RoundFailed`` for ours."""
+    runs: dict[System, list[Any]] = {system: [] for system in systems}
+    failures: dict[System, str] = {}
+    for turn in range(turns):
+        for system in systems if turn % 2 == 0 else reversed(systems):
+            if system in failures:
+                continue
+            try:
+                runs[system].append(system.run(system.case, limit_s))
+            except RoundFailed as error:
+                if system.is_ours:
+                    raise
+                failures[system] = str(error)
+    for system, made in runs.items():
+        case = system.case
+        if system in failures:
+            elements = size_of(case.elements)
+            yield {"what": system.what, "peers": case.peers, "elements": elements, "note": failures[system]}
+        else:
+            yield system.row(case, made)
 
 
 # The grid ----------------------------------------------------------------------------------------------------
@@ -155,27 +209,29 @@ def grid_ratio(rows: Sequence[Row]) -> float | None:
 # The script --------------------------------------------------------------------------------------------------
 
 
-def measure_all(options: Any) -> list[Row]:
-    rows: list[Row] = []
+def systems_of(options: Any) -> list[list[System]]:
+    """What is measured, those together whose figures are compared."""
     rounds = _SETTLING_ROUNDS + options.rounds
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        print(row, flush=True)
-
+    groups = []
     for elements in options.sizes:
-        size = Case("float32", elements, options.peers, rounds)
-        for codec in options.codecs:
-            add(shoal_row(Case(codec, elements, options.peers, rounds), options.limit_s))
+        group = [shoal(Case(codec, elements, options.peers, rounds)) for codec in options.codecs]
         if "gloo" in options.beside:
-            add(or_failure(gloo_row, "gloo float32, in the clear", size, options.limit_s))
+            group.append(gloo(Case("float32", elements, options.peers, rounds)))
         if "hivemind" in options.beside and has_hivemind():
-            for codec in _HIVEMIND_CODECS:
-                case = Case(codec, elements, options.peers, rounds)
-                add(or_failure(hivemind_row, f"Hivemind {codec}", case, options.limit_s))
+            group += [hivemind(Case(codec, elements, options.peers, rounds)) for codec in _HIVEMIND_CODECS]
+        groups.append(group)
     if options.grid:
         case = Case("int8", options.grid, _GRID_SIDE**2, rounds, patience_s=30.0, group_size=_GRID_SIDE)
-        add(shoal_row(case, options.limit_s))
+        groups.append([shoal(case)])
+    return groups
+
+
+def measure_all(options: Any) -> list[Row]:
+    rows: list[Row] = []
+    for group in systems_of(options):
+        for row in in_turns(group, options.turns, options.limit_s):
+            rows.append(row)
+            print(row, flush=True)
     if "hivemind" in options.beside and not has_hivemind():
         print("Hivemind is left out: it is not installed here (benchmarks/README.md)")
     return rows
@@ -186,7 +242,8 @@ def main() -> None:
     arguments.add_argument("--sizes", type=comma(elements_of), default=comma(elements_of)("1M,10M,50M"), help="1M,10M")
     arguments.add_argument("--codecs", type=comma(str), default=["float32", "float16", "int8"])
     arguments.add_argument("--peers", type=int, default=4)
-    arguments.add_argument("--rounds", type=int, default=5, help="that count; three before them do not")
+    arguments.add_argument("--rounds", type=int, default=5, help="of a turn that count; three before them do not")
+    arguments.add_argument("--turns", type=int, choices=range(1, 100), default=1, metavar="N", help=_TURNS)
     arguments.add_argument("--beside", type=comma(str), default=["gloo", "hivemind"], help="other systems to measure")
     arguments.add_argument("--grid", type=elements_of, default=elements_of("4M"), help="of 16 peers' vectors")
     arguments.add_argument("--no-grid", dest="grid", action="store_const", const=0)
@@ -198,16 +255,15 @@ def main() -> None:
     end_on_sigterm()
     if options.account:
         case = Case(options.codecs[-1], options.sizes[-1], options.peers, _SETTLING_ROUNDS + options.rounds)
-        row = shoal_row(case, options.limit_s)
+        (row,) = in_turns([shoal(case)], options.turns, options.limit_s)
         account.publish_account(case.codec, case.elements, case.peers, row["CPU s"], options.json)
         return
     try:
         rows = measure_all(options)
     except RoundFailed as error:
         sys.exit(f"benchmarks/allreduce.py: {error}")
-    publish(
-        f"{options.peers} peers on loopback, median of {options.rounds} rounds", rows, ratios_of(rows), options.json
-    )
+    rounds = options.turns * options.rounds
+    publish(f"{options.peers} peers on loopback, median of {rounds} rounds", rows, ratios_of(rows), options.json)
 
 
 if __name__ == "__main__":
