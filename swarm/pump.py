@@ -186,7 +186,7 @@ class Pump:
             else:
                 # What came before may have closed it, in this turn or just now.
                 if events & selectors.EVENT_WRITE and not key.data.is_closed:
-                    self._write(key.data)
+                    self._unblock(key.data)
                 if events & selectors.EVENT_READ and not key.data.is_closed:
                     self._read(key.data)
         for _ in range(len(self._orders)):
@@ -298,6 +298,11 @@ class Pump:
             if not connection.is_blocked:
                 self._write(connection)
 
+    def _unblock(self, connection: Connection) -> None:
+        connection.is_blocked = False
+        self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+        self._write(connection)
+
     def _write(self, connection: Connection) -> None:
         link = connection.link
         if link is None or connection not in link.connections:
@@ -307,26 +312,18 @@ class Pump:
                 connection.send()
                 frame = link.queue.take(orders=connection is link.connections[0])
                 if frame is None:
-                    self._await_room(connection, is_blocked=False)
                     return
                 size = connection.put(link, frame)
                 if frame.kind == CHUNK:
                     self._meter.sent(size, time.monotonic(), frame.scope)
             connection.send()
         except BlockingIOError:
-            self._await_room(connection, is_blocked=True)
+            connection.is_blocked = True
+            self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
         except OSError as error:
             self._break(link, error)
         else:
             self._flush_soon(link)
-
-    def _await_room(self, connection: Connection, *, is_blocked: bool) -> None:
-        """Have the selector say when there is room in the kernel for more; only as often as that changes, since large
-        frames take several turns."""
-        if connection.is_blocked != is_blocked:
-            connection.is_blocked = is_blocked
-            events = selectors.EVENT_READ | selectors.EVENT_WRITE if is_blocked else selectors.EVENT_READ
-            self._selector.modify(connection.socket, events, connection)
 
     # Ending
 

@@ -3,7 +3,6 @@ import errno
 import gc
 import os
 import random
-import selectors
 import socket
 import struct
 import threading
@@ -20,7 +19,7 @@ import zmq.asyncio
 from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, introduce, swarm, until
 from zmq.utils import z85
 
-from shoal.swarm import control, framing, pump
+from shoal.swarm import control, pump
 from shoal.swarm.errors import (
     BlobUnavailable,
     DeadlineExceeded,
@@ -1248,38 +1247,6 @@ def test_frames_are_put_together_from_whatever_pieces() -> None:
 
 
 # What must not end the thread ---------------------------------------------------------------------------
-
-
-@run
-async def test_the_selector_is_told_of_full_kernels_and_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with swarm() as (a, b):
-        b.node.publish(STATE, Source(16, 2**22))
-        serving = b.node._data._pump
-        told: list[bool] = []
-        full: list[object] = []
-        await_room, send = serving._await_room, framing.Connection.send
-
-        def listening(connection: framing.Connection, *, is_blocked: bool) -> None:
-            told.append(connection.is_blocked != is_blocked)
-            await_room(connection, is_blocked=is_blocked)
-
-        def counting(connection: framing.Connection) -> None:
-            try:
-                send(connection)
-            except BlockingIOError:
-                full.append(connection)
-                raise
-
-        monkeypatch.setattr(serving, "_await_room", listening)
-        monkeypatch.setattr(framing.Connection, "send", counting)
-        modify, modified = serving._selector.modify, []
-        monkeypatch.setattr(serving._selector, "modify", lambda *about: modified.append(about) or modify(*about))
-        assert await fetch(a, b, Sink(2**22), range(16)) == list(range(16))
-        (connection,) = next(iter(b.node._data._links.values())).connections
-        await until(lambda: not connection.is_blocked)
-        assert len(modified) == sum(told), "only when it changes"
-        assert full, "64 MiB fit into no kernel's buffers at once"
-        assert serving._selector.get_key(connection.socket).events == selectors.EVENT_READ, "or it would never sleep"
 
 
 @run
