@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -41,38 +42,38 @@ Laps = Sequence[Sequence[Lap]]
 
 @dataclass(frozen=True)
 class System:
-    """What is measured: ``run`` measures it once, and raises ``RoundFailed``; ``row`` is of all its runs."""
+    """What is measured: ``run`` does it once in so many seconds, or raises ``RoundFailed``; ``row`` is of all runs."""
 
     what: str
     case: Case
-    run: Callable[[Case, float], Any]
-    row: Callable[[Case, list[Any]], Row]
+    run: Callable[[float], Any]
+    row: Callable[[list[Any]], Row]
     is_ours: bool = False
 
 
 def shoal(case: Case) -> System:
     what = f"Shoal {case.codec}" + (f", groups of {case.group_size}" if case.group_size else "")
 
-    def row(case: Case, runs: list[Measured]) -> Row:
+    def row(runs: list[Measured]) -> Row:
         turns = [one.laps[_SETTLING_ROUNDS:] for one in runs]
         partners = [lap.partners for laps in turns for one in laps for lap in one if lap.partners is not None]
         coordinator_cpu_s = median(one.coordinator_cpu_s for one in runs)
         return _row(what, case, turns) | {"coordinator CPU s": coordinator_cpu_s, "partners a peer": max(partners)}
 
-    return System(what, case, measure, row, is_ours=True)
+    return System(what, case, partial(measure, case), row, is_ours=True)
 
 
 def gloo(case: Case) -> System:
     what = "gloo float32, in the clear"
 
-    def run(case: Case, limit_s: float) -> Laps:
+    def run(limit_s: float) -> Laps:
         with tempfile.TemporaryDirectory() as folder:
             one = [(f"{folder}/store", number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
             with Pack.started(gloo_peer, one, limit_s) as pack:
                 pack.introduce()
                 return [pack.lap() for _ in range(1 + case.rounds)][1 + _SETTLING_ROUNDS :]
 
-    def row(case: Case, runs: list[Laps]) -> Row:
+    def row(runs: list[Laps]) -> Row:
         made = _row(what, case, runs)
         return made | {"exchange s": made["s a round"]}
 
@@ -83,7 +84,7 @@ def hivemind(case: Case) -> System:
     """Its round has the matchmaking in it, its exchange has not."""
     what = f"Hivemind {case.codec}"
 
-    def run(case: Case, limit_s: float) -> tuple[Laps, Laps]:
+    def run(limit_s: float) -> tuple[Laps, Laps]:
         one = [(case.codec, number, case.peers, case.elements, case.rounds) for number in range(case.peers)]
         with Pack.started(hivemind_peer, one, limit_s) as pack:
             pack.introduce()
@@ -91,7 +92,7 @@ def hivemind(case: Case) -> System:
         half = 1 + case.rounds
         return laps[1 + _SETTLING_ROUNDS : half], laps[half + 1 + _SETTLING_ROUNDS :]
 
-    def row(case: Case, runs: list[tuple[Laps, Laps]]) -> Row:
+    def row(runs: list[tuple[Laps, Laps]]) -> Row:
         exchanges = [lap for _, laps in runs for lap in laps]
         made = _row(what, case, [whole for whole, _ in runs])
         remarks = notes([*(lap for whole, _ in runs for lap in whole), *exchanges])
@@ -127,18 +128,17 @@ def in_turns(systems: Sequence[System], turns: int, limit_s: float) -> Iterator[
             if system in failures:
                 continue
             try:
-                runs[system].append(system.run(system.case, limit_s))
+                runs[system].append(system.run(limit_s))
             except RoundFailed as error:
                 if system.is_ours:
                     raise
                 failures[system] = str(error)
     for system, made in runs.items():
-        case = system.case
         if system in failures:
-            elements = size_of(case.elements)
-            yield {"what": system.what, "peers": case.peers, "elements": elements, "note": failures[system]}
+            peers, elements = system.case.peers, size_of(system.case.elements)
+            yield {"what": system.what, "peers": peers, "elements": elements, "note": failures[system]}
         else:
-            yield system.row(case, made)
+            yield system.row(made)
 
 
 # The grid ----------------------------------------------------------------------------------------------------

@@ -93,13 +93,13 @@ def test_systems_are_measured_in_turns() -> None:
     order: list[str] = []
 
     def system(what: str, runs: list[Any], *, is_ours: bool = False) -> System:
-        def run(case: Case, limit_s: float) -> Any:
+        def run(limit_s: float) -> Any:
             order.append(what)
             if isinstance(following := runs.pop(0), Exception):
                 raise following
             return following
 
-        return System(what, Case("int8", 10, peers=2), run, lambda case, made: row(what, "10", runs=made), is_ours)
+        return System(what, Case("int8", 10, peers=2), run, lambda made: row(what, "10", runs=made), is_ours)
 
     systems = [system("a", [1, 2, 3], is_ours=True), system("b", [4, RoundFailed("died"), 6]), system("c", [7, 8, 9])]
     rows = list(in_turns(systems, 3, 1.0))
@@ -120,7 +120,7 @@ def test_rounds_of_all_turns_count_alike() -> None:
         return [[Lap(0.1, 1.0, 8), Lap(one, 1.0, 8)] for one in seconds]
 
     one = gloo(Case("float32", 100, peers=2))
-    made = one.row(one.case, [laps(1.0, 2.0, 9.0), laps(3.0, 4.0, 5.0)])
+    made = one.row([laps(1.0, 2.0, 9.0), laps(3.0, 4.0, 5.0)])
     assert (made["s a round"], made["exchange s"], made["by turn"]) == (3.5, 3.5, "2 4")
 
 
