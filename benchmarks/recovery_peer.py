@@ -26,9 +26,9 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.options import SessionOptions
 from shoal.peer.replica import Brought
 from shoal.peer.session import Session
-from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.links import Sink
 from shoal.swarm.messages import Blob, Role, Verdict
+from shoal.swarm.sources import ChunkSource
 from shoal.swarm.transport import Node
 
 STEP_S = 0.05

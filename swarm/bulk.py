@@ -11,9 +11,8 @@ import asyncio
 import logging
 import secrets
 import socket as sockets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 from shoal.swarm.errors import BlobUnavailable, LinkClosed, LinkError, ShoalError, WireError, remote_error
 from shoal.swarm.frames import Frame
@@ -23,13 +22,17 @@ from shoal.swarm.messages import (
     Message,
     PeerToPeerCloseStream,
     PeerToPeerLinkOpened,
+    PeerToPeerMemoryOpened,
+    PeerToPeerOfferMemory,
     PeerToPeerOpenLink,
     PeerToPeerOpenStream,
     PeerToPeerStreamEnded,
 )
 from shoal.swarm.pump import MAX_CONNECTIONS_PER_LINK, Pump
 from shoal.swarm.sealing import SealedLink, preferred_cipher
-from shoal.swarm.sockets import connect, listen
+from shoal.swarm.shared_memory import Offered, open_shared
+from shoal.swarm.sockets import connect, is_on_this_machine, listen
+from shoal.swarm.sources import ChunkSource, reading
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.wire import Envelope, decode, encode
 
@@ -38,28 +41,6 @@ log = logging.getLogger(__name__)
 _SOON_S = 0.5
 _MOST_SAID = 500  # letters, of why a stream has ended
 _URGENT = ("contribution", "partial", "activation", "gradient")  # what it is reduced with, or a stage, waits for it
-
-
-class ChunkSource(Protocol):
-    """Chunked bytes that a member offers; ``chunk`` waits until that one exists.
-
-    It raises ``BlobUnavailable`` (or another ``ShoalError``) when it never will; that ends the stream.
-    """
-
-    @property
-    def chunks(self) -> int: ...
-
-    async def chunk(self, index: int) -> memoryview: ...
-
-
-@runtime_checkable
-class CountedSource(ChunkSource, Protocol):
-    """A source that knows who is reading it. ``begin`` raises ``Busy`` for a stream that it does not want to serve
-    now; each other one is ended. ``reader``: the other side's key."""
-
-    def begin(self, reader: bytes) -> None: ...
-
-    def end(self, reader: bytes) -> None: ...
 
 
 class DataPlane:
@@ -132,6 +113,8 @@ class DataPlane:
         for socket in connections:
             self._pump.attach(link, socket)
         link.attached.set()
+        if is_on_this_machine(connections[0]):
+            self._offer_memory(link)
         return link
 
     async def _connect(self, address: tuple[str, int]) -> list[sockets.socket]:
@@ -183,6 +166,38 @@ class DataPlane:
         link.close()
         self._pump.close(link)
 
+    # Memory between processes of one machine -----------------------------------------------------------------
+
+    def _offer_memory(self, link: Link) -> None:
+        try:
+            link.offered = offered = Offered()
+        except OSError as error:
+            log.debug("no memory to share: %s", error)
+            return
+        link.memory = offered.memory
+        self._say(
+            link, PeerToPeerOfferMemory(process=offered.process, descriptor=offered.descriptor, token=offered.token)
+        )
+
+    def _open_memory(self, link: Link, offer: PeerToPeerOfferMemory) -> None:
+        if link.is_ours or link.memory is not None:
+            raise WireError("an offer of memory that is out of turn")
+        try:
+            if not all(is_on_this_machine(one.socket) for one in list(link.connections)):
+                raise LinkError("it is another machine")
+            link.memory = open_shared(offer.process, offer.descriptor, offer.token)
+        except LinkError as error:
+            log.info("frames of a link between processes of this machine go over its connections: %s", error)
+        self._say(link, PeerToPeerMemoryOpened(is_open=link.memory is not None))
+
+    def _use_memory(self, link: Link, answer: PeerToPeerMemoryOpened) -> None:
+        if link.memory is None or link.offered is None:
+            raise WireError("an answer to no offer of memory")
+        link.withdraw()
+        link.memory.is_shared = answer.is_open
+        if not answer.is_open:
+            link.memory = None
+
     # Messages about streams -----------------------------------------------------------------------------
 
     def _say(self, link: Link, message: Message) -> None:
@@ -203,6 +218,10 @@ class DataPlane:
                     case PeerToPeerStreamEnded(stream=number) as end:
                         if (incoming := link.incoming.get(number)) is not None:
                             incoming.fail(remote_error(end.code, end.message))
+                    case PeerToPeerOfferMemory() as offer:
+                        self._open_memory(link, offer)
+                    case PeerToPeerMemoryOpened() as answer:
+                        self._use_memory(link, answer)
                     case other:
                         raise WireError(f"{type(other).__name__} is not about a stream")
             except LinkError as error:
@@ -226,7 +245,7 @@ class DataPlane:
             source = self._sources.get(ask.blob) or await self._soon(ask.blob)
             if ask.stop > source.chunks or ask.first > ask.stop:
                 raise BlobUnavailable(f"{ask.blob.kind} of {ask.blob.number} has only {source.chunks} chunks")
-            with _reading(source, link.remote_key):
+            with reading(source, link.remote_key):
                 await self._send_chunks(link, stream, ask, source)
         except ShoalError as error:
             log.debug("stream of %s ended early: %s", ask.blob, error)
@@ -282,16 +301,3 @@ class DataPlane:
         link.close_incoming(number)
         if not finished:
             self._say(link, PeerToPeerCloseStream(stream=number))
-
-
-@contextmanager
-def _reading(source: ChunkSource, reader: bytes) -> Iterator[None]:
-    """Raises what the source's ``begin`` raises."""
-    if not isinstance(source, CountedSource):
-        yield
-        return
-    source.begin(reader)
-    try:
-        yield
-    finally:
-        source.end(reader)

@@ -1,4 +1,7 @@
-"""Bulk frames on a TCP connection: a length, a header, a sealed body; received and sent without blocking or copying."""
+"""Bulk frames on a TCP connection: a length, a header, a sealed body; received and sent without blocking or copying.
+
+Of a link's shared memory only the place of a body goes over the connection, and the length says so.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from shoal.swarm.errors import WireError
 from shoal.swarm.frames import Frame
 from shoal.swarm.links import Link
 from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES
+from shoal.swarm.shared_memory import RingReader
 
 MAX_CHUNK_BYTES = 2**22 + 2**16
 """Of one chunk's payload: 4 MiB (2**20 float32, 2**22 int8 elements) and some room for scales and its header."""
@@ -15,6 +19,12 @@ MAX_CHUNK_BYTES = 2**22 + 2**16
 _SIZE_BYTES = 4
 PREFIX_BYTES = _SIZE_BYTES + HEADER_BYTES
 """In front of every sealed body: its length, then its header."""
+
+_IS_PLACE = 2**31
+"""In a length: what follows the header is where the body begins in shared memory."""
+
+_PLACE_BYTES = 8
+_WORTH_A_PLACE_BYTES = 2**14
 
 READ_BYTES = 2**14
 """Of a body as much has to have arrived before we look again: a packet at a time costs more than opening it does. With
@@ -35,6 +45,8 @@ class Connection:
         self._header = b""
         self._body = memoryview(bytearray(TAG_BYTES))
         self._body_bytes = self._body_left = 0
+        self._placed_bytes = 0
+        self._lent: RingReader | None = None
         self._awaited_bytes = 1
         self._sealed = bytearray()
         self._unsent = memoryview(b"")
@@ -47,15 +59,22 @@ class Connection:
         """The next frame's header and sealed body, good until the next call; until there is one, the socket is readable
         when so much more of it has come.
 
-        Raises ``BlockingIOError`` when more has yet to come, ``OSError``, ``WireError`` for a frame of no good size."""
+        Raises ``BlockingIOError`` when more has yet to come, ``OSError``, ``WireError`` for a frame of no good size or
+        place."""
+        if self._lent is not None:
+            self._lent.free()
+            self._lent = None
         if not self._header:
             while self._prefix_filled < PREFIX_BYTES:
                 self._prefix_filled += self._read([self._prefix[self._prefix_filled :]])
             size = int.from_bytes(self._prefix[:_SIZE_BYTES], "big")
+            is_placed, size = bool(size & _IS_PLACE), size & ~_IS_PLACE
             limit = TAG_BYTES if self.link is None else MAX_CHUNK_BYTES + TAG_BYTES
             if not TAG_BYTES <= size <= limit:
                 raise WireError(f"a bulk frame of {size} bytes")
             self._header, self._prefix_filled = bytes(self._prefix[_SIZE_BYTES:]), 0
+            self._placed_bytes = size if is_placed else 0
+            size = _PLACE_BYTES if is_placed else size
             if len(self._body) < size:
                 self._body = memoryview(bytearray(size))
             self._body_bytes = self._body_left = size
@@ -70,7 +89,15 @@ class Connection:
             self._body_left -= min(got, self._body_left)
         self._await(1)
         header, self._header = self._header, b""
-        return header, self._body[: self._body_bytes]
+        body = self._body[: self._body_bytes]
+        return header, self._find(body) if self._placed_bytes else body
+
+    def _find(self, place: memoryview) -> memoryview:
+        memory = None if self.link is None else self.link.memory
+        if memory is None:
+            raise WireError("a place in memory that is not shared")
+        self._lent = memory.reader
+        return self._lent.find(int.from_bytes(place, "big"), self._placed_bytes)
 
     def _await(self, size: int) -> None:
         """The socket is readable from so many bytes on."""
@@ -88,6 +115,8 @@ class Connection:
         """Seal a frame for sending; returns its bytes. Everything before must have been sent."""
         header = link.sealed.next_header(unsealed.stream, unsealed.chunk, unsealed.scope, unsealed.kind)
         size = unsealed.payload.nbytes + TAG_BYTES
+        if size >= _WORTH_A_PLACE_BYTES and self._put_in_memory(link, header, unsealed.payload):
+            return PREFIX_BYTES + size
         if len(self._sealed) < PREFIX_BYTES + size:
             self._sealed = bytearray(PREFIX_BYTES + size)
         frame = memoryview(self._sealed)[: PREFIX_BYTES + size]
@@ -96,6 +125,19 @@ class Connection:
         link.sealed.seal(header, unsealed.payload, frame[PREFIX_BYTES:])
         self._unsent = frame
         return PREFIX_BYTES + size
+
+    def _put_in_memory(self, link: Link, header: bytes, payload: memoryview) -> bool:
+        """Seal it there, if there is room; the places of one direction go over one connection, in their order."""
+        memory, size = link.memory, payload.nbytes + TAG_BYTES
+        if memory is None or not memory.is_shared or self is not link.connections[0]:
+            return False
+        place = memory.writer.reserve(size)
+        if place is None:
+            return False
+        link.sealed.seal(header, payload, place.memory)
+        length = (_IS_PLACE | size).to_bytes(_SIZE_BYTES, "big")
+        self._unsent = memoryview(length + header + place.start.to_bytes(_PLACE_BYTES, "big"))
+        return True
 
     def send(self) -> None:
         """Send what is left of the last frame. Raises ``BlockingIOError``, ``OSError``."""

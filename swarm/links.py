@@ -18,6 +18,7 @@ from shoal.swarm.sealing import SealedLink
 
 if TYPE_CHECKING:
     from shoal.swarm.framing import Connection
+    from shoal.swarm.shared_memory import Offered, SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,10 @@ class Link:
     outgoing: dict[int, Outgoing] = field(default_factory=dict)
     last_frame_s: float = field(default_factory=time.monotonic)
     next_stream: int = 0
+    memory: SharedMemory | None = None
+    """Where frames lie on their way, between processes of one machine."""
+    offered: Offered | None = None
+    """That memory, until the other side has opened it."""
     # The data plane's thread works on these.
     connections: list[Connection] = field(default_factory=list)
     queue: FrameQueue = field(default_factory=FrameQueue)
@@ -198,6 +203,12 @@ class Link:
         while self._orders:
             yield self._orders.popleft()
 
+    def withdraw(self) -> None:
+        """Nobody opens our memory any more."""
+        if self.offered is not None:
+            self.offered.close()
+            self.offered = None
+
     def close_stream(self, number: int) -> None:
         """Stop sending that stream, if we do."""
         stream = self.outgoing.pop(number, None)
@@ -206,6 +217,8 @@ class Link:
 
     def close(self) -> None:
         """End all streams."""
+        self.withdraw()
+        self.memory = None
         for number in list(self.outgoing):
             self.close_stream(number)
         for incoming in list(self.incoming.values()):

@@ -41,6 +41,21 @@ class PeerToPeerCheckLink(Message):
     link: LinkName
 
 
+class PeerToPeerOfferMemory(Message):
+    """Over a link between processes of one machine, by whoever opened it: that descriptor of ours is memory in which
+    frames can lie, and begins with the token."""
+
+    process: Annotated[int, Field(ge=1, lt=2**31)]
+    descriptor: Annotated[int, Field(ge=0, lt=2**31)]
+    token: Key
+
+
+class PeerToPeerMemoryOpened(Message):
+    """Over a link: whether we could open what you have offered; if so, frames may lie there from now on."""
+
+    is_open: bool
+
+
 class PeerToPeerOpenStream(Message):
     """Over a link: send chunks ``first <= c < stop`` of ``blob``, as each becomes available."""
 

@@ -16,7 +16,9 @@ from shoal.swarm.message_peers import (
     PeerToPeerCheckLink as PeerToPeerCheckLink,
     PeerToPeerCloseStream as PeerToPeerCloseStream,
     PeerToPeerLinkOpened as PeerToPeerLinkOpened,
+    PeerToPeerMemoryOpened as PeerToPeerMemoryOpened,
     PeerToPeerNote as PeerToPeerNote,
+    PeerToPeerOfferMemory as PeerToPeerOfferMemory,
     PeerToPeerOfferTensor as PeerToPeerOfferTensor,
     PeerToPeerOpenLink as PeerToPeerOpenLink,
     PeerToPeerOpenStream as PeerToPeerOpenStream,
@@ -87,7 +89,7 @@ from shoal.swarm.message_values import (
     UnixTime as UnixTime,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 
-from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.links import Sink
 from shoal.swarm.messages import Blob
+from shoal.swarm.sources import ChunkSource
 from shoal.swarm.transport import Endpoint
 
 

@@ -97,6 +97,15 @@ def tune_stream(socket: sockets.socket) -> None:
     socket.setsockopt(sockets.IPPROTO_TCP, _NOT_SENT_LOW_WATER, _UNSENT_BYTES)
 
 
+def is_on_this_machine(socket: sockets.socket) -> bool:
+    """Whether a TCP connection has both its ends here: they have one address."""
+    try:
+        ours, theirs = socket.getsockname(), socket.getpeername()
+    except OSError:  # closed meanwhile
+        return False
+    return bool(ours[0] == theirs[0])
+
+
 def acked_bytes(socket: sockets.socket) -> int:
     """How many bytes sent on a TCP connection the other side has got; 0 where nobody can tell."""
     return _tcp_info(socket, _ACKED)

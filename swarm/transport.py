@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import zmq.asyncio
 
-from shoal.swarm.bulk import ChunkSource, DataPlane
+from shoal.swarm.bulk import DataPlane
 from shoal.swarm.channel import Channel
 from shoal.swarm.control import ControlPlane
 from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, Unreachable
@@ -34,6 +34,7 @@ from shoal.swarm.messages import (
 )
 from shoal.swarm.rosters import Rosters
 from shoal.swarm.serving import answer_members
+from shoal.swarm.sources import ChunkSource
 from shoal.swarm.uplink import together
 
 log = logging.getLogger(__name__)

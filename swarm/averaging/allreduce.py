@@ -29,11 +29,11 @@ from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.seat import HandIn, Seat
 from shoal.swarm.averaging.watch import Watch
-from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, Delivery, Part, PeerToCoordinatorRoundReport
+from shoal.swarm.sources import ChunkSource
 from shoal.swarm.transport import Endpoint
 
 __all__ = ["AllReduce", "Exchange", "ResultStore"]

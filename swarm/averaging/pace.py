@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.links import Sink
 from shoal.swarm.messages import MAX_DELIVERIES, Blob, Delivery
+from shoal.swarm.sources import ChunkSource
 from shoal.swarm.transport import Endpoint
 
 _FEWEST_BYTES = 2**18

@@ -13,11 +13,11 @@ from shoal.swarm.averaging.contributions import contribution_blob
 from shoal.swarm.averaging.groups import Group
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.traffic import Traffic
-from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, MemberGone, ShoalError, WireError
 from shoal.swarm.links import Sink
 from shoal.swarm.messages import Blob
+from shoal.swarm.sources import ChunkSource
 from shoal.swarm.transport import Endpoint
 
 log = logging.getLogger(__name__)

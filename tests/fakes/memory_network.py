@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tests.fakes.virtual_clock import now_s, until
 
-from shoal.swarm.bulk import ChunkSource, CountedSource
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Unreachable
 from shoal.swarm.messages import Blob
+from shoal.swarm.sources import ChunkSource, CountedSource
 from shoal.swarm.transport import Sink
 
 

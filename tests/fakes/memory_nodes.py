@@ -12,7 +12,6 @@ from typing import Any
 from tests.fakes.memory_network import MemoryEndpoint, MemoryNetwork
 from tests.fakes.processes import ProcessLoop, context_of, current_process
 
-from shoal.swarm.bulk import ChunkSource
 from shoal.swarm.channel import Channel
 from shoal.swarm.control import ControlPlane
 from shoal.swarm.errors import LinkError, NotAdmitted, Unreachable
@@ -20,6 +19,7 @@ from shoal.swarm.gate import Admit
 from shoal.swarm.identity import CurveKeys
 from shoal.swarm.links import Meter, Sink
 from shoal.swarm.messages import Blob, Message, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.sources import ChunkSource
 from shoal.swarm.transport import Node
 from shoal.swarm.wire import Envelope, decode, encode
 

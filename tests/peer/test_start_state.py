@@ -16,10 +16,10 @@ from shoal.peer.partial_state import Wanted
 from shoal.peer.start_files import StartFiles
 from shoal.peer.start_state import RunStart, StartState
 from shoal.peer.state import State
-from shoal.swarm.bulk import CountedSource
 from shoal.swarm.errors import Busy, LinkError, ModelMismatch
 from shoal.swarm.messages import TensorSpec
 from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.swarm.sources import CountedSource
 
 LAYOUT = tuple(
     TensorSpec(name=name, shape=shape, dtype="float32")

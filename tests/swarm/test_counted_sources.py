@@ -7,8 +7,8 @@ from contextlib import aclosing
 import pytest
 from tests.swarm.network import LONG_S, STATE, Member, Sink, Source, fetch, swarm, until
 
-from shoal.swarm.bulk import CountedSource
 from shoal.swarm.errors import Busy
+from shoal.swarm.sources import CountedSource
 
 
 class Counted(Source):
