@@ -2,16 +2,14 @@
 
 Every step runs on the sizes that a round of these peers has, so the sum is what the round would take if nothing else
 cost anything; the rest is the event loop, messages, threads that wait for each other, and that in a round all cores
-share the memory's bandwidth, which most steps alone have for themselves. Memory that a round keeps for the next one is
-here from the start.
+share the memory's bandwidth, which most steps alone have for themselves. Nothing is sent: between processes of one
+machine sealed frames lie in shared memory. Memory that a round keeps for the next one is here from the start.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from shoal.compression.means import WeightedMean
 from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.part_digest import part_digest
 from shoal.swarm.averaging.partition import chunk_elements
-from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES, SealedLink, preferred_cipher
+from shoal.swarm.sealing import TAG_BYTES, SealedLink, preferred_cipher
 
 _REPEATS = 3
 _FAST_BPS = 1e9
@@ -34,8 +32,6 @@ _FAST_BPS = 1e9
 
 _LARGEST = 10.0
 """Of normally distributed values: none is above."""
-
-_SOCKET_BYTES = 2**22
 
 
 class _Bench:
@@ -117,27 +113,6 @@ class _Bench:
         self._receiver.open(header, sealed, opened)
         return middle_s - start_s, time.thread_time() - middle_s
 
-    def send_and_receive(self) -> None:
-        """Through the kernel's loopback TCP and out of it again."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            one = socket.create_connection(server.getsockname())
-            other, _ = server.accept()
-        with one, other:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
-            one.setblocking(False)
-            for payload in self._sent():
-                _through(one, other, payload.nbytes + HEADER_BYTES + TAG_BYTES, self._sealed)
-
-
-def _through(one: socket.socket, other: socket.socket, size: int, memory: memoryview) -> None:
-    sent = received = 0
-    while received < size:
-        if sent < size:
-            with suppress(BlockingIOError):
-                sent += one.send(memory[: min(size - sent, len(memory))])
-        received += other.recv_into(memory, min(size - received, sent - received, len(memory)))
-
 
 def steps(codec: str, elements: int, peers: int) -> dict[str, float]:
     """CPU seconds of each step for all peers together."""
@@ -150,7 +125,6 @@ def steps(codec: str, elements: int, peers: int) -> dict[str, float]:
         "settle the residual": lambda: _cpu_s(bench.settle),
         "encode": lambda: _cpu_s(bench.encode),
         "seal": bench.seal_s,
-        "send and receive in the kernel": lambda: _cpu_s(bench.send_and_receive),
         "open": bench.open_s,
         "reduce": lambda: _cpu_s(bench.reduce),
         "digest": lambda: _cpu_s(bench.digest),

@@ -5,7 +5,9 @@ and verdict of a real coordinator in a process of its own, exchange, digests, de
 which lies ahead by design, is over when the clock starts. Exchange: from the first peer that has the plan to the last
 that holds every result. CPU: user and system, all peers together. Peak memory: of a peer, above what it had at the
 start, its contribution among that; also over the contribution's bytes. With ``--turns`` all systems of one size are run
-again and again, one after the other, so that what else the machine does is not in one system's figures alone.
+again and again, one after the other, so that what else the machine does is not in one system's figures alone. Peers of
+one machine hand each other sealed chunks in shared memory; ``--apart`` also measures them with an address each, over
+TCP as between machines.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -53,6 +55,7 @@ class System:
 
 def shoal(case: Case) -> System:
     what = f"Shoal {case.codec}" + (f", groups of {case.group_size}" if case.group_size else "")
+    what += ", apart" if case.apart else ""
 
     def row(runs: list[Measured]) -> Row:
         turns = [one.laps[_SETTLING_ROUNDS:] for one in runs]
@@ -214,7 +217,10 @@ def systems_of(options: Any) -> list[list[System]]:
     rounds = _SETTLING_ROUNDS + options.rounds
     groups = []
     for elements in options.sizes:
-        group = [shoal(Case(codec, elements, options.peers, rounds)) for codec in options.codecs]
+        cases = [Case(codec, elements, options.peers, rounds) for codec in options.codecs]
+        group = [shoal(case) for case in cases]
+        if options.apart:
+            group += [shoal(replace(case, apart=True)) for case in cases]
         if "gloo" in options.beside:
             group.append(gloo(Case("float32", elements, options.peers, rounds)))
         if "hivemind" in options.beside and has_hivemind():
@@ -244,6 +250,7 @@ def main() -> None:
     arguments.add_argument("--peers", type=int, default=4)
     arguments.add_argument("--rounds", type=int, default=5, help="of a turn that count; three before them do not")
     arguments.add_argument("--turns", type=int, choices=range(1, 100), default=1, metavar="N", help=_TURNS)
+    arguments.add_argument("--apart", action="store_true", help="Shoal also with an address a peer, over TCP")
     arguments.add_argument("--beside", type=comma(str), default=["gloo", "hivemind"], help="other systems to measure")
     arguments.add_argument("--grid", type=elements_of, default=elements_of("4M"), help="of 16 peers' vectors")
     arguments.add_argument("--no-grid", dest="grid", action="store_const", const=0)

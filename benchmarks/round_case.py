@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Case:
     """What is averaged: ``rounds`` count, one more before them warms up. ``bandwidths_bps``: what each peer says of its
-    link, where the coordinator is not to find out by itself. ``group_size``: 0 for one that holds everybody."""
+    link, where the coordinator is not to find out by itself. ``group_size``: 0 for one that holds everybody. ``apart``:
+    each peer on loopback has an address of its own, so their links are as those between machines."""
 
     codec: str
     elements: int
@@ -17,6 +18,11 @@ class Case:
     patience_s: float = 12.0
     group_size: int = 0
     bandwidths_bps: tuple[float, ...] = ()
+    apart: bool = False
+
+    def loopback_address(self, number: int) -> str:
+        """Of a peer; Linux has all of 127.0.0.0/8."""
+        return f"127.0.0.{number + 2}" if self.apart else "127.0.0.1"
 
 
 def run_toml(case: Case) -> str:

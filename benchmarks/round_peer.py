@@ -41,7 +41,6 @@ from shoal.swarm.messages import (
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 
-_LOOPBACK = "127.0.0.1"
 _PROBE_STEP = 4099
 """Every so manieth value of a mean is checked."""
 
@@ -54,7 +53,8 @@ def run_peer(pipe: Connection, invite: str, case: Case, number: int, site: Site 
     if site is not None:
         enter(site.namespace)
     torch.set_num_threads(1)
-    asyncio.run(_live(Pace(pipe), Invite.parse(invite), case, number, site.address if site is not None else _LOOPBACK))
+    address = site.address if site is not None else case.loopback_address(number)
+    asyncio.run(_live(Pace(pipe), Invite.parse(invite), case, number, address))
 
 
 class _Client(CoordinatorClient):

@@ -36,6 +36,21 @@ def test_what_is_missing_makes_no_ratio() -> None:
     assert set(ratios_of([])) == set(ratios_of(alone))
 
 
+def test_apart_every_codec_is_measured_twice() -> None:
+    from argparse import Namespace
+
+    from allreduce import systems_of
+
+    options = Namespace(sizes=[100], codecs=["int8", "float32"], peers=4, rounds=1, beside=["gloo"], grid=0, apart=True)
+    ((*ours, gloo),) = systems_of(options)
+    assert [one.what for one in ours] == ["Shoal int8", "Shoal float32", "Shoal int8, apart", "Shoal float32, apart"]
+    addresses = [{one.case.loopback_address(number) for number in range(4)} for one in ours]
+    assert [len(one) for one in addresses] == [1, 1, 4, 4]
+    assert not gloo.is_ours
+    options.apart = False
+    assert len(systems_of(options)[0]) == 3
+
+
 def test_bytes_of_a_flat_group() -> None:
     from allreduce import flat_bytes, grid_ratio
 
