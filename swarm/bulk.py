@@ -291,9 +291,9 @@ class DataPlane:
         self._say(link, ask)
         return number, incoming
 
-    def grant(self, link: Link, number: int, incoming: Incoming) -> None:
-        """Let more of a stream come, if it is time to."""
-        if credit := incoming.grant():
+    def grant(self, link: Link, number: int, incoming: Incoming, in_use: int = 0) -> None:
+        """Let more of a stream come, if it is time to; ``in_use`` of the chunks that were taken still are."""
+        if credit := incoming.grant(in_use):
             self._pump.grant(link, number, credit)
 
     def close_stream(self, link: Link, number: int, *, finished: bool) -> None:

@@ -103,10 +103,11 @@ class Incoming:
         self._next += 1
         return self._next - 1
 
-    def grant(self) -> int:
-        """How many chunks more the other side is to be told that it may send; 0 while that is not worth a frame."""
+    def grant(self, in_use: int = 0) -> int:
+        """How many chunks more the other side is to be told that it may send; 0 while that is not worth a frame.
+        ``in_use``: of those that were taken."""
         window = max(CREDIT, min(MOST_CREDIT, _WINDOW_BYTES // self._chunk_bytes))
-        credit = self._next + window - self._granted
+        credit = self._next - in_use + window - self._granted
         if credit < window // 2:
             return 0
         self._granted += credit

@@ -223,6 +223,9 @@ class Node:
             for expected in chunks:
                 chunk = await incoming.next(wait_s)
                 assert chunk == expected
+                if chunk == chunks.start:
+                    # Now their size is known. Who takes the first may be long about it: its round may have no plan yet.
+                    self._data.grant(link, number, incoming, in_use=1)
                 yield chunk
                 self._data.grant(link, number, incoming)
             finished = True

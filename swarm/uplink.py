@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
+from statistics import median_high
 from typing import TYPE_CHECKING
 
 from shoal.swarm.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s
@@ -47,8 +48,10 @@ class Uplink:
 
     A round's figure is what its better half seconds had. The pace is that and a little more; a lot more before anything
     is settled, and whenever it was reached several times in a row: a link that is faster than it seemed soon shows.
-    When it was not, it comes down step by step: too fast a pace makes flows uneven again, and uneven ones do not show
-    all that a link has. Every so many rounds go without a pace, so that nothing wears it down for good.
+    When two rounds of three had less, it comes down step by step: too fast a pace makes flows uneven again, and uneven
+    ones do not show all that a link has. One alone changes nothing: somebody was busy for a moment, and everybody would
+    wait for us in the rounds that it takes until the pace is right again. Every so many rounds go without a pace, so
+    that nothing wears it down for good.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,8 @@ class Uplink:
         self._reached = self._paced_rounds = 0
         self._samples: deque[tuple[float, int]] = deque()
         self._rates_bps: list[float] = []
+        self._figures_bps: deque[float] = deque(maxlen=3)
+        """Of the last rounds, as they were seen."""
 
     @property
     def pace_bps(self) -> float | None:
@@ -91,7 +96,7 @@ class Uplink:
         self._samples.clear()
 
     def _learn(self, figure_bps: float) -> None:
-        pace_bps = self.pace_bps
+        pace_bps, least_bps = self.pace_bps, 0.0
         if self._paced_rounds == _PACED_ROUNDS:
             self._paced_rounds = 0
             figure_bps = max(figure_bps, self._base_bps)  # so uneven is TCP alone
@@ -99,10 +104,11 @@ class Uplink:
             self._paced_rounds += 1
             self._reached = self._reached + 1 if figure_bps >= _WAS_REACHED * pace_bps else 0
             if self._headroom < _MOST_HEADROOM:
-                figure_bps = max(figure_bps, _STEP_DOWN * pace_bps)
+                least_bps = _STEP_DOWN * pace_bps
             steps = max(0, self._reached - _USUAL_REACHES)
             self._headroom = min(_HEADROOM * _STEEPNESS**steps, _MOST_HEADROOM)
-        self._base_bps = figure_bps
+        self._figures_bps.append(figure_bps)
+        self._base_bps = max(figure_bps, median_high(self._figures_bps), least_bps)
 
 
 def together(rounds: Sequence[Mapping[bytes, float]]) -> dict[bytes, float]:

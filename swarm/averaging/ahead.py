@@ -12,7 +12,7 @@ Chunks = AsyncGenerator[tuple[int, memoryview], None]
 
 
 class StreamAhead:
-    """A stream whose first chunk is on its way, or will be; no more come than its first credit allows."""
+    """A stream whose first chunk is on its way, or will be; no more come than its window allows."""
 
     def __init__(self, stream: Chunks, tasks: asyncio.TaskGroup) -> None:
         self._stream = stream

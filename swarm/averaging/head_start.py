@@ -1,7 +1,7 @@
 """What of an exchange need not wait for its plan: contributions, by the plan that is expected.
 
 They are asked for as soon as the round's closing is announced, and sent as soon as their members are ready: the first
-are on their way while those say so. Nothing is reduced, and no more taken than a stream's first credit: who is in,
+are on their way while those say so. Nothing is reduced, and no more taken than a stream's window: who is in,
 with which weights, the plan has to say.
 """
 

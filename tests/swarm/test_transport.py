@@ -572,6 +572,21 @@ async def test_sender_is_never_further_ahead_than_its_credit(size_bytes: int, mo
         assert max(ahead) > most // 2
 
 
+@pytest.mark.parametrize(("size_bytes", "most"), [(2**19, CREDIT), (2**17, 4 * CREDIT), (100, MOST_CREDIT)])
+@run
+async def test_who_is_long_about_the_first_chunk_is_sent_a_window_of_its_size(size_bytes: int, most: int) -> None:
+    """A long way would stand still else: what comes ahead of a round's plan is not taken before it is there."""
+    async with swarm() as (a, b):
+        source, sink = Source(3 * most, size_bytes), Sink()
+        b.node.publish(STATE, source)
+        async with aclosing(a.node.fetch(b.peer, STATE, range(3 * most), sink, LONG_S)) as stream:
+            await anext(stream)
+            await until(lambda: len(sink.chunks) == most)
+            for _ in range(10):
+                await ping(a, b)
+            assert len(source.asked) == most
+
+
 def test_credit_does_not_pile_up() -> None:
     stream = Outgoing(CREDIT)
     for _ in range(100):
