@@ -180,14 +180,16 @@ class DataPlane:
         )
 
     def _open_memory(self, link: Link, offer: PeerToPeerOfferMemory) -> None:
-        if link.is_ours or link.memory is not None:
+        if link.is_ours or link.was_offered:
             raise WireError("an offer of memory that is out of turn")
+        link.was_offered = True
+        connections = list(link.connections)
         try:
-            if not all(is_on_this_machine(one.socket) for one in list(link.connections)):
-                raise LinkError("it is another machine")
+            if not connections or not all(is_on_this_machine(one.socket) for one in connections):
+                raise LinkError("the other end is on another machine")
             link.memory = open_shared(offer.process, offer.descriptor, offer.token)
         except LinkError as error:
-            log.info("frames of a link between processes of this machine go over its connections: %s", error)
+            log.info("a link goes without shared memory: %s", error)
         self._say(link, PeerToPeerMemoryOpened(is_open=link.memory is not None))
 
     def _use_memory(self, link: Link, answer: PeerToPeerMemoryOpened) -> None:

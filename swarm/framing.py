@@ -56,14 +56,11 @@ class Connection:
         return self.socket.fileno() < 0
 
     def receive(self, low_water_bytes: int = READ_BYTES) -> tuple[bytes, memoryview]:
-        """The next frame's header and sealed body, good until the next call; until there is one, the socket is readable
-        when so much more of it has come.
+        """The next frame's header and sealed body, good until ``release``, which comes before the next call; until
+        there is a frame, the socket is readable when so much more of it has come.
 
         Raises ``BlockingIOError`` when more has yet to come, ``OSError``, ``WireError`` for a frame of no good size or
         place."""
-        if self._lent is not None:
-            self._lent.free()
-            self._lent = None
         if not self._header:
             while self._prefix_filled < PREFIX_BYTES:
                 self._prefix_filled += self._read([self._prefix[self._prefix_filled :]])
@@ -98,6 +95,12 @@ class Connection:
             raise WireError("a place in memory that is not shared")
         self._lent = memory.reader
         return self._lent.find(int.from_bytes(place, "big"), self._placed_bytes)
+
+    def release(self) -> None:
+        """The last frame is not needed any more."""
+        if self._lent is not None:
+            self._lent.free()
+            self._lent = None
 
     def _await(self, size: int) -> None:
         """The socket is readable from so many bytes on."""

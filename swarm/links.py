@@ -172,6 +172,8 @@ class Link:
     """Where frames lie on their way, between processes of one machine."""
     offered: Offered | None = None
     """That memory, until the other side has opened it."""
+    was_offered: bool = False
+    """Whether the other side has offered memory: once is enough."""
     # The data plane's thread works on these.
     connections: list[Connection] = field(default_factory=list)
     queue: FrameQueue = field(default_factory=FrameQueue)
@@ -205,7 +207,7 @@ class Link:
             yield self._orders.popleft()
 
     def withdraw(self) -> None:
-        """Nobody opens our memory any more."""
+        """Nobody can open our memory by what was said of it any more."""
         if self.offered is not None:
             self.offered.close()
             self.offered = None

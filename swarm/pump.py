@@ -265,6 +265,7 @@ class Pump:
                     link = self._greet(connection, header, body)
                 elif link is not None:
                     self._intake.take(link, header, body)
+                connection.release()
         except BlockingIOError:
             if link is not None:
                 link.last_frame_s = time.monotonic()

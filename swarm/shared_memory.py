@@ -10,26 +10,31 @@ is believed: frames are opened as any others.
 from __future__ import annotations
 
 import fcntl
-import logging
 import mmap
 import os
 import secrets
-import struct
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from shoal.swarm.errors import LinkError, WireError
 
-log = logging.getLogger(__name__)
-
 RING_BYTES = 12 * 2**20
-"""Of each direction: some of the largest frames, as the other end may have to wait for a processor."""
+"""Of each direction: the two largest frames, or more of others, as the other end may have to wait for a processor."""
 
 _LINE = 64
 _PAGE = 4096
-_COUNTER = struct.Struct("@Q")
+_COUNTER_BYTES = 8
 _END_OF_PLACES = 2**62
 _NAME = "shoal-link"
 _TOKEN_BYTES = 32
+
+_ADD_SEALS, _GET_SEALS, _FIXED_SIZE = 1033, 1034, 1 | 2 | 4
+"""F_ADD_SEALS, F_GET_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: a Python that was built on an old system does
+not name them."""
+
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_NEVER = "2"
 
 
 class Place(NamedTuple):
@@ -44,13 +49,13 @@ class RingWriter:
 
     def __init__(self, memory: memoryview) -> None:
         """``memory``: a page for the counter, then the ring."""
-        self._counter, self._ring = memory[: _COUNTER.size], memory[_PAGE:]
+        self._counter, self._ring = _counter(memory), memory[_PAGE:]
         self._end = self._beginning = 0
 
     def reserve(self, size: int) -> Place | None:
         """A place of that many bytes, in one piece; None when there is no room at the moment."""
         ring_bytes = self._ring.nbytes
-        (read,) = _COUNTER.unpack(self._counter)
+        read = self._counter[0]
         if read == self._end:
             # All has been read. What is used again is in the caches, and a link of small frames takes little memory.
             self._end = self._beginning = _up_to(self._end, ring_bytes)
@@ -67,7 +72,7 @@ class RingReader:
     """Finds what the other end has written, and lets it have the room back."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._counter, self._ring = memory[: _COUNTER.size], memory[_PAGE:]
+        self._counter, self._ring = _counter(memory), memory[_PAGE:]
         self._end = 0
 
     def find(self, start: int, size: int) -> memoryview:
@@ -80,7 +85,7 @@ class RingReader:
 
     def free(self) -> None:
         """All that was found so far may be written to."""
-        _COUNTER.pack_into(self._counter, 0, self._end)
+        self._counter[0] = self._end
 
 
 class SharedMemory:
@@ -102,13 +107,15 @@ class Offered:
     def __init__(self) -> None:
         """Raises ``OSError`` where there is none to be had."""
         if not hasattr(os, "memfd_create"):
-            raise OSError("this system has no memory without a name")
+            raise OSError("this system, or this Python, has no memory without a name")
+        if _is_memory_promised_only():
+            raise OSError("a page of it that is touched for the first time might end the process")
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.process = os.getpid()
         self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, _all_bytes())
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _fixed_size())
+            fcntl.fcntl(self.descriptor, _ADD_SEALS, _FIXED_SIZE)
             mapped = memoryview(mmap.mmap(self.descriptor, _all_bytes()))
         except BaseException:
             self.close()
@@ -117,7 +124,7 @@ class Offered:
         self.memory = SharedMemory(mapped, is_ours=True)
 
     def close(self) -> None:
-        """It cannot be opened any more; who has it keeps it."""
+        """It cannot be opened by that number any more; who has it keeps it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -134,7 +141,7 @@ def open_shared(process: int, descriptor: int, token: bytes) -> SharedMemory:
             raise LinkError(f"{path} is no memory of a link")
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         try:
-            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _fixed_size() != _fixed_size():
+            if fcntl.fcntl(opened, _GET_SEALS) & _FIXED_SIZE != _FIXED_SIZE:
                 raise LinkError(f"{path} can be made smaller")
             if os.fstat(opened).st_size != _all_bytes():
                 raise LinkError(f"{path} has another size")
@@ -148,8 +155,16 @@ def open_shared(process: int, descriptor: int, token: bytes) -> SharedMemory:
     return SharedMemory(mapped, is_ours=False)
 
 
-def _fixed_size() -> int:
-    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+def _is_memory_promised_only() -> bool:
+    """Whether this system refuses what it might not have, of such memory as late as at its first touch."""
+    with suppress(OSError):
+        return _OVERCOMMIT.read_text().strip() == _NEVER
+    return False
+
+
+def _counter(memory: memoryview) -> memoryview:
+    """Up to where its reader has read. Whoever sees too little of it finds less room."""
+    return memory[:_COUNTER_BYTES].cast("Q")
 
 
 def _all_bytes() -> int:

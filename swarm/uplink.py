@@ -49,9 +49,9 @@ class Uplink:
     A round's figure is what its better half seconds had. The pace is that and a little more; a lot more before anything
     is settled, and whenever it was reached several times in a row: a link that is faster than it seemed soon shows.
     When two rounds of three had less, it comes down step by step: too fast a pace makes flows uneven again, and uneven
-    ones do not show all that a link has. One alone changes nothing: somebody was busy for a moment, and everybody would
-    wait for us in the rounds that it takes until the pace is right again. Every so many rounds go without a pace, so
-    that nothing wears it down for good.
+    ones do not show all that a link has. One alone does not lower it: somebody was busy for a moment, and everybody
+    would wait for us in the rounds that it takes until the pace is right again. Every so many rounds go without a pace,
+    so that nothing wears it down for good.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Uplink:
         self._samples: deque[tuple[float, int]] = deque()
         self._rates_bps: list[float] = []
         self._figures_bps: deque[float] = deque(maxlen=3)
-        """Of the last rounds, as they were seen."""
+        """Of the last rounds; of one without a pace no less than what was known."""
 
     @property
     def pace_bps(self) -> float | None:

@@ -243,6 +243,32 @@ def test_its_size_stays(offered: Offered) -> None:
 
 
 @needs_memfd
+def test_a_python_that_does_not_name_the_seals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("F_ADD_SEALS", "F_GET_SEALS", "F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW"):
+        monkeypatch.delattr(fcntl, name)
+    made = Offered()
+    exchange(made.memory, open_shared(made.process, made.descriptor, made.token), b"hello")
+    with pytest.raises(PermissionError):
+        os.ftruncate(made.descriptor, 0)
+    made.close()
+
+
+@pytest.mark.parametrize("setting", [None, "0\n", "1\n", "2\n"])
+@needs_memfd
+def test_not_where_a_first_touch_may_end_the_process(
+    setting: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shared_memory, "_OVERCOMMIT", tmp_path / "overcommit_memory")
+    if setting is not None:
+        (tmp_path / "overcommit_memory").write_text(setting)
+    if setting == "2\n":
+        with pytest.raises(OSError, match="touched"):
+            Offered()
+    else:
+        Offered().close()
+
+
+@needs_memfd
 def test_no_memory_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, size: int) -> None:
         raise OSError("out of memory")
@@ -461,7 +487,7 @@ def test_without_it_all_goes_over_the_connection(
             assert watched.placed == {True: 0, False: 20}
 
     asyncio.run(test())
-    assert ("go over its connections" in caplog.text) == (where in ("open", "their address"))
+    assert ("goes without shared memory" in caplog.text) == (where in ("open", "their address"))
 
 
 OFFER = PeerToPeerOfferMemory(process=1, descriptor=3, token=bytes(32))
@@ -489,6 +515,59 @@ def test_a_word_out_of_turn_costs_the_link(message: Message, by_opener: bool, mo
 
 def shared_now() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "shoal-link" in line]
+
+
+@needs_memfd
+def test_memory_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who offers what cannot be opened does not get to try again."""
+
+    async def test() -> None:
+        async with swarm() as (a, b):
+            monkeypatch.setattr(bulk, "open_shared", refuse)
+            b.node.publish(STATE, Source(1))
+            assert await fetch(a, b, Sink(), range(1)) == [0]
+            ours = await link_of(a)
+            await until(lambda: ours.offered is None)
+            monkeypatch.setattr(bulk, "open_shared", open_shared)
+            a.node._data._offer_memory(ours)
+            await until(lambda: not a.node._data._links and not b.node._data._links)
+
+    asyncio.run(test())
+
+
+@needs_memfd
+def test_a_link_without_connections_is_of_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with swarm() as (a, b):
+            monkeypatch.setattr(a.node._data, "_offer_memory", lambda link: None)
+            b.node.publish(STATE, Source(1))
+            assert await fetch(a, b, Sink(), range(1)) == [0]
+            theirs, made = await link_of(b), Offered()
+            theirs.connections, kept = [], theirs.connections
+            offer = PeerToPeerOfferMemory(process=made.process, descriptor=made.descriptor, token=made.token)
+            b.node._data._open_memory(theirs, offer)
+            assert theirs.memory is None
+            theirs.connections = kept
+            made.close()
+
+    asyncio.run(test())
+
+
+@needs_memfd
+def test_what_was_read_is_free_at_once() -> None:
+    """Also when nothing comes after it."""
+
+    async def test() -> None:
+        async with swarm() as (a, b):
+            ours, theirs = await shared(a, b)
+            b.node.publish(STATE, Source(4, 2**16))
+            assert await fetch(a, b, Sink(), range(4)) == list(range(4))
+            assert ours.memory is not None
+            assert theirs.memory is not None
+            writer = theirs.memory.writer
+            await until(lambda: writer._counter[0] == writer._end > 0)
+
+    asyncio.run(test())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has one address")
@@ -560,6 +639,7 @@ def test_a_frame_and_its_place_in_pieces() -> None:
             plain = memoryview(bytearray(body.nbytes - TAG_BYTES))
             acceptor.sealed.open(header, body, plain)
             got.append(bytes(plain))
+            reader.release()
         assert got == [bytes([chunk]) * size for chunk, size in enumerate(sizes)]
 
 
