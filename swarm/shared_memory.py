@@ -108,7 +108,7 @@ class Offered:
         """Raises ``OSError`` where there is none to be had."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system, or this Python, has no memory without a name")
-        if _is_memory_promised_only():
+        if _is_commitment_limited():
             raise OSError("a page of it that is touched for the first time might end the process")
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.process = os.getpid()
@@ -155,7 +155,7 @@ def open_shared(process: int, descriptor: int, token: bytes) -> SharedMemory:
     return SharedMemory(mapped, is_ours=False)
 
 
-def _is_memory_promised_only() -> bool:
+def _is_commitment_limited() -> bool:
     """Whether this system refuses what it might not have, of such memory as late as at its first touch."""
     with suppress(OSError):
         return _OVERCOMMIT.read_text().strip() == _NEVER
