@@ -1,8 +1,10 @@
 """Real nodes on loopback, in one process, for tests of the transport."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import wraps
+from typing import Any
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.identity import CurveKeys, Identity
@@ -11,6 +13,14 @@ from shoal.swarm.transport import Node
 
 HOST = "127.0.0.1"
 LONG_S = 30.0
+
+
+def run(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return wrapper
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.swarm.network import LONG_S, STATE, Member, Sink, Source, fetch, swarm, until
+from tests.swarm.network import LONG_S, STATE, Member, Sink, Source, fetch, run, swarm, until
 
 from shoal.swarm import bulk, framing, shared_memory
 from shoal.swarm.errors import LinkError, WireError
@@ -321,131 +321,119 @@ async def shared(a: Member, b: Member) -> tuple[Link, Link]:
 
 @needs_memfd
 @pytest.mark.parametrize("connections", [1, 4])
-def test_chunks_lie_there_both_ways(watched: Watched, connections: int) -> None:
-    async def test() -> None:
-        async with swarm() as (a, b):
-            a.node.connections_per_link = connections
-            ours, theirs = await shared(a, b)
-            assert ours.offered is None
-            source = Source(40, 2**19)
-            for one, other in ((a, b), (b, a)):
-                watched.placed = {True: 0, False: 0}
-                other.node.publish(STATE, source)
-                sink = Sink()
-                assert await fetch(one, other, sink, range(40)) == list(range(40))
-                assert sink.holds(source, range(40))
-                if connections == 1:
-                    assert watched.placed == {True: 40, False: 0}, "eight are under way, and there is room for them"
-            assert [await link_of(one) for one in (a, b)] == [ours, theirs], "the link held"
-
-    asyncio.run(test())
+@run
+async def test_chunks_lie_there_both_ways(watched: Watched, connections: int) -> None:
+    async with swarm() as (a, b):
+        a.node.connections_per_link = connections
+        ours, theirs = await shared(a, b)
+        assert ours.offered is None
+        source = Source(40, 2**19)
+        for one, other in ((a, b), (b, a)):
+            watched.placed = {True: 0, False: 0}
+            other.node.publish(STATE, source)
+            sink = Sink()
+            assert await fetch(one, other, sink, range(40)) == list(range(40))
+            assert sink.holds(source, range(40))
+            if connections == 1:
+                assert watched.placed == {True: 40, False: 0}, "eight are under way, and there is room for them"
+        assert [await link_of(one) for one in (a, b)] == [ours, theirs], "the link held"
 
 
 @needs_memfd
-def test_small_frames_go_as_they_are(watched: Watched) -> None:
-    async def test() -> None:
-        async with swarm() as (a, b):
-            await shared(a, b)
-            b.node.publish(STATE, Source(20, 8000))
-            assert await fetch(a, b, Sink(), range(20)) == list(range(20))
-            assert watched.placed == {True: 0, False: 0}
-
-    asyncio.run(test())
+@run
+async def test_small_frames_go_as_they_are(watched: Watched) -> None:
+    async with swarm() as (a, b):
+        await shared(a, b)
+        b.node.publish(STATE, Source(20, 8000))
+        assert await fetch(a, b, Sink(), range(20)) == list(range(20))
+        assert watched.placed == {True: 0, False: 0}
 
 
 @needs_memfd
 @pytest.mark.parametrize("frames", [1, 3])
-def test_what_has_no_room_goes_over_the_connection(
+@run
+async def test_what_has_no_room_goes_over_the_connection(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, frames: int
 ) -> None:
     size = 2**18
     monkeypatch.setattr(shared_memory, "RING_BYTES", frames * (size + 64))
 
-    async def test() -> None:
-        async with swarm() as (a, b):
-            await shared(a, b)
-            source, sinks = Source(60, size), [Sink() for _ in range(3)]
-            b.node.publish(STATE, source)
-            is_full = threading.Event()
+    async with swarm() as (a, b):
+        await shared(a, b)
+        source, sinks = Source(60, size), [Sink() for _ in range(3)]
+        b.node.publish(STATE, source)
+        is_full = threading.Event()
 
-            def patient(sink: Sink) -> Callable[[int, int], memoryview]:
-                def place(chunk: int, size: int) -> memoryview:
-                    is_full.wait(LONG_S)
-                    return sink(chunk, size)
+        def patient(sink: Sink) -> Callable[[int, int], memoryview]:
+            def place(chunk: int, size: int) -> memoryview:
+                is_full.wait(LONG_S)
+                return sink(chunk, size)
 
-                return place
+            return place
 
-            async with asyncio.TaskGroup() as tasks:
-                fetched = [tasks.create_task(fetch(a, b, patient(sink), range(60))) for sink in sinks]  # type: ignore[arg-type]
-                await until(lambda: watched.placed[False] > 0)
-                is_full.set()
-            assert all(task.result() == list(range(60)) for task in fetched)
-            assert all(sink.holds(source, range(60)) for sink in sinks)
-            assert watched.placed[True] > frames, "there was room again"
-
-    asyncio.run(test())
+        async with asyncio.TaskGroup() as tasks:
+            fetched = [tasks.create_task(fetch(a, b, patient(sink), range(60))) for sink in sinks]  # type: ignore[arg-type]
+            await until(lambda: watched.placed[False] > 0)
+            is_full.set()
+        assert all(task.result() == list(range(60)) for task in fetched)
+        assert all(sink.holds(source, range(60)) for sink in sinks)
+        assert watched.placed[True] > frames, "there was room again"
 
 
 @needs_memfd
-def test_what_is_changed_there_costs_the_link_and_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with swarm() as (a, b):
-            ours, _ = await shared(a, b)
-            source, sink = Source(20, 2**16), Sink()
-            b.node.publish(STATE, source)
-            find, damaged = RingReader.find, []
+@run
+async def test_what_is_changed_there_costs_the_link_and_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        ours, _ = await shared(a, b)
+        source, sink = Source(20, 2**16), Sink()
+        b.node.publish(STATE, source)
+        find, damaged = RingReader.find, []
 
-            def damage(reader: RingReader, start: int, size: int) -> memoryview:
-                found = find(reader, start, size)
-                if start > 3 * 2**16 and not damaged:
-                    damaged.append(start)
-                    found[size // 2] ^= 1
-                return found
+        def damage(reader: RingReader, start: int, size: int) -> memoryview:
+            found = find(reader, start, size)
+            if start > 3 * 2**16 and not damaged:
+                damaged.append(start)
+                found[size // 2] ^= 1
+            return found
 
-            monkeypatch.setattr(RingReader, "find", damage)
-            assert await fetch(a, b, sink, range(20)) == list(range(20))
-            assert sink.holds(source, range(20))
-            assert damaged
-            assert await link_of(a) is not ours
-
-    asyncio.run(test())
+        monkeypatch.setattr(RingReader, "find", damage)
+        assert await fetch(a, b, sink, range(20)) == list(range(20))
+        assert sink.holds(source, range(20))
+        assert damaged
+        assert await link_of(a) is not ours
 
 
 @needs_memfd
 @pytest.mark.parametrize("place", [2**40 - 1, 2**63])
-def test_a_place_outside_costs_the_link(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with swarm() as (a, b):
-            ours, _ = await shared(a, b)
-            b.node.publish(STATE, Source(5, 2**16))
-            reserve, moved = RingWriter.reserve, []
+@run
+async def test_a_place_outside_costs_the_link(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        ours, _ = await shared(a, b)
+        b.node.publish(STATE, Source(5, 2**16))
+        reserve, moved = RingWriter.reserve, []
 
-            def elsewhere(writer: RingWriter, size: int) -> Place | None:
-                found = reserve(writer, size)
-                if found is None or moved:
-                    return found
-                moved.append(place)
-                return Place(place, found.memory)
+        def elsewhere(writer: RingWriter, size: int) -> Place | None:
+            found = reserve(writer, size)
+            if found is None or moved:
+                return found
+            moved.append(place)
+            return Place(place, found.memory)
 
-            monkeypatch.setattr(RingWriter, "reserve", elsewhere)
-            assert await fetch(a, b, Sink(), range(5)) == list(range(5))
-            assert moved
-            assert await link_of(a) is not ours
-
-    asyncio.run(test())
+        monkeypatch.setattr(RingWriter, "reserve", elsewhere)
+        assert await fetch(a, b, Sink(), range(5)) == list(range(5))
+        assert moved
+        assert await link_of(a) is not ours
 
 
 @needs_memfd
-def test_a_place_on_a_link_without_memory_costs_it() -> None:
-    async def test() -> None:
-        async with swarm() as (a, b):
-            ours, theirs = await shared(a, b)
-            ours.memory = None
-            b.node.publish(STATE, Source(5, 2**16))
-            assert await fetch(a, b, Sink(), range(5)) == list(range(5))
-            assert await link_of(b) is not theirs
-
-    asyncio.run(test())
+@run
+async def test_a_place_on_a_link_without_memory_costs_it() -> None:
+    async with swarm() as (a, b):
+        ours, theirs = await shared(a, b)
+        ours.memory = None
+        b.node.publish(STATE, Source(5, 2**16))
+        assert await fetch(a, b, Sink(), range(5)) == list(range(5))
+        assert await link_of(b) is not theirs
 
 
 def refuse(*_: Any) -> SharedMemory:
@@ -454,7 +442,8 @@ def refuse(*_: Any) -> SharedMemory:
 
 @needs_memfd
 @pytest.mark.parametrize("where", ["offer", "open", "address", "their address"])
-def test_without_it_all_goes_over_the_connection(
+@run
+async def test_without_it_all_goes_over_the_connection(
     watched: Watched, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No such memory here, none that can be opened there (a container), or another machine."""
@@ -475,18 +464,15 @@ def test_without_it_all_goes_over_the_connection(
     else:
         monkeypatch.setattr(bulk, "is_on_this_machine", elsewhere)
 
-    async def test() -> None:
-        async with swarm() as (a, b):
-            source, sink = Source(20, 2**19), Sink()
-            b.node.publish(STATE, source)
-            assert await fetch(a, b, sink, range(20)) == list(range(20))
-            assert sink.holds(source, range(20))
-            ours, theirs = await link_of(a), await link_of(b)
-            await until(lambda: ours.memory is None and ours.offered is None)
-            assert theirs.memory is None
-            assert watched.placed == {True: 0, False: 20}
-
-    asyncio.run(test())
+    async with swarm() as (a, b):
+        source, sink = Source(20, 2**19), Sink()
+        b.node.publish(STATE, source)
+        assert await fetch(a, b, sink, range(20)) == list(range(20))
+        assert sink.holds(source, range(20))
+        ours, theirs = await link_of(a), await link_of(b)
+        await until(lambda: ours.memory is None and ours.offered is None)
+        assert theirs.memory is None
+        assert watched.placed == {True: 0, False: 20}
     assert ("goes without shared memory" in caplog.text) == (where in ("open", "their address"))
 
 
@@ -496,21 +482,21 @@ OFFER = PeerToPeerOfferMemory(process=1, descriptor=3, token=bytes(32))
 @needs_memfd
 @pytest.mark.parametrize("by_opener", [True, False])
 @pytest.mark.parametrize("message", [OFFER, PeerToPeerMemoryOpened(is_open=True)])
-def test_a_word_out_of_turn_costs_the_link(message: Message, by_opener: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with swarm() as (a, b):
-            ours, theirs = await shared(a, b)
-            opened: list[int] = []
-            monkeypatch.setattr(bulk, "open_shared", lambda *numbers: opened.append(numbers))
-            sender, link = (a, ours) if by_opener else (b, theirs)
-            sender.node._data._pump.order(link, encode(Envelope("notice", 0, message)))
-            await until(lambda: not a.node._data._links and not b.node._data._links)
-            assert not opened
-            monkeypatch.setattr(bulk, "open_shared", open_shared)
-            b.node.publish(STATE, Source(5))
-            assert await fetch(a, b, Sink(), range(5)) == list(range(5))
-
-    asyncio.run(test())
+@run
+async def test_a_word_out_of_turn_costs_the_link(
+    message: Message, by_opener: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with swarm() as (a, b):
+        ours, theirs = await shared(a, b)
+        opened: list[int] = []
+        monkeypatch.setattr(bulk, "open_shared", lambda *numbers: opened.append(numbers))
+        sender, link = (a, ours) if by_opener else (b, theirs)
+        sender.node._data._pump.order(link, encode(Envelope("notice", 0, message)))
+        await until(lambda: not a.node._data._links and not b.node._data._links)
+        assert not opened
+        monkeypatch.setattr(bulk, "open_shared", open_shared)
+        b.node.publish(STATE, Source(5))
+        assert await fetch(a, b, Sink(), range(5)) == list(range(5))
 
 
 def shared_now() -> list[str]:
@@ -518,56 +504,50 @@ def shared_now() -> list[str]:
 
 
 @needs_memfd
-def test_memory_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@run
+async def test_memory_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who offers what cannot be opened does not get to try again."""
 
-    async def test() -> None:
-        async with swarm() as (a, b):
-            monkeypatch.setattr(bulk, "open_shared", refuse)
-            b.node.publish(STATE, Source(1))
-            assert await fetch(a, b, Sink(), range(1)) == [0]
-            ours = await link_of(a)
-            await until(lambda: ours.offered is None)
-            monkeypatch.setattr(bulk, "open_shared", open_shared)
-            a.node._data._offer_memory(ours)
-            await until(lambda: not a.node._data._links and not b.node._data._links)
-
-    asyncio.run(test())
+    async with swarm() as (a, b):
+        monkeypatch.setattr(bulk, "open_shared", refuse)
+        b.node.publish(STATE, Source(1))
+        assert await fetch(a, b, Sink(), range(1)) == [0]
+        ours = await link_of(a)
+        await until(lambda: ours.offered is None)
+        monkeypatch.setattr(bulk, "open_shared", open_shared)
+        a.node._data._offer_memory(ours)
+        await until(lambda: not a.node._data._links and not b.node._data._links)
 
 
 @needs_memfd
-def test_a_link_without_connections_is_of_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with swarm() as (a, b):
-            monkeypatch.setattr(a.node._data, "_offer_memory", lambda link: None)
-            b.node.publish(STATE, Source(1))
-            assert await fetch(a, b, Sink(), range(1)) == [0]
-            theirs, made = await link_of(b), Offered()
-            theirs.connections, kept = [], theirs.connections
-            offer = PeerToPeerOfferMemory(process=made.process, descriptor=made.descriptor, token=made.token)
-            b.node._data._open_memory(theirs, offer)
-            assert theirs.memory is None
-            theirs.connections = kept
-            made.close()
-
-    asyncio.run(test())
+@run
+async def test_a_link_without_connections_is_of_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm() as (a, b):
+        monkeypatch.setattr(a.node._data, "_offer_memory", lambda link: None)
+        b.node.publish(STATE, Source(1))
+        assert await fetch(a, b, Sink(), range(1)) == [0]
+        theirs, made = await link_of(b), Offered()
+        theirs.connections, kept = [], theirs.connections
+        offer = PeerToPeerOfferMemory(process=made.process, descriptor=made.descriptor, token=made.token)
+        b.node._data._open_memory(theirs, offer)
+        assert theirs.memory is None
+        theirs.connections = kept
+        made.close()
 
 
 @needs_memfd
-def test_what_was_read_is_free_at_once() -> None:
+@run
+async def test_what_was_read_is_free_at_once() -> None:
     """Also when nothing comes after it."""
 
-    async def test() -> None:
-        async with swarm() as (a, b):
-            ours, theirs = await shared(a, b)
-            b.node.publish(STATE, Source(4, 2**16))
-            assert await fetch(a, b, Sink(), range(4)) == list(range(4))
-            assert ours.memory is not None
-            assert theirs.memory is not None
-            writer = theirs.memory.writer
-            await until(lambda: writer._counter[0] == writer._end > 0)
-
-    asyncio.run(test())
+    async with swarm() as (a, b):
+        ours, theirs = await shared(a, b)
+        b.node.publish(STATE, Source(4, 2**16))
+        assert await fetch(a, b, Sink(), range(4)) == list(range(4))
+        assert ours.memory is not None
+        assert theirs.memory is not None
+        writer = theirs.memory.writer
+        await until(lambda: writer._counter[0] == writer._end > 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has one address")

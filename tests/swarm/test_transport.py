@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
-from functools import wraps
 from typing import Any
 
 import msgpack
 import pytest
 import zmq
 import zmq.asyncio
-from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, introduce, swarm, until
+from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, introduce, run, swarm, until
 from zmq.utils import z85
 
 from shoal.swarm import control, pump
@@ -65,14 +64,6 @@ from shoal.swarm.wire import Envelope, encode
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
-
-
-def run(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return wrapper
 
 
 def dial(caller: Member, called: Member) -> control.Channel:
