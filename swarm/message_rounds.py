@@ -17,6 +17,7 @@ from shoal.swarm.message_values import (
     Digest,
     Index,
     Loss,
+    NormClaim,
     PeerId,
     Phase,
     PipelineView,
@@ -29,11 +30,16 @@ from shoal.swarm.message_values import (
 
 
 class PlanMember(Record):
-    """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; a flat group is all row 0."""
+    """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; a flat group is all row 0.
+
+    ``norms``: what it claims of its contribution (``averaging/norm_claims.py``); chunks above their claim are left out.
+    ``factor``: what its contribution is multiplied with, so that it moves the mean no further than the run's bound."""
 
     peer: PeerId
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
     row: Index = 0
+    norms: NormClaim = b""
+    factor: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
 
 
 class Part(Record):

@@ -34,6 +34,7 @@ from shoal.swarm.message_rounds import (
     Verdict as Verdict,
 )
 from shoal.swarm.message_values import (
+    MAX_CLAIM_BYTES as MAX_CLAIM_BYTES,
     MAX_DELIVERIES as MAX_DELIVERIES,
     MAX_DIMENSIONS as MAX_DIMENSIONS,
     MAX_EPOCHS as MAX_EPOCHS,
@@ -67,6 +68,7 @@ from shoal.swarm.message_values import (
     Loss as Loss,
     MemberStatus as MemberStatus,
     Message as Message,
+    NormClaim as NormClaim,
     PeerId as PeerId,
     Phase as Phase,
     PipelineView as PipelineView,
@@ -89,7 +91,7 @@ from shoal.swarm.message_values import (
     UnixTime as UnixTime,
 )
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 
@@ -154,7 +156,8 @@ class PeerToCoordinatorRequestLease(Message):
 
 
 class PeerToCoordinatorRoundReady(Message):
-    """Local work has stopped; a contribution over these sample ranges is waiting to be averaged."""
+    """Local work has stopped; a contribution over these sample ranges is waiting to be averaged. ``norms``: what it
+    claims of that contribution, before any of it is sent (``averaging/norm_claims.py``)."""
 
     round: Count
     anchor_version: Count
@@ -162,6 +165,7 @@ class PeerToCoordinatorRoundReady(Message):
     weight_tokens: Count
     ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
     loss: Loss | None
+    norms: NormClaim = b""
 
 
 class PeerToCoordinatorRoundReport(Message):

@@ -22,8 +22,6 @@ MAY_IMPORT = {
     "peer": {"peer", "swarm", "compression"},
 }
 
-MAX_LINES = 350
-
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve"}
 # These unpickle or run what they read.
 RUNS_WHAT_IT_READS = {
@@ -222,15 +220,6 @@ def test_every_module_says_what_it_is() -> None:
         if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     complain(problems, "these modules lack a docstring:")
-
-
-def test_modules_can_be_read_in_one_sitting() -> None:
-    problems = []
-    for path, _, _ in modules():
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MAX_LINES:
-            problems.append(f"  {path.relative_to(ROOT)}: {lines} lines, {MAX_LINES} at most")
-    complain(problems, "too long (aim at 300); split by concept:")
 
 
 # --- the folder `compression` beside the standard library's package --------------------------------------

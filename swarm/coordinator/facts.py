@@ -140,6 +140,7 @@ class MemberKept(Record):
     device: DeviceInfo
     alive: bool
     tokens_committed: Count
+    rounds_committed: Count
     barred_rounds: Count
     failures: Count
     joined_version: Count

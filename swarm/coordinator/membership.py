@@ -25,20 +25,23 @@ T = TypeVar("T")
 _FIRST_BAR, _LONGEST_BAR = 4, 64
 """Rounds."""
 
+RECORD_ROUNDS = 8
+"""Committed rounds with a member's contribution in them until it has a record."""
+
 _TOLD_TROUBLES = 64
 """In one status: a message has room for so much."""
 
 
 @dataclass
 class Member:
-    """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``bandwidth_bps``,
-    ``barred_rounds``, ``failures`` and the last two versions comes from heartbeats. ``tokens_ahead``: done for the next
-    round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what is believed of its link, 0 for
-    unknown, whatever it claims. ``failures``: how often since it joined it did not deliver what others had to get from
-    it; for the next ``barred_rounds`` committed rounds that it takes part in, it owns nothing. ``kept``: states that it
-    could go back to; ``joined_version`` and ``seen_version``: the run's anchor version when its process joined, or came
-    back after newer ones had been made, and the newest one while it was here. ``left``: why it is not alive any more,
-    and ``trouble``, by its own word, what made it go."""
+    """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``rounds_committed``,
+    ``bandwidth_bps``, ``barred_rounds``, ``failures`` and the last two versions comes from heartbeats.
+    ``tokens_ahead``: done for the next round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what
+    is believed of its link, 0 for unknown, whatever it claims. ``failures``: how often since it joined it did not
+    deliver what others had to get from it; for the next ``barred_rounds`` committed rounds that it takes part in, it
+    owns nothing. ``kept``: states that it could go back to; ``joined_version`` and ``seen_version``: the run's anchor
+    version when its process joined, or came back after newer ones had been made, and the newest one while it was here.
+    ``left``: why it is not alive any more, and ``trouble``, by its own word, what made it go."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -58,6 +61,7 @@ class Member:
     claimed_bps: float = 0.0
     bandwidth_bps: float = 0.0
     tokens_committed: int = 0
+    rounds_committed: int = 0
     barred_rounds: int = 0
     failures: int = 0
     joined_version: int = 0
@@ -66,6 +70,11 @@ class Member:
     trouble: str = ""
     kept: tuple[KeptState, ...] = ()
     headway: Headway = field(default_factory=Headway)
+
+    @property
+    def has_record(self) -> bool:
+        """Whether enough of its work was committed for its word to count beside that of others with a record."""
+        return self.rounds_committed >= RECORD_ROUNDS
 
     @property
     def is_trainer(self) -> bool:
@@ -125,6 +134,7 @@ class Membership:
         member = Member(fact.entry, fact.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
         if earlier is not None:
             member.tokens_committed = earlier.tokens_committed
+            member.rounds_committed = earlier.rounds_committed
             if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
                 self.replaced.add(earlier.entry.certificate.curve_key)
             elif earlier.seen_version == anchor_version:  # no newer one was made without this process

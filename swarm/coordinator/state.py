@@ -158,7 +158,9 @@ class RunState(Admission):
         for planned in plan.members:
             if planned.peer in ranges:
                 self.leases.commit(planned.peer, ranges[planned.peer])
-                self.membership.members[planned.peer].tokens_committed += planned.weight_tokens
+                member = self.membership.members[planned.peer]
+                member.tokens_committed += planned.weight_tokens
+                member.rounds_committed += 1
         # No round's own work takes longer; the rest is time without anybody.
         took_s = min(took_s, self.run.round.max_s)
         merged = tuple(merge(one for mine in ranges.values() for one in mine))

@@ -1,0 +1,65 @@
+"""Norms that a member claims for its contribution, one for each of up to 64 ranges of the vector, packed small.
+
+A claim travels in ``ready`` before any byte of the contribution may count, and stands in the round's plan: the plan
+bounds how much each member may move the mean, and whoever adds contributions up drops those that are above their claim.
+The ranges do not depend on the plan, so a claim can be made before there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shoal.swarm.averaging.partition import MIN_CHUNK_ELEMENTS
+from shoal.swarm.messages import MAX_CLAIM_BYTES
+
+MAX_RANGES = MAX_CLAIM_BYTES // 2
+"""Ranges that a vector is cut into, at most: 128 bytes a member in every plan."""
+
+_STEPS, _ZERO_AT = 256, 2**15
+"""A claim is a whole number of 256ths of an octave, so at most 0.3 % above the norm; 0 stands for nothing at all."""
+
+
+def range_elements(elements: int) -> int:
+    """Elements in each claimed range of a vector of so many, but the last: a multiple of the smallest chunk."""
+    return math.ceil(elements / MAX_RANGES / MIN_CHUNK_ELEMENTS) * MIN_CHUNK_ELEMENTS
+
+
+def ranges(elements: int) -> list[tuple[int, int]]:
+    """Start and stop of each claimed range of a vector of so many elements."""
+    step = range_elements(elements)
+    return [(start, min(start + step, elements)) for start in range(0, elements, step)]
+
+
+def pack(norms: Sequence[float]) -> bytes:
+    """Norms, (ranges,), each finite and not negative, rounded up to claims: two bytes each."""
+    values = np.asarray(norms, dtype=np.float64)
+    assert np.isfinite(values).all()
+    assert (values >= 0).all()
+    with np.errstate(divide="ignore"):
+        steps = np.ceil(np.log2(values) * _STEPS)
+    claims = np.where(values > 0, np.clip(steps + _ZERO_AT, 1, 2**16 - 1), 0)
+    return claims.astype("<u2").tobytes()
+
+
+def unpack(claim: bytes) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The claimed norms, (ranges,) float64; none of an empty claim, which stands for nothing anywhere.
+
+    Raises ValueError when it is no whole number of claims."""
+    steps = np.frombuffer(claim, dtype="<u2").astype(np.float64)
+    return np.where(steps > 0, np.exp2((steps - _ZERO_AT) / _STEPS), 0.0)
+
+
+def total_norm(claim: bytes) -> float:
+    """The norm of the whole contribution, as claimed."""
+    return float(np.sqrt(np.square(unpack(claim)).sum()))
+
+
+def squared_bound(claim: Sequence[float], elements: int, start: int, stop: int) -> float:
+    """The square of what the values ``start <= i < stop`` of a vector of ``elements`` may have as norm, by the claimed
+    norms of its ranges: that of all ranges that they touch."""
+    step = range_elements(elements)
+    first, last = start // step, -(-stop // step)
+    return float(sum(norm * norm for norm in claim[first:last]))

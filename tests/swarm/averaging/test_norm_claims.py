@@ -1,0 +1,46 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.swarm.averaging.norm_claims import MAX_RANGES, pack, ranges, squared_bound, total_norm, unpack
+
+NORMS = st.floats(0.0, 1e30).filter(lambda norm: norm == 0.0 or norm > 1e-30)
+
+
+@given(st.lists(NORMS, max_size=MAX_RANGES))
+def test_a_claim_is_never_below_the_norm_and_hardly_above(norms: list[float]) -> None:
+    claimed = unpack(pack(norms))
+    assert len(claimed) == len(norms)
+    for norm, claim in zip(norms, claimed, strict=True):
+        assert norm <= claim <= norm * 1.003
+
+
+@given(st.integers(1, 10**12))
+def test_ranges_tile_the_vector(elements: int) -> None:
+    found = ranges(elements)
+    assert 1 <= len(found) <= MAX_RANGES
+    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
+    assert found[-1][1] == elements
+    assert all(start % 4096 == 0 and start < stop for start, stop in found)
+
+
+def test_no_claim_is_one_of_nothing() -> None:
+    assert total_norm(b"") == 0.0
+    assert squared_bound(unpack(b""), 10**6, 0, 10**6) == 0.0
+
+
+def test_half_a_claim_is_none() -> None:
+    with pytest.raises(ValueError, match="buffer size"):
+        unpack(b"abc")
+
+
+def test_the_bound_of_a_chunk_is_that_of_the_ranges_it_touches() -> None:
+    elements = 3 * 4096
+    claim = [1.0, 2.0, 4.0]
+    assert len(ranges(elements)) == 3
+    assert squared_bound(claim, elements, 0, 4096) == 1.0
+    assert squared_bound(claim, elements, 4096, elements) == 20.0
+    assert squared_bound(claim, elements, 4095, 4097) == 5.0
+    assert math.isclose(total_norm(pack(claim)) ** 2, squared_bound(claim, elements, 0, elements), rel_tol=0.01)
