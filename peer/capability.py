@@ -182,10 +182,10 @@ def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch:
     return int(min(batch, fits))
 
 
-def free_bytes(device: torch.device, model: nn.Module, limit: int | None, states: int) -> int:
-    """What is left for activations after the parameters, which are there already, their gradients and ``states``
-    optimizer values each."""
+def free_bytes(device: torch.device, model: nn.Module, limit: int | None, copies: float) -> int:
+    """What is left for activations beside the state: of each parameter ``copies`` values, itself among them, which is
+    there already."""
     static = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     total = available_bytes(device) + static
     allowed = min(total, limit) if limit else int(0.9 * total)
-    return allowed - static * (2 + states)
+    return allowed - int(static * copies)

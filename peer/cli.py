@@ -1,4 +1,4 @@
-"""The command line: ``host join status doctor demo`` and those of ``cli_files``; errors become exit codes."""
+"""The command line: ``host prepare join status doctor demo`` and those of ``cli_files``; errors become exit codes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from shoal.peer.descriptors import allow_descriptors, warn_host
 from shoal.peer.doctor import examine, report
 from shoal.peer.hosting import DEFAULT_PORT, Hosting, HostOptions, host
 from shoal.peer.options import SHOAL_HOME, SessionOptions
+from shoal.peer.preparing import prepare, say_pins
 from shoal.peer.progress import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
 from shoal.peer.remote.commands import parse_copy_to
 from shoal.swarm.coordinator.facts import Fact
@@ -78,6 +79,9 @@ def host_command(
     parameters_only: Annotated[
         bool, typer.Option(help="Of --from: schedule, samples and outer optimizer begin anew.")
     ] = False,
+    no_pins: Annotated[
+        bool, typer.Option("--no-pins", help="Let the first member define model, data and first state.")
+    ] = False,
     log_json: LogJson = None,
     verbose: Verbose = False,
 ) -> None:
@@ -85,13 +89,15 @@ def host_command(
     setup_logging(console, verbose)
     warn_host(allow_descriptors())
     start = start_of(start_from, identity, only_parameters=parameters_only)
-    options = HostOptions(identity, state, parse_address(bind, DEFAULT_PORT), parse_addresses(advertise), backup, start)
+    addresses = parse_address(bind, DEFAULT_PORT), parse_addresses(advertise)
+    options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins)
 
     def on_start(hosting: Hosting) -> None:
         console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
         console.print(f"Files   {hosting.state}")
         if backup is not None:
             console.print(f"Backup  {backup / hosting.invite.run}")
+        console.print(f"Pins    {say_pins(hosting.pins)}", soft_wrap=True)
         if hosting.start is not None:
             where = "where its checkpoint is, join with --from FOLDER"
             console.print(f"Start   {hosting.start.source}; {where}", soft_wrap=True)
@@ -109,6 +115,16 @@ def host_command(
                 console.print(plain_line(event), markup=False, highlight=False, soft_wrap=True)
 
         asyncio.run(host(run, options, on_start, on_fact))
+
+
+@app.command("prepare")
+def prepare_command(
+    run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    out: Annotated[Path, typer.Option(help="The run file to write, for `shoal host`.")],
+) -> None:
+    """Build a run's model here and pin what its members have to bring; another machine can host the file then."""
+    prepared = prepare(run, out, console.print)
+    console.print(f"Pins    {say_pins(prepared.pins)}", soft_wrap=True)
 
 
 @app.command("join")

@@ -17,7 +17,8 @@ import torch
 from shoal.peer.capability import autocast, choose_device, free_bytes, samples_that_fit
 from shoal.peer.connection import Connection
 from shoal.peer.data import DataAbout
-from shoal.peer.inner_loop import InnerLoop, make_inner, optimizer_states
+from shoal.peer.inner_loop import InnerLoop, make_inner
+from shoal.peer.model_memory import check_model_fits, held_copies
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
 from shoal.peer.pipeline_peer import PipelinePeer
@@ -79,10 +80,11 @@ def _train(session: Session, device: torch.device, max_memory: int | None) -> No
     if run.recipe.name == "own":
         raise RecipeError("the members of this run bring their own training loop: start the host's script instead")
     recipe = load_recipe(run)
+    check_model_fits(run, recipe, device, max_memory)
     model = recipe.build_model(run.run.seed).to(device)
     optimizer = None if run.algorithm == "virtual_batch" else make_inner(model, run.inner)
     cast = autocast(device, run.inner.precision)
-    room = free_bytes(device, model, max_memory, optimizer_states(run.inner, run.algorithm))
+    room = free_bytes(device, model, max_memory, held_copies(run, device))
     data = recipe.training_data()
     about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data))
 

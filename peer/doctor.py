@@ -16,17 +16,14 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.peer.capability import autocast, choose_device, describe_device, has_all_state, usable_bytes
+from shoal.peer.capability import autocast, choose_device, describe_device, usable_bytes
 from shoal.peer.hosting import DEFAULT_PORT
-from shoal.peer.inner_loop import optimizer_states
 from shoal.peer.measured import CACHE, MeasuredModel, measured_model
-from shoal.peer.outer_optimizer import outer_of
+from shoal.peer.model_memory import check_layers_fit, held_copies
 from shoal.peer.recipes import load_recipe
-from shoal.swarm.coordinator.pipeline_view import optimizer_values
 from shoal.swarm.errors import DeviceError, RecipeError
 from shoal.swarm.messages import DeviceInfo
 from shoal.swarm.pipeline.plan import LayerCost
-from shoal.swarm.pipeline.span_rates import AVERAGER_COPIES, state_copies
 from shoal.swarm.run_file import PipelineSection, RunFile, load_run_file, parse_run_file
 
 _USUAL = """\
@@ -96,7 +93,9 @@ def examine(run_path: Path | None, device_name: str, limit_bytes: int | None, ca
     usable = usable_bytes(device, limit_bytes)  # before anything of ours is in it
     if usable <= 0:
         raise DeviceError(f"no memory of {device} is free: end other programs that use it")
-    model = measured_model(run, load_recipe(run), device, time.time(), cache)
+    recipe = load_recipe(run)
+    check_layers_fit(run, recipe, usable)
+    model = measured_model(run, recipe, device, time.time(), cache)
     costs = [layer.cost for layer in model.layers]
     layer_bytes = tuple(held_bytes(cost, run, device) for cost in costs)
     return Diagnosis(
@@ -118,14 +117,8 @@ def held_bytes(cost: LayerCost, run: RunFile, device: torch.device) -> int:
     """What a layer takes of the memory of the device: its parameters, gradients and inner optimizer, and what autograd
     keeps of all micro-batches under way; on the CPU the anchor, the outer optimizer and the averaging, too. Of a
     pipeline's layer the state counts as the plan has it."""
-    if run.pipeline is not None:
-        copies = state_copies(optimizer_values(run.outer), has_all_state(device))
-    else:
-        copies = 2.0 + optimizer_states(run.inner, run.algorithm)
-        if has_all_state(device):
-            copies += 1 + outer_of(run.outer).slots + AVERAGER_COPIES
     waiting = run.pipeline.in_flight if run.pipeline else _WAITING
-    return int(copies * cost.parameters_bytes) + waiting * cost.kept_bytes
+    return int(held_copies(run, device) * cost.parameters_bytes) + waiting * cost.kept_bytes
 
 
 def largest_span(costs: Sequence[LayerCost], layer_bytes: Sequence[int], memory_bytes: int) -> tuple[int, int]:

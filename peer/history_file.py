@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.peer.history import Chain, ChainCheck, Kept, Origin, pack_head, unpack_history, unpack_verdicts
+from shoal.peer.regular_file import open_regular, read_regular
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.messages import Verdict
 from shoal.swarm.verdicts import pack_verdict
@@ -55,7 +56,7 @@ class HistoryFile:
         newest = len(self._ends)
         start, end = bounds[min(first, newest)], bounds[newest if stop is None else min(stop, newest)]
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(start)
                 found = unpack_verdicts(file.read(max(0, end - start)))
         except OSError as error:
@@ -83,7 +84,7 @@ class HistoryFile:
     def _read(self) -> Kept | None:
         """None where there is no history of this origin; a file that is something else is left under another name."""
         try:
-            data = self.path.read_bytes()
+            data = read_regular(self.path)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.history import Origin, pack_head
+from shoal.peer.preparing import pinned_run_file
 from shoal.peer.start_section import RUN_FILE, StartFrom, started_run_file
 from shoal.swarm import durable
 from shoal.swarm.coordinator.backup import Backup
@@ -20,6 +21,7 @@ from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import IdentityError, StorageError, UserError, WireError
 from shoal.swarm.identity import Identity
 from shoal.swarm.invite import Address, Invite
+from shoal.swarm.pins import PinsSection
 from shoal.swarm.run_file import load_run_file
 from shoal.swarm.start import StartSection
 from shoal.swarm.verdicts import check_verdict
@@ -38,7 +40,7 @@ class HostOptions:
     ``bind``: where to listen; port 0 takes any free one, and the same one again after a restart.
     ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one.
     ``backup``: another place for all that is kept in ``state``. ``start_from``: the checkpoint that the run starts
-    from, if its file does not name one."""
+    from, if its file does not name one. ``pin``: fix what members have to bring, if the run file does not yet."""
 
     identity: Path | None
     state: Path
@@ -46,6 +48,7 @@ class HostOptions:
     advertise: tuple[Address, ...] = ()
     backup: Path | None = None
     start_from: StartFrom | None = None
+    pin: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Hosting:
     run_hash: bytes
     state: Path
     start: StartSection | None
+    pins: PinsSection | None
     resumed_round: int
     resumed_version: int
 
@@ -71,6 +75,7 @@ async def host(
     state = options.state / run.run.name
     if options.start_from is not None:
         text, run = await asyncio.to_thread(started_run_file, run_path, state, options.start_from)
+    text, run = await pinned_run_file(text, run, state, pin=options.pin)
     if options.backup is not None and options.backup.resolve() == options.state.resolve():
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
     identity, pem = host_identity(options.identity, state)
@@ -108,7 +113,8 @@ async def host(
             _write(state / RUN_FILE, text.encode())
             service.observe(on_fact)
             machine = service.machine
-            on_start(Hosting(invite, run.hash, state, run.start, machine.round_number, machine.anchor_version))
+            resumed = machine.round_number, machine.anchor_version
+            on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed))
             await service.wait(stop)
     finally:
         journal.close()

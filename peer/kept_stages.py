@@ -16,6 +16,7 @@ from shoal.peer.checkpoints.store import CHECKPOINTS
 from shoal.peer.history import unpack_history
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.outer_optimizer import outer_of
+from shoal.peer.regular_file import read_regular
 from shoal.peer.round_records import RECORDS, Owner, RoundRecords
 from shoal.peer.state import State
 from shoal.swarm.errors import StateFileError, WireError
@@ -153,7 +154,7 @@ def _history(place: Path) -> dict[int, Verdict]:
     """What the peer's history of that stage says, as far as it can be read."""
     file = place.parent.with_name(HISTORY_FILE)
     try:
-        return {verdict.round: verdict for verdict in unpack_history(file.read_bytes(), str(file)).verdicts}
+        return {verdict.round: verdict for verdict in unpack_history(read_regular(file), str(file)).verdicts}
     except FileNotFoundError:
         return {}
     except (OSError, StateFileError) as error:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shoal.peer.parameters import ParameterVector
+from shoal.peer.parameters import ParameterVector, layout_of
 from shoal.peer.seeding import derived_seed, seeded
 from shoal.peer.stage_model import Layer, StageModel
 from shoal.swarm.errors import ModelMismatch, RecipeError
@@ -251,7 +251,4 @@ def _layouts(layers: Sequence[Layer]) -> Iterator[tuple[TensorSpec, ...]]:
     for layer in layers:
         named = [(name, one) for name, one in layer.named_parameters() if one.requires_grad and one not in seen]
         seen.update(one for _, one in named)
-        yield tuple(
-            TensorSpec(name=name, shape=tuple(one.shape), dtype=str(one.dtype).removeprefix("torch."))
-            for name, one in named
-        )
+        yield layout_of(named)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from shoal.peer.model_memory import check_start_fits
 from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.partial_state import PartialState, Wanted
@@ -171,6 +172,7 @@ async def look_at(invite: Invite) -> AsyncIterator[LiveRun]:
         vectors, node = 1 + slots, client.node
         start = RunStart(run.start, slots, None, node, node.trainers, _FETCH_S) if run.start is not None else None
         if run.pipeline is None:
+            check_start_fits(run, recipe)
             layout = ParameterVector(recipe.build_model(run.run.seed)).layout
             yield LiveRun(client, recipe, (Share(client, layout, vectors, start),))
             return

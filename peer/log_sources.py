@@ -14,6 +14,7 @@ from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.history import Kept, Origin, unpack_history
 from shoal.peer.history_file import HISTORY_FILE
 from shoal.peer.hosting import ORIGIN_FILE
+from shoal.peer.regular_file import read_regular
 from shoal.peer.stage_members import scope_of
 from shoal.peer.views import stopped_lines
 from shoal.swarm.coordinator.journal_files import JOURNAL, JournalFiles
@@ -134,7 +135,7 @@ def _log(origin: Origin, verdicts: tuple[Verdict, ...], damage: str = "", note: 
 
 def _unpack(path: Path) -> Kept:
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise StateFileError(f"{path}: cannot be read: {error}; {_EXPECTED}") from error
     return unpack_history(data, str(path))

@@ -16,10 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.peer.checkpoints.tensors import file_header
+from shoal.peer.parameters import plain_name
 from shoal.peer.recipes import load_model
+from shoal.peer.regular_file import check_memory, open_regular, read_regular
 from shoal.peer.state import bytes_of
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.messages import TensorSpec
+
+_MAX_CONFIG_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,18 @@ def read_model(path: Path) -> nn.Module:
     """An exported model, rebuilt by its recipe. Raises ``StateFileError`` or ``RecipeError``."""
     config = path.with_suffix(".json")
     try:
-        recipe = json.loads(config.read_text())["recipe"]
+        recipe = json.loads(read_regular(config, _MAX_CONFIG_BYTES))["recipe"]
+        with open_regular(path) as file:
+            check_memory(os.fstat(file.fileno()).st_size)
         tensors = load_file(path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise StateFileError(f"{path}: not an exported model with its {config.name}: {error}") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"{config}: this model was made by an own training loop; load it there")
     model = load_model(recipe)
+    names = {plain_name(name): name for name in model.state_dict()}
     try:
-        model.load_state_dict(tensors)
+        model.load_state_dict({names.get(name, name): one for name, one in tensors.items()})
     except RuntimeError as error:
         raise StateFileError(f"{path}: does not fit the model of {config}: {error}") from error
     return model

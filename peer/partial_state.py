@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import torch
 
+from shoal.peer.regular_file import open_regular
 from shoal.peer.state import CHUNK_BYTES, DIGEST_BYTES, State, bytes_of, chunk_digest, chunks_in, state_digest
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class IncomingFile:
         """Take over what an earlier process left of this state; None when there is nothing of it."""
         for path in _files(folder):
             with suppress(OSError, ValueError):
-                incoming = cls(path, path.open("r+b", buffering=0), 0)
+                incoming = cls(path, open_regular(path, "r+b", buffering=0), 0)
                 try:
                     if incoming._read_header() == partial.wanted and incoming._read_digests(partial):
                         incoming._read_chunks(partial)
@@ -211,7 +212,7 @@ class IncomingFile:
 def begun_state(folder: Path) -> Wanted | None:
     """What an earlier process was fetching when it ended."""
     for path in _files(folder):
-        with suppress(OSError, ValueError), path.open("rb", buffering=0) as file:
+        with suppress(OSError, ValueError), open_regular(path, buffering=0) as file:
             if wanted := IncomingFile(path, file, 0)._read_header():
                 return wanted
     return None

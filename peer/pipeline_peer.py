@@ -21,6 +21,7 @@ from shoal.peer.connection import Connection
 from shoal.peer.data import DataAbout
 from shoal.peer.held_span import HeldSpan, SpanWork
 from shoal.peer.measured import MeasuredModel, measured_model
+from shoal.peer.model_memory import check_layers_fit
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.peer.sample_order import run_order
@@ -94,10 +95,14 @@ class PipelinePeer:
         layered, data = layers.layers(run.run.seed), recipe.training_data()
         if self._members.run.start is not None:
             self._members.run.start.check(layered.layout, whole=True)
+        if run.pins is not None:
+            run.pins.check_layout(layered.layout)
+            run.pins.check_data(recipe.tokens_per_sample, recipe.corpus_digest, len(data))
         self._members.run.progress.activity = "measuring"
         self._memory_bytes = usable_bytes(self._device, self._max_memory_bytes)  # before anything of ours is in it
         if self._max_memory_bytes is not None and self._memory_bytes < self._max_memory_bytes:
             log.warning("of --max-memory only %.0f MB are free now, and count", self._memory_bytes / 1e6)
+        check_layers_fit(run, recipe, self._memory_bytes)
         self._measured = measured_model(run, recipe, self._device, time.time())
         return SpanWork(
             run=run,

@@ -110,6 +110,7 @@ class Replica:
         self._start = member.start.of(self.vector.layout) if member.start is not None else None
         self._emit = emit
         self._exchange: _Exchange | None = None
+        self._is_other_start_said = False
         self._state: State
         self._verdict: Verdict | None = None
         """What made the state, where we know it."""
@@ -139,6 +140,8 @@ class Replica:
             tokens_per_sample=self.tokens_per_sample,
             samples=data.samples if data else None,
         )
+        if self._run.pins is not None and self._stage is None:  # whatever the coordinator says
+            self._run.pins.check_model(model)
         self._network.call(self._member.describe(model), interruptible=True)
 
     def sync(self, *, afresh: bool = False) -> None:
@@ -335,7 +338,15 @@ class Replica:
 
     def _initial_state(self) -> State:
         vector = ParameterVector(self._build()) if self._build else self.vector
-        return State.make(vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
+        state = State.make(vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
+        pins = self._run.pins
+        if pins is not None and pins.state not in (None, state.digest.hex()) and not self._is_other_start_said:
+            self._is_other_start_said = True
+            log.warning(
+                "this machine makes another first state of the model than the run file pins, as another version of "
+                "PyTorch or of the recipe may; the pinned one has to come from a peer that makes it"
+            )
+        return state
 
     def _heard(self, verdict: Verdict) -> None:
         if self._keeper is not None:

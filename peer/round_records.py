@@ -18,6 +18,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from shoal.peer.regular_file import open_regular
 from shoal.swarm.averaging.part_digest import is_committed
 from shoal.swarm.averaging.results import chunks_of
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
@@ -63,7 +64,7 @@ class RoundRecord:
         """One chunk as it is in the file now. Raises ``BlobUnavailable`` for one that is in no mean."""
         if not self.lengths[index]:
             raise BlobUnavailable(f"chunk {index} of round {self.verdict.round} is void")
-        with _refusing(self.path), self.path.open("rb") as file:
+        with _refusing(self.path), open_regular(self.path) as file:
             data = os.pread(file.fileno(), self.lengths[index], self._starts[index])
         if len(data) != self.lengths[index]:
             raise StateFileError(f"{self.path}: ends in the middle of chunk {index}; it is damaged")
@@ -73,7 +74,7 @@ class RoundRecord:
         """All chunks, once their bytes are known to be the committed ones. Raises ``StateFileError``."""
         chunks: list[memoryview | None] = [None] * len(self.lengths)
         assert self.verdict.plan is not None
-        with _refusing(self.path), self.path.open("rb") as file:
+        with _refusing(self.path), open_regular(self.path) as file:
             for index, (part, digest) in enumerate(zip(self.verdict.plan.parts, self.verdict.digests, strict=True)):
                 if digest is None:
                     continue
@@ -140,7 +141,7 @@ class RoundRecords:
 
 def open_record(path: Path, owner: Owner | None = None) -> RoundRecord:
     """``owner`` is None where nobody knows the coordinator's key but the record itself. Raises ``StateFileError``."""
-    with _refusing(path), path.open("rb") as file:
+    with _refusing(path), open_regular(path) as file:
         header, fields = _read_header(path, file.read(8 + _MAX_HEADER_BYTES))
         start = 8 + len(header)
         found = Owner(_digest_of(path, fields, "run_hash"), _digest_of(path, fields, "coordinator"))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from shoal.peer.parameters import named_parameters
 from shoal.swarm.errors import RecipeError
 
 
@@ -20,10 +21,10 @@ class Layer:
     parts: tuple[tuple[str, nn.Module], ...]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By their names in the whole model; one that is there twice counts once."""
+        """By their plain names in the whole model; one that is there twice counts once."""
         seen: set[nn.Parameter] = set()
         for prefix, part in self.parts:
-            for name, parameter in part.named_parameters(prefix):
+            for name, parameter in named_parameters(part, prefix):
                 if parameter not in seen:
                     seen.add(parameter)
                     yield name, parameter

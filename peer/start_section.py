@@ -12,12 +12,13 @@ import torch
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
 from shoal.peer.checkpoints.reading import CheckpointTensors
 from shoal.peer.checkpoints.source import Source
+from shoal.peer.model_memory import check_start_fits
 from shoal.peer.outer_optimizer import outer_of
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.peer.start_files import hash_of, run_of, whole_checkpoints
 from shoal.swarm.coordinator.journal_files import JOURNAL
-from shoal.swarm.errors import ModelMismatch, RecipeError, RunFileError, StateFileError
+from shoal.swarm.errors import DeviceError, ModelMismatch, RecipeError, RunFileError, StateFileError
 from shoal.swarm.identity import Identity
 from shoal.swarm.run_file import RunFile, load_run_file, parse_run_file
 from shoal.swarm.start import StartSection, StartTensor
@@ -46,7 +47,7 @@ def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tuple[str
     text, run = load_run_file(path)
     if (kept / JOURNAL).exists() and (kept / RUN_FILE).exists():
         before_text, before = load_run_file(kept / RUN_FILE)
-        if before.start is not None and before.model_copy(update={"start": None}) == run:
+        if before.start is not None and before.model_copy(update={"start": None, "pins": run.pins}) == run:
             return before_text, before
     section = start_section(start_from, run)
     _check_model(run, section)
@@ -126,7 +127,9 @@ def _check_model(run: RunFile, start: StartSection) -> None:
         return
     try:
         recipe = load_recipe(run)
-    except RecipeError as error:
+        if run.pipeline is None:
+            check_start_fits(run, recipe)
+    except (RecipeError, DeviceError) as error:
         log.warning("whether the checkpoint fits the model, the first peer will say: %s", error)
         return
     if run.pipeline is not None:

@@ -14,6 +14,7 @@ from shoal.peer.checkpoints.source import FolderSource, Source, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS
 from shoal.peer.history import check_chain, unpack_history
 from shoal.peer.history_file import HISTORY_FILE
+from shoal.peer.regular_file import read_regular
 from shoal.peer.stage_members import scope_of
 from shoal.peer.state import State
 from shoal.swarm.errors import RunFileError, SealedForOthers, StateFileError
@@ -134,7 +135,7 @@ def verify_checkpoints(folders: Iterable[Path], identity: Identity | None = None
 def _read_history(path: Path) -> _History:
     """Raises ``StateFileError``. That a record at its end is not whole is no damage: it is just being written."""
     try:
-        kept = unpack_history(path.read_bytes(), str(path))
+        kept = unpack_history(read_regular(path), str(path))
     except OSError as error:
         raise StateFileError(f"{path}: cannot be read: {error}") from error
     if kept.damage is not None and not kept.damage.is_end:

@@ -19,6 +19,7 @@ from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding, Shapes
 from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.identity import parse_key
+from shoal.swarm.pins import PinsSection
 from shoal.swarm.run_values import check_plain, make_codec, make_coding
 from shoal.swarm.start import StartSection
 
@@ -242,6 +243,7 @@ class RunFile(_Section):
     checkpoints: CheckpointsSection = CheckpointsSection()
     pipeline: PipelineSection | None = None
     start: StartSection | None = None
+    pins: PinsSection | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -272,7 +274,17 @@ class RunFile(_Section):
             )
         if self.data.tokens_per_sample is not None:
             self._check_micro_batches(self.data.tokens_per_sample)
+        self._check_pins()
         return self
+
+    def _check_pins(self) -> None:
+        pins = self.pins
+        if pins is None:
+            return
+        if self.start is not None and pins.state is not None:
+            raise ValueError("pins.state: the run starts from a checkpoint, and [start] says which state that is")
+        if (pins.layers is None) == (self.pipeline is not None):
+            raise ValueError("pins.layers: expected in a run with a [pipeline], and in no other")
 
     def _check_micro_batches(self, tokens_per_sample: int) -> None:
         if self.pipeline is None:
@@ -306,7 +318,7 @@ class RunFile(_Section):
     def hash(self) -> bytes:
         """SHA-256 of the canonical JSON of the validated content."""
         # Runs without these sections have the hash that they had before there were any.
-        absent = {name for name in ("pipeline", "start") if getattr(self, name) is None}
+        absent = {name for name in ("pipeline", "start", "pins") if getattr(self, name) is None}
         content = self.model_dump(mode="json", exclude=absent)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()

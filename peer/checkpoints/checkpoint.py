@@ -23,7 +23,9 @@ from shoal.peer.checkpoints.manifest import (
 from shoal.peer.checkpoints.own_state import OwnState, parse_own_state
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards, vectors
+from shoal.peer.regular_file import check_memory
 from shoal.peer.state import State
+from shoal.swarm.errors import StateFileError
 from shoal.swarm.messages import Verdict
 
 
@@ -67,6 +69,7 @@ def read_checkpoint(source: Source, run_hash: bytes | None = None) -> Checkpoint
     Raises ``StateFileError`` naming file, field and what was expected.
     """
     manifest = read_manifest(source, run_hash)
+    check_sizes(source, manifest)
     values = torch.empty(1 + manifest.outer_vectors, manifest.elements)
     anchor, outer = vectors(values, manifest.layout)
     fill(anchor, _tensors(source, manifest, "anchor"))
@@ -80,6 +83,20 @@ def read_checkpoint(source: Source, run_hash: bytes | None = None) -> Checkpoint
     return Checkpoint(
         manifest, state, own, tuple(_verdict_bytes(source, manifest, name) for name in manifest.verdicts_files)
     )
+
+
+def check_sizes(source: Source, manifest: Manifest) -> None:
+    """Whether there is as much on the disk as the manifest says, and memory for it: before any is taken.
+
+    Raises ``StateFileError``."""
+    for name in (*manifest.names("anchor"), *manifest.names("outer")):
+        claimed_bytes, found_bytes = manifest.files[name][0], source.size_bytes(name)
+        if claimed_bytes != found_bytes:
+            raise refuse(source.place(name), "size", f"{claimed_bytes} bytes", f"{found_bytes} bytes")
+    try:
+        check_memory(4 * (1 + manifest.outer_vectors) * manifest.elements)
+    except OSError as error:
+        raise StateFileError(f"{source.place(MANIFEST)}: layout: {error}") from error
 
 
 def read_verdicts(source: Source, manifest: Manifest, stage: int = 0) -> tuple[Verdict, ...]:

@@ -23,6 +23,7 @@ from shoal.compression.scratch import spacious
 from shoal.peer.checkpoints.plain import NotPlain, from_plain, to_plain
 from shoal.peer.checkpoints.source import refuse
 from shoal.peer.checkpoints.tensors import parse_file
+from shoal.peer.parameters import plain_name
 from shoal.swarm.averaging.outcomes import Carried
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,8 @@ def _restore_optimizer(optimizer: Optimizer | None, part: dict[str, Any]) -> Non
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     """The persistent ones, such as running statistics: they are not averaged."""
     trained = dict(model.named_parameters())
-    return {name: one for name, one in model.state_dict().items() if name not in trained and isinstance(one, Tensor)}
+    kept = {name: one for name, one in model.state_dict().items() if name not in trained and isinstance(one, Tensor)}
+    return {plain_name(name): one for name, one in kept.items()}
 
 
 def _restore_buffers(model: nn.Module, part: dict[str, Tensor]) -> None:

@@ -41,13 +41,16 @@ class CheckpointTensors:
         if count > 1 + self.manifest.outer_vectors:
             outer = self.manifest.outer_vectors
             raise refuse(self.source.place(MANIFEST), "outer_vectors", f"at least {count - 1}", str(outer))
-        rows = torch.empty(count, spec.elements)
+        rows = torch.empty(0)
         with self._lock:
             for at, key in enumerate([name, *(f"{number}.{name}" for number in range(count - 1))]):
                 try:
-                    rows[at] = self._tensor("outer" if at else "anchor", key, spec.shape).reshape(-1)
+                    row = self._tensor("outer" if at else "anchor", key, spec.shape).reshape(-1)
                 except StateFileError as error:
                     raise StateFileError(f"tensor {key!r} cannot be read: {error}") from error
+                if at == 0:  # there is a tensor of that size, whatever the manifest may claim
+                    rows = torch.empty(count, spec.elements)
+                rows[at] = row
         return rows
 
     def _tensor(self, kind: str, key: str, shape: tuple[int, ...]) -> Tensor:

@@ -35,6 +35,12 @@ def sealed_bytes(content_bytes: int) -> int:
     return HEADER_BYTES + content_bytes + segments * TAG_BYTES
 
 
+def content_bytes(size_bytes: int) -> int:
+    """How much content a sealed file of so many bytes has."""
+    rest = max(0, size_bytes - HEADER_BYTES)
+    return max(0, rest - max(1, -(-rest // (SEGMENT_BYTES + TAG_BYTES))) * TAG_BYTES)
+
+
 def seal(key: bytes, name: bytes, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """The sealed file of this content, in pieces; each is to be used before the next one is asked for.
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field, StringConstraints
 
 from shoal.peer.checkpoints.manifest import FileEntry, Hex32
-from shoal.peer.checkpoints.sealed_file import seal, sealed_bytes, unseal
+from shoal.peer.checkpoints.sealed_file import content_bytes, seal, sealed_bytes, unseal
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.identity import Identity, agreement_key, key_text
@@ -140,16 +140,26 @@ class SealedSource:
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         """Raises ``StateFileError``; also for what is longer than ``limit_bytes``."""
-        place, entry = self.place(name), self._envelope.files.get(name + SUFFIX)
-        if entry is None:
-            raise refuse(self._sealed.place(ENVELOPE), "files", f"also {name[:100]}{SUFFIX}", "none")
-        size_bytes, _ = entry
+        place, size_bytes = self.place(name), self._listed_bytes(name)
         if size_bytes > sealed_bytes(limit_bytes):
             raise refuse(place, "size", f"{sealed_bytes(limit_bytes)} bytes at most", str(size_bytes))
         data = self._sealed.read(name + SUFFIX, size_bytes)
         if len(data) != size_bytes:
             raise refuse(place, "size", f"{size_bytes} bytes", "more" if len(data) > size_bytes else str(len(data)))
         return unseal(self._key, self._number + name.encode(), data, place)
+
+    def size_bytes(self, name: str) -> int:
+        """Raises ``StateFileError``; also for a file of another size than is listed."""
+        listed_bytes, found_bytes = self._listed_bytes(name), self._sealed.size_bytes(name + SUFFIX)
+        if listed_bytes != found_bytes:
+            raise refuse(self.place(name), "size", f"{listed_bytes} bytes", f"{found_bytes} bytes")
+        return content_bytes(found_bytes)
+
+    def _listed_bytes(self, name: str) -> int:
+        entry = self._envelope.files.get(name + SUFFIX)
+        if entry is None:
+            raise refuse(self._sealed.place(ENVELOPE), "files", f"also {name[:100]}{SUFFIX}", "none")
+        return entry[0]
 
     def _unwrap(self, identity: Identity) -> bytes:
         envelope, place = self._envelope, self._sealed.place(ENVELOPE)

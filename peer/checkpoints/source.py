@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shoal.peer.regular_file import open_regular, read_regular
 from shoal.swarm.errors import StateFileError
 
 
@@ -18,6 +19,9 @@ class Source(Protocol):
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         """All of it; only a byte more than ``limit_bytes`` where it is longer. Raises ``StateFileError``."""
+
+    def size_bytes(self, name: str) -> int:
+        """What ``read`` would give at most, without reading it. Raises ``StateFileError``."""
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -35,8 +39,15 @@ class FolderSource:
     def read(self, name: str, limit_bytes: int) -> bytes:
         path = self.folder / name
         try:
-            with path.open("rb") as file:
-                return file.read(min(os.fstat(file.fileno()).st_size, limit_bytes) + 1)
+            return read_regular(path, limit_bytes)
+        except OSError as error:
+            raise StateFileError(f"{path}: cannot be read: {error}") from error
+
+    def size_bytes(self, name: str) -> int:
+        path = self.folder / name
+        try:
+            with open_regular(path) as file:
+                return os.fstat(file.fileno()).st_size
         except OSError as error:
             raise StateFileError(f"{path}: cannot be read: {error}") from error
 

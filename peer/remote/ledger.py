@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from shoal.peer.checkpoints.manifest import FileEntry
+from shoal.peer.regular_file import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class Ledger:
         self._place = place
         self._notes: dict[str, dict[str, dict[str, FileEntry]]] = {}
         try:
-            self._notes = _NOTES.validate_json(path.read_bytes())
+            self._notes = _NOTES.validate_json(read_regular(path))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from shoal.peer.checkpoints.manifest import MANIFEST, OWN_FILE, FileEntry, read_manifest
 from shoal.peer.checkpoints.sealed_folder import ENVELOPE, SUFFIX, read_envelope
 from shoal.peer.checkpoints.source import Source
+from shoal.peer.regular_file import open_regular
 
 LAST_FILES = (MANIFEST, ENVELOPE)
 _PIECE_BYTES = 2**22
@@ -59,7 +60,7 @@ def read_listing(source: Source) -> Listing:
 def entry_of(path: Path) -> FileEntry:
     """Bytes and SHA-256 of a file here. Raises ``OSError``."""
     digest, size_bytes = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
             size_bytes += len(piece)

@@ -15,6 +15,7 @@ from shoal.peer.checkpoints.manifest import FileEntry, Manifest, read_manifest
 from shoal.peer.checkpoints.sealed_folder import MAX_ENVELOPE_BYTES, SUFFIX, opened
 from shoal.peer.checkpoints.source import FolderSource, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
+from shoal.peer.regular_file import open_regular
 from shoal.peer.remote.copies import Copy, by_preference, in_step, say_rounds, stages_needed
 from shoal.peer.remote.listing import LAST_FILES, Listing, entry_of, read_listing, round_in
 from shoal.peer.remote.remote_store import RemoteStore
@@ -257,7 +258,7 @@ class Restorer:
     def _fetch(self, copy: Copy, name: str, incoming: Path, size_bytes: int) -> None:
         """Bring a file, or the rest of it."""
         part = incoming / f"{name}.part"
-        with part.open("ab") as file:
+        with open_regular(part, "ab") as file:
             if name == copy.last:
                 file.truncate(0)
             at = file.seek(0, os.SEEK_END)

@@ -8,6 +8,8 @@ from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded
 from shoal.swarm.messages import DeviceInfo, PeerToCoordinatorDescribeModel, RosterEntry, TensorSpec
 
 _MAX_ELEMENTS = 2**40
+_EXACT_DTYPES = ("float32", "float64")
+"""Parameters of these types hold every value of a float32 anchor."""
 
 
 class Admission(Scope):
@@ -42,7 +44,11 @@ class Admission(Scope):
             elements = sum(spec.elements for spec in model.layout)
             if not 0 < elements <= _MAX_ELEMENTS:
                 raise ModelMismatch(f"a run's model has 1 to {_MAX_ELEMENTS} parameters, this one {elements}")
+            inexact = next((spec for spec in model.layout if spec.dtype not in _EXACT_DTYPES), None)
+            if inexact is not None:
+                raise ModelMismatch(f"parameter {inexact.name} is {inexact.dtype}, and a run's anchor is float32")
             self._check_start(model.layout)
+            self._check_pins(model)
             self.record(f.ModelDescribed(model=model))
             return
         difference = first_difference(self.model.layout, model.layout)
@@ -52,6 +58,7 @@ class Admission(Scope):
             raise ModelMismatch(
                 f"this model takes {model.tokens_per_sample} tokens a sample, the run's {self.model.tokens_per_sample}"
             )
+        self._check_pins(model)
         if self._is_news(self.model, model):
             self.record(f.ModelDescribed(model=model))
         if model.corpus_digest not in (None, self.model.corpus_digest):
@@ -67,6 +74,11 @@ class Admission(Scope):
         difference = start.difference(layout, whole=self.run.pipeline is None) if start else ""
         if start and difference:
             raise ModelMismatch(f"this model is not that of {start.source}, where the run starts: {difference}")
+
+    def _check_pins(self, model: PeerToCoordinatorDescribeModel) -> None:
+        """Whoever comes first: what the run file pins is not for members to say."""
+        if self.run.pins is not None:
+            self.run.pins.check_model(model)
 
     @staticmethod
     def _is_news(known: PeerToCoordinatorDescribeModel, model: PeerToCoordinatorDescribeModel) -> bool:

@@ -17,6 +17,7 @@ from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, los
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.deadlines import Delays
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan, Verdict
+from shoal.swarm.pins import FIRST_STATE_OUTLOOK
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import chain_hash, signed_bytes
 
@@ -75,14 +76,13 @@ class Ending(RunState):
         if not self._is_without_state() or self.has_ended:
             return ""
         if not self.anchor_version:
-            assert self.run.start is not None
-            return self.run.start.outlook
+            return self.run.start.outlook if self.run.start is not None else FIRST_STATE_OUTLOOK
         return say_outlook(self.anchor_version, self.agreed_digest, self._outlook, self.membership.members)
 
     def _is_without_state(self) -> bool:
-        """Members are here, and none of them holds the run's newest state. The first one they make themselves, unless
-        it is that of a checkpoint."""
-        is_made = self.anchor_version == 0 and self.run.start is None
+        """Members are here, and none of them holds the run's newest state. The first one is whatever they make, unless
+        the run file says what it is."""
+        is_made = self.anchor_version == 0 and not self.is_beginning_written
         return bool(not is_made and self.membership.trainers() and not self.synced())
 
     # Closing --------------------------------------------------------------------------------------------

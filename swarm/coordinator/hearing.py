@@ -29,7 +29,7 @@ class Hearing(Ending):
             self.round.progress_s = now_s
         if moved:
             self._outage.saw_progress(now_s, self.membership.members[peer], self.history)
-        if self.anchor_version == 0 and self.run.start is None:
+        if self.anchor_version == 0 and not self.is_beginning_written:
             self._agree_on_beginning()
         if self.round.phase == "waiting" and self.synced():
             self.round.phase = "training"

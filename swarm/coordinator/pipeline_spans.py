@@ -52,6 +52,12 @@ class Spans(PipelineState):
     def _check_layers(self, peer: str, layers: tuple[LayerSize, ...]) -> None:
         """Whoever came first has said what the layers are; while nothing is cut, only as long as somebody is here who
         says so."""
+        pinned = self.run.pins.layers if self.run.pins else None
+        if pinned and [4 * layer.elements for layer in pinned] != [layer.parameters_bytes for layer in layers]:
+            raise ModelMismatch(
+                "this model's layers are not those that the run file pins: is the same release of shoal and of the "
+                "recipe installed here as where the run was prepared?"
+            )
         difference = _difference(self.layers, layers)
         others = sorted(self.capabilities.keys() - {peer})
         if not self.layers or (difference and not self.boundaries and not others):

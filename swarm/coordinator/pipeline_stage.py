@@ -11,7 +11,12 @@ from shoal.swarm.coordinator.hearing import Hearing
 from shoal.swarm.coordinator.leases import Ranges, covers, from_wire, is_tidy, merge, overlap, subtract, to_wire
 from shoal.swarm.coordinator.pipeline_drives import Batch
 from shoal.swarm.errors import WireError
-from shoal.swarm.messages import PeerToCoordinatorClaim, PeerToCoordinatorRelease
+from shoal.swarm.messages import (
+    PeerToCoordinatorClaim,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorRelease,
+)
+from shoal.swarm.pins import PinnedLayer
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
@@ -23,6 +28,8 @@ class StageMachine(Hearing):
     def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int, stage: int) -> None:
         super().__init__(run, sign, now_s, epoch)
         self.stage = stage
+        self.layers: tuple[PinnedLayer, ...] = ()
+        """As the run file pins them, if it does."""
         self.chain = genesis(run.hash, self.scope)
         self.keep: Callable[[f.InScope], None] = lambda fact: None
         """Takes its facts, in the order of those of all scopes."""
@@ -33,6 +40,10 @@ class StageMachine(Hearing):
 
     def _keep(self, fact: f.Fact) -> None:
         self.keep(f.InScope(scope=self.scope, fact=fact))
+
+    def _check_pins(self, model: PeerToCoordinatorDescribeModel) -> None:
+        if self.run.pins is not None and self.layers:
+            self.run.pins.check_stage(model, self.layers)
 
     def is_batch_done(self) -> bool:
         """Whether all of this round's batch was claimed here and, as its replicas say, is done."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
@@ -144,8 +146,10 @@ class PipelineState(Admission):
     def _make_stages(self) -> None:
         arguments = self.run, self._sign, self.now_s, self.epoch
         self.stages = [StageMachine(*arguments, number) for number in range(len(self.boundaries) - 1)]
-        for stage in self.stages:
+        pinned = self.run.pins.layers if self.run.pins else None
+        for stage, (first, stop) in zip(self.stages, pairwise(self.boundaries), strict=True):
             stage.keep = self._take_in
+            stage.layers = pinned[first:stop] if pinned else ()
 
     def _take_in(self, fact: f.InScope) -> None:
         """A stage has decided."""

@@ -13,7 +13,7 @@ from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.coordinator.rounds import Goal, Round, Work, is_over
 from shoal.swarm.coordinator.tally import Tally
-from shoal.swarm.messages import RunView, Verdict
+from shoal.swarm.messages import RunView, TensorSpec, Verdict
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
@@ -56,6 +56,17 @@ class RunState(Admission):
         """What members have to hear of at once when it changes."""
         return self.round.number, self.round.phase, 0
 
+    @property
+    def is_beginning_written(self) -> bool:
+        """Whether the run file says what the run begins with."""
+        return self.run.start is not None or bool(self.run.pins and self.run.pins.state)
+
+    def written_beginning(self, layout: tuple[TensorSpec, ...]) -> bytes | None:
+        """The digest of version 0 of the state as it follows from the run file, whatever members say; else None."""
+        if self.run.start is not None:
+            return self.run.start.state_digest(layout)
+        return bytes.fromhex(self.run.pins.state) if self.run.pins and self.run.pins.state else None
+
     # Facts ----------------------------------------------------------------------------------------------
 
     def snapshot(self) -> f.RunSnapshot | None:
@@ -68,9 +79,8 @@ class RunState(Admission):
                 snapshot.restore(self, fact)
             case f.ModelDescribed():
                 super()._apply(fact)
-                if self.run.start is not None and self.anchor_version == 0:
-                    # Whatever members say: what the run starts from stands in its file.
-                    self.agreed_digest = self.run.start.state_digest(fact.model.layout)
+                if self.anchor_version == 0:
+                    self.agreed_digest = self.written_beginning(fact.model.layout) or self.agreed_digest
             case f.StateAgreed():
                 assert fact.anchor_version == self.anchor_version
                 self.agreed_digest = fact.digest

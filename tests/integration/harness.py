@@ -324,13 +324,16 @@ class Swarm:
         launcher: Sequence[str] = SHOAL,
         bind: str = LOOPBACK,
         extra: Sequence[str] = (),
+        pins: bool = False,
     ) -> Host:
-        """Returns when the invite is there."""
+        """Returns when the invite is there. ``pins``: it has another process build the model first, which takes seconds
+        of processor time."""
         folder = self._folder(label)
         path = folder / "run.toml"
         path.write_text(toml)
         options = ["--bind", bind, "--state", str(folder / "state")]
         command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl"), *extra]
+        command += [] if pins else ["--no-pins"]
         return self._add(Host(label, command, folder, path))
 
     def member(

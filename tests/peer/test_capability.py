@@ -81,8 +81,8 @@ def test_this_machine_has_something_free() -> None:
 def test_activations_get_what_is_free_beside_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "available_bytes", lambda device: 100_000)
     model = nn.Linear(100, 10, bias=False)  # 4000 bytes, in memory already
-    assert free_bytes(CPU, model, None, states=2) == int(0.9 * 104_000) - 16_000
-    assert free_bytes(CPU, model, 50_000, states=0) == 50_000 - 8_000
+    assert free_bytes(CPU, model, None, copies=4) == int(0.9 * 104_000) - 16_000
+    assert free_bytes(CPU, model, 50_000, copies=2.5) == 50_000 - 10_000
 
 
 def test_what_autograd_keeps_is_counted_without_parameters() -> None:

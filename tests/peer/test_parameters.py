@@ -2,7 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.peer.parameters import ParameterVector, split_by_layout
+from shoal.peer.checkpoints.own_state import own_tree
+from shoal.peer.parameters import ParameterVector, plain_name, split_by_layout
+from shoal.swarm.averaging.outcomes import Carried
 from shoal.swarm.errors import ModelMismatch
 
 
@@ -91,3 +93,46 @@ def test_named_tensors_share_the_vector() -> None:
     named["0.bias"].fill_(7.0)
     assert torch.equal(values[12:16], torch.full((4,), 7.0))
     assert list(split_by_layout(values, vector.layout)) == [spec.name for spec in vector.layout]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_that_do_not_hold_the_anchor_are_refused(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(dtype))
+    with pytest.raises(ModelMismatch, match=r"parameter 1\.weight is b?float16, .*inner\.precision = \"bfloat16\""):
+        ParameterVector(model)
+    model[1].requires_grad_(False)
+    assert ParameterVector(model).elements == 6, "what is not trained is no part of the anchor"
+
+
+class Wrapper(nn.Module):
+    """As ``DistributedDataParallel`` is one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+
+def test_wrapped_models_are_the_same_run() -> None:
+    plain = make_model()
+    expected = ParameterVector(plain).layout
+    inside = make_model()
+    inside[2] = torch.compile(inside[2])  # type: ignore[index, operator]
+    for model in (torch.compile(plain), Wrapper(plain), Wrapper(torch.compile(plain)), inside):  # type: ignore[arg-type]
+        assert ParameterVector(model).layout == expected  # type: ignore[arg-type]
+    buffers = own_tree(None, plain, Carried(None, 0))["buffers"]
+    assert own_tree(None, Wrapper(plain), Carried(None, 0))["buffers"].keys() == buffers.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("_orig_mod.a.b", "a.b"), ("module._orig_mod.a", "a"), ("a._orig_mod.b", "a.b"), ("a.module", "a.module")],
+)
+def test_names_without_wrappers(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+def test_names_that_become_the_same_are_refused() -> None:
+    model = Wrapper(nn.Linear(2, 2))
+    model.weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ModelMismatch, match="two parameters are called weight"):
+        ParameterVector(model)

@@ -96,6 +96,7 @@ def test_defaults_of_every_section() -> None:
         "checkpoints": {"transfer": "raw", "sealed": False, "readers": ()},
         "pipeline": None,
         "start": None,
+        "pins": None,
     }
 
 

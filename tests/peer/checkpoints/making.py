@@ -112,6 +112,11 @@ class MemorySource:
             raise StateFileError(f"{name}: is missing")
         return self.files[name][: limit_bytes + 1]
 
+    def size_bytes(self, name: str) -> int:
+        if name not in self.files:
+            raise StateFileError(f"{name}: is missing")
+        return len(self.files[name])
+
     def has(self, name: str) -> bool:
         return name in self.files
 

@@ -1,0 +1,54 @@
+"""``shoal`` that comes first and says what the run is: ``defining_member.py WHAT join INVITE …``, WHAT being the
+``layout`` of its model, the ``corpus`` that it trains on, or the ``state`` that the run begins with."""
+
+import sys
+from typing import Any
+
+import torch
+
+from shoal.peer import joining
+from shoal.peer.cli import main
+from shoal.peer.recipes.gpt import GptRecipe
+from shoal.swarm.pins import PinsSection
+
+
+def lie_about(what: str) -> None:
+    PinsSection.check_model = lambda self, model: None  # type: ignore[method-assign]
+    build, made = GptRecipe.build_model, GptRecipe.__init__
+    match what:
+        case "layout":
+
+            def wider(self: GptRecipe, settings: dict[str, Any], data: Any) -> None:
+                made(self, {**settings, "width": 2 * settings["width"]}, data)
+
+            GptRecipe.__init__ = wider  # type: ignore[method-assign]
+        case "corpus":
+
+            def of_other_data(self: GptRecipe, settings: dict[str, Any], data: Any) -> None:
+                made(self, settings, data)
+                self.corpus_digest = b"\7" * 32
+
+            GptRecipe.__init__ = of_other_data  # type: ignore[method-assign]
+        case "state":
+
+            def poisoned(self: GptRecipe, seed: int) -> Any:
+                model = build(self, seed)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1000)
+                return model
+
+            async def insist(holder: joining.Holder, state: Any) -> bool:
+                holder.hold(state)
+                await holder.beat()
+                return True
+
+            GptRecipe.build_model = poisoned  # type: ignore[method-assign]
+            joining._is_agreed = insist
+
+
+if __name__ == "__main__":
+    _, what, *arguments = sys.argv
+    lie_about(what)
+    sys.argv = ["shoal", *arguments]
+    main()

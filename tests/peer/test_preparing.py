@@ -1,0 +1,138 @@
+"""What `shoal prepare` pins is what members bring, and a host publishes it once."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.peer import preparing
+from shoal.peer.outer_optimizer import outer_of
+from shoal.peer.parameters import ParameterVector
+from shoal.peer.preparing import pinned_run_file, pins_of, prepare, say_pins, with_pins
+from shoal.peer.recipes import load_recipe
+from shoal.peer.state import State
+from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.errors import CorpusError, DeviceError, RecipeError, RunFileError
+from shoal.swarm.pins import layout_digest
+from shoal.swarm.run_file import RunFile, load_run_file, parse_run_file
+
+TEXT = """
+[run]
+name = "reef"
+seed = 3
+[recipe]
+name = "gpt"
+settings = { layers = 2, heads = 2, width = 32, context = 16, tie_embedding = false }
+[data]
+source = "text:SOURCE"
+[round]
+tokens = 320
+"""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "corpus.txt").write_text("water " * 3000)
+    return TEXT.replace("SOURCE", str(tmp_path / "corpus.txt"))
+
+
+def piped(text: str) -> str:
+    return 'algorithm = "virtual_batch"\n' + text + "[pipeline]\nmicro_batch = 5\n"
+
+
+@pytest.mark.parametrize("outer", ["sgd", "nesterov", "adamw"])
+@pytest.mark.parametrize("piece", [7, 2**22])
+def test_pins_are_what_a_member_brings(text: str, outer: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "_PIECE_ELEMENTS", piece)
+    run = parse_run_file(f'{text}[outer]\noptimizer = "{outer}"\n')
+    recipe = load_recipe(run)
+    vector = ParameterVector(recipe.build_model(3))
+    told: list[object] = []
+    pins = pins_of(run, told.append)
+    state = State.make(vector.read(), torch.zeros(outer_of(run.outer).slots, vector.elements), 0)
+    assert pins.state == state.digest.hex()
+    assert (pins.layout, pins.elements) == (layout_digest(vector.layout), vector.elements)
+    assert (pins.tokens_per_sample, pins.samples) == (16, len(recipe.training_data()))
+    assert pins.corpus == recipe.corpus_digest.hex()
+    assert "Preparing: building the model …" in told
+
+
+def test_a_pipelines_layers_are_pinned(text: str) -> None:
+    pins = pins_of(parse_run_file(piped(text)), lambda words: None)
+    assert pins.layers is not None
+    assert pins.state is None
+    assert [layer.tensors for layer in pins.layers] == [1, 6, 6, 2]
+    prepared, run = with_pins(piped(text), pins, "run.toml")
+    assert run.pins == pins
+    assert parse_run_file(prepared) == run
+    assert "first state not pinned" in say_pins(pins)
+
+
+def test_prepare_writes_a_run_file(text: str, tmp_path: Path) -> None:
+    path, out = tmp_path / "run.toml", tmp_path / "prepared.toml"
+    path.write_text(text)
+    run = prepare(path, out, lambda words: None)
+    written, found = load_run_file(out)
+    assert found == run
+    assert written.startswith(text.rstrip("\n"))
+    assert found.model_copy(update={"pins": None}) == parse_run_file(text)
+    with pytest.raises(RunFileError, match=r"has \[pins\] already"):
+        prepare(out, tmp_path / "again.toml", lambda words: None)
+
+
+def test_what_cannot_be_prepared_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for changed, error in (
+        (text.replace('"gpt"', '"own"'), RecipeError),
+        (text.replace('"gpt"', '"elsewhere"'), RecipeError),
+        (text.replace("corpus.txt", "none.txt"), CorpusError),
+    ):
+        with pytest.raises(error):
+            pins_of(parse_run_file(changed), lambda words: None)
+    monkeypatch.setattr("shoal.peer.model_memory.usable_bytes", lambda device, limit: 1000)
+    with pytest.raises(DeviceError):
+        pins_of(parse_run_file(text), lambda words: None)
+
+
+class TestHost:
+    """``prepared``: stands for the process that builds the model."""
+
+    @pytest.fixture(autouse=True)
+    def prepared(self, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+        calls: list[Path] = []
+
+        async def here(given: Path, out: Path) -> None:
+            calls.append(given)
+            prepare(given, out, lambda words: None)
+
+        monkeypatch.setattr(preparing, "_prepare_apart", here)
+        return calls
+
+    def publish(self, text: str, folder: Path, *, pin: bool = True) -> tuple[str, RunFile]:
+        return asyncio.run(pinned_run_file(text, parse_run_file(text), folder, pin=pin))
+
+    def test_it_prepares_once(self, text: str, tmp_path: Path, prepared: list[Path]) -> None:
+        folder = tmp_path / "state"
+        published, run = self.publish(text, folder)
+        assert run.pins is not None
+        Journal(folder, run.hash, published).close()
+        (folder / "run.toml").write_text(published)
+        for pin in (True, False):
+            assert self.publish(text, folder, pin=pin) == (published, run)
+        assert self.publish(published, folder) == (published, run)
+        assert len(prepared) == 1
+        assert not prepared[0].exists()
+        assert self.publish(text.replace("seed = 3", "seed = 4"), folder)[1].pins != run.pins, "another run"
+
+    def test_a_run_that_was_begun_without_stays_without(self, text: str, tmp_path: Path, prepared: list[Path]) -> None:
+        folder = tmp_path / "state"
+        assert self.publish(text, folder, pin=False) == (text, parse_run_file(text))
+        Journal(folder, parse_run_file(text).hash, text).close()
+        (folder / "run.toml").write_text(text)
+        assert self.publish(text, folder) == (text, parse_run_file(text))
+        assert not prepared
+
+    def test_own_loops_have_none(self, text: str, tmp_path: Path, prepared: list[Path]) -> None:
+        own = text.replace('"gpt"', '"own"')
+        assert self.publish(own, tmp_path / "state")[1].pins is None
+        assert not prepared

@@ -1,0 +1,109 @@
+"""A run whose file pins model, data and first state: whoever comes first, the coordinator believes the file."""
+
+from typing import Any
+
+import pytest
+from tests.swarm.coordinator.world import CPU, MODEL, SIGNER, entry, heartbeat, peer_name, run_file
+
+from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.errors import CorpusError, ModelMismatch
+from shoal.swarm.messages import PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.pins import PinsSection, layout_digest
+
+RIGHT, FORGED = b"r" * 32, b"f" * 32
+PINS = PinsSection(
+    layout=layout_digest(MODEL.layout),
+    elements=50_000,
+    tokens_per_sample=MODEL.tokens_per_sample,
+    samples=MODEL.samples,
+    corpus=(MODEL.corpus_digest or b"").hex(),
+    state=RIGHT.hex(),
+)
+RUN = run_file().model_copy(update={"pins": PINS})
+
+
+@pytest.fixture
+def machine() -> RunMachine:
+    return RunMachine(RUN, SIGNER.sign, 0.0, 1)
+
+
+def join(machine: RunMachine, number: int, model: PeerToCoordinatorDescribeModel = MODEL) -> None:
+    machine.join(entry(number, number), CPU, 0.0)
+    machine.describe_model(peer_name(number), model)
+
+
+def beat(machine: RunMachine, number: int, digest: bytes | None) -> None:
+    state: dict[str, Any] = {"anchor_version": None if digest is None else 0, "state_digest": digest}
+    machine.heartbeat(peer_name(number), heartbeat(**state), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"layout": (TensorSpec(name="w", shape=(100, 501), dtype="float32"),)}, ModelMismatch),
+        ({"tokens_per_sample": 1}, ModelMismatch),
+        ({"corpus_digest": b"d" * 32}, CorpusError),
+        ({"samples": 1}, CorpusError),
+    ],
+)
+def test_the_first_member_cannot_define_anything(
+    machine: RunMachine, changes: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        join(machine, 0, MODEL.model_copy(update=changes))
+    assert machine.model is None
+    join(machine, 1)
+    assert machine.model == MODEL
+    with pytest.raises(error):
+        join(machine, 2, MODEL.model_copy(update=changes))
+
+
+def test_data_that_is_told_later_is_checked_then(machine: RunMachine) -> None:
+    silent = MODEL.model_copy(update={"corpus_digest": None, "samples": None})
+    join(machine, 0, silent)
+    with pytest.raises(CorpusError):
+        machine.describe_model(peer_name(0), MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
+    assert machine.model == silent
+    machine.describe_model(peer_name(0), MODEL)
+    assert machine.model == MODEL
+
+
+def test_the_first_state_is_the_pinned_one_whatever_members_say(machine: RunMachine) -> None:
+    for number in range(3):
+        join(machine, number)
+        beat(machine, number, FORGED)
+    assert all(machine.view(peer_name(number), 1.0).must_resync for number in range(3))
+    assert machine.view(peer_name(0), 1.0).state_digest == RIGHT
+    assert (machine.round.phase, dict(machine.synced())) == ("waiting", {})
+    assert "no member here has the first state that the run file pins" in machine.status(1.0).outlook
+    join(machine, 3)
+    beat(machine, 3, RIGHT)
+    assert (machine.round.phase, list(machine.synced())) == ("training", [peer_name(3)])
+    assert machine.status(1.0).outlook == ""
+    machine.leave(peer_name(3), "", 2.0)
+    beat(machine, 0, FORGED)
+    assert machine.agreed_digest == RIGHT, "also when nobody has it any more"
+
+
+def test_a_restart_changes_nothing(machine: RunMachine) -> None:
+    join(machine, 0)
+    again = RunMachine(RUN, SIGNER.sign, 0.0, 2)
+    again.replay(machine.take_facts(), 0.0)
+    assert again.agreed_digest == RIGHT
+    beat(again, 0, FORGED)
+    assert again.agreed_digest == RIGHT
+
+
+def test_without_pins_whoever_comes_first_defines_the_run() -> None:
+    machine = RunMachine(run_file(), SIGNER.sign, 0.0, 1)
+    join(machine, 0, MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
+    beat(machine, 0, FORGED)
+    assert machine.agreed_digest == FORGED
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_parameters_that_cannot_hold_the_anchor_are_refused(dtype: str) -> None:
+    machine = RunMachine(run_file(), SIGNER.sign, 0.0, 1)
+    layout = (TensorSpec(name="w", shape=(100, 500), dtype=dtype),)
+    with pytest.raises(ModelMismatch, match=f"parameter w is {dtype}"):
+        join(machine, 0, MODEL.model_copy(update={"layout": layout}))
