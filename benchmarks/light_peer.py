@@ -21,6 +21,7 @@ import zmq.asyncio
 from light_view import Glance, Record, glance
 from zmq.utils import z85
 
+from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
@@ -78,6 +79,7 @@ class LightPeer:
         self._context = context
         self._invite = invite
         self._habits = habits
+        self._claim = pack([1.0] * len(ranges(habits.elements)))
         self._keys = CurveKeys.fresh()
         self._socket = self._open(zmq.DEALER)
         self._view = Glance()
@@ -196,6 +198,7 @@ class LightPeer:
             weight_tokens=self._leased_tokens,
             ranges=self._ranges,
             loss=1.0,
+            norms=self._claim,
         )
 
     async def _beat(self) -> None:

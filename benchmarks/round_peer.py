@@ -18,9 +18,10 @@ from round_case import Case
 from shaped_links import Site, enter
 from torch import Tensor
 
-from shoal.compression.codec import largest_of
+from shoal.compression.norms import norms_of
 from shoal.peer.member import Member
 from shoal.peer.state import State
+from shoal.swarm.averaging.norm_claims import ranges as claimed_ranges
 from shoal.swarm.averaging.outcomes import Committed, Offer
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.identity import CurveKeys, Identity
@@ -155,9 +156,8 @@ class _Peer:
         contribution = torch.randn(self._case.elements, generator=torch.Generator().manual_seed(number))
         expected = contribution[::_PROBE_STEP].clone()
         assert state is not None
-        offer = Offer(
-            number, state.version, state.digest, contribution, largest_of(contribution), len(ranges), ranges, None
-        )
+        norms = norms_of(contribution, claimed_ranges(self._case.elements))
+        offer = Offer(number, state.version, state.digest, contribution, norms, len(ranges), ranges, None)
         start_s = await asyncio.to_thread(self._pace.start)
         sent, received = self._node.meter.sent_bytes, self._node.meter.received_bytes
         await asyncio.sleep(start_s - time.monotonic())

@@ -6,6 +6,7 @@ compiled kernels do it where there are any (``fast.py``), else torch in tiles th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
@@ -92,6 +93,11 @@ class Blockwise:
         options = [] if self.block == DEFAULT_BLOCK[self.bits] else [f"block={self.block}"]
         options += [] if self.seed is None else [f"seed={self.seed}"]
         return f"int{self.bits}" + (f"({','.join(options)})" if options else "")
+
+    @property
+    def growth(self) -> float:
+        """See ``Codec.growth`` and ``linear_growth``."""
+        return linear_growth(self._largest, self.block, 0.5 if self.seed is None else 1.0)
 
     def packed_bytes(self, n: int) -> int:
         """One byte a value, or half of one, and four a block."""
@@ -216,6 +222,22 @@ class Blockwise:
             tile.view_as(rows).mul_(scales[first : first + len(rows)].unsqueeze(1)).mul_(weight)
             rows.add_(tile.view_as(rows))
 
+    def squared_norm(self, packed: Packed, n: int) -> float:
+        """See ``Codec.squared_norm``. By kernels the codes' squares are summed exactly, as they are packed."""
+        tensor = packed_tensor(packed, self.packed_bytes(n))
+        kernels = self._kernels(tensor)
+        if kernels is not None:
+            return float(kernels.squared_norm(*self._arrays(tensor, n), n, self.block, self.bits))
+        (scales, codes), total = self._split(tensor, n), 0.0
+        for start in range(0, n, step := self.block * max(1, _TILE // self.block)):
+            stop, first = min(start + step, n), start // self.block
+            blocks = self._blocks(stop - start)
+            rows = scratch("decoded", blocks * self.block, tensor.device).zero_()
+            self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], rows[: stop - start])
+            squares = rows.view(blocks, self.block).square_().sum(1, dtype=torch.float64)
+            total += float(torch.dot(squares, scales[first : first + blocks].double().square_()))
+        return total
+
     def unpacks_like(self, other: Blockwise) -> bool:
         """Whether the same bytes decode to the same values."""
         return (self.bits, self.block) == (other.bits, other.block)
@@ -334,6 +356,17 @@ class Blockwise:
             yield start, stop, values[start:stop].view(-1, self.block)
         if full < values.numel():
             yield full, values.numel(), values[full:].view(1, -1)
+
+
+def linear_growth(largest: int, block: int, error: float) -> float:
+    """``Codec.growth`` of codes up to ``largest``, a block's largest value exact, the others wrong by up to ``error``.
+
+    The largest of ``(largest**2 + m * (a + error)**2) / (largest**2 + m * a**2)`` for ``m = block - 1`` other values
+    that are all ``a`` codes large: where its derivative is zero it is ``1 + error / a``."""
+    if block < 2:
+        return 1.0
+    a = (math.sqrt(error**2 + 4 * largest**2 / (block - 1)) - error) / 2
+    return math.sqrt(1.0 + error / a)
 
 
 DEFAULT_BLOCK = {8: 1024, 4: 256}

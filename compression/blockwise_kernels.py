@@ -31,6 +31,9 @@ PIECE = 4096
 """float32 that are made, within the first cache, before they are written past all of them: each turn from reading to
 that and back takes time."""
 
+FEW = 2**16
+"""Codes, an even number, whose squares an int32 can sum."""
+
 
 @njit
 def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any) -> Any:
@@ -246,6 +249,45 @@ def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: An
 
 
 @njit
+def squared_norm(scales: Any, codes: Any, n: Any, block: Any, bits: Any) -> Any:
+    """Of ``n`` values; the sum over a block's codes is exact."""
+    total = 0.0
+    for b in range(scales.size):
+        scale = np.float64(scales[b])
+        start, stop = b * block, min((b + 1) * block, n)
+        total += scale * scale * (squares_8(codes, start, stop) if bits == 8 else squares_4(codes, start, stop))
+    return total
+
+
+@njit
+def squares_8(codes: Any, start: Any, stop: Any) -> Any:
+    total = 0.0
+    for first in range(start, stop, FEW):
+        signed, part = codes[first : min(first + FEW, stop)].view(np.int8), np.int32(0)
+        for i in range(signed.size):
+            code = np.int32(signed[i])
+            part = np.int32(part + np.int32(code * code))
+        total += np.float64(part)
+    return total
+
+
+@njit
+def squares_4(codes: Any, start: Any, stop: Any) -> Any:
+    total = 0.0
+    for first in range(start, stop, FEW):
+        end, part = min(first + FEW, stop), np.int32(0)
+        pairs = codes[first // 2 : end // 2]
+        for i in range(pairs.size):
+            low, high = np.int32(np.int32(pairs[i] & 15) - 8), np.int32(np.int32(pairs[i] >> 4) - 8)
+            part = np.int32(part + np.int32(np.int32(low * low) + np.int32(high * high)))
+        total += np.float64(part)
+        if end % 2:
+            last = np.float64(np.int32(codes[end // 2] & 15) - 8)
+            total += last * last
+    return total
+
+
+@njit
 def accumulate(scales: Any, codes: Any, total: Any, weight: Any, block: Any, bits: Any) -> Any:
     factor = np.float32(weight)
     work = np.empty(min(block, total.size), np.float32)
@@ -269,3 +311,4 @@ def warm_up() -> None:
         rooms, sizes = np.array([values.ctypes.data], np.int64), np.array([values.size])
         decode_all(addresses, rooms, sizes, np.zeros(1, np.bool_), int(LARGEST_FINITE), 4, bits)
         accumulate(scales, codes, values, 1.0, 4, bits)
+        squared_norm(scales, codes, 4, 4, bits)

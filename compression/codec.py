@@ -40,6 +40,13 @@ class Codec(Protocol):
         """The name in run files and messages, options included: ``int8``, ``topk(k=32)``."""
         ...
 
+    @property
+    def growth(self) -> float:
+        """Bound on how much packing lengthens a vector: ``norm(decode(encode(x))) <= growth * norm(x)`` for each ``x``.
+
+        Proven for each codec, not measured, up to float32 rounding (1e-4) and 2**-126 a value."""
+        ...
+
     def packed_bytes(self, n: int) -> int:
         """The exact size of ``n`` packed values, in bytes."""
         ...
@@ -78,6 +85,13 @@ class Codec(Protocol):
         """``total += weight * decode(packed)``, for ``total``, ``(n,) float32``: the product rounded, then the sum.
 
         ``weight`` is rounded to float32 first. Raises CodecError as ``decode`` does, with ``total`` unchanged.
+        """
+        ...
+
+    def squared_norm(self, packed: Packed, n: int) -> float:
+        """The squared L2 norm of ``decode(packed)``, to within ``norms.RELATIVE_ERROR``.
+
+        Of bytes that do not decode it may be anything, NaN as well, or raise CodecError.
         """
         ...
 

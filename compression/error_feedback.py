@@ -8,7 +8,7 @@ Fixes SignSGD and other Gradient Compression Schemes" (arXiv:1901.09847); the de
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError, checked_range, checked_values, largest_of
 from shoal.compression.means import Lost
+from shoal.compression.norms import norms_of
 from shoal.compression.scratch import scratch, spacious
 
 _CPU = torch.device("cpu")
 _TILE = 1 << 18
 _FAR_FROM_INFINITY = 1e38
+_ROUNDED = 1.0 + 2.0**-22
+"""How much larger a norm can get when each value is rounded to float32."""
 
 
 class ErrorFeedback:
@@ -56,6 +59,7 @@ class ErrorFeedback:
         # No value of the residual is larger: what spares a look at all of them in every round.
         self._bound = 0.0
         self._decay = float(np.float32(decay))
+        self._norms: tuple[Tensor, list[float]] | None = None  # of which residual
         self._contribution: Tensor | None = None
         self._pending: Tensor | None = None
         self._settled: set[tuple[int, int]] = set()
@@ -72,6 +76,15 @@ class ErrorFeedback:
     def in_round(self) -> bool:
         """Whether a round has begun that is neither committed nor discarded."""
         return self._contribution is not None
+
+    def residual_norms(self, ranges: Sequence[tuple[int, int]]) -> list[float]:
+        """As ``norms.norms_of`` the residual, always of the same ranges: measured once as long as it stays as it is.
+
+        For any thread; not while ``scale`` or ``commit`` runs."""
+        measured, residual = self._norms, self._residual
+        if measured is None or measured[0] is not residual:
+            self._norms = measured = residual, norms_of(residual, ranges)
+        return measured[1]
 
     def load(self, residual: Tensor) -> None:
         """Start from a copy of ``residual``, ``(n,) float32``, as saved earlier; not within a round.
@@ -93,6 +106,8 @@ class ErrorFeedback:
             checked_range(torch.tensor([self._bound * abs(factor)], dtype=torch.float32))
         self._bound *= abs(factor)
         self._residual.mul_(factor)
+        if self._norms is not None:
+            self._norms = self._norms[0], [norm * abs(factor) * _ROUNDED for norm in self._norms[1]]
 
     def begin(self, contribution: Tensor, largest: float | None = None) -> None:
         """Begin a round with ``contribution``, ``(n,) float32``, which nobody may change before the round's end.
@@ -158,12 +173,14 @@ class ErrorFeedback:
         self._settled.add((start, stop))
         return packed
 
-    def include_encoded(self, start: int, stop: int) -> None:
-        """corrected[start:stop] went into the mean as ``encode_chunk`` packed it: what that lost is pending. Nothing,
-        where nobody had asked for it."""
+    def include_encoded(self, start: int, stop: int, factor: float = 1.0) -> None:
+        """corrected[start:stop] went into the mean as ``encode_chunk`` packed it, times ``factor``: so is what that
+        lost, which is pending. Nothing, where nobody had asked for it."""
         codec = self._codecs.get((start, stop))
         if codec is not None and (start, stop) not in self._settled:
             self._encode(codec, start, stop)
+        if factor != 1.0 and (start, stop) in self._settled:
+            self._chunk(start, stop)[2].mul_(factor)
 
     def room(self, start: int, stop: int) -> tuple[Tensor, float]:
         """Where in a reserved range whoever makes a mean writes what that loses, ``(stop - start,) float32``, and what
@@ -240,7 +257,7 @@ class ErrorFeedback:
         for start, stop in list(self._unsettled(self._pending.numel())):
             self.keep_chunk(start, stop)
         self._spare, self._residual = self._residual, self._pending
-        self._contribution = self._pending = None
+        self._contribution = self._pending = self._norms = None
 
     def discard(self) -> None:
         """The round is aborted: the residual stays as before ``begin``; the contribution is offered again.

@@ -48,6 +48,11 @@ class FloatCodec(TiledCodec):
         """``float32`` or ``bfloat16``."""
         return self._name
 
+    @property
+    def growth(self) -> float:
+        """See ``Codec.growth``: no value grows by more than half a unit in its last place."""
+        return 1.0 if self._dtype == torch.float32 else 1.0 + torch.finfo(self._dtype).eps / 2
+
     def _measure(self, rows: Tensor, n: int, scales: Tensor) -> Tensor:
         return torch.stack(torch.aminmax(rows))
 
@@ -89,6 +94,14 @@ class ScaledFloatCodec(TiledCodec):
     def name(self) -> str:
         """``float16`` or ``float8_e4m3``, with the block where it is not 4096: ``float16(block=512)``."""
         return option_name(self._name, self._layout.block, _BLOCK)
+
+    @property
+    def growth(self) -> float:
+        """See ``Codec.growth``: half a unit in each value's last place, and for values that are small in their block
+        half the smallest code, which is known as a share of the block's largest value."""
+        info = torch.finfo(self._dtype)
+        smallest_share = info.smallest_normal * info.eps / info.max  # the largest value has a code of max / 2 at least
+        return 1.0 + info.eps / 2 + math.sqrt(self._layout.block) * smallest_share
 
     def _measure(self, rows: Tensor, n: int, scales: Tensor) -> Tensor:
         largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())

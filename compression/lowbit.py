@@ -30,6 +30,7 @@ For ``int2`` on the same values, levels of 1/3 and 1 times the largest value gav
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -63,6 +64,13 @@ _LARGEST_BLOCK = 1 << 16
 _DOWN, _UP = 2.0**-16, 2.0**16
 # Values above this multiple of the mean |x| make the outer magnitude.
 _OUTER = 1.4
+_STORED = 1.0 + 2.0**-8
+"""How much larger a magnitude may be stored, in bfloat16, than it is."""
+TWO_MAGNITUDES_GROWTH = math.sqrt(5.0) * _STORED
+"""``Codec.growth`` where values become the nearer of two magnitudes, the lower no larger than the mean.
+
+A value that becomes the upper one is above the middle of both, so more than half of it: their squares grow at most
+fourfold. The others become the lower one, whose square, for all values, is no larger than the sum of all squares."""
 _ONE_IN_EVERY_BYTE = 0x0101010101010101
 
 
@@ -171,6 +179,11 @@ class Sign(_LowBit):
         """``sign``, with the block where it is not 512: ``sign(block=64)``."""
         return option_name("sign", self._layout.block, _BLOCK)
 
+    @property
+    def growth(self) -> float:
+        """See ``Codec.growth``: the mean of magnitudes is not above their quadratic mean; it is stored in bfloat16."""
+        return _STORED
+
     def _measure(self, rows: Tensor, n: int, scales: Tensor) -> Tensor:
         sums = _sum_in_halves(_sizes(rows))
         scales.copy_(_magnitudes(sums / _counts(rows, n)))
@@ -198,6 +211,11 @@ class Int2(_LowBit):
     def name(self) -> str:
         """``int2``, with the block where it is not 512: ``int2(block=64)``."""
         return option_name("int2", self._layout.block, _BLOCK)
+
+    @property
+    def growth(self) -> float:
+        """See ``Codec.growth`` and ``TWO_MAGNITUDES_GROWTH``."""
+        return TWO_MAGNITUDES_GROWTH
 
     def _measure(self, rows: Tensor, n: int, scales: Tensor) -> Tensor:
         sizes = _sizes(rows)

@@ -33,6 +33,11 @@ class Segmented(WholeTensorCodec):
         """The segments in their order: ``int4*8192+float16*64``."""
         return "+".join(f"{codec.name}*{n}" for n, codec in self._segments)
 
+    @property
+    def growth(self) -> float:
+        """See ``Codec.growth``: the largest of the segments'."""
+        return max(codec.growth for _, codec in self._segments)
+
     def packed_bytes(self, n: int) -> int:
         """The sum over the segments. CodecError for another number of values."""
         if n != self.n:
@@ -57,6 +62,11 @@ class Segmented(WholeTensorCodec):
         for span, room, codec in self._spans():
             codec.decode(packed[room], span.stop - span.start, out[span])
         return out
+
+    def squared_norm(self, packed: Packed, n: int) -> float:
+        """See ``Codec.squared_norm``."""
+        packed = packed_tensor(packed, self.packed_bytes(n))
+        return sum(codec.squared_norm(packed[room], span.stop - span.start) for span, room, codec in self._spans())
 
     def _spans(self) -> Iterator[tuple[slice, slice, Codec]]:
         """For each segment: where its values are, where its bytes are, its codec."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression import fast, sparse_torch
+from shoal.compression.blockwise import linear_growth
 from shoal.compression.codec import (
     CodecError,
     Packed,
@@ -26,6 +27,8 @@ from shoal.compression.codec import (
     room_for,
     rounded_weight,
 )
+from shoal.compression.lowbit import TWO_MAGNITUDES_GROWTH
+from shoal.compression.norms import squared_norm
 from shoal.compression.sparse_format import REASONS, ChunkFormat
 
 _VALUE_BITS = {"2bit": 2, "int8": 8}
@@ -72,6 +75,11 @@ class TopK:
         options = [("k", self.k, 64), ("values", self.values, "2bit"), ("chunk", self.chunk, 4096)]
         shown = ", ".join(f"{option}={value}" for option, value, default in options if value != default)
         return f"topk({shown})" if shown else "topk"
+
+    @property
+    def growth(self) -> float:
+        """See ``Codec.growth``: a part of the values is sent, as two magnitudes or linearly, as one block."""
+        return TWO_MAGNITUDES_GROWTH if self.values == "2bit" else linear_growth(127, self.k, 0.5)
 
     def packed_bytes(self, n: int) -> int:
         """Exact; 84 bytes for each 4096 values with the default options, for the last few as many as they need."""
@@ -138,6 +146,22 @@ class TopK:
             unpacked.append((part, indices, values, form))
         for part, indices, values, form in unpacked:
             kernels.add(indices, values, total[part].numpy(), np.float32(weight), form.shape)
+
+    def squared_norm(self, packed: Packed, n: int) -> float:
+        """See ``Codec.squared_norm``. Of the values that were sent: all others are zero."""
+        raw, total = packed_tensor(packed, self.packed_bytes(n)), 0.0
+        kernels = _kernels(_device(packed))
+        for part, chunks, form in self._split(raw, n):
+            rows = (part.stop - part.start) // form.size
+            if kernels is None:
+                wrong, tiles = sparse_torch.unpack(chunks, rows, form)
+                _refuse(wrong)
+                total += sum(squared_norm(values) for _, values in tiles)
+            else:
+                indices, values = np.empty(rows * form.keep, np.uint16), np.empty(rows * form.keep, np.float32)
+                _refuse(kernels.unpack(chunks.numpy(), indices, values, form.shape))
+                total += squared_norm(torch.from_numpy(values))
+        return total
 
     def _accumulate_by_torch(self, raw: Tensor, total: Tensor, weight: float) -> None:
         unpacked = []

@@ -20,6 +20,7 @@ from shoal.compression.codec import (
     room_for,
     rounded_weight,
 )
+from shoal.compression.norms import squared_norm
 from shoal.compression.scratch import scratch
 
 _TILE_VALUES = 1 << 18
@@ -89,6 +90,11 @@ class TiledCodec(ABC):
     def _check(self, scales: Tensor, codes: Tensor) -> None:
         """CodecError when ``scales`` or ``codes`` stand for a value that is not finite."""
 
+    @property
+    @abstractmethod
+    def growth(self) -> float:
+        """See ``Codec.growth``."""
+
     def packed_bytes(self, n: int) -> int:
         """See ``Codec.packed_bytes``."""
         return self._layout.scale_bytes(n) + self._layout.code_bytes(n)
@@ -148,6 +154,16 @@ class TiledCodec(ABC):
             decoded = scratch("tile_decoded", tile.stop - tile.start, total.device)
             self._unpack_tile(tile, decoded)
             total[tile.start : tile.stop].add_(decoded.mul_(weight))
+
+    def squared_norm(self, packed: Packed, n: int) -> float:
+        """See ``Codec.squared_norm``."""
+        packed, total = packed_tensor(packed, self.packed_bytes(n)), 0.0
+        for tile in self._tiles(packed, n):
+            self._check(tile.scales, tile.codes)
+            decoded = scratch("tile_decoded", tile.stop - tile.start, packed.device)
+            self._unpack_tile(tile, decoded)
+            total += squared_norm(decoded)
+        return total
 
     def _room(self, values: Tensor, packed: Tensor | None = None) -> Tensor:
         return room_for(self.packed_bytes(values.numel()), values.device, packed)

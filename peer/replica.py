@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.compression.codec import largest_of
+from shoal.compression.norms import norms_of
 from shoal.peer.catch_up import Steps, roll_forward
 from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
 from shoal.peer.checkpoints.manifest import StageAbout
@@ -34,6 +34,7 @@ from shoal.peer.own_part import OwnPart
 from shoal.peer.own_states import OwnStates
 from shoal.peer.parameters import ParameterVector
 from shoal.peer.state import State
+from shoal.swarm.averaging.norm_claims import ranges
 from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.messages import PeerToCoordinatorDescribeModel, Verdict
@@ -226,13 +227,13 @@ class Replica:
             return False
         self._member.progress.activity = "ready"
         contribution = self.work.contribution(self._state.anchor)
-        largest = largest_of(contribution)
-        if not math.isfinite(largest):
+        norms = norms_of(contribution, ranges(contribution.numel()))
+        if not math.isfinite(math.fsum(norms)):
             self.begin_anew("the local work had become infinite or not a number")
             return False
-        tokens, ranges, loss = self.samples.tokens_done, self.samples.done_ranges(), self.samples.mean_loss()
+        tokens, samples, loss = self.samples.tokens_done, self.samples.done_ranges(), self.samples.mean_loss()
         state = self._state
-        offer = Offer(self.round, state.version, state.digest, contribution, largest, tokens, ranges, loss)
+        offer = Offer(self.round, state.version, state.digest, contribution, norms, tokens, samples, loss)
         self._exchange = _Exchange(self.round, self._network.begin(self._member.average(offer)))
         self.samples.offer()
         if self._run.averaging.overlap:

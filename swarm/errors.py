@@ -29,6 +29,7 @@
     │   ├── StaleWork           29    the work offered was given to somebody else meanwhile
     │   ├── LinkClosed          31    the bulk link was given up; a new one can be opened
     │   └── WireError           30    bytes that are no valid message; the sender is dropped
+    │       └── AboveBound      30    a mean that is larger than the round's plan allows
     └── StorageError            40    the disk refused (full, read-only, damaged journal)
         └── RemoteStorageError  41    a remote store refused, cannot be reached, or its driver is missing
 """
@@ -197,6 +198,10 @@ class WireError(LinkError):
     """Bytes that are no valid message of this protocol."""
 
     exit_code = 30
+
+
+class AboveBound(WireError):
+    """A mean that somebody sent is larger than what the plan's claims and factors allow; it is not applied."""
 
 
 class StorageError(ShoalError):

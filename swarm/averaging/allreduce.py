@@ -30,7 +30,7 @@ from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.seat import HandIn, Seat
 from shoal.swarm.averaging.watch import Watch
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import ShoalError
+from shoal.swarm.errors import AboveBound, ShoalError
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, Delivery, Part, PeerToCoordinatorRoundReport
 from shoal.swarm.sources import ChunkSource
@@ -140,8 +140,9 @@ class AllReduce:
 
         Unless not to ``keep``, because others have our samples by now: then only the residual of before stays. Runs in
         a worker thread. What an owner reduced itself went in as it was; so did what a relay did, where its partial was
-        used; what a stand-in did, and everything else, as it was encoded. The error of encoding a mean, or a partial,
-        is carried by whoever made the bytes that were committed, or are in them.
+        used; what a stand-in did, and everything else, as it was encoded. What the plan's factor cuts of ours is not
+        carried on, nor of what encoding lost. The error of encoding a mean, or a partial, is carried by whoever made
+        the bytes that were committed, or are in them: whole, as the next round's factor is its own.
         """
         leave_out = self._feedback.keep_chunk if keep else self._feedback.take_back
         for index in range(self._store.chunks):
@@ -156,7 +157,7 @@ class AllReduce:
             if partial is not None:
                 self._carry(bounds, partial, exactly=True)
             else:
-                self._feedback.include_encoded(*bounds)
+                self._feedback.include_encoded(*bounds, self._store.norm_bounds.factors[self._me])
             if result is not None:
                 self._carry(bounds, result)
 
@@ -211,12 +212,14 @@ class AllReduce:
                 else:
                     wait_s = self._wait_s(part, holder)
                     stream = functools.partial(self._fetch, part, peer, wait_s)
-                    await self._watch.over(part.start, wait_s, self._store.lacks(part), self._store.put, stream)
+                    await self._watch.over(part.start, wait_s, self._store.lacks(part), self._store.put_checked, stream)
                 return
             except ShoalError as error:
                 log.warning("round %d: no result from %s: %s", self._plan.round, peer, error)
                 if holder in responsible:
                     self._exchange.failed.add(holder)
+                if isinstance(error, AboveBound):  # said also where a stand-in helps: no failure of a link is like it
+                    self._exchange.trouble = f"{peer}: {error}"
                 trouble = f"{peer} did not deliver the part of {self._members[part.owner]}: {error}"
         self._exchange.trouble = trouble
 

@@ -7,10 +7,10 @@ that restarts, or a push that was lost, changes nothing but the time it takes.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from shoal.swarm.averaging.fetching import ensure_part
 from shoal.swarm.averaging.groups import may_hold
 from shoal.swarm.averaging.head_start import HeadStart
 from shoal.swarm.averaging.lookout import Lookout
+from shoal.swarm.averaging.norm_claims import claim_of, ranges
 from shoal.swarm.averaging.offered import OfferedResults
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.pace import PacedEndpoint
@@ -49,7 +50,7 @@ class _Late:
     """A contribution whose round was committed without it; its samples are still ours while ``joins`` is current."""
 
     contribution: Tensor
-    largest: float
+    norms: Sequence[float]
     weight_tokens: int
     joins: int
 
@@ -87,6 +88,9 @@ class Averager:
         self._head_start: HeadStart | None = None
         self._is_offered = False
         self._joins = 0
+        self._claim = b""
+        self._ranges = ranges(elements)
+        self._measuring: asyncio.Future[list[float]] | None = None
 
     @property
     def carried(self) -> Carried:
@@ -107,7 +111,7 @@ class Averager:
 
     async def average(self, offer: Offer) -> Outcome:
         """Take part in the round's end, or at least in its outcome; returns when the verdict is known."""
-        self._joins, self._is_offered = self._client.joins, False
+        self._joins, self._is_offered, self._claim = self._client.joins, False, b""
         self._head_start = self.lookout.take(offer.round)
         try:
             async with task_scope() as tasks:
@@ -131,6 +135,10 @@ class Averager:
 
     async def _until_verdict(self, offer: Offer, tasks: asyncio.TaskGroup) -> Outcome:
         client, number = self._client, offer.round
+        if offer.weight_tokens:
+            await self._residual_measured()
+            offer = await in_thread(self._begin_with_late, offer)
+            self._begin_ahead(offer)
         ready = PeerToCoordinatorRoundReady(
             round=number,
             anchor_version=offer.anchor_version,
@@ -138,10 +146,10 @@ class Averager:
             weight_tokens=offer.weight_tokens,
             ranges=offer.ranges,
             loss=offer.loss,
+            norms=self._claim,
         )
         report: PeerToCoordinatorRoundReport | None = None
         reported: tuple[int, int] | None = None
-        self._begin_ahead(offer, tasks)
         while (view := client.view).round <= number:
             if view.plan is None:
                 self.activity = "ready"
@@ -173,43 +181,55 @@ class Averager:
 
     def _is_planned(self, plan: RoundPlan, offer: Offer) -> bool:
         """Whether it is this offer that the plan counts on, not one of an earlier process or membership of ours."""
-        weights = {member.peer: member.weight_tokens for member in plan.members}
-        return weights.get(self._client.peer) == offer.weight_tokens and _same_state(plan, offer)
+        planned = {member.peer: (member.weight_tokens, member.norms) for member in plan.members}
+        return planned.get(self._client.peer) == (offer.weight_tokens, self._claim) and _same_state(plan, offer)
 
     # What we bring ------------------------------------------------------------------------------------------
 
-    def _begin(self, offer: Offer) -> ErrorFeedback:
-        """Begin the feedback's round; returns the feedback. Raises ``CodecError``.
+    def _begin(self, offer: Offer) -> None:
+        """Begin the feedback's round, and make the claim of what we bring. Raises ``CodecError``.
 
         Residuals make up for what a mean lacked, so they count with the weight that they had in it."""
-        (contribution, largest), weight = self._with_late(offer), offer.weight_tokens
+        weight, largest = offer.weight_tokens, math.hypot(*offer.norms)
         try:
             if self._residual_weight not in (0, weight):
                 self.feedback.scale(self._residual_weight / weight)
             self._residual_weight = weight
-            self.feedback.begin(contribution, largest)
+            self.feedback.begin(offer.contribution, largest)
+            self._claim = claim_of(offer.norms, self.feedback.residual_norms(self._ranges))
         except CodecError:
             self._forget_residual()
             raise
-        return self.feedback
 
-    def _with_late(self, offer: Offer) -> tuple[Tensor, float]:
-        """The offer's contribution, with what came too late before, weighted by their tokens; and what no value of it
-        is above."""
-        late, contribution = self._late, offer.contribution
+    async def _residual_measured(self) -> None:
+        """Returns when nobody reads the residual any more to measure it."""
+        if self._measuring is not None:
+            await asyncio.wait([self._measuring])
+            self._measuring = None
+
+    def _begin_with_late(self, offer: Offer) -> Offer:
+        """As ``_begin``, once for each offer. Returns it with what came too late before, weighted by their tokens."""
+        offer = self._with_late(offer)
+        self._begin(offer)
+        return offer
+
+    def _with_late(self, offer: Offer) -> Offer:
+        late = self._late
         if late is None or late.joins != self._joins or late.weight_tokens > offer.weight_tokens:
-            return contribution, offer.largest
+            return offer
         share = late.weight_tokens / offer.weight_tokens
-        return contribution.mul_(1.0 - share).add_(late.contribution, alpha=share), max(offer.largest, late.largest)
+        both = offer.contribution.mul_(1.0 - share).add_(late.contribution, alpha=share)
+        norms = [(1.0 - share) * one + share * other for one, other in zip(offer.norms, late.norms, strict=True)]
+        return replace(offer, contribution=both, norms=norms)
 
     # Exchange -----------------------------------------------------------------------------------------------
 
-    def _begin_ahead(self, offer: Offer, tasks: asyncio.TaskGroup) -> None:
+    def _begin_ahead(self, offer: Offer) -> None:
         """Let others have what they ask for ahead, unless it is not all that we bring, as something came too late."""
         one = self._head_start
-        if one is not None and self._late is None and offer.weight_tokens and _same_state(one.plan, offer):
+        if one is not None and self._late is None and _same_state(one.plan, offer):
             self._is_offered = True
-            one.begin(tasks, functools.partial(self._begin, offer))
+            one.begin(self.feedback)
 
     async def _drop_head_start(self) -> None:
         """Everything is as before it: nobody who goes by the plan has got anything of ours."""
@@ -230,14 +250,14 @@ class Averager:
             return PeerToCoordinatorRoundReport(round=plan.round, digests=nothing, dropped=(), trouble="")
         self.activity = "averaging"
         client, self._is_offered = self._client, True
-        if self._head_start is None:
+        if not self.feedback.in_round:
             await in_thread(self._begin, offer)
+        if self._head_start is None:
             self._endpoint.forget()
         else:
             if not (view.as_expected and self._head_start.fits(plan)):
                 self._head_start.seat.close_streams(tasks)
-            self._head_start.begin(tasks, functools.partial(self._begin, offer))
-            await self._head_start.begun()
+            self._head_start.begin(self.feedback)
         store = self._open_store(plan)
         self.on_exchange(True)
         exchange = self._exchange = self._all_reduce(store)
@@ -301,6 +321,9 @@ class Averager:
         if planned and exchange is None:
             exchange = self._all_reduce(self._stores[offer.round])
         await in_thread(self._account, offer, exchange, planned)
+        # A pass over all of it, which the next claim needs: done while others train or apply, not when a round ends.
+        loop = asyncio.get_running_loop()
+        self._measuring = loop.run_in_executor(None, self.feedback.residual_norms, self._ranges)
         return Committed(mean, verdict, included=planned)
 
     def _account(self, offer: Offer, exchange: AllReduce | None, planned: bool) -> None:
@@ -318,7 +341,7 @@ class Averager:
         if planned:
             self._late = None
         elif offer.weight_tokens and ours:
-            self._late = _Late(*self._with_late(offer), offer.weight_tokens, self._joins)
+            self._late = _Late(offer.contribution, offer.norms, offer.weight_tokens, self._joins)
 
     async def _committed_mean(self, verdict: Verdict, exchange: AllReduce | None) -> Tensor:
         """The decoded mean of the committed bytes, fetched from whoever has what we lack. Raises ``LinkError``.

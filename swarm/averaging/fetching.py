@@ -11,7 +11,7 @@ from shoal.swarm.averaging.buffers import same_bytes
 from shoal.swarm.averaging.part_digest import is_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import LinkError, ShoalError
+from shoal.swarm.errors import AboveBound, LinkError, ShoalError
 from shoal.swarm.links import Sink, in_thread
 from shoal.swarm.messages import Part, Verdict
 from shoal.swarm.tasks import task_scope
@@ -58,14 +58,15 @@ async def adopt_agreed(
 ) -> None:
     """Take over what two of ``holders`` have already, and the same, of what the store lacks of a part.
 
-    Nothing shows yet which bytes are the owner's, so nobody's word alone counts; unless there are no two others."""
+    Nothing shows yet which bytes are the owner's, so nobody's word alone counts; unless there are no two others. Means
+    above the plan's bound are nobody's."""
     enough = min(2, len(store.plan.members) - 2)
     said: dict[int, list[memoryview]] = {}
 
     async def hear(chunk: int, data: memoryview) -> None:
         said.setdefault(chunk, []).append(data)
         if sum(same_bytes(data, one) for one in said[chunk]) >= enough:
-            await store.put(chunk, data)
+            await store.put_checked(chunk, data)
             del said[chunk]
 
     for holder in holders:
@@ -105,6 +106,7 @@ async def ensure_part(
             if not store.has(part):
                 continue
             if await in_thread(store.digest, part) == digest:
+                await in_thread(_warn_of_norms, store, part)
                 return
             trouble = f"{holder} has other bytes than the committed ones"
             fewest = len(store.chunks_of(part))
@@ -143,6 +145,7 @@ async def fetch_committed(
                     trouble = f"{donor}: {error}"
                 else:
                     if await in_thread(is_committed, store.bytes_of(part), digest):
+                        await in_thread(_warn_of_norms, store, part)
                         return
                     trouble = f"{donor} has other bytes of round {verdict.round} than the committed ones"
                     log.warning("%s", trouble)
@@ -154,3 +157,13 @@ async def fetch_committed(
         for index, (part, digest) in enumerate(zip(store.plan.parts, verdict.digests, strict=True)):
             if digest is not None:
                 tasks.create_task(bring(index, part, digest))
+
+
+def _warn_of_norms(store: ResultStore, part: Part) -> None:
+    """Committed bytes are applied whatever they hold: most members have seen and reported them, and parity comes first.
+    Were they above the bound, the run's people should know."""
+    for index in store.chunks_of(part):
+        try:
+            store.check_norm(index, store[index])
+        except AboveBound as error:
+            log.warning("round %d was committed with a mean above the bound: %s", store.plan.round, error)

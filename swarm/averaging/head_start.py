@@ -8,14 +8,12 @@ with which weights, the plan has to say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.ahead import StreamAhead
 from shoal.swarm.averaging.contributions import ContributionSource, contribution_blob
 from shoal.swarm.averaging.seat import Seat
-from shoal.swarm.links import in_thread
 from shoal.swarm.messages import RoundPlan
 
 _TRIES = 3
@@ -31,7 +29,8 @@ class HeadStart:
         self.plan = seat.store.plan
         self.source = ContributionSource(seat.store)
         seat.sources[contribution_blob(self.plan)] = self.source
-        self._begun: asyncio.Task[None] | None = None
+        self.has_begun = False
+        """Whether others may have got something of ours."""
 
     def ask(self, tasks: asyncio.TaskGroup, wait_s: float) -> None:
         """Have others ask us, and ask them: for so long there may be nothing yet."""
@@ -44,25 +43,12 @@ class HeadStart:
                     chunks = store.chunks_of(part)
                     seat.ahead[member, wanted.blob, chunks] = StreamAhead(seat.stream(member, wanted, chunks), tasks)
 
-    def begin(self, tasks: asyncio.TaskGroup, begin_round: Callable[[], ErrorFeedback]) -> None:
-        """We are ready: others get what they ask for. ``begin_round``, run in a worker thread, is to begin the
-        feedback's round."""
-        if self._begun is None:
+    def begin(self, feedback: ErrorFeedback) -> None:
+        """We are ready: others get what they ask for. ``feedback`` is in its round with what we bring."""
+        if not self.has_begun:
+            self.has_begun = True
             self.seat.share_uplink()
-            self._begun = tasks.create_task(self._begin(begin_round))
-
-    async def _begin(self, begin_round: Callable[[], ErrorFeedback]) -> None:
-        self.source.begin(await in_thread(begin_round))
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether others may have got something of ours."""
-        return self._begun is not None
-
-    async def begun(self) -> None:
-        """After ``begin``: returns when the feedback's round has begun."""
-        assert self._begun is not None
-        await self._begun
+            self.source.begin(feedback)
 
     def has_chunks_of(self, plan: RoundPlan) -> bool:
         """Whether what we offer is what that plan's owners ask us for: they may have got some of it."""
@@ -75,7 +61,5 @@ class HeadStart:
 
     async def close(self) -> None:
         """Forget what was fetched, and offer nothing more. Then the feedback may be settled, or discarded."""
-        if self._begun is not None:
-            await asyncio.wait([self._begun])
         await self.seat.withdraw()
         await self.source.close()

@@ -21,6 +21,9 @@ MAX_RANGES = MAX_CLAIM_BYTES // 2
 _STEPS, _ZERO_AT = 256, 2**15
 """A claim is a whole number of 256ths of an octave, so at most 0.3 % above the norm; 0 stands for nothing at all."""
 
+_ROUNDED = 1.0 + 2.0**-22
+"""How much longer a vector can get when each value is rounded to float32."""
+
 
 def range_elements(elements: int) -> int:
     """Elements in each claimed range of a vector of so many, but the last: a multiple of the smallest chunk."""
@@ -31,6 +34,12 @@ def ranges(elements: int) -> list[tuple[int, int]]:
     """Start and stop of each claimed range of a vector of so many elements."""
     step = range_elements(elements)
     return [(start, min(start + step, elements)) for start in range(0, elements, step)]
+
+
+def claim_of(contribution: Sequence[float], residual: Sequence[float]) -> bytes:
+    """The claim for the sum of two vectors by their norms, (ranges,) each: bounds by the triangle inequality, for which
+    nobody has to read the vectors when a round is to end."""
+    return pack([(one + other) * _ROUNDED for one, other in zip(contribution, residual, strict=True)])
 
 
 def pack(norms: Sequence[float]) -> bytes:
@@ -55,6 +64,13 @@ def unpack(claim: bytes) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 def total_norm(claim: bytes) -> float:
     """The norm of the whole contribution, as claimed."""
     return float(np.sqrt(np.square(unpack(claim)).sum()))
+
+
+def claimed_squares(claim: bytes, elements: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Of each range of a vector of so many elements the square of the claimed norm, (ranges,) float64: zeros of a claim
+    that is not for so many."""
+    count = len(ranges(elements))
+    return np.square(unpack(claim)) if len(claim) == 2 * count else np.zeros(count)
 
 
 def squared_bound(claim: Sequence[float], elements: int, start: int, stop: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,14 +12,14 @@ from shoal.swarm.messages import SampleRange, Verdict
 
 @dataclass(frozen=True)
 class Offer:
-    """What we bring to a round. ``contribution``: (n,) float32 on the CPU; the averager may change it. ``largest``: no
-    absolute value of it is above; who made it has looked whether it is finite anyway (``codec.largest_of``)."""
+    """What we bring to a round. ``contribution``: (n,) float32 on the CPU; the averager may change it. ``norms``: of
+    its claimed ranges (``norms.norms_of``, ``norm_claims.ranges``); who made it has looked whether they are finite."""
 
     round: int
     anchor_version: int
     state_digest: bytes
     contribution: Tensor
-    largest: float
+    norms: Sequence[float]
     weight_tokens: int
     ranges: tuple[SampleRange, ...]
     loss: float | None

@@ -16,6 +16,7 @@ from shoal.compression.coding import Coding
 from shoal.compression.means import Lost, WeightedMean
 from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.groups import Group, Header
+from shoal.swarm.averaging.norm_bounds import NormBounds
 
 Brought = tuple[Tensor, Tensor]
 """Contribution and residual of a member in a chunk, ``(size,) float32`` each: their sum is what it brings."""
@@ -56,6 +57,7 @@ class PartReducer:
     def __init__(
         self,
         coding: Coding,
+        norm_bounds: NormBounds,
         group: Group,
         chunks: Mapping[int, tuple[int, int]],
         own: int | None,
@@ -68,7 +70,10 @@ class PartReducer:
         self.group = group
         self.own = own
         self._coding = coding
+        self._norm_bounds = norm_bounds
         self._bounds = chunks
+        self._start = min(start for start, _ in chunks.values())
+        self._squares = dict.fromkeys(group.members, 0.0)  # of its claim, used up by each member until here
         self._row_of = {member: row for row, members in enumerate(group.rows) for member in members}
         self._rows = [group.row(row) for row in range(len(group.rows))]
         self._direct_from = [max(chunks) + 1 if row in relayed else min(chunks) for row in range(len(group.rows))]
@@ -115,16 +120,18 @@ class PartReducer:
         """The weighted mean of a complete chunk, encoded once. ``own``: what we bring, if that comes unpacked, and
         ``room`` for what the mean loses, if not in memory of its own.
 
-        Contributions with bytes that do not decode, or not to finite numbers, are left out. Partials like that cannot
-        be: the rows that have one are returned, and nothing is made, until those have been summed directly.
+        Contributions with bytes that do not decode, or not to finite numbers, or above what their member claims of
+        these values, or with those before of all until here, are left out. Partials like that cannot be: the rows that
+        have one are returned, and nothing is made, until those have been summed directly.
         """
         state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
         mean = WeightedMean(stop - start)
         included: list[int] = []
+        squares: dict[int, float] = {}
         relayed, bad = [], []
         for row, direct_from in enumerate(self._direct_from):
             if chunk >= direct_from:
-                included += self._add_members(state, row, mean, own, (start, stop))
+                included += self._add_members(chunk, row, mean, own, squares)
             elif members := self._add_partial(state, row, mean, (start, stop)):
                 included += members
                 relayed.append(row)
@@ -133,6 +140,8 @@ class PartReducer:
         if bad:
             return bad
         del self._chunks[chunk]
+        for member, square in squares.items():
+            self._squares[member] += square
         return self._encode(mean, Header(included, relayed), (start, stop), room)
 
     def _encode(self, mean: WeightedMean, header: Header, bounds: tuple[int, int], room: Room | None) -> Reduced:
@@ -156,33 +165,54 @@ class PartReducer:
         return Reduced(result, sorted(header.included), error)
 
     def _add_members(
-        self, state: _Chunk, row: int, mean: WeightedMean, own: Brought | None, bounds: tuple[int, int]
+        self,
+        chunk: int,
+        row: int,
+        mean: WeightedMean,
+        own: Brought | None,
+        squares: dict[int, float],
     ) -> list[int]:
-        """Add what a row's members brought to ``mean``, times their weights; returns whose there was."""
-        codec, added = self._coding.contribution(*bounds), []
+        """Add what a row's members brought to ``mean``, times their pulls; returns whose there was. ``squares`` gets
+        what they have used up of their claims."""
+        state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
+        codec, added = self._coding.contribution(start, stop), []
         for member in self.group.rows[row]:
-            weight, packed = float(self.group.weights[member]), state.arrived.get(member)
+            pull, packed = self._norm_bounds.pulls[member], state.arrived.get(member)
             if member == self.own:
                 assert own is not None
-                mean.add_values(*own, weight)
+                mean.add_values(*own, pull)
             elif packed is None:
                 continue
             else:
                 try:
-                    mean.add_packed(codec, packed, weight)
+                    square = codec.squared_norm(packed, stop - start) / codec.growth**2
+                    if not self._is_claimed(member, square, (start, stop)):
+                        continue
+                    mean.add_packed(codec, packed, pull)
                 except CodecError:
                     continue
+                squares[member] = square
             added.append(member)
         return added
+
+    def _is_claimed(self, member: int, square: float, bounds: tuple[int, int]) -> bool:
+        """Whether a chunk with this squared norm is within what its member claims, of the chunk, and of all from the
+        first until here: else each of many chunks in one claimed range could use all of its claim."""
+        claim, start, whole = self._norm_bounds.contribution, self._start, self._squares[member] + square
+        return square <= claim(member, *bounds) and whole <= claim(member, start, bounds[1])
 
     def _add_partial(self, state: _Chunk, row: int, mean: WeightedMean, bounds: tuple[int, int]) -> list[int]:
         """Add a row's mean to ``mean``, times its weight; returns who is in it, nobody where there is none."""
         group, partial = self._rows[row], state.partials[row]
-        included = group.header(partial).included
+        included, packed = group.header(partial).included, partial[group.header_bytes :]
+        if not included:
+            return []
+        codec = self._coding.result(*bounds, len(group.members))
         try:
-            if included:
-                codec = self._coding.result(*bounds, len(group.members))
-                mean.add_packed(codec, partial[group.header_bytes :], group.weight(included))
+            square = codec.squared_norm(packed, bounds[1] - bounds[0])
+            if not square <= self._norm_bounds.partial(included, *bounds):
+                return []
+            mean.add_packed(codec, packed, group.weight(included))
         except CodecError:
             return []
         return included

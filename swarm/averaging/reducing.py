@@ -48,7 +48,8 @@ class Reduction:
         seat, own = self.seat, None if self.own is None else self.seat.me
         bounds = {index: seat.store.bounds(index) for index in chunks}
         relayed = {row: relay for row, relay in enumerate(relays) if relay is not None}
-        reducer = PartReducer(seat.store.coding, self.group, bounds, own, relayed, seat.store.buffers)
+        store = seat.store
+        reducer = PartReducer(store.coding, store.norm_bounds, self.group, bounds, own, relayed, store.buffers)
         async with asyncio.TaskGroup() as tasks:
             work = Collection(seat, reducer, chunks, tasks)
             watch = tasks.create_task(work.watch.run())

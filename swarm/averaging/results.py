@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
 
-from shoal.compression.codec import Codec
+from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.decoding import Piece, decode_all
 from shoal.swarm.averaging.buffers import RoundBuffers
 from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.groups import Group, Header
+from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.part_digest import RunningDigest
-from shoal.swarm.errors import BlobUnavailable, WireError
+from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
+from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Blob, Part, RoundPlan, Verdict
 
 log = logging.getLogger(__name__)
@@ -57,6 +61,11 @@ class ResultStore(ChunkStore):
             if digest is None:
                 store.drop(part)
         return store
+
+    @cached_property
+    def norm_bounds(self) -> NormBounds:
+        """Of the plan's contributions and means."""
+        return NormBounds(self.plan, self.coding)
 
     @property
     def blob(self) -> Blob:
@@ -145,6 +154,26 @@ class ResultStore(ChunkStore):
         expected = group.header_bytes if is_empty else group.result_bytes(self.codec(chunk), stop - start)
         if data.nbytes != expected:
             raise WireError(f"result chunk {chunk} has {data.nbytes} bytes; with its header it has {expected}")
+
+    async def put_checked(self, chunk: int, data: memoryview) -> None:
+        """Put a result that another member has made, or passes on. Raises ``AboveBound``: it is not offered then."""
+        await in_thread(self.check_norm, chunk, data)
+        await self.put(chunk, data)
+
+    def check_norm(self, chunk: int, data: memoryview) -> None:
+        """Raises ``AboveBound`` for a mean that is larger than who is in it may make it. One that does not decode is
+        void for everybody, see ``decode``. For a worker thread."""
+        header, (start, stop) = self.group.header(data), self.bounds(chunk)
+        if not header.included:
+            return
+        bound = self.norm_bounds.mean(header.included, start, stop, relayed=bool(header.relayed))
+        try:
+            square = self.codec(chunk).squared_norm(data[self.group.header_bytes :], stop - start)
+        except CodecError:
+            return
+        if square > bound:
+            norm, most = math.sqrt(square), math.sqrt(bound)
+            raise AboveBound(f"its mean of chunk {chunk} has norm {norm:.3g}; by the plan it is up to {most:.3g}")
 
     def adopt(self, chunks: Sequence[memoryview | None]) -> None:
         """Begin with these, by index. Raises ``WireError`` as ``check``."""

@@ -64,7 +64,7 @@ def plan_round(
         state_digest=digest,
         chunk_elements=layout.chunk_elements,
         members=tuple(
-            PlanMember(peer=peer, weight_tokens=ready[peer].weight_tokens, row=row)
+            PlanMember(peer=peer, weight_tokens=ready[peer].weight_tokens, row=row, norms=ready[peer].norms)
             for peer, row in zip(peers, layout.row_of, strict=True)
         ),
         parts=layout.parts,
@@ -80,7 +80,8 @@ def as_expected(expected: RoundPlan | None, ready: Mapping[str, PeerToCoordinato
     if any(one.state_digest != expected.state_digest for one in working.values()):
         return None
     members = [
-        member.model_copy(update={"weight_tokens": ready[member.peer].weight_tokens}) for member in expected.members
+        member.model_copy(update={"weight_tokens": ready[member.peer].weight_tokens, "norms": ready[member.peer].norms})
+        for member in expected.members
     ]
     return expected.model_copy(update={"members": tuple(members)})
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from tests.fakes.claims import claiming, honest
 from tests.fakes.means import weighted
 from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
@@ -46,13 +47,21 @@ def make_sides(
     codec: str = "float32",
     feedbacks: Sequence[ErrorFeedback] | None = None,
     was_away: Callable[[float], bool] = lambda since_s: False,
+    scale: float = 1.0,
 ) -> list[Side]:
-    sides = []
-    for index, member in enumerate(plan.members):
-        elements = plan.parts[-1].stop
-        brought = torch.randn(elements, generator=torch.Generator().manual_seed(100 * plan.round + index))
-        feedback = feedbacks[index] if feedbacks else ErrorFeedback(elements)
+    """``plan``: members that claim nothing in it claim what they bring, which is about ``scale`` large."""
+    elements, sides = plan.parts[-1].stop, []
+    draws = [torch.Generator().manual_seed(100 * plan.round + index) for index in range(len(plan.members))]
+    contributions = [torch.randn(elements, generator=draw) * scale for draw in draws]
+    feedbacks = feedbacks or [ErrorFeedback(elements) for _ in contributions]
+    for feedback, brought in zip(feedbacks, contributions, strict=True):
         feedback.begin(brought.clone())
+    claims = [
+        member.norms or honest(torch.add(*feedback.brought(0, elements)))
+        for member, feedback in zip(plan.members, feedbacks, strict=True)
+    ]
+    plan = claiming(plan, claims, [member.factor for member in plan.members])
+    for member, feedback, brought in zip(plan.members, feedbacks, contributions, strict=True):
         store = ResultStore(plan, get_coding(codec))
         endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
         endpoint.publish(store.blob, store)

@@ -13,8 +13,9 @@ from tests.fakes.memory_coordinator import MemoryCoordinator, curve_keys, identi
 from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
 
-from shoal.compression.codec import largest_of
+from shoal.compression.norms import norms_of
 from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.averaging.norm_claims import ranges
 from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome
 from shoal.swarm.coordinator.leases import Ranges, count, merge, to_wire
 from shoal.swarm.errors import LinkError, NotAdmitted
@@ -178,7 +179,7 @@ class SimMember:
             anchor_version=self.version,
             state_digest=self.digest,
             contribution=contribution.clone(),
-            largest=largest_of(contribution),
+            norms=norms_of(contribution, ranges(self.elements)),
             weight_tokens=count(self.done),
             ranges=to_wire(self.done),
             loss=None,

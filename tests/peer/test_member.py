@@ -122,7 +122,7 @@ async def waits_for_a_verdict(member: Member) -> None:
     averager: Any = SimpleNamespace(average=average)
     member._averager = averager
     await member.average(
-        Offer(0, 0, bytes(32), torch.zeros(ELEMENTS), largest=0.0, weight_tokens=4, ranges=(), loss=None)
+        Offer(0, 0, bytes(32), torch.zeros(ELEMENTS), norms=[0.0], weight_tokens=4, ranges=(), loss=None)
     )
 
 

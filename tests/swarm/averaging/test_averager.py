@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.claims import honest
 from tests.fakes.means import MEAN_ATOL, weighted
 from tests.fakes.memory_network import MemoryNetwork, at, changed, stalled
 from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, together
@@ -353,6 +354,7 @@ def test_a_planned_member_that_missed_the_exchange_keeps_it_for_the_next() -> No
                     weight_tokens=offer.weight_tokens,
                     ranges=offer.ranges,
                     loss=None,
+                    norms=honest(offer.contribution),
                 )
                 await absent.client.ask_view(ready)
                 await absent.client.wait_for(lambda view: view.round > 0)

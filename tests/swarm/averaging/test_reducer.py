@@ -2,12 +2,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.fakes.claims import claiming, generous
+from tests.fakes.grids import plan_of
 from tests.fakes.means import MEAN_ATOL
 from torch import Tensor
 
 from shoal.compression.codec import Codec
 from shoal.compression.registry import CODEC_NAMES, get_codec, get_coding
 from shoal.swarm.averaging.groups import Group
+from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.reducer import PartReducer, Reduced
 
 SIZE = 700
@@ -23,7 +26,10 @@ def flat(weights: Sequence[int]) -> Group:
 
 def reducer(weights: Sequence[int], own: int = 0, codec: str = "float32", chunks: int = 1) -> PartReducer:
     bounds = {index: (index * SIZE, (index + 1) * SIZE) for index in range(chunks)}
-    return PartReducer(get_coding(codec), flat(weights), bounds, own)
+    plan = plan_of(weights, [range(len(weights))], chunks * SIZE)
+    coding = get_coding(codec)
+    limits = NormBounds(claiming(plan, [generous(chunks * SIZE)] * len(weights)), coding)
+    return PartReducer(coding, limits, flat(weights), bounds, own)
 
 
 def reduced(work: PartReducer, chunk: int, own: Tensor | None) -> Reduced:
@@ -117,9 +123,10 @@ def test_garbage_is_left_out(codec: str, kind: str) -> None:
 
 
 def test_a_mean_that_is_not_finite_is_void() -> None:
-    work = reducer([1, 1])
-    work.offer(0, 1, get_codec("float32").encode(torch.full((SIZE,), 3e38)))
-    made = reduced(work, 0, torch.full((SIZE,), 3e38))
+    work, huge = reducer([1, 1]), torch.zeros(SIZE)
+    huge[5] = 3e38  # more than one such value is above every claim
+    work.offer(0, 1, get_codec("float32").encode(huge))
+    made = reduced(work, 0, huge)
     assert (made.included, made.error, bytes(made.result)) == ([], None, b"\0")
 
 

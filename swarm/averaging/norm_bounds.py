@@ -1,0 +1,68 @@
+"""Bounds on the norms of a round's contributions, partials and means, as its plan's claims and factors fix them.
+
+Contributions above their claims are left out by whoever adds them up. A mean is bounded by the triangle inequality:
+``norm(mean) <= sum(weight * factor * claim) / sum(weight)`` over who is in it. Every bound allows for what codecs may
+add (``Codec.growth``, proven for each of them), so what an honest member makes is never above it and nothing honest has
+to be scaled down: whatever is above comes from somebody who lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shoal.compression.coding import Coding
+from shoal.swarm.averaging.norm_claims import claimed_squares, range_elements
+from shoal.swarm.messages import RoundPlan
+
+_ROUNDING = 1.01
+"""Of squares: what the rounding of float32, in codecs, sums over 1024 members and measured norms, can add is less."""
+
+_SUBNORMAL = 2.0**-250
+"""Of squares, a value: codecs may round what is below the smallest normal float32 up to a multiple of it."""
+
+
+class NormBounds:
+    """All bounds are of squares. Values are the ``start <= i < stop`` of the contribution, any number of chunks."""
+
+    def __init__(self, plan: RoundPlan, coding: Coding) -> None:
+        elements = plan.parts[-1].stop
+        self._coding = coding
+        self._members = len(plan.members)
+        self._step = range_elements(elements)
+        self._squares = np.stack([claimed_squares(member.norms, elements) for member in plan.members])
+        self._weights = np.array([float(member.weight_tokens) for member in plan.members])
+        self.factors = tuple(member.factor for member in plan.members)
+        self.pulls = tuple(float(member.weight_tokens) * member.factor for member in plan.members)
+        """What each member's contribution is multiplied with in a sum; the mean divides it by the sum of weights."""
+
+    def contribution(self, member: int, start: int, stop: int) -> float:
+        """Of what a member brings, before its codec makes it grow."""
+        claim = float(self._squares[member, self._touched(start, stop)].sum())
+        return _with_slack(claim, 1.0, stop - start)
+
+    def partial(self, included: Sequence[int], start: int, stop: int) -> float:
+        """Of a row's mean of these members, as its relay packs it."""
+        return self._mean(included, start, stop, 1)
+
+    def mean(self, included: Sequence[int], start: int, stop: int, *, relayed: bool) -> float:
+        """Of a mean of these members as its owner packs it. ``relayed``: some of them came as a packed partial."""
+        return self._mean(included, start, stop, 1 + relayed)
+
+    def _mean(self, included: Sequence[int], start: int, stop: int, times_packed: int) -> float:
+        who = list(included)
+        norms = np.sqrt(self._squares[who, self._touched(start, stop)].sum(1))
+        longest = float(np.dot(np.array(self.pulls)[who], norms) / self._weights[who].sum())
+        growth = self._coding.result(start, stop, self._members).growth ** times_packed
+        growth *= self._coding.contribution(start, stop).growth
+        return _with_slack(longest * longest, growth, stop - start)
+
+    def _touched(self, start: int, stop: int) -> slice:
+        """The claimed ranges that have some of these values."""
+        return slice(start // self._step, math.ceil(stop / self._step))
+
+
+def _with_slack(square: float, growth: float, values: int) -> float:
+    return square * growth * growth * _ROUNDING + values * _SUBNORMAL if square else 0.0

@@ -1,0 +1,29 @@
+"""Claims of norms, for members of plans that no coordinator has made."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shoal.compression.norms import norms_of
+from shoal.swarm.averaging.norm_claims import pack, ranges
+from shoal.swarm.messages import RoundPlan
+
+
+def honest(values: Tensor) -> bytes:
+    """What a member claims that brings ``(n,) float32``."""
+    return pack(norms_of(values, ranges(values.numel())))
+
+
+def generous(elements: int) -> bytes:
+    """The largest claim that there is, of every range."""
+    return pack([3.39e38] * len(ranges(elements)))
+
+
+def claiming(plan: RoundPlan, claims: Sequence[bytes], factors: Sequence[float] | None = None) -> RoundPlan:
+    """The same plan, in which members claim that. ``factors``: what it cuts them to."""
+    factors = factors or [1.0] * len(claims)
+    members = [
+        member.model_copy(update={"norms": claim, "factor": factor})
+        for member, claim, factor in zip(plan.members, claims, factors, strict=True)
+    ]
+    return plan.model_copy(update={"members": tuple(members)})
