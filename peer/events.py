@@ -70,6 +70,10 @@ def _aborted(event: Event) -> str:
     return f"round {event.get('round')} aborted for all: {event.get('reason')}"
 
 
+def _diverged(event: Event) -> str:
+    return f"nothing comes of the work from version {event.get('anchor_version')}: asking whether it is so for all"
+
+
 def _resync(event: Event) -> str:
     return f"starting again from the anchor: {event.get('reason')}"
 
@@ -126,7 +130,10 @@ def _round_reopened(event: Event) -> str:
 
 def _round_planned(event: Event) -> str:
     parts = event.get("parts")
-    return f"round {event.get('round')} averages {_peers(event.get('members'))} in {number_of(parts or 0, 'part')}"
+    clipped = event.get("clipped")
+    bounded = f", {_peers(clipped)} bounded" if clipped else ""
+    members = _peers(event.get("members"))
+    return f"round {event.get('round')} averages {members} in {number_of(parts or 0, 'part')}{bounded}"
 
 
 def _verdict(event: Event) -> str:
@@ -145,6 +152,11 @@ def _verdict(event: Event) -> str:
 
 def _went_back(event: Event) -> str:
     return f"round {event.get('round')} ends here: {event.get('reason')}"
+
+
+def _loss_rose(event: Event) -> str:
+    loss, usual = loss_text(event.get("loss")), loss_text(event.get("usual"))
+    return f"WARNING: the loss has risen to {loss} in round {event.get('round')}; it used to be {usual}"
 
 
 def _epochs_covered(event: Event) -> str:
@@ -181,6 +193,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "committed": _committed,
     "aborted": _aborted,
     "resync": _resync,
+    "diverged": _diverged,
     "left": _left,
     "span": _span,
     "member_joined": _member_joined,
@@ -196,6 +209,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "round_planned": _round_planned,
     "verdict": _verdict,
     "went_back": _went_back,
+    "loss_rose": _loss_rose,
     "epochs_covered": _epochs_covered,
 }
 

@@ -27,9 +27,11 @@ def describe_fact(fact: f.Fact) -> Event | None:
             about["members"] = [member.peer for member in plan.members]
             about["tokens"] = [member.weight_tokens for member in plan.members]
             about["parts"] = len(plan.parts)
+            about["clipped"] = [member.peer for member in plan.members if member.factor < 1]
         case f.VerdictGiven(went_back=back) if back is not None:
             about = {**_describe_verdict(fact), "event": "went_back", "from_version": back.from_version}
             about |= {"digest": back.digest.hex(), "vouched_round": back.vouched_round, "keepers": list(back.keepers)}
+            about |= {"suspects": list(back.suspects)} if back.diverged else {}
         case f.VerdictGiven():
             about = _describe_verdict(fact)
         case f.StagesCut():
@@ -43,6 +45,8 @@ def describe_fact(fact: f.Fact) -> Event | None:
             if inner is None:
                 return None
             about = {**inner, "stage": fact.scope - 1}
+        case f.LossRose():
+            about = {"event": "loss_rose", **fact.model_dump()}
         case f.EpochsCovered():
             about = {"event": "epochs_covered", **fact.model_dump()}
         case _:

@@ -31,9 +31,11 @@ from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, Superseded
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
+from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
+    DivergenceWord,
     Headway,
     KeptState,
     PeerToCoordinatorDescribeModel,
@@ -96,6 +98,7 @@ class Member:
         self._downloads: Downloads | None = None
         self._earlier: State | None = None
         self._kept: tuple[KeptState, ...] = ()
+        self._diverged: KeptState | None = None
         self.rejoined = False
         self.start: RunStart | None = None
         """What the run starts from, where that is a checkpoint."""
@@ -192,6 +195,7 @@ class Member:
             bandwidth_bps=max(meter.bandwidth_bps, meter.probed_bps),
             roster_version=0,
             kept=self._kept if state is None else (),
+            diverged=self._diverged,
             headway=self._headway(),
         )
         try:
@@ -276,6 +280,20 @@ class Member:
         """Say what we could go back to: it may be that nobody has anything newer."""
         self._kept = kept
         await self.beat()
+
+    async def await_word(self, bad: KeptState, kept: Callable[[], tuple[KeptState, ...]]) -> DivergenceWord:
+        """Say that local work from that state on is of no use, and what we could go back to (``kept``, which reads and
+        hashes), until there is an answer; after ``start_afresh``, so that nobody waits for our work."""
+        self._kept = tuple(one for one in await in_thread(kept) if one.anchor_version < bad.anchor_version)
+        self._diverged = bad
+        try:
+            while True:
+                await self.beat()
+                if self.client.view.divergence:
+                    return self.client.view.divergence
+                await self.client.wait_for(lambda view: view.divergence != "", self.client.deadlines.heartbeat_s)
+        finally:
+            self._diverged = None
 
     async def start_afresh(self) -> None:
         """Give everything back and join again, as somebody new with an old name.

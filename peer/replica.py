@@ -37,7 +37,7 @@ from shoal.peer.state import State
 from shoal.swarm.averaging.norm_claims import ranges
 from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.errors import NotAdmitted
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel, Verdict
+from shoal.swarm.messages import KeptState, PeerToCoordinatorDescribeModel, Verdict
 from shoal.swarm.run_file import RunFile
 
 log = logging.getLogger(__name__)
@@ -172,23 +172,41 @@ class Replica:
             caught_up=self._missed.rounds - rounds_before,
         )
 
-    def start_afresh(self, reason: str) -> None:
-        """Drop the local work and begin again from the run's current state, once a round under way has ended."""
+    def start_afresh(self, reason: str, bad: KeptState | None = None) -> None:
+        """Drop the local work and begin again from the run's current state, once a round under way has ended. ``bad``:
+        a state that nothing comes of; the others are asked first, see ``begin_anew``."""
         if self.exchanging and not self.conclude():
             return
         log.warning("starting again from the anchor: %s", reason)
         self._emit("resync", reason=reason)
         self.samples.forget()
         self._network.call(self._member.start_afresh(), interruptible=True)
+        if bad is not None:
+            self._await_word(bad)
         self.sync(afresh=True)
 
     def begin_anew(self, reason: str) -> None:
-        """``start_afresh``, as the local work is of no use to anybody. Raises ``Diverged`` when that was so several
-        times in a row, and nothing else would come of it."""
+        """``start_afresh``, as the local work is of no use to anybody. When that was so several times in a row, the
+        others are asked first: raises ``Diverged`` unless the run goes back, and ``Interrupted``."""
         number = self._stage.number if self._stage is not None else None
-        self._divergence.spoilt(number, self._state.version, self._state.anchor, reason)
+        bad = self._divergence.spoilt(number, self._state, reason)
+        if bad is not None and self._stage is not None:  # stages go back together, and no one of them has a say in that
+            raise self._divergence.error("")
         self.work.forget_steps()
-        self.start_afresh(reason)
+        self.start_afresh(reason, bad)
+
+    def _await_word(self, bad: KeptState) -> None:
+        """Returns when the run has gone back behind that state; raises ``Diverged`` where it does not."""
+        log.warning(
+            "nothing comes of the work from version %d: asking whether it is the same for all", bad.anchor_version
+        )
+        self._emit("diverged", anchor_version=bad.anchor_version, digest=bad.digest.hex())
+        self._member.progress.activity = "diverged"
+        own = self._own_states(is_first=False)
+        word = self._network.call(self._member.await_word(bad, own.tell), interruptible=True)
+        if word != "go on":
+            raise self._divergence.error(word)
+        self._divergence.counted()
 
     def step(self, samples: int, lr_factor: float) -> None:
         """The gradients of so many samples are there: the local step."""
@@ -289,7 +307,7 @@ class Replica:
         self._network.tell(lambda: self._member.hold(self._state))
         self._verdict = verdict
         self._heard(verdict)
-        if self._keeper is not None:
+        if self._keeper is not None and not self._divergence.is_doubtful:  # older ones may be what the run goes back to
             self._keeper.keep(self._state, verdict)
         self._emit(
             "committed",

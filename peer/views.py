@@ -165,6 +165,8 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
     tokens = f"{count_text(status.tokens_committed)} committed, {count_text(status.tokens_in_round)} in this round"
     head.add_row("tokens", tokens)
     head.add_row("anchor", f"version {status.anchor_version}, {_agreement(status)}")
+    if status.warning:
+        head.add_row("", Text(printable(status.warning), style="bold red"))
     if status.outlook:
         head.add_row("", Text(printable(status.outlook), style="bold yellow"))
     for row in _coverage_rows(status.coverage):

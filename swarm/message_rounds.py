@@ -15,6 +15,7 @@ from shoal.swarm.message_values import (
     Column,
     Count,
     Digest,
+    DivergenceWord,
     Index,
     Loss,
     NormClaim,
@@ -33,13 +34,16 @@ class PlanMember(Record):
     """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; a flat group is all row 0.
 
     ``norms``: what it claims of its contribution (``averaging/norm_claims.py``); chunks above their claim are left out.
-    ``factor``: what its contribution is multiplied with, so that it moves the mean no further than the run's bound."""
+    ``factor``: what its contribution is multiplied with, so that it moves the mean no further than the run's bound.
+    ``carried_tokens``: of its work that earlier rounds were planned with and left out, as far as that raises its bound
+    (``coordinator/influence.py``)."""
 
     peer: PeerId
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
     row: Index = 0
     norms: NormClaim = b""
     factor: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
+    carried_tokens: Count = 0
 
 
 class Part(Record):
@@ -57,6 +61,7 @@ class RoundPlan(Record):
     """Who reduces what in a round. Members are ordered by peer id, parts by start; parts tile all elements, on the grid
     of chunks.
 
+    ``rho``: the usual norm of a contribution of one token, by which all are bounded; 0 while nobody has claimed any.
     ``columns``: none in a flat group; in a grid, of each column its relay in every row: the member of that row that
     sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a column."""
 
@@ -67,6 +72,7 @@ class RoundPlan(Record):
     members: Annotated[tuple[PlanMember, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
     parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
     columns: Annotated[tuple[Column, ...], Field(max_length=MAX_MEMBERS)] = ()
+    rho: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundPlan:
@@ -136,6 +142,7 @@ class RunView(Record):
     ``expected``: while the round closes, the plan as it will be if everybody who works for it is ready, but for the
     weights: what does not depend on those may begin. ``as_expected``: ``plan`` is that one, and nobody in it has left
     since.
+    ``divergence``: the answer to a member that says that its work has diverged; empty while there is none.
     ``pipeline``: of the run's own scope, once its stages are planned; None without a pipeline.
     """
 
@@ -157,4 +164,5 @@ class RunView(Record):
     roster: Annotated[tuple[RosterEntry, ...], Field(max_length=MAX_MEMBERS * 2)] | None
     expected: RoundPlan | None = None
     as_expected: bool = False
+    divergence: DivergenceWord = ""
     pipeline: PipelineView | None = None

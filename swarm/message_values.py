@@ -54,6 +54,10 @@ Scope = Annotated[int, Field(ge=0, le=MAX_STAGES)]
 """0: the run; s + 1: its stage s, whose replicas average like a run of their own."""
 
 Column = Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
+DivergenceWord = Literal["", "go on", "at fault", "hopeless"]
+"""To a member that says that its local work from a state on is of no use. ``go on``: that state is not the run's (any
+more); ``at fault``: those with most of the work go on from it; ``hopeless``: they say the same, and there is nothing
+better to go back to."""
 Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
 
 
@@ -234,7 +238,8 @@ class Delivery(Record):
 class MemberStatus(Record):
     """One line of ``shoal status``. ``share`` is the member's part of all committed tokens, 0 to 1; ``stages``: the
     first and the last one that it is to hold, of a pipeline; ``left``: why it is not here any more; ``trouble``: what
-    made it go."""
+    made it go; ``clipped``: in how many rounds its contribution was above its bound; ``suspended_rounds``: how much
+    longer its work does not count, as the run went back behind rounds that it may have spoilt."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -252,6 +257,8 @@ class MemberStatus(Record):
     stages: tuple[Stage, Stage] | None = None
     left: Annotated[str, Field(max_length=64)] = ""
     trouble: Trouble = ""
+    clipped: Count = 0
+    suspended_rounds: Count = 0
 
 
 class Blob(Record):

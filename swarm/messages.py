@@ -57,6 +57,7 @@ from shoal.swarm.message_values import (
     Delivery as Delivery,
     DeviceInfo as DeviceInfo,
     Digest as Digest,
+    DivergenceWord as DivergenceWord,
     Dtype as Dtype,
     Headway as Headway,
     Host as Host,
@@ -123,11 +124,17 @@ class PeerToCoordinatorDescribeModel(Message):
     tokens_per_sample: Annotated[int, Field(ge=1, le=2**31)]
     samples: Annotated[int, Field(ge=1, le=2**62)] | None = None
 
+    @property
+    def elements(self) -> int:
+        """Of the whole model."""
+        return sum(spec.elements for spec in self.layout)
+
 
 class PeerToCoordinatorHeartbeat(Message):
     """Liveness and progress. ``anchor_version`` and ``state_digest`` say which state the peer holds, if any; ``kept``,
     of a peer that holds none yet, which ones it could go back to, newest first; ``roster_version`` and
-    ``verdict_chain`` what the answer need not tell it again."""
+    ``verdict_chain`` what the answer need not tell it again. ``diverged``: the state from which its local work is of no
+    use any more; it waits for what the others say, and tells what it has ``kept`` as well."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -145,6 +152,7 @@ class PeerToCoordinatorHeartbeat(Message):
     verdict_chain: Digest | None = None
     kept: Annotated[tuple[KeptState, ...], Field(max_length=MAX_KEPT)] = ()
     headway: Headway = Headway()
+    diverged: KeptState | None = None
 
 
 class PeerToCoordinatorRequestLease(Message):
@@ -294,6 +302,7 @@ class CoordinatorToPeerVerdicts(Message):
 class CoordinatorToPeerStatus(Message):
     """The run at a glance. ``rounds_undone``: committed ones that the run went back behind; they count as committed no
     longer. ``outlook``: a sentence on what the run waits for while nobody holds its newest state, else empty.
+    ``warning``: a sentence on a loss that has risen far above what it was, else empty.
     ``coverage``: of the newest epochs, the oldest first; none while nobody has told how long one is. ``stages``: of a
     pipeline, once they are planned."""
 
@@ -313,6 +322,7 @@ class CoordinatorToPeerStatus(Message):
     state_digest: Digest | None
     elapsed_s: Seconds
     outlook: Text = ""
+    warning: Text = ""
     coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
     members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
     stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()

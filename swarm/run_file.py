@@ -119,14 +119,16 @@ class AveragingSection(_Section):
     """``[averaging]``. ``codec``: a name, or a table of its ``name`` and options, as in
     ``codec = { name = "int8", block = 4096 }``. ``residual_decay``: what is kept, from round to round, of what
     encoding lost; 1 keeps all of it. ``group_size``: up to so many members average in one flat group, more in a
-    grid. ``streams``: TCP connections that a link's chunks are spread over. ``overlap``: the exchange of a round runs
-    under the local work of the next one, and its result is applied one round late; not for ``virtual_batch``, whose
-    gradients are all of one anchor."""
+    grid. ``streams``: TCP connections that a link's chunks are spread over. ``robust``: ``norm`` bounds how far one
+    member may move a round's mean (``coordinator/influence.py``), ``none`` does not. ``overlap``: the exchange of a
+    round runs under the local work of the next one, and its result is applied one round late; not for
+    ``virtual_batch``, whose gradients are all of one anchor."""
 
     codec: str | dict[str, Any] = "int8"
     residual_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
     group_size: Annotated[int, Field(ge=2, le=1024)] = 32
     streams: Annotated[int, Field(ge=1, le=16)] = 1
+    robust: Literal["norm", "none"] = "norm"
     overlap: bool = False
 
     @field_validator("codec")

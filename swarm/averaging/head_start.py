@@ -55,9 +55,11 @@ class HeadStart:
         return contribution_blob(plan) == contribution_blob(self.plan)
 
     def fits(self, plan: RoundPlan) -> bool:
-        """Whether this is the plan that was expected, but for weights."""
+        """Whether this is the plan that was expected, but for weights and bounds."""
         same_members = [one.peer for one in plan.members] == [one.peer for one in self.plan.members]
-        return same_members and plan.model_copy(update={"members": self.plan.members}) == self.plan
+        return (
+            same_members and plan.model_copy(update={"members": self.plan.members, "rho": self.plan.rho}) == self.plan
+        )
 
     async def close(self) -> None:
         """Forget what was fetched, and offer nothing more. Then the feedback may be settled, or discarded."""

@@ -42,6 +42,11 @@ def claim_of(contribution: Sequence[float], residual: Sequence[float]) -> bytes:
     return pack([(one + other) * _ROUNDED for one, other in zip(contribution, residual, strict=True)])
 
 
+def claim_bytes(elements: int) -> int:
+    """The size of a claim for a vector of so many elements, unless it is empty."""
+    return 2 * -(-elements // range_elements(elements))
+
+
 def pack(norms: Sequence[float]) -> bytes:
     """Norms, (ranges,), each finite and not negative, rounded up to claims: two bytes each."""
     values = np.asarray(norms, dtype=np.float64)

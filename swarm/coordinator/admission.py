@@ -41,7 +41,7 @@ class Admission(Scope):
         if self.membership.is_observer(peer):
             raise NotAdmitted("observers have no model")
         if self.model is None:
-            elements = sum(spec.elements for spec in model.layout)
+            elements = model.elements
             if not 0 < elements <= _MAX_ELEMENTS:
                 raise ModelMismatch(f"a run's model has 1 to {_MAX_ELEMENTS} parameters, this one {elements}")
             inexact = next((spec for spec in model.layout if spec.dtype not in _EXACT_DTYPES), None)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.coverage import epochs_covered
+from shoal.swarm.coordinator.divergence import WayBack, say_way_back
 from shoal.swarm.coordinator.grouping import Rules, as_expected, plan_round
+from shoal.swarm.coordinator.influence import bounded, recorded_of, usual_loss, weighted_median
 from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
-from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, lost_work, weighted_mean
+from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, left_out, lost_work, weighted_mean
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.deadlines import Delays
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan, Verdict
@@ -57,15 +59,32 @@ class Ending(RunState):
         is_due = self._outlook is not None and self._outlook.is_due and self.round.phase in ("waiting", "training")
         return self._outlook if is_due else None
 
-    def go_back_to(self, version: int, keepers: tuple[str, ...], judgement: Judgement) -> f.VerdictGiven:
-        """To an earlier version of the anchor, by a round that ends with this judgement."""
+    def go_back_to(
+        self, version: int, keepers: tuple[str, ...], judgement: Judgement, diverged: WayBack | None = None
+    ) -> f.VerdictGiven:
+        """To an earlier version of the anchor, by a round that ends with this judgement. ``diverged``: why, unless the
+        newest state is lost."""
         made = self.history.rounds[version]
         went_back = f.WentBack(
-            from_version=self.anchor_version, digest=made.digest, vouched_round=made.round, keepers=keepers
+            from_version=self.anchor_version,
+            digest=made.digest,
+            vouched_round=made.round,
+            keepers=keepers,
+            diverged=diverged is not None,
+            bad_version=diverged.bad_version if diverged else 0,
+            suspects=diverged.suspects if diverged else (),
         )
         self._outage.end()
         self._outlook = None
         return self.verdict_of(judgement, went_back)
+
+    def look_at_divergence(self) -> f.VerdictGiven | None:
+        """The end of the round, in whatever phase it is, if the run has diverged and can go back."""
+        back = self.way_back()
+        if back is None:
+            return None
+        reason = Judgement(reason=say_way_back(back, self.history, self.membership.members))
+        return self.go_back_to(back.version, back.keepers, reason, back)
 
     def say_return(self, back: Return) -> str:
         """The reason of the verdict with which the run goes back."""
@@ -124,18 +143,22 @@ class Ending(RunState):
         plan = self.round.expected or self._plan_of(ready)
         if plan is None:
             return None
+        members = self.membership.members
+        plan = bounded(plan, self.run, self.history.rounds, members)
         peers = [member.peer for member in plan.members]
         losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in peers]
         loss = weighted_mean([(loss, weight) for loss, weight in losses if loss is not None])
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
-        return f.RoundPlanned(plan=plan, ranges=ranges, loss=loss)
+        counted = [(ready[peer].loss, ready[peer].weight_tokens) for peer in recorded_of(plan.members, members)]
+        known = [(loss, weight) for loss, weight in counted if loss is not None]
+        median_loss = weighted_median(known) if known else None
+        return f.RoundPlanned(plan=plan, ranges=ranges, loss=loss, median_loss=median_loss)
 
     def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
-        elements = sum(spec.elements for spec in self.model.layout) if self.model else 0
         self._measure()
         number, trainers, run = self.round.number, self.membership.trainers(), self.run
         rules = Rules(run.averaging.group_size, run.run.seed, run.most_in_a_chunk)
-        return plan_round(number, self.anchor_version, elements, ready, trainers, rules)
+        return plan_round(number, self.anchor_version, self.elements, ready, trainers, rules)
 
     def _measure(self) -> None:
         """Make up our mind about everybody's link."""
@@ -219,8 +242,18 @@ class Ending(RunState):
             elapsed_s=self.elapsed_s(self.now_s),
             lost=lost,
             failed=judgement.failed,
+            carrying=self._carrying(judgement),
             went_back=went_back,
         )
+
+    def _carrying(self, judgement: Judgement) -> tuple[str, ...]:
+        """Members that keep something of what they offered: of a void part all, else those that some chunk lacks."""
+        plan = self.round.plan
+        if plan is None or not judgement.committed:
+            return ()
+        void = None in judgement.digests
+        peers = [one.peer for one in plan.members] if void else left_out(self.round, judgement.digests)
+        return tuple(peer for peer in peers if peer not in self.round.orphans)
 
     def give_verdict(self, unsigned: f.VerdictGiven) -> None:
         """Sign it: the round has ended."""
@@ -231,9 +264,14 @@ class Ending(RunState):
         self.end_round(unsigned.model_copy(update={"verdict": signed}))
 
     def end_round(self, fact: f.VerdictGiven) -> None:
-        covered = self._covered()
+        covered, before = self._covered(), len(self.history.rounds)
         self.record(fact)
         self._tell_covered(covered)
+        if len(self.history.rounds) > before:
+            newest = self.history.rounds[-1]
+            usual = usual_loss(self.history.rounds[:-1], newest.loss)
+            if usual is not None and newest.loss is not None:
+                self.record(f.LossRose(round=newest.round, loss=newest.loss, usual=usual))
 
     def _covered(self) -> int:
         return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0

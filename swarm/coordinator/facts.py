@@ -93,33 +93,49 @@ class RoundReopened(Fact):
 
 
 class RoundPlanned(Fact):
-    """Who averages, and with which samples behind it (in the order of the plan's members)."""
+    """Who averages, and with which samples behind it (in the order of the plan's members). ``loss``: the mean of their
+    losses; ``median_loss``: the median of those with a record, which few members do not move."""
 
     plan: RoundPlan
     ranges: tuple[tuple[SampleRange, ...], ...]
     loss: float | None
+    median_loss: float | None = None
 
 
 class WentBack(Record):
-    """With this verdict the run goes back to an earlier anchor version, since nobody holds ``from_version`` any more.
-    ``digest``: of the state gone back to; ``vouched_round``: the committed round that was planned on it; ``keepers``:
-    who said to have it."""
+    """With this verdict the run goes back to an earlier anchor version: nobody holds ``from_version`` any more, or it
+    has ``diverged``. ``digest``: of the state gone back to; ``vouched_round``: the committed round that was
+    planned on it; ``keepers``: who said to have it; ``bad_version``: of a divergence, the version that was of no use;
+    ``suspects``: who may have spoilt it; their work does not count for a while."""
 
     from_version: Count
     digest: Digest
     vouched_round: Count
     keepers: tuple[PeerId, ...]
+    diverged: bool = False
+    bad_version: Count = 0
+    suspects: tuple[PeerId, ...] = ()
 
 
 class VerdictGiven(Fact):
     """How a round ended. ``lost``: members whose samples the committed mean does without; they are leased again.
-    ``failed``: those that others did not get from what they had to."""
+    ``failed``: those that others did not get from what they had to; ``carrying``: members that are here still, and
+    bring what the mean lacks of their contribution to the next round."""
 
     verdict: Verdict
     elapsed_s: Seconds
     lost: tuple[PeerId, ...]
     failed: tuple[PeerId, ...] = ()
+    carrying: tuple[PeerId, ...] = ()
     went_back: WentBack | None = None
+
+
+class LossRose(Fact):
+    """This round was committed with a loss far above what had been usual."""
+
+    round: Count
+    loss: Loss
+    usual: Loss
 
 
 class EpochsCovered(Fact):
@@ -143,6 +159,11 @@ class MemberKept(Record):
     rounds_committed: Count
     barred_rounds: Count
     failures: Count
+    carried_tokens: Count
+    clipped_rounds: Count
+    worked_version: Count | None
+    suspended_until: Count
+    suspensions: Count
     joined_version: Count
     seen_version: Count
     left: Text = ""
@@ -155,7 +176,7 @@ class RunSnapshot(Fact):
     place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples; ``answered``:
     everybody's last lease; ``history``: the committed rounds behind the anchor, packed (``rollback.History``): a record
     each would hold up the event loop for seconds in a long run; ``lost_again``, ``undone_again``: samples that are
-    trained on once more."""
+    trained on once more; ``setback``: how often the run went back since it diverged (``divergence.Setback``)."""
 
     epoch: Count
     round: Count
@@ -180,6 +201,7 @@ class RunSnapshot(Fact):
     history: bytes
     lost_again: tuple[SampleRange, ...]
     undone_again: tuple[SampleRange, ...]
+    setback: tuple[Count, Count, Count] = (0, 0, 0)
 
 
 # Of a pipeline ----------------------------------------------------------------------------------------------

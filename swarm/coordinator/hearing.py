@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.swarm.averaging.norm_claims import claim_bytes
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.ending import Ending
 from shoal.swarm.coordinator.leases import count, from_wire, is_tidy
@@ -59,6 +60,8 @@ class Hearing(Ending):
             raise StaleWork("this peer's state is not the run's; start from the anchor")
         if self.model is None or count(ranges) * self.model.tokens_per_sample != ready.weight_tokens:
             raise WireError("the weight of a contribution must be the tokens of its samples")
+        if ready.norms and len(ready.norms) != claim_bytes(self.elements):
+            raise WireError("a contribution's norms must be one for each range of the model")
         member.tokens_done = ready.weight_tokens
         before = self.round.ready.get(peer)
         if before is None:

@@ -38,7 +38,7 @@ class RunMachine(Hearing):
             is_open = self.run.averaging.overlap and (self.round.phase == "averaging" or peer in self.round.ready)
         else:
             return []
-        if not is_open or peer not in self.working() or self.model is None:
+        if not is_open or peer not in self.working() or self.model is None or self.is_suspended(peer):
             return []
         samples = min(ask.samples, self.lease_limit(peer))
         if samples <= 0:
@@ -72,6 +72,9 @@ class RunMachine(Hearing):
         if back is not None:
             reason = Judgement(reason=self.say_return(back))
             self.give_verdict(self.go_back_to(back.version, back.keepers, reason))
+        diverged = self.look_at_divergence()
+        if diverged is not None:
+            self.give_verdict(diverged)
         match self.round.phase:
             case "waiting" | "training" if self.is_late(now_s) and not self.working():
                 self.give_verdict(self.verdict_of(Judgement(reason="the run's time was over")))

@@ -25,6 +25,9 @@ T = TypeVar("T")
 _FIRST_BAR, _LONGEST_BAR = 4, 64
 """Rounds."""
 
+_FIRST_SUSPENSION, _LONGEST_SUSPENSION = 8, 1024
+"""Rounds."""
+
 RECORD_ROUNDS = 8
 """Committed rounds with a member's contribution in them until it has a record."""
 
@@ -35,13 +38,18 @@ _TOLD_TROUBLES = 64
 @dataclass
 class Member:
     """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``rounds_committed``,
-    ``bandwidth_bps``, ``barred_rounds``, ``failures`` and the last two versions comes from heartbeats.
+    ``bandwidth_bps``, ``barred_rounds``, ``failures``, what stands between that and ``left`` comes from heartbeats.
     ``tokens_ahead``: done for the next round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what
     is believed of its link, 0 for unknown, whatever it claims. ``failures``: how often since it joined it did not
     deliver what others had to get from it; for the next ``barred_rounds`` committed rounds that it takes part in, it
     owns nothing. ``kept``: states that it could go back to; ``joined_version`` and ``seen_version``: the run's anchor
     version when its process joined, or came back after newer ones had been made, and the newest one while it was here.
-    ``left``: why it is not alive any more, and ``trouble``, by its own word, what made it go."""
+    ``carried_tokens``: of work that rounds were planned with and left out, since the last one that had it all;
+    ``clipped_rounds``: in how many its contribution was above its bound; ``worked_version``: the newest version from
+    which work of its was committed; ``suspended_until``: the first round that its work counts in again, after the run
+    went back behind rounds that it may have spoilt, ``suspensions`` times by now; ``diverged``: the state from which it
+    says that its work is of no use. ``left``: why it is not alive any more, and ``trouble``, by its own word, what made
+    it go."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -64,12 +72,18 @@ class Member:
     rounds_committed: int = 0
     barred_rounds: int = 0
     failures: int = 0
+    carried_tokens: int = 0
+    clipped_rounds: int = 0
+    worked_version: int | None = None
+    suspended_until: int = 0
+    suspensions: int = 0
     joined_version: int = 0
     seen_version: int = 0
     left: str = ""
     trouble: str = ""
     kept: tuple[KeptState, ...] = ()
     headway: Headway = field(default_factory=Headway)
+    diverged: KeptState | None = None
 
     @property
     def has_record(self) -> bool:
@@ -94,6 +108,12 @@ class Member:
         """Twice as long out of office each time: a bad hour is forgotten, a bad link is seldom tried."""
         self.barred_rounds = min(_FIRST_BAR << min(self.failures, 8), _LONGEST_BAR)
         self.failures += 1
+
+    def suspend(self, current_round: int) -> None:
+        """From the next round on: twice as long each time, as a lie may be repeated and a mistake seldom is."""
+        rounds = min(_FIRST_SUSPENSION << min(self.suspensions, 16), _LONGEST_SUSPENSION)
+        self.suspended_until = current_round + 1 + rounds
+        self.suspensions += 1
 
     @property
     def states(self) -> set[tuple[int, bytes]]:
@@ -135,6 +155,8 @@ class Membership:
         if earlier is not None:
             member.tokens_committed = earlier.tokens_committed
             member.rounds_committed = earlier.rounds_committed
+            member.clipped_rounds, member.worked_version = earlier.clipped_rounds, earlier.worked_version
+            member.suspended_until, member.suspensions = earlier.suspended_until, earlier.suspensions
             if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
                 self.replaced.add(earlier.entry.certificate.curve_key)
             elif earlier.seen_version == anchor_version:  # no newer one was made without this process
@@ -163,6 +185,9 @@ class Membership:
         for member in self.members.values():
             member.joined_version = min(member.joined_version, anchor_version)
             member.seen_version = min(member.seen_version, anchor_version)
+            if member.worked_version is not None and member.worked_version >= anchor_version:
+                member.worked_version = anchor_version - 1 if anchor_version else None
+            member.carried_tokens, member.diverged = 0, None
             member.forget_progress()
 
     def hear(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, current_round: int, now_s: float) -> bool:
@@ -186,6 +211,7 @@ class Membership:
             "bytes_received",
             "kept",
             "headway",
+            "diverged",
         ):
             setattr(member, name, getattr(heartbeat, name))
         member.claimed_bps = heartbeat.bandwidth_bps
@@ -263,7 +289,7 @@ class Membership:
         known: T = self._remembered[question]
         return known
 
-    def status(self, anchor_version: int, digest: bytes | None) -> tuple[MemberStatus, ...]:
+    def status(self, anchor_version: int, digest: bytes | None, current_round: int = 0) -> tuple[MemberStatus, ...]:
         """Those that are here first; of a run that very many have left, not all of them."""
         synced = self.synced(anchor_version, digest)
         total = sum(member.tokens_committed for member in self.members.values())
@@ -288,6 +314,8 @@ class Membership:
                 bytes_received=member.bytes_received,
                 left=member.left[:64],
                 trouble=troubles.get(peer, ""),
+                clipped=member.clipped_rounds,
+                suspended_rounds=max(0, member.suspended_until - current_round),
             )
             for peer, member in recorded[: 4 * MAX_MEMBERS]
         )

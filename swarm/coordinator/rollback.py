@@ -16,13 +16,19 @@ from shoal.swarm.errors import StorageError
 
 class CommittedRound(NamedTuple):
     """What took the anchor from one version to the next. ``digest``: of the state that the round was planned on;
-    ``took_s``: how long the run was at it; ``ranges``: the samples in its mean."""
+    ``took_s``: how long the run was at it; ``ranges``: the samples in its mean; ``level``: the usual norm of its
+    contributions at one token, and ``rho`` the plan's bound of it; ``loss``: the median of its members';
+    ``suspects``: who might be to blame if it proves to be bad (``influence.py``)."""
 
     round: int
     digest: bytes
     tokens: int
     took_s: float
     ranges: tuple[tuple[int, int], ...]
+    level: float = 0.0
+    rho: float = 0.0
+    loss: float | None = None
+    suspects: tuple[str, ...] = ()
 
 
 @dataclass

@@ -30,6 +30,7 @@ class Round:
     expected: RoundPlan | None = None
     ranges: dict[str, Ranges] = field(default_factory=dict)
     loss: float | None = None
+    median_loss: float | None = None
     reports: dict[str, PeerToCoordinatorRoundReport] = field(default_factory=dict)
     progress_s: float = 0.0
     reported_s: float = 0.0

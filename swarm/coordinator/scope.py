@@ -27,6 +27,8 @@ class Scope:
         self.deadlines = Deadlines(run.round.patience_s)
         self.membership = Membership(roster_version=epoch)
         self.model: PeerToCoordinatorDescribeModel | None = None
+        self.elements = 0
+        """Of the model: every contribution's claim is checked against that, and layouts are long."""
         self.anchor_version = 0
         self.announcements = 0
         self.now_s = now_s
@@ -77,7 +79,7 @@ class Scope:
     def _apply(self, fact: f.Fact) -> None:
         match fact:
             case f.ModelDescribed():
-                self.model = fact.model
+                self.model, self.elements = fact.model, fact.model.elements
             case f.MemberJoined():
                 self.membership.join(fact, self.now_s, self.anchor_version)
             case f.MemberLost():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.coverage import Again
+from shoal.swarm.coordinator.divergence import Setback
 from shoal.swarm.coordinator.facts import MemberKept, RunSnapshot
 from shoal.swarm.coordinator.leases import LeaseLedger, from_wire, to_wire
 from shoal.swarm.coordinator.membership import Member, Membership
@@ -46,6 +47,7 @@ def take(state: RunState) -> RunSnapshot:
         history=state.history.pack(),
         lost_again=to_wire(state.again.lost),
         undone_again=to_wire(state.again.undone),
+        setback=state.setback.kept,
     )
 
 
@@ -53,7 +55,7 @@ def restore(state: RunState, snapshot: RunSnapshot) -> None:
     """``state`` is new; whoever was alive is heard of as of now."""
     state.epoch = max(state.epoch, snapshot.epoch)
     state.round = Round(snapshot.round, snapshot.phase, opened_s=state.now_s)
-    state.model = snapshot.model
+    state.model, state.elements = snapshot.model, snapshot.model.elements if snapshot.model else 0
     state.anchor_version, state.agreed_digest = snapshot.anchor_version, snapshot.agreed_digest
     state.chain, state.verdict, state.loss = snapshot.chain, snapshot.verdict, snapshot.loss
     state.rounds_aborted, state.rounds_undone = snapshot.rounds_aborted, snapshot.rounds_undone
@@ -65,6 +67,7 @@ def restore(state: RunState, snapshot: RunSnapshot) -> None:
     state.answered = {one.peer: one for one in snapshot.answered}
     state.history = History.unpack(snapshot.history)
     state.again = Again(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
+    state.setback = Setback(*snapshot.setback)
 
 
 def members_of(membership: Membership) -> tuple[tuple[MemberKept, ...], tuple[bytes, ...]]:
@@ -92,6 +95,11 @@ def _kept(member: Member) -> MemberKept:
         rounds_committed=member.rounds_committed,
         barred_rounds=member.barred_rounds,
         failures=member.failures,
+        carried_tokens=member.carried_tokens,
+        clipped_rounds=member.clipped_rounds,
+        worked_version=member.worked_version,
+        suspended_until=member.suspended_until,
+        suspensions=member.suspensions,
         joined_version=member.joined_version,
         seen_version=member.seen_version,
         left=member.left,
@@ -110,6 +118,11 @@ def _member(kept: MemberKept, now_s: float) -> Member:
         rounds_committed=kept.rounds_committed,
         barred_rounds=kept.barred_rounds,
         failures=kept.failures,
+        carried_tokens=kept.carried_tokens,
+        clipped_rounds=kept.clipped_rounds,
+        worked_version=kept.worked_version,
+        suspended_until=kept.suspended_until,
+        suspensions=kept.suspensions,
         joined_version=kept.joined_version,
         seen_version=kept.seen_version,
         left=kept.left,

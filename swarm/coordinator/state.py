@@ -8,12 +8,14 @@ from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.coverage import Again
+from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, way_back
+from shoal.swarm.coordinator.influence import exceeds, level_of, power_of, recorded_of, suspects_of
 from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, merge, subtract
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.coordinator.rounds import Goal, Round, Work, is_over
 from shoal.swarm.coordinator.tally import Tally
-from shoal.swarm.messages import RunView, TensorSpec, Verdict
+from shoal.swarm.messages import DivergenceWord, RunView, TensorSpec, Verdict
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
 
@@ -36,6 +38,7 @@ class RunState(Admission):
         self.chain = genesis(run.hash)
         self.verdict: Verdict | None = None
         self.history = History()
+        self.setback = Setback()
         self.rounds_aborted = self.rounds_undone = 0
         self.tokens_committed = self.tokens_undone = 0
         self.loss: float | None = None
@@ -101,6 +104,8 @@ class RunState(Admission):
                 self._begin_averaging(fact)
             case f.VerdictGiven():
                 self._end_round(fact)
+            case f.LossRose():
+                pass  # for people
             case f.EpochsCovered():
                 self.again.forget(fact.stop * fact.samples)
             case _:
@@ -120,7 +125,7 @@ class RunState(Admission):
     def _begin_averaging(self, fact: f.RoundPlanned) -> None:
         self.round.phase = "averaging"
         self.round.plan = fact.plan
-        self.round.loss = fact.loss
+        self.round.loss, self.round.median_loss = fact.loss, fact.median_loss
         self.round.progress_s = self.round.reported_s = self.now_s
         self.round.moves_left = len(fact.plan.members) * -(-fact.plan.parts[-1].stop // fact.plan.chunk_elements)
         peers = [member.peer for member in fact.plan.members]
@@ -141,6 +146,7 @@ class RunState(Admission):
             self.membership.members[peer].fail()
         if verdict.committed:
             self._commit(verdict, fact.lost, took_s)
+            self._carry(verdict, fact.carrying)
         else:
             self.rounds_aborted += 1
         for peer in self.round.orphans:  # who is back already keeps what it was given since
@@ -148,6 +154,7 @@ class RunState(Admission):
             self.leases.give_back(peer, keep=since)
         if fact.went_back is not None:
             self._go_back(verdict, fact.went_back)
+        self.setback = self.setback.passed(self.anchor_version)
         phase, closed_s = self.round.phase, self.round.closes_s
         ahead = self.run.averaging.overlap and phase in ("closing", "averaging")
         self.round = Round(verdict.round + 1, opened_s=min(closed_s, self.now_s) if ahead else self.now_s)
@@ -164,6 +171,9 @@ class RunState(Admission):
         self.tokens_committed += verdict.tokens
         self.loss = verdict.loss if verdict.loss is not None else self.loss
         ranges = {one.peer: self.round.ranges[one.peer] for one in plan.members}
+        members, power = self.membership.members, power_of(self.run)
+        level = level_of(plan.members, recorded_of(plan.members, members), power)
+        suspects = suspects_of(plan, members, power)
         self.again.lose([one for peer in lost for one in ranges.pop(peer)])
         for planned in plan.members:
             if planned.peer in ranges:
@@ -171,15 +181,36 @@ class RunState(Admission):
                 member = self.membership.members[planned.peer]
                 member.tokens_committed += planned.weight_tokens
                 member.rounds_committed += 1
+                member.worked_version = plan.anchor_version
+                member.clipped_rounds += exceeds(planned, plan.rho, power)
         # No round's own work takes longer; the rest is time without anybody.
         took_s = min(took_s, self.run.round.max_s)
         merged = tuple(merge(one for mine in ranges.values() for one in mine))
-        self.history.rounds.append(CommittedRound(verdict.round, plan.state_digest, verdict.tokens, took_s, merged))
+        about = level, plan.rho, self.round.median_loss, suspects
+        done = CommittedRound(verdict.round, plan.state_digest, verdict.tokens, took_s, merged, *about)
+        self.history.rounds.append(done)
         assert len(self.history.rounds) == self.anchor_version
         self.membership.advance(self.anchor_version)
 
+    def _carry(self, verdict: Verdict, carrying: tuple[str, ...]) -> None:
+        """What of their work the mean lacks comes again with what they bring next."""
+        for planned in verdict.plan.members if verdict.plan else ():
+            member = self.membership.members[planned.peer]
+            left_out = planned.weight_tokens if planned.peer in carrying else 0
+            member.carried_tokens = min(member.carried_tokens + left_out, _MAX_COUNT) if left_out else 0
+
+    def is_suspended(self, peer: str) -> bool:
+        """Whether its work does not count now, as it is suspected of having spoilt earlier rounds."""
+        return self.round.number < self.membership.members[peer].suspended_until
+
     def _go_back(self, verdict: Verdict, to: f.WentBack) -> None:
-        """Whoever did the work that is undone keeps the credit for it: it was not at fault."""
+        """Whoever did the work that is undone keeps the credit for it: it was not at fault. Suspects are left out for a
+        while."""
+        if to.diverged:
+            self.setback = self.setback.again(to.bad_version, bool(to.suspects))
+        for peer in to.suspects:
+            self.membership.members[peer].suspend(verdict.round)
+            self.leases.give_back(peer)
         rounds, tokens, ranges = self.history.undo(verdict.anchor_version)
         self.anchor_version, self.agreed_digest = verdict.anchor_version, to.digest
         self.tokens_committed -= tokens
@@ -213,6 +244,7 @@ class RunState(Admission):
             plan=self.round.plan,
             expected=self.round.expected if closing else None,
             as_expected=self.round.plan is not None and self.round.expected is not None,
+            divergence=self.word_on_divergence(peer) if member is not None and member.diverged else "",
             verdict=self.verdict if verdict_chain != newest else None,
             verdict_chain=newest,
             state_digest=self.state_digest(),
@@ -223,6 +255,31 @@ class RunState(Admission):
             roster_version=self.membership.roster_version,
             roster=self.membership.roster() if roster_version != self.membership.roster_version else None,
         )
+
+    def believers(self) -> dict[str, Member]:
+        """Live trainers whose word on whether the run has diverged is heard."""
+        return {peer: one for peer, one in self.membership.trainers().items() if not self.is_suspended(peer)}
+
+    def opinion(self) -> Opinion:
+        """What those say together."""
+        if all(one.diverged is None for one in self.membership.trainers().values()):
+            return Opinion()
+        return opinion(self.believers(), self.history, self.state_digest(), ahead=self.run.averaging.overlap)
+
+    def way_back(self) -> WayBack | None:
+        """From the version that the members with most of the work cannot go on from; None without such a version, and
+        where there is nothing to go back to, or that has been tried often enough."""
+        bad = self.opinion().bad_version
+        return None if bad is None else way_back(bad, self.setback, self.history, self.believers())
+
+    def word_on_divergence(self, peer: str) -> DivergenceWord:
+        """The answer to a member that says that its work has diverged."""
+        opinion = self.opinion()
+        if peer not in opinion.claims:  # also of a suspect: the others' word has to do for it
+            return "go on"
+        if opinion.bad_version is not None:
+            return "hopeless" if self.way_back() is None else ""
+        return "at fault" if peer in opinion.at_fault else ""
 
     def state_digest(self) -> bytes | None:
         """Of the current anchor version's state: agreed, or what most of its holders say."""

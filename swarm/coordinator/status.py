@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.coverage import coverage_of
+from shoal.swarm.coordinator.divergence import warning_of
 from shoal.swarm.messages import CoordinatorToPeerStatus
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def status_of(state: RunState, now_s: float, outlook: str) -> CoordinatorToPeerS
         state_digest=state.state_digest(),
         elapsed_s=state.elapsed_s(now_s),
         outlook=outlook,
+        warning=warning_of(state.history),
         coverage=coverage_of(state.leases, samples) if samples else (),
-        members=state.membership.status(state.anchor_version, state.state_digest()),
+        members=state.membership.status(state.anchor_version, state.state_digest(), state.round.number),
     )

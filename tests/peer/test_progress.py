@@ -131,6 +131,7 @@ FACTS: dict[str, f.Fact] = {
     "SamplesReleased": f.SamplesReleased(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),)),
     "PipelineSnapshot": pipeline_snapshot(),
     "EpochsCovered": f.EpochsCovered(first=3, stop=4, samples=51_200, lost=64, undone=0),
+    "LossRose": f.LossRose(round=3, loss=31_138.0, usual=3.0),
 }
 
 SNAPSHOT = Snapshot(

@@ -24,7 +24,7 @@ from shoal.peer.round_records import Owner, RoundRecords
 from shoal.peer.state import State
 from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.errors import Diverged, NotAdmitted
-from shoal.swarm.messages import Verdict
+from shoal.swarm.messages import DivergenceWord, KeptState, Verdict
 from shoal.swarm.run_file import parse_run_file
 
 MEAN = torch.tensor([0.5, -0.25, 0.125, 1.0])
@@ -39,6 +39,8 @@ class FakeMember:
         self.offers: list[Offer] = []
         self.afresh = 0
         self.held: list[State] = []
+        self.bad: list[KeptState] = []
+        self.word: DivergenceWord = "hopeless"
         self.start: Any = None
         self.client: Any = SimpleNamespace(
             view=SimpleNamespace(round=0, anchor_version=0, state_digest=None, plan=None, verdict=None),
@@ -65,6 +67,10 @@ class FakeMember:
 
     async def start_afresh(self) -> None:
         self.afresh += 1
+
+    async def await_word(self, bad: KeptState, kept: Callable[[], tuple[KeptState, ...]]) -> DivergenceWord:
+        self.bad.append(bad)
+        return self.word
 
     def hold(self, state: State) -> None:
         self.held.append(state)
@@ -306,12 +312,40 @@ def test_an_anchor_that_is_not_finite_is_named(side: Side) -> None:
     side.replica.close_round()
     side.ends(Committed(torch.full((4,), 3e38), verdict(0, committed=True), True))
     assert not bool(side.anchor.isfinite().all())
-    for _ in range(1, TRIES):
-        side.train()
-        assert not side.replica.offer()
-        side.replica.samples.add(0, 100)
+    assert side.replica.state is not None
+    bad = KeptState(anchor_version=1, digest=side.replica.state.digest)
     side.train()
     with pytest.raises(Diverged, match="version 1 is itself infinite"):
+        side.replica.offer()
+    assert side.member.bad == [bad], "asked at once: another try from there would be the same"
+
+
+def test_the_others_are_asked_about_the_first_state_that_nothing_came_of(side: Side) -> None:
+    assert side.replica.state is not None
+    first, side.member.word = side.replica.state, "go on"
+    for number in range(TRIES):
+        spoil(side)
+        assert not side.replica.offer()
+        assert len(side.member.bad) == (number == TRIES - 1)
+        side.member.held.append(State.make(torch.ones(4), torch.zeros(1, 4), number + 1))
+        side.replica.sync(afresh=True)
+        side.replica.samples.add(0, 100)
+    assert side.member.bad == [KeptState(anchor_version=0, digest=first.digest)]
+    assert "diverged" in side.events
+    spoil(side)
+    assert not side.replica.offer()
+    assert len(side.member.bad) == 1, "the run has gone back: counted anew"
+
+
+@pytest.mark.parametrize(("word", "advice"), [("at fault", "this machine is at fault"), ("hopeless", "lower learning")])
+def test_the_coordinators_word_ends_a_peer_that_cannot_go_on(side: Side, word: DivergenceWord, advice: str) -> None:
+    side.member.word = word
+    for _ in range(1, TRIES):
+        spoil(side)
+        side.replica.offer()
+        side.replica.samples.add(0, 100)
+    spoil(side)
+    with pytest.raises(Diverged, match=advice):
         side.replica.offer()
 
 

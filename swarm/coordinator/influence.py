@@ -1,0 +1,143 @@
+"""How far one member's contribution may move a round's mean, and who is suspected when that was too far. Pure.
+
+A plan bounds ``weight * norm``: what a contribution adds to the weighted sum. Norms grow with local work, so they are
+compared per token: ``rho`` is the usual norm of a contribution of one token, and ``rho * weight ** power`` that of one
+of ``weight`` tokens. So nobody is bounded for being fast, and a light contribution may be no longer than light ones
+are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import median
+
+from shoal.swarm.averaging.norm_claims import total_norm
+from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.rollback import CommittedRound
+from shoal.swarm.messages import PlanMember, RoundPlan
+from shoal.swarm.run_file import RunFile
+
+SLACK = 4.0
+"""A contribution may be so many times as long as is usual for its weight. Of honest ones, of a small gpt with speeds of
+1 : 4 and 1 : 20, data of their own, five seeds and learning rates, 60 rounds with a warm-up each, the longest was 1.4
+times the usual; the rest is for new optimizers, whose first steps are large, and for other models."""
+
+_POWER_OF_STEPS = 0.6
+"""Local steps: between the square root (a random walk) and linear (a straight line). Fitted to the same runs within
+each round: 0.61 to 0.74; from 0.5 to 0.7 no honest contribution was above 1.9 times the usual, with 1.0 they were at
+4.3."""
+
+_POWER_OF_GRADIENTS = -0.25
+"""Mean gradients: noise falls with the square root of the samples, the gradient itself does not fall. In between, one
+of a twentieth of the samples is at most 2.1 times the usual."""
+
+REMEMBERED_ROUNDS = 32
+_RISE, _FIRST_RISE = 1.1, 2.0
+"""From round to round; the second while fewer rounds than that are remembered, as a warm-up of the learning rate begins
+with next to nothing. Later a linear warm-up rises by less than a tenth in half the remembered rounds, and the median of
+those lags by a factor of two at most, which the slack has room for: rho need not know the schedule."""
+
+_NEAR = 0.9
+"""Of the bound: whoever comes so near to it is suspected after a divergence."""
+
+_LOSS_RISE = 2.0
+"""So many times the usual loss is worth a warning."""
+
+
+def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], members: Mapping[str, Member]) -> RoundPlan:
+    """The plan with its ``rho``, and with everybody's factor unless the run does without (``averaging.robust``)."""
+    power = power_of(run)
+    carrying = [
+        one.model_copy(update={"carried_tokens": min(members[one.peer].carried_tokens, one.weight_tokens)})
+        for one in plan.members
+    ]
+    rho = next_rho(past, level_of(carrying, recorded_of(carrying, members), power))
+    if run.averaging.robust == "norm":
+        carrying = [one.model_copy(update={"factor": factor_of(one, rho, power)}) for one in carrying]
+    return plan.model_copy(update={"members": tuple(carrying), "rho": rho})
+
+
+def power_of(run: RunFile) -> float:
+    """How norms grow with weight under the run's algorithm."""
+    return _POWER_OF_GRADIENTS if run.algorithm == "virtual_batch" else _POWER_OF_STEPS
+
+
+def recorded_of(planned: Iterable[PlanMember], members: Mapping[str, Member]) -> set[str]:
+    """Those of a plan whose claims count for what is usual: with a record, or all where nobody has one."""
+    peers = {one.peer for one in planned}
+    return {peer for peer in peers if members[peer].has_record} or peers
+
+
+def level_of(planned: Iterable[PlanMember], counting: Collection[str], power: float) -> float:
+    """The usual norm at one token in a round: the median of those who count, by weight; 0 where they claim nothing."""
+    counted = [(one, total_norm(one.norms)) for one in planned if one.peer in counting]
+    return weighted_median([(norm / one.weight_tokens**power, one.weight_tokens) for one, norm in counted if norm > 0])
+
+
+def next_rho(past: Sequence[CommittedRound], level: float) -> float:
+    """Of a round at this level, after the committed rounds before it; 0 as long as nobody has claimed anything."""
+    known = [one for one in past[-REMEMBERED_ROUNDS:] if one.rho > 0]
+    if not known or not level:
+        return known[-1].rho if known else level
+    levels = [one.level for one in known[1 - REMEMBERED_ROUNDS :] if one.level > 0]
+    usual, before = median([*levels, level]), known[-1].rho
+    if len(known) < REMEMBERED_ROUNDS:
+        return min(max(usual, level), _FIRST_RISE * before)
+    return min(usual, _RISE * before)
+
+
+def norm_bound(member: PlanMember, rho: float, power: float) -> float:
+    """How long its contribution may be; of any length for a ``rho`` of 0.
+
+    Work that earlier rounds were planned with and left out comes on top of its own, up to as much again: so leaving it
+    out on purpose gains nobody more than a factor of two."""
+    if not rho:
+        return math.inf
+    weight = float(member.weight_tokens)
+    return SLACK * rho * math.pow(weight, power) * (1 + min(member.carried_tokens / weight, 1.0))
+
+
+def factor_of(member: PlanMember, rho: float, power: float) -> float:
+    """What its contribution is multiplied with to stay within its bound."""
+    norm, bound = total_norm(member.norms), norm_bound(member, rho, power)
+    return 1.0 if norm <= bound else bound / norm
+
+
+def exceeds(member: PlanMember, rho: float, power: float) -> bool:
+    """Whether its claim is above its bound, whatever the run does about it."""
+    return factor_of(member, rho, power) < 1.0
+
+
+def suspects_of(plan: RoundPlan, members: Mapping[str, Member], power: float) -> tuple[str, ...]:
+    """Who would be suspected if this round turned out to be bad: whoever is at its bound, has no record while others
+    have, or contributes for the first time while others have before. ``members``: as before the round counts."""
+    peers = [one.peer for one in plan.members]
+    recorded = any(members[peer].has_record for peer in peers)
+    older = any(members[peer].rounds_committed for peer in peers)
+
+    def is_suspect(one: PlanMember) -> bool:
+        member = members[one.peer]
+        is_new = (recorded and not member.has_record) or (older and not member.rounds_committed)
+        return is_new or total_norm(one.norms) > _NEAR * norm_bound(one, plan.rho, power)
+
+    return tuple(one.peer for one in plan.members if is_suspect(one))
+
+
+def weighted_median(values: Iterable[tuple[float, int]]) -> float:
+    """Of (value, weight): the first value that half of the weight is not above; 0 of none."""
+    ordered = sorted(values)
+    left = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        left -= weight
+        if left <= 0:
+            return value
+    return 0.0
+
+
+def usual_loss(past: Sequence[CommittedRound], loss: float | None) -> float | None:
+    """The loss that was usual, where this one is far above it and still rising; else None."""
+    losses = [one.loss for one in past[-REMEMBERED_ROUNDS:] if one.loss is not None]
+    if loss is None or len(losses) < 3:
+        return None
+    usual = median(losses)
+    return usual if loss > losses[-1] and loss > usual + (_LOSS_RISE - 1) * abs(usual) else None
