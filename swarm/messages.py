@@ -36,6 +36,7 @@ from shoal.swarm.message_rounds import (
 from shoal.swarm.message_values import (
     MAX_CLAIM_BYTES as MAX_CLAIM_BYTES,
     MAX_DELIVERIES as MAX_DELIVERIES,
+    MAX_DETOURS as MAX_DETOURS,
     MAX_DIMENSIONS as MAX_DIMENSIONS,
     MAX_EPOCHS as MAX_EPOCHS,
     MAX_KEPT as MAX_KEPT,
@@ -180,12 +181,14 @@ class PeerToCoordinatorRoundReport(Message):
     """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
 
     ``dropped`` are the members (indices of the plan) that some chunk of the results that we hold does without;
-    ``failed`` the owners and relays that did not give us what they had to; ``deliveries`` what others' links gave."""
+    ``failed`` the owners and relays that did not give us what they had to; ``undelivered`` the members whose
+    contributions are missing in what we reduced ourselves; ``deliveries`` what others' links gave."""
 
     round: Count
     digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
     dropped: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
     failed: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
+    undelivered: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
     deliveries: Annotated[tuple[Delivery, ...], Field(max_length=MAX_DELIVERIES)] = ()
     trouble: Text
 

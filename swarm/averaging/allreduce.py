@@ -48,10 +48,12 @@ costs about as much as a small chunk."""
 @dataclass
 class Exchange:
     """How the exchange went on this member: ``dropped`` members in what we reduced; owners and relays that ``failed``
-    to give us what they had to; and why a part is missing."""
+    to give us what they had to; ``undelivered`` contributions in what we reduced as owner or relay; and why a part is
+    missing."""
 
     dropped: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
+    undelivered: set[int] = field(default_factory=set)
     trouble: str = ""
 
     def report(self, store: ResultStore, deliveries: tuple[Delivery, ...]) -> PeerToCoordinatorRoundReport:
@@ -62,6 +64,7 @@ class Exchange:
             # Also what others reduced and left out: whoever made these bytes may not live to tell.
             dropped=tuple(sorted(self.dropped | store.left_out())),
             failed=tuple(sorted(self.failed)),
+            undelivered=tuple(sorted(self.undelivered)),
             deliveries=deliveries,
             trouble=self.trouble[:2000],
         )
@@ -127,6 +130,7 @@ class AllReduce:
         for reduction in (self._as_owner, *self._as_stand_in):
             self._exchange.dropped |= reduction.dropped
             self._exchange.failed |= reduction.failed - {self._me}
+        self._exchange.undelivered = self._as_owner.dropped | self._as_relay.dropped
         return self._exchange
 
     async def close(self) -> None:

@@ -37,6 +37,11 @@ class Grid:
     parts: tuple[GridPart, ...]
 
 
+def fewest_rows(members: int, group_size: int) -> int:
+    """How many rows there are to be, if enough members can own parts."""
+    return 1 if members <= group_size else max(-(-members // group_size), math.isqrt(members))
+
+
 def plan_rows(can_own: Sequence[bool], group_size: int, seed: int) -> list[list[int]]:
     """The members, 0 .. n - 1, in rows of about ``group_size`` at most, whose sizes differ by at most one.
 
@@ -50,7 +55,7 @@ def plan_rows(can_own: Sequence[bool], group_size: int, seed: int) -> list[list[
     draw = random.Random(seed)
     able = draw.sample(members, len(members))
     able.sort(key=lambda member: not can_own[member])  # stable: drawn among those that can, and among the others
-    rows = min(max(-(-len(members) // group_size), math.isqrt(len(members))), sum(can_own) or len(members))
+    rows = min(fewest_rows(len(members), group_size), sum(can_own) or len(members))
     return [sorted(able[row::rows]) for row in range(rows)]
 
 

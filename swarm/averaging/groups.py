@@ -9,6 +9,9 @@ from functools import cached_property
 from shoal.compression.codec import Codec
 from shoal.swarm.messages import Part, RoundPlan
 
+_OTHERS_FIRST = 2
+"""Who are asked before those that a detour leads round: each of them may cost the time that is waited for results."""
+
 
 @dataclass(frozen=True)
 class Header:
@@ -77,10 +80,18 @@ class Group:
 def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:
     """Whom a member asks for the results of a part that it does not own: its row's relay, the owner, the stand-ins.
 
-    ``me`` among the stand-ins stands for making them oneself."""
+    ``me`` among the stand-ins stands for making them oneself. Of those that the plan leads this member round by
+    ``detours``, others get the results all the same: they are asked before, and only then those, and oneself."""
     relays = plan.relays(part)
     first = relays[plan.members[me].row] if relays else part.owner
-    return list(dict.fromkeys([*([first] if first != me else []), part.owner, *part.stand_ins]))
+    usual = list(dict.fromkeys([*([first] if first != me else []), part.owner, *part.stand_ins]))
+    avoided = [one for one in usual if one in plan.members[me].detours]
+    if not avoided or usual[0] not in avoided:
+        return usual
+    others = [one for one in usual if one != me and one not in avoided]
+    if not others:
+        others = [one for one in may_hold(plan, part) if one != me and one not in plan.members[me].detours]
+    return list(dict.fromkeys([*others[:_OTHERS_FIRST], *avoided, *usual]))
 
 
 def may_hold(plan: RoundPlan, part: Part) -> list[int]:

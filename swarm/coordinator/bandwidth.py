@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median_high, median_low
 from types import MappingProxyType
 
@@ -57,17 +57,18 @@ class Bandwidths:
         traffic = Traffic(plan)
         for member, by_witness in rates.items():
             shares = traffic.shares(member)
-            served = {plan.members[one].peer: shares[one] for one in _served(plan, member)}
+            served = {plan.members[one].peer: shares[one] for one in collectors(plan, member)}
             values = [bps / served[witness] for witness, bps in by_witness.items() if witness in served]
             if len(values) >= min(2, len(served)) > 0:
                 unclaimed = min(values) if len(values) == 2 else median_high(values)
                 self._seen[plan.members[member].peer].append((unclaimed, median_high(values)))
 
-    def believed(self, claims_bps: Mapping[str, float]) -> dict[str, float]:
+    def believed(self, claims_bps: Mapping[str, float], counting: Collection[str] | None = None) -> dict[str, float]:
         """Bits a second of each of these members; 0 for unknown.
 
         A member may claim less than the others have seen of it, never more. Of whom nobody has seen anything yet is
-        believed at most what is usual here."""
+        believed at most what is usual here: for those who are ``counting``, all for None."""
+        counted = claims_bps.keys() if counting is None else set(counting)
         seen = {
             peer: max(median_low(figures[claims_bps[peer] > 0] for figures in rounds), self._at_least(peer))
             for peer, rounds in self._seen.items()
@@ -75,9 +76,10 @@ class Bandwidths:
         }
         # A member's first round opens its links as well: a figure that this may explain is the usual one.
         first = [peer for peer in seen if len(self._seen[peer]) == 1]
-        shown = median_low(seen.values()) if seen else 0.0
+        known = [figure for peer, figure in seen.items() if peer in counted] or list(seen.values())
+        shown = median_low(known) if known else 0.0
         seen |= {peer: max(seen[peer], shown) for peer in first if seen[peer] > shown / _SLOW_START}
-        figures = [figure for peer, claim in claims_bps.items() if (figure := seen.get(peer, claim)) > 0]
+        figures = [one for peer, claim in claims_bps.items() if peer in counted and (one := seen.get(peer, claim)) > 0]
         usual = median_high(figures) if figures else 0.0
         return _levelled({peer: _capped(claim, seen.get(peer), usual) for peer, claim in claims_bps.items()})
 
@@ -119,7 +121,7 @@ def _levelled(figures: Mapping[str, float]) -> dict[str, float]:
     return levelled
 
 
-def _served(plan: RoundPlan, member: int) -> set[int]:
+def collectors(plan: RoundPlan, member: int) -> set[int]:
     """Who collects this member's contribution: all owners, in a grid the relays of its row."""
     row = plan.members[member].row
     collectors = [column[row] for column in plan.columns] or [part.owner for part in plan.parts]

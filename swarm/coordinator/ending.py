@@ -5,7 +5,7 @@ Whoever has one scope does both at once (``machine.py``); the stages of a pipeli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
@@ -17,6 +17,7 @@ from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, left_out, lost_work, weighted_mean
 from shoal.swarm.coordinator.state import RunState
+from shoal.swarm.coordinator.trust import Punctuality, accusations_of, recorded_work
 from shoal.swarm.deadlines import Delays
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan, Verdict
 from shoal.swarm.pins import FIRST_STATE_OUTLOOK
@@ -24,6 +25,9 @@ from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import chain_hash, signed_bytes
 
 Sign = Callable[[bytes], bytes]
+
+_FEWEST_WITNESSES = 3
+"""Members with a record, so that of each of them two others tell how fast its link is."""
 
 
 class Ending(RunState):
@@ -35,6 +39,7 @@ class Ending(RunState):
         self._ready_delays = Delays(self.deadlines.ready_s)
         self._report_delays = Delays(self.deadlines.ready_s)
         self._bandwidths = Bandwidths()
+        self._punctuality = Punctuality()
         self._outage = Outage(self.deadlines)
         self._outlook: Return | None = None
 
@@ -44,6 +49,7 @@ class Ending(RunState):
         self.round.progress_s += stood_s
         self.round.reported_s += stood_s
         self._outage.excuse(stood_s)
+        self.lease_clock.excuse(stood_s)
         return stood_s
 
     # Going back -----------------------------------------------------------------------------------------
@@ -120,16 +126,25 @@ class Ending(RunState):
     def is_gathered(self, now_s: float) -> bool:
         """Whoever holds no samples brings none: nobody waits for them. Once half of those who do are ready, the others
         get as long as it has been taking; one that takes longer brings its work to the next round."""
-        ready, working, unheard = self.round.ready, self.working(), self.unheard()
-        awaited = [one for one in self.leases.held if one not in ready and (one in working or one in unheard)]
-        return now_s >= self.round.closes_s + self._worth_waiting_s(len(awaited))
+        return now_s >= self.round.closes_s + self._worth_waiting_s(self.awaited())
 
-    def _worth_waiting_s(self, awaited: int) -> float:
-        ready = len(self.round.ready)
-        if ready and not awaited:
+    def awaited(self) -> list[str]:
+        """Whose work the plan waits for; not that of members that were waited for in vain again and again."""
+        ready, working, unheard = self.round.ready, self.working(), self.unheard()
+        held = [one for one in self.leases.held if one not in ready and (one in working or one in unheard)]
+        if self.goal().exact:
+            return held
+        return [one for one in held if self._punctuality.is_awaited(one, self.round.number)]
+
+    def _worth_waiting_s(self, awaited: Collection[str]) -> float:
+        if self.round.ready and not awaited:
             return 0.0
+        # Most of those with a record, where any has one, or newcomers could keep everybody waiting.
+        recorded = self.membership.recorded().keys() & {*self.round.ready, *awaited}
+        ready = len(recorded.intersection(self.round.ready)) if recorded else len(self.round.ready)
+        late = len(recorded.intersection(awaited)) if recorded else len(awaited)
         # A batch that has to be whole is worth all the patience: without the straggler it begins anew.
-        prompt = ready > awaited and not self.goal().exact
+        prompt = ready > late and not self.goal().exact
         return self._ready_delays.wait_s if prompt else self.deadlines.ready_s
 
     def can_reopen(self, now_s: float) -> bool:
@@ -146,7 +161,7 @@ class Ending(RunState):
         members = self.membership.members
         plan = bounded(plan, self.run, self.history.rounds, members)
         peers = [member.peer for member in plan.members]
-        losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in peers]
+        losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in self._counting(peers)]
         loss = weighted_mean([(loss, weight) for loss, weight in losses if loss is not None])
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
         counted = [(ready[peer].loss, ready[peer].weight_tokens) for peer in recorded_of(plan.members, members)]
@@ -158,19 +173,28 @@ class Ending(RunState):
         self._measure()
         number, trainers, run = self.round.number, self.membership.trainers(), self.run
         rules = Rules(run.averaging.group_size, run.run.seed, run.most_in_a_chunk)
-        return plan_round(number, self.anchor_version, self.elements, ready, trainers, rules)
+        plan = plan_round(number, self.anchor_version, self.elements, ready, trainers, rules)
+        return self.accusations.into(plan) if plan else None
+
+    def _counting(self, peers: Collection[str]) -> list[str]:
+        """Those of them who have a record, if any has one."""
+        recorded = self.membership.recorded()
+        return [peer for peer in peers if peer in recorded] or list(peers)
 
     def _measure(self) -> None:
         """Make up our mind about everybody's link."""
         trainers = self.membership.trainers()
-        believed = self._bandwidths.believed({peer: one.claimed_bps for peer, one in trainers.items()})
+        claims_bps = {peer: one.claimed_bps for peer, one in trainers.items()}
+        believed = self._bandwidths.believed(claims_bps, self._counting(trainers))
         for peer, bps in believed.items():
             trainers[peer].bandwidth_bps = bps
 
     def _learn_bandwidths(self, plan: RoundPlan) -> None:
         shapes = [(spec.name, spec.shape) for spec in self.model.layout] if self.model else []
         reports, took_s = self.round.reports, self.round.reported_s - self.round.ready_s
-        self._bandwidths.learn(plan, reports, sent_at_least(plan, reports, self.run.coding(shapes), took_s))
+        counting = self._counting(reports)
+        witnesses = {peer: reports[peer] for peer in counting} if len(counting) >= _FEWEST_WITNESSES else reports
+        self._bandwidths.learn(plan, witnesses, sent_at_least(plan, reports, self.run.coding(shapes), took_s))
 
     def expect(self) -> None:
         """Say ahead what the plan will be, if all who work for the round are ready: of a flat group only, as the plan
@@ -202,13 +226,15 @@ class Ending(RunState):
     def judgement(self, now_s: float) -> Judgement | None:
         """How the round ends by what members report; None while it is worth waiting for more."""
         assert self.round.plan is not None
+        live = self.averaging()
         return judge(
             self.round.plan,
             self.round.reports,
-            self.averaging(),
+            live,
             overdue=now_s > self.round.progress_s + self.deadlines.report_s,
             enough=now_s > self.round.reported_s + self._report_delays.wait_s,
             whole=self.goal().exact,
+            work=recorded_work(self.membership.members, live),
         )
 
     def verdict_of(self, judgement: Judgement, went_back: f.WentBack | None = None) -> f.VerdictGiven:
@@ -243,6 +269,8 @@ class Ending(RunState):
             lost=lost,
             failed=judgement.failed,
             carrying=self._carrying(judgement),
+            missing=judgement.missing,
+            accusations=accusations_of(self.round.number, judgement.accused_by),
             went_back=went_back,
         )
 

@@ -20,6 +20,7 @@ from shoal.swarm.messages import (
     PeerId,
     PeerToCoordinatorDescribeModel,
     Phase,
+    Rate,
     Record,
     RosterEntry,
     RoundPlan,
@@ -117,16 +118,28 @@ class WentBack(Record):
     suspects: tuple[PeerId, ...] = ()
 
 
+class Accusation(Record):
+    """In that round the member ``by`` did not get from ``of`` what that one had to give it, as it says."""
+
+    by: PeerId
+    of: PeerId
+    round: Count
+
+
 class VerdictGiven(Fact):
     """How a round ended. ``lost``: members whose samples the committed mean does without; they are leased again.
-    ``failed``: those that others did not get from what they had to; ``carrying``: members that are here still, and
-    bring what the mean lacks of their contribution to the next round."""
+    ``failed``: those that others did not get from what they had to; they own nothing for a while. ``missing``: those
+    whose contributions did not come; after two rounds in a row they are left out for a while. ``accusations``: all of
+    the first kind, also those that are not enough for that. ``carrying``: members that are here still, and bring what
+    the mean lacks of their contribution to the next round."""
 
     verdict: Verdict
     elapsed_s: Seconds
     lost: tuple[PeerId, ...]
     failed: tuple[PeerId, ...] = ()
     carrying: tuple[PeerId, ...] = ()
+    missing: tuple[PeerId, ...] = ()
+    accusations: tuple[Accusation, ...] = ()
     went_back: WentBack | None = None
 
 
@@ -164,6 +177,10 @@ class MemberKept(Record):
     worked_version: Count | None
     suspended_until: Count
     suspensions: Count
+    pace_tps: Rate
+    missed: Count
+    absences: Count
+    out_until: Count
     joined_version: Count
     seen_version: Count
     left: Text = ""
@@ -176,7 +193,8 @@ class RunSnapshot(Fact):
     place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples; ``answered``:
     everybody's last lease; ``history``: the committed rounds behind the anchor, packed (``rollback.History``): a record
     each would hold up the event loop for seconds in a long run; ``lost_again``, ``undone_again``: samples that are
-    trained on once more; ``setback``: how often the run went back since it diverged (``divergence.Setback``)."""
+    trained on once more; ``setback``: how often the run went back since it diverged (``divergence.Setback``);
+    ``accusations``: who does without whom."""
 
     epoch: Count
     round: Count
@@ -201,6 +219,7 @@ class RunSnapshot(Fact):
     history: bytes
     lost_again: tuple[SampleRange, ...]
     undone_again: tuple[SampleRange, ...]
+    accusations: tuple[Accusation, ...]
     setback: tuple[Count, Count, Count] = (0, 0, 0)
 
 

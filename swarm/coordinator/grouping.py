@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
 
-from shoal.swarm.averaging.grid import plan_parts, plan_rows
+from shoal.swarm.averaging.grid import fewest_rows, plan_parts, plan_rows
 from shoal.swarm.averaging.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 from shoal.swarm.coordinator.membership import Member, majority, witnesses
+from shoal.swarm.coordinator.trust import owners
 from shoal.swarm.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
 
 _ODDLY_SLOW = 20
@@ -54,10 +55,14 @@ def plan_round(
         return None
     peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)
     bandwidths_bps = [members[peer].bandwidth_bps or None for peer in peers]
-    can_own = [members[peer].can_own for peer in peers]
-    if not any(can_own):  # an owner that has failed before may do better; one that cannot be reached will not
-        can_own = [members[peer].can_be_reached for peer in peers]
-    layout = lay_out(elements, bandwidths_bps, can_own, replace(rules, seed=rules.seed << 64 | number))
+    layout = lay_out(
+        elements,
+        bandwidths_bps,
+        owners(members, peers, fewest_rows(len(peers), rules.group_size)),
+        replace(rules, seed=rules.seed << 64 | number),
+        can_stand_in=[members[peer].can_own for peer in peers],
+        counting=[members[peer].has_record for peer in peers],
+    )
     return RoundPlan(
         round=number,
         anchor_version=anchor_version,
@@ -86,13 +91,26 @@ def as_expected(expected: RoundPlan | None, ready: Mapping[str, PeerToCoordinato
     return expected.model_copy(update={"members": tuple(members)})
 
 
-def lay_out(elements: int, bandwidths_bps: Sequence[float | None], can_own: Sequence[bool], rules: Rules) -> Layout:
-    """One flat group of up to ``rules.group_size`` members; of more a grid, which the seed decides on."""
-    chunk = chunk_elements(elements, len(can_own), _slowest(bandwidths_bps), rules.chunk_elements)
+def lay_out(
+    elements: int,
+    bandwidths_bps: Sequence[float | None],
+    can_own: Sequence[bool],
+    rules: Rules,
+    *,
+    can_stand_in: Sequence[bool] = (),
+    counting: Sequence[bool] = (),
+) -> Layout:
+    """One flat group of up to ``rules.group_size`` members; of more a grid, which the seed decides on.
+
+    ``can_stand_in``: of a flat group, who may besides those who ``can_own``; ``counting``: for whose links chunks are
+    made, if any of them are; all for empty ones."""
+    counted_bps = [bps for bps, counts in zip(bandwidths_bps, counting, strict=False) if counts] or bandwidths_bps
+    chunk = chunk_elements(elements, len(can_own), _slowest(counted_bps), rules.chunk_elements)
     rows = plan_rows(can_own, rules.group_size, rules.seed)
     if len(rows) == 1:
         shares = owner_shares(bandwidths_bps, can_own)
-        stand_ins = StandIns(shares, can_own)
+        able = [any(one) for one in zip(can_own, can_stand_in, strict=True)] if can_stand_in else can_own
+        stand_ins = StandIns(shares, able)
         flat = tuple(
             Part(owner=owner, start=start, stop=stop, stand_ins=tuple(stand_ins.of(owner, MAX_STAND_INS)))
             for owner, start, stop in split(elements, shares, chunk)

@@ -65,7 +65,9 @@ class Hearing(Ending):
         member.tokens_done = ready.weight_tokens
         before = self.round.ready.get(peer)
         if before is None:
-            self._ready_delays.saw(now_s - self.round.closes_s)
+            self.lease_clock.offer(peer, now_s)
+            if self.counts(peer):
+                self._ready_delays.saw(now_s - self.round.closes_s)
             self.round.ready_s = min(self.round.ready_s, now_s)
         elif before != ready:
             self.round.expected = None  # others may have got some of what it brought before
@@ -79,11 +81,17 @@ class Hearing(Ending):
             return
         if len(report.digests) != len(plan.parts) or any(
             one >= len(plan.members)
-            for one in (*report.dropped, *report.failed, *(one.member for one in report.deliveries))
+            for one in (
+                *report.dropped,
+                *report.failed,
+                *report.undelivered,
+                *(one.member for one in report.deliveries),
+            )
         ):
             raise WireError("the report does not fit the plan of its round")
         if peer not in self.round.reports:  # saying it again, or otherwise, holds off no verdict
-            self._report_delays.saw(now_s - self.round.reported_s if self.round.reports else 0.0)
+            if self.counts(peer):
+                self._report_delays.saw(now_s - self.round.reported_s if self.round.reports else 0.0)
             self.round.progress_s = self.round.reported_s = now_s
         self.round.reports[peer] = report
 

@@ -38,7 +38,9 @@ class RunMachine(Hearing):
             is_open = self.run.averaging.overlap and (self.round.phase == "averaging" or peer in self.round.ready)
         else:
             return []
-        if not is_open or peer not in self.working() or self.model is None or self.is_suspended(peer):
+        if not is_open or peer not in self.working() or self.model is None:
+            return []
+        if self.is_suspended(peer) or self.is_left_out(peer):
             return []
         samples = min(ask.samples, self.lease_limit(peer))
         if samples <= 0:
@@ -112,4 +114,6 @@ class RunMachine(Hearing):
         if proposal is None:
             self.give_verdict(self.verdict_of(Judgement(reason="nobody had anything to contribute")))
         else:
+            if not goal.exact:
+                self._punctuality.saw(self.round.number, self.round.ready, self.awaited())
             self.record(proposal)

@@ -31,6 +31,9 @@ _FIRST_SUSPENSION, _LONGEST_SUSPENSION = 8, 1024
 RECORD_ROUNDS = 8
 """Committed rounds with a member's contribution in them until it has a record."""
 
+_MISSED, _LONGEST_ABSENCE = 2, 64
+"""Rounds in a row without a member's contribution until it is left out, and for how many at most."""
+
 _TOLD_TROUBLES = 64
 """In one status: a message has room for so much."""
 
@@ -38,18 +41,20 @@ _TOLD_TROUBLES = 64
 @dataclass
 class Member:
     """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``rounds_committed``,
-    ``bandwidth_bps``, ``barred_rounds``, ``failures``, what stands between that and ``left`` comes from heartbeats.
+    ``bandwidth_bps``, ``barred_rounds``, ``failures`` and what stands between these and ``left`` comes from heartbeats.
     ``tokens_ahead``: done for the next round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what
     is believed of its link, 0 for unknown, whatever it claims. ``failures``: how often since it joined it did not
     deliver what others had to get from it; for the next ``barred_rounds`` committed rounds that it takes part in, it
-    owns nothing. ``kept``: states that it could go back to; ``joined_version`` and ``seen_version``: the run's anchor
-    version when its process joined, or came back after newer ones had been made, and the newest one while it was here.
-    ``carried_tokens``: of work that rounds were planned with and left out, since the last one that had it all;
-    ``clipped_rounds``: in how many its contribution was above its bound; ``worked_version``: the newest version from
-    which work of its was committed; ``suspended_until``: the first round that its work counts in again, after the run
-    went back behind rounds that it may have spoilt, ``suspensions`` times by now; ``diverged``: the state from which it
-    says that its work is of no use. ``left``: why it is not alive any more, and ``trouble``, by its own word, what made
-    it go."""
+    owns nothing. ``pace_tps``: the tokens a second that it was seen to commit. ``missed``: rounds in a row whose mean
+    lacks its contribution; ``absences``: how often it was left out for that, less what it has delivered since;
+    ``out_until``: the first round that it may work for again. ``kept``: states that it could go back to;
+    ``joined_version`` and ``seen_version``: the run's anchor version when its process joined, or came back after newer
+    ones had been made, and the newest one while it was here. ``carried_tokens``: of work that rounds were planned with
+    and left out, since the last one that had it all; ``clipped_rounds``: in how many its contribution was above its
+    bound; ``worked_version``: the newest version from which work of its was committed; ``suspended_until``: the first
+    round that its work counts in again, after the run went back behind rounds that it may have spoilt, ``suspensions``
+    times by now; ``diverged``: the state from which it says that its work is of no use. ``left``: why it is not alive
+    any more, and ``trouble``, by its own word, what made it go."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -70,6 +75,10 @@ class Member:
     bandwidth_bps: float = 0.0
     tokens_committed: int = 0
     rounds_committed: int = 0
+    pace_tps: float = 0.0
+    missed: int = 0
+    absences: int = 0
+    out_until: int = 0
     barred_rounds: int = 0
     failures: int = 0
     carried_tokens: int = 0
@@ -115,6 +124,22 @@ class Member:
         self.suspended_until = current_round + 1 + rounds
         self.suspensions += 1
 
+    def miss(self, round_number: int) -> bool:
+        """Its contribution to this round was waited for and did not come. Returns whether it is left out from now on:
+        after two rounds in a row, for 2, 4, 8 … rounds, and after each of these absences already for the next miss."""
+        self.missed += 1
+        if self.missed < _MISSED:
+            return False
+        self.absences += 1
+        self.missed = _MISSED - 1
+        self.out_until = round_number + 1 + min(2 ** min(self.absences, 8), _LONGEST_ABSENCE)
+        return True
+
+    def deliver(self) -> None:
+        """A round was committed with its contribution."""
+        self.missed = 0
+        self.absences = max(0, self.absences - 1)
+
     @property
     def states(self) -> set[tuple[int, bytes]]:
         """All that it has told of, by version and digest: the state that it holds, and those that it keeps."""
@@ -145,7 +170,7 @@ class Membership:
     replaced: set[bytes] = field(default_factory=set)
     """CURVE keys of processes in whose place another one of the same identity has joined."""
     _states: int = field(default=0, compare=False)
-    """How often some member's heartbeat has named another state than the one before."""
+    """How often some member's heartbeat has named another state than the one before, or a round was committed."""
     _remembered: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """What all members together amount to: asked for with every message of every one of them."""
 
@@ -157,6 +182,8 @@ class Membership:
             member.rounds_committed = earlier.rounds_committed
             member.clipped_rounds, member.worked_version = earlier.clipped_rounds, earlier.worked_version
             member.suspended_until, member.suspensions = earlier.suspended_until, earlier.suspensions
+            member.pace_tps = earlier.pace_tps
+            member.missed, member.absences, member.out_until = earlier.missed, earlier.absences, earlier.out_until
             if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
                 self.replaced.add(earlier.entry.certificate.curve_key)
             elif earlier.seen_version == anchor_version:  # no newer one was made without this process
@@ -176,7 +203,8 @@ class Membership:
         member.forget_progress()
 
     def advance(self, anchor_version: int) -> None:
-        """The run is at this version now, a newer one."""
+        """The run is at this version now, a newer one; somebody may have a record since."""
+        self._states += 1
         for member in self.trainers().values():
             member.seen_version = anchor_version
 
@@ -247,6 +275,12 @@ class Membership:
     def trainers(self) -> Mapping[str, Member]:
         return self._remember(
             ("trainers",), lambda: {peer: member for peer, member in self.members.items() if member.is_trainer}
+        )
+
+    def recorded(self) -> Mapping[str, Member]:
+        """Live trainers with a record."""
+        return self._remember(
+            ("recorded",), lambda: {peer: member for peer, member in self.trainers().items() if member.has_record}
         )
 
     def holder(self, curve_key: bytes) -> str | None:
@@ -323,9 +357,11 @@ class Membership:
 
 def witnesses(members: Mapping[str, Member], holders: Iterable[str], anchor_version: int) -> list[str]:
     """Of these holders of a version those who were here when it was made, and know it from the round itself; all of
-    them when none was. What others bring from their disks may be of a round that was undone."""
+    them when none was. What others bring from their disks may be of a round that was undone. Of those the ones with a
+    record, if any has one: newcomers, however many, do not outvote them."""
     holders = list(holders)
-    return [peer for peer in holders if members[peer].joined_version < anchor_version] or holders
+    present = [peer for peer in holders if members[peer].joined_version < anchor_version] or holders
+    return [peer for peer in present if members[peer].has_record] or present
 
 
 def majority(digests: Iterable[bytes | None]) -> bytes | None:

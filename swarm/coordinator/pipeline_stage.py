@@ -3,7 +3,7 @@ with those of all other stages (``pipeline_barrier.py``). Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.ending import Sign
@@ -116,6 +116,9 @@ class StageMachine(Hearing):
                 self.round.ready.pop(fact.peer, None)  # what it had offered is another contribution now
             case _:
                 super()._apply(fact)
+
+    def _leave_out(self, missing: Iterable[str]) -> None:
+        """Nobody: a stage may have no other replica. Who is in no mean loses its place (``Barrier.take_hopeless``)."""
 
     def _end_round(self, fact: f.VerdictGiven) -> None:
         super()._end_round(fact)

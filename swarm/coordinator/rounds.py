@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
+from shoal.swarm.coordinator.bandwidth import collectors
 from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.coordinator.trust import outvotes
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport, Phase, RoundPlan
 from shoal.swarm.run_file import RunSection
@@ -136,11 +139,14 @@ def left_out(ended: Round, digests: tuple[bytes | None, ...]) -> tuple[str, ...]
 @dataclass(frozen=True)
 class Judgement:
     """How the round ends: with digests when committed (None: a void part), with a reason when aborted. ``failed``: the
-    owners and relays that others did not get from what they had to."""
+    owners and relays that others did not get from what they had to; ``missing``: the members whose contributions did
+    not come; ``accused_by``: by member, of which owners and relays it says so."""
 
     digests: tuple[bytes | None, ...] = ()
     reason: str = ""
     failed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    accused_by: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @property
     def committed(self) -> bool:
@@ -155,6 +161,7 @@ def judge(
     overdue: bool,
     enough: bool,
     whole: bool = False,
+    work: Mapping[str, int] = MappingProxyType({}),
 ) -> Judgement | None:
     """The verdict, or None while it is worth waiting.
 
@@ -162,32 +169,82 @@ def judge(
     that the next death does not take committed bytes away; a part without such bytes is void. Committed when any part
     is, or, of a ``whole`` round, when all are. Waits for all live members of the plan, or until ``overdue``; those who
     only lack what others hold can fetch it later: ``enough`` (time for the others' sake) ends the wait for them.
+
+    ``work``: of the members with a record, what was committed of each. Where there are any, it is they who decide on
+    bytes and owners, by that work (``trust.outvotes``).
     """
     heard = {peer: report for peer, report in reports.items() if peer in live}
     present = [member.peer for member in plan.members if member.peer in live]
     can_wait = len(heard) < len(present) and not overdue
     if can_wait and not enough:
         return None  # whatever the reports say: counting a thousand of them takes a while
+    deciding = not work.keys().isdisjoint(present if can_wait else heard)
     digests: list[bytes | None] = []
-    failed: list[str] = []
+    failed: set[str] = set()
+    accusers: defaultdict[str, set[str]] = defaultdict(set)
     for index, part in enumerate(plan.parts):
         held = Counter(one for one in (report.digests[index] for report in heard.values()) if one is not None)
+        worked = _work_behind(heard, index, work) if deciding else {}
         # Of equally many the smallest, so that any two judges agree.
-        digest, holders = min(held.items(), key=lambda one: (-one[1], one[0]), default=(None, 0))
-        kept = digest if holders >= min(2, len(present)) else None
+        ranked = sorted(held.items(), key=lambda one: (-worked.get(one[0], 0), -one[1], one[0]))
+        digest, holders = ranked[0] if ranked else (None, 0)
+        is_kept = holders >= min(2, len(present)) and (not deciding or digest in worked)
+        kept = digest if is_kept else None
         if can_wait and kept is None:
             return None
         digests.append(kept)
-        # One that holds other bytes than the rest may have made them up; of two the owner is the likelier source.
-        if kept is None or held.total() - holders >= 2:
-            failed.append(plan.members[part.owner].peer)
-    # One that fails one member may have a bad link with it; one that fails two is slow or cut off itself.
-    accused = Counter(owner for report in heard.values() for owner in set(report.failed))
-    failed += [plan.members[owner].peer for owner in sorted(accused) if accused[owner] >= min(2, len(present) - 1)]
+        owner = plan.members[part.owner].peer
+        if not work:
+            # One that holds other bytes than the rest may have made them up; of two the owner is the likelier source.
+            if kept is None or held.total() - holders >= 2:
+                failed.add(owner)
+        elif kept is None:
+            accusers[owner].update(heard)
+        elif len(held) > 1:
+            others = {peer for peer, report in heard.items() if report.digests[index] not in (None, kept)}
+            accusers[owner].update(heard.keys() - others if owner in others else others)
     void = digests.count(None)
+    accused_by = {
+        peer: {plan.members[index].peer for index in report.failed} for peer, report in heard.items() if report.failed
+    }
+    for peer, accused in accused_by.items():
+        for one in accused:
+            accusers[one].add(peer)
+    failed.update(peer for peer in accusers if outvotes(accusers[peer] - {peer}, peer, present, work))
+    ended = Judgement(
+        failed=tuple(sorted(failed)),
+        missing=tuple(peer for peer in _missing(plan, heard, work) if peer in live),
+        accused_by=accused_by,
+    )
     if void < len(digests) and not (void and whole):
-        return Judgement(digests=tuple(digests), failed=tuple(dict.fromkeys(failed)))
+        return replace(ended, digests=tuple(digests))
     troubles = sorted({report.trouble for report in heard.values() if report.trouble})
     why = f"; {troubles[0]}" if troubles else ""
-    reason = f"{void} of {len(plan.parts)} parts did not arrive{why}"
-    return Judgement(reason=reason, failed=tuple(dict.fromkeys(failed)))
+    return replace(ended, reason=f"{void} of {len(plan.parts)} parts did not arrive{why}")
+
+
+def _work_behind(
+    heard: Mapping[str, PeerToCoordinatorRoundReport], part: int, work: Mapping[str, int]
+) -> dict[bytes, int]:
+    """The recorded work of those who hold each digest of a part."""
+    worked: dict[bytes, int] = {}
+    for peer in heard.keys() & work.keys():
+        digest = heard[peer].digests[part]
+        if digest is not None:
+            worked[digest] = worked.get(digest, 0) + work[peer]
+    return worked
+
+
+def _missing(plan: RoundPlan, heard: Mapping[str, PeerToCoordinatorRoundReport], work: Mapping[str, int]) -> list[str]:
+    """Members whose contributions did not come, as most of those say who had to collect them."""
+    said: defaultdict[int, set[str]] = defaultdict(set)
+    for peer, report in heard.items():
+        for index in report.undelivered:
+            said[index].add(peer)
+    missing = []
+    for index in sorted(said):
+        collecting = {plan.members[one].peer for one in collectors(plan, index)}
+        peer, saying = plan.members[index].peer, said[index] & collecting
+        if saying and 2 * len(saying) > len(collecting) and outvotes(saying, peer, collecting, work):
+            missing.append(peer)
+    return missing

@@ -14,6 +14,7 @@ from shoal.swarm.coordinator.leases import LeaseLedger, from_wire, to_wire
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.rollback import History
 from shoal.swarm.coordinator.rounds import Round
+from shoal.swarm.coordinator.trust import Accusations
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.state import RunState
@@ -48,6 +49,7 @@ def take(state: RunState) -> RunSnapshot:
         lost_again=to_wire(state.again.lost),
         undone_again=to_wire(state.again.undone),
         setback=state.setback.kept,
+        accusations=state.accusations.kept(),
     )
 
 
@@ -68,6 +70,7 @@ def restore(state: RunState, snapshot: RunSnapshot) -> None:
     state.history = History.unpack(snapshot.history)
     state.again = Again(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
     state.setback = Setback(*snapshot.setback)
+    state.accusations = Accusations({(one.by, one.of): one.round for one in snapshot.accusations})
 
 
 def members_of(membership: Membership) -> tuple[tuple[MemberKept, ...], tuple[bytes, ...]]:
@@ -100,6 +103,10 @@ def _kept(member: Member) -> MemberKept:
         worked_version=member.worked_version,
         suspended_until=member.suspended_until,
         suspensions=member.suspensions,
+        pace_tps=member.pace_tps,
+        missed=member.missed,
+        absences=member.absences,
+        out_until=member.out_until,
         joined_version=member.joined_version,
         seen_version=member.seen_version,
         left=member.left,
@@ -123,6 +130,10 @@ def _member(kept: MemberKept, now_s: float) -> Member:
         worked_version=kept.worked_version,
         suspended_until=kept.suspended_until,
         suspensions=kept.suspensions,
+        pace_tps=kept.pace_tps,
+        missed=kept.missed,
+        absences=kept.absences,
+        out_until=kept.out_until,
         joined_version=kept.joined_version,
         seen_version=kept.seen_version,
         left=kept.left,

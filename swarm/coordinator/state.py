@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator import snapshot
@@ -15,6 +15,7 @@ from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.coordinator.rounds import Goal, Round, Work, is_over
 from shoal.swarm.coordinator.tally import Tally
+from shoal.swarm.coordinator.trust import Accusations, LeaseClock, newcomers_tokens, pace_after, pace_limit
 from shoal.swarm.messages import DivergenceWord, RunView, TensorSpec, Verdict
 from shoal.swarm.run_file import RunFile
 from shoal.swarm.verdicts import genesis
@@ -33,6 +34,8 @@ class RunState(Admission):
         self.leases = LeaseLedger()
         self.again = Again()
         self.answered: dict[str, f.LeaseGranted] = {}
+        self.accusations = Accusations()
+        self.lease_clock = LeaseClock()
         self.round = Round(0, opened_s=now_s)
         self.agreed_digest: bytes | None = None
         self.chain = genesis(run.hash)
@@ -113,6 +116,7 @@ class RunState(Admission):
 
     def _lose_work(self, peer: str) -> None:
         self.answered.pop(peer, None)
+        self.lease_clock.lose(peer)
         averaged = self.round.ranges.get(peer)
         if averaged is not None:
             self.round.orphans.add(peer)  # the verdict decides on these samples
@@ -136,6 +140,8 @@ class RunState(Admission):
         verdict = fact.verdict
         assert verdict.round == self.round.number, "one verdict a round"
         assert verdict.previous_chain == self.chain, "an unbroken chain"
+        # By the verdicts' own times: a verdict that is taken over from a member says the same as the one that was lost.
+        lasted_s = verdict.ended_s - self.verdict.ended_s if self.verdict else 0.0
         self.verdict, self.chain = verdict, verdict.chain
         took_s = max(0.0, fact.elapsed_s - self.elapsed_before_s)
         self.elapsed_before_s, self.started_s = fact.elapsed_s, self.now_s
@@ -145,13 +151,18 @@ class RunState(Admission):
         for peer in fact.failed:
             self.membership.members[peer].fail()
         if verdict.committed:
+            self._learn_paces(verdict, lasted_s)
             self._commit(verdict, fact.lost, took_s)
             self._carry(verdict, fact.carrying)
+            self._forgive(committed.difference(fact.lost, fact.missing))
         else:
             self.rounds_aborted += 1
         for peer in self.round.orphans:  # who is back already keeps what it was given since
             since = subtract(self.leases.held.get(peer, []), self.round.ranges[peer])
             self.leases.give_back(peer, keep=since)
+        self._leave_out(fact.missing)
+        self.accusations.take(fact.accusations, verdict.round)
+        self.lease_clock.end_round(committed.difference(fact.lost), self.round.opened_s)
         if fact.went_back is not None:
             self._go_back(verdict, fact.went_back)
         self.setback = self.setback.passed(self.anchor_version)
@@ -162,6 +173,42 @@ class RunState(Admission):
             self.round.phase = "training"
         if is_over(self.run.run, self.tokens_committed, self.rounds_committed, self.elapsed_s(self.now_s)):
             self.round.phase = "ended"
+
+    def _learn_paces(self, verdict: Verdict, lasted_s: float) -> None:
+        """Of a run's first round nobody knows how long it took."""
+        assert verdict.plan is not None
+        members, recorded = self.membership.members, self.membership.recorded()
+        lasted_s = min(lasted_s, self.run.round.max_s)
+        paces = {
+            one.peer: pace_after(members[one.peer], one.weight_tokens, lasted_s, recorded)
+            for one in verdict.plan.members
+            if lasted_s > 0.0
+        }
+        for peer, pace_tps in paces.items():
+            members[peer].pace_tps = pace_tps
+
+    def _forgive(self, delivered: Iterable[str]) -> None:
+        for peer in delivered:
+            self.membership.members[peer].deliver()
+
+    def _leave_out(self, missing: Iterable[str]) -> None:
+        """What others wait for in vain again and again, they wait for no more for a while."""
+        for peer in missing:
+            member = self.membership.members[peer]
+            if member.miss(self.round.number):
+                self.leases.give_back(peer)
+                self.answered.pop(peer, None)
+                self.lease_clock.lose(peer)
+                member.forget_progress()
+
+    def is_left_out(self, peer: str) -> bool:
+        """Whether its work does not count in this round, as it has not delivered what it had to."""
+        return self.round.number < self.membership.members[peer].out_until
+
+    def counts(self, peer: str) -> bool:
+        """Whether what it says of itself steers others: it has a record, or nobody has."""
+        recorded = self.membership.recorded()
+        return not recorded or peer in recorded
 
     def _commit(self, verdict: Verdict, lost: tuple[str, ...], took_s: float) -> None:
         plan = verdict.plan
@@ -338,11 +385,48 @@ class RunState(Admission):
     def lease_limit(self, peer: str) -> int:
         """The most samples that this member gets now; may be negative."""
         batch, goal = self.run.inner.batch_samples, self.goal_samples()
+        believed = self._believed_limit(peer)
         if not self.goal().exact:
-            return _LEASED_ROUNDS * max(batch, goal) - count(self.leases.held.get(peer, []))
+            limit = min(believed, _LEASED_ROUNDS * max(batch, goal) - self._held(peer))
+            return limit - limit % batch if believed < _MAX_COUNT else limit
         # Guided self-scheduling (Polychronopoulos & Kuck 1987): ever smaller, so that all finish together.
         left = max(0, goal - self.leases.outstanding())
-        return min(left, max(batch, -(-left // (2 * len(self.synced())))))
+        return min(left, believed, max(batch, -(-left // (2 * len(self.synced())))))
+
+    def _held(self, peer: str) -> int:
+        return count(self.leases.held.get(peer, []))
+
+    def _believed_limit(self, peer: str) -> int:
+        """The most samples that it gets now for what it was seen to commit; no limit while nobody has a record. A
+        batch is always possible, or nobody could ever show anything."""
+        member, recorded = self.membership.members[peer], self.membership.recorded()
+        assert self.model is not None
+        per_sample, batch, held = self.model.tokens_per_sample, self.run.inner.batch_samples, self._held(peer)
+        limit_tps = pace_limit(member, recorded)
+        if not recorded:
+            return _MAX_COUNT
+        self.lease_clock.begin(peer, self.now_s, held * per_sample, limit_tps)
+        if member.has_record:
+            # A lease lasts for a while; where rounds are short, that is no reason to hold several rounds' worth.
+            ahead_s = min(self.deadlines.lease_s, self.run.round.max_s / 2)
+            worked_s = self.lease_clock.worked_s(peer, self.now_s) + ahead_s
+            return max(batch, int(min(limit_tps * worked_s / per_sample, _MAX_COUNT))) - held
+        worked_s = self.lease_clock.worked_s(peer, self.now_s, self.round.opened_s)
+        alone = max(batch, int(min(limit_tps * worked_s / per_sample, _MAX_COUNT))) - held
+        return min(alone, self._newcomers_limit(peer))
+
+    def _newcomers_limit(self, peer: str) -> int:
+        """What is left for this member of what all without a record may hold."""
+        assert self.model is not None
+        goal, recorded, batch = self.goal(), self.membership.recorded(), self.run.inner.batch_samples
+        open_s = self.now_s - self.round.opened_s
+        if goal.exact and (recorded.keys().isdisjoint(self.working()) or open_s > goal.max_s / 2):
+            return _MAX_COUNT  # those with a record do not fill the batch
+        tokens = newcomers_tokens(recorded.values(), goal.tokens, None if goal.exact else open_s)
+        most = int(min(tokens / self.model.tokens_per_sample, _MAX_COUNT))
+        together = sum(count(ranges) for holder, ranges in self.leases.held.items() if holder not in recorded)
+        each = most // max(1, len(self.working().keys() - recorded.keys()))
+        return min(max(batch, most) - together, max(batch, each) - self._held(peer))
 
     def averaging(self) -> set[str]:
         """The plan's members that are still here, and never left."""

@@ -179,10 +179,12 @@ def journaled(machine: RunMachine) -> dict[str, Any]:
         "history": machine.history,
         "counts": (machine.rounds_aborted, machine.tokens_committed, machine.rounds_undone, machine.tokens_undone),
         "again": machine.again,
+        "accusations": machine.accusations,
         "members": {
             peer: (
                 (one.entry, one.device, one.alive, one.left, one.trouble),
                 (one.tokens_committed, one.barred_rounds, one.failures),
+                (one.rounds_committed, one.pace_tps, one.missed, one.absences, one.out_until),
             )
             for peer, one in machine.membership.members.items()
             if one.entry.role == "trainer"
@@ -197,7 +199,7 @@ def journaled(machine: RunMachine) -> dict[str, Any]:
     }
 
 
-NOT_FROM_FACTS = {"_sign", "_ready_delays", "_report_delays", "_bandwidths", "_outage"}
+NOT_FROM_FACTS = {"_sign", "_ready_delays", "_report_delays", "_bandwidths", "_outage", "_punctuality", "lease_clock"}
 """Attributes of a machine that come from its start, or from what is not journaled, and cannot be compared."""
 
 
@@ -389,9 +391,7 @@ class World(JournaledWorld[RunMachine]):
         match view.phase:
             case "training":
                 worker.catch_up()
-                if not worker.left:
-                    self.take(worker, self.ask(worker, 6))
-                self.train(worker)
+                self.work(worker)
             case "closing":
                 if not worker.offered:
                     self.ready(worker)
@@ -403,9 +403,13 @@ class World(JournaledWorld[RunMachine]):
                     assert weights[worker.peer] == worker.tokens_done
                     self.report(worker)
         if self.overlap and worker.offered:
-            if not worker.left:
-                self.take(worker, self.ask(worker, 6))
-            self.train(worker)
+            self.work(worker)
+
+    def work(self, worker: Worker) -> None:
+        """What it does in a turn."""
+        if not worker.left:
+            self.take(worker, self.ask(worker, 6))
+        self.train(worker)
 
     def conclude(self, worker: Worker) -> None:
         """Act on the verdict of the round that it worked for."""

@@ -1,0 +1,28 @@
+"""``shoal``, but it says of certain members in every round that it got nothing from them, and of their contributions
+that they did not come: ``accusing_member.py PEER,PEER join INVITE …``."""
+
+import sys
+from collections.abc import Set
+
+from shoal.peer.cli import main
+from shoal.swarm.averaging.allreduce import Exchange
+from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.messages import Delivery, PeerToCoordinatorRoundReport
+
+
+def accuse(accused: Set[str]) -> None:
+    real = Exchange.report
+
+    def report(self: Exchange, store: ResultStore, deliveries: tuple[Delivery, ...]) -> PeerToCoordinatorRoundReport:
+        members = store.plan.members
+        lies = tuple(index for index, member in enumerate(members) if member.peer in accused)
+        return real(self, store, deliveries).model_copy(update={"failed": lies, "undelivered": lies, "dropped": lies})
+
+    Exchange.report = report  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _, accused, *arguments = sys.argv
+    accuse(set(accused.split(",")))
+    sys.argv = ["shoal", *arguments]
+    main()

@@ -1,0 +1,43 @@
+"""A member that is always ready and never delivers: after two rounds nobody waits for it."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+from tests.attacks.trusted import ROUND_S, committed_with, wait_for_records
+from tests.integration.harness import ROUNDS_S, Swarm, eventually, finish, run_toml
+
+from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.messages import Verdict
+
+pytestmark = pytest.mark.integration
+
+WITHHOLDING = (sys.executable, str(Path(__file__).parent / "withholding_member.py"))
+PATIENCE_S = 4.0
+AFTER = 6
+"""Rounds after those that it spoils."""
+
+
+def test_nobody_waits_for_it_for_ever(swarm: Swarm) -> None:
+    host = swarm.host(run_toml(max_s=ROUND_S, patience_s=PATIENCE_S))
+    honest = swarm.members(host.invite, "a", "b")
+    wait_for_records(host, honest)
+    liar = swarm.member(host.invite, "liar", WITHHOLDING)
+    peer = liar.peer
+
+    def look() -> list[Verdict] | None:
+        verdicts = [one.verdict for one in host.facts() if isinstance(one, VerdictGiven)]
+        planned = committed_with(host, peer)
+        since = [one for one in verdicts if planned and one.round >= planned[0].round]
+        return since if len(since) >= 2 + AFTER else None
+
+    rounds = eventually("some rounds after its first", look, ROUNDS_S, host.tail)
+    took_s = [after.ended_s - before.ended_s for before, after in itertools.pairwise(rounds)]
+    with_it = [peer in [member.peer for member in one.plan.members] if one.plan else False for one in rounds]
+    print([f"{seconds:.1f} s{' with it' if one else ''}" for seconds, one in zip(took_s, with_it[1:], strict=True)])
+    assert with_it[:2] == [True, True]
+    # Left out of two rounds, then tried once more, and left out of four.
+    assert sum(with_it[2:]) <= 1
+    assert sum(seconds > PATIENCE_S for seconds in took_s[1:]) <= 1
+    finish(host, honest)

@@ -1,0 +1,36 @@
+"""Members that have a record, for attacks by others that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.integration.harness import ROUNDS_S, Host, Member, eventually
+
+from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.coordinator.membership import RECORD_ROUNDS
+from shoal.swarm.messages import Verdict
+
+ROUND_S = 1.0
+
+
+def committed_with(host: Host, peer: str) -> list[Verdict]:
+    """The committed rounds that this peer's work is in."""
+    verdicts = [one.verdict for one in host.facts() if isinstance(one, VerdictGiven) and one.verdict.committed]
+    return [one for one in verdicts if one.plan is not None and peer in [member.peer for member in one.plan.members]]
+
+
+def wait_for_rounds(host: Host, member: Member, rounds: int) -> list[Verdict]:
+    """Until that many rounds were committed with its work in them."""
+    peer = member.peer
+
+    def look() -> list[Verdict] | None:
+        assert member.running, member.tail()
+        found = committed_with(host, peer)
+        return found if len(found) >= rounds else None
+
+    return eventually(f"{member.label} commits {rounds} rounds", look, ROUNDS_S, member.tail)
+
+
+def wait_for_records(host: Host, members: Sequence[Member]) -> None:
+    for member in members:
+        wait_for_rounds(host, member, RECORD_ROUNDS)

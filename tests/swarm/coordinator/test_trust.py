@@ -1,0 +1,473 @@
+"""What members may do before they have a record and after; simulated runs on a virtual clock, and the rules alone."""
+
+from __future__ import annotations
+
+import pytest
+from tests.swarm.coordinator.test_rounds import PLAN, A, B, C, plan
+from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, peer_name, report, run_file
+
+from shoal.swarm.averaging.groups import holders
+from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.leases import count
+from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member, majority, witnesses
+from shoal.swarm.coordinator.rounds import Judgement, judge
+from shoal.swarm.coordinator.trust import (
+    DETOUR_ROUNDS,
+    NEWCOMERS_SHARE,
+    Accusations,
+    LeaseClock,
+    Punctuality,
+    accusations_of,
+    outvotes,
+    owners,
+)
+from shoal.swarm.messages import PeerToCoordinatorRoundReport, Verdict
+from shoal.swarm.run_file import RunFile
+
+TURN_S = 0.25
+ROUND_S = 5.0
+SOON = RECORD_ROUNDS + 2
+
+
+class UnevenWorld(World):
+    """Members train ``speeds`` samples a turn each; some of them only say that they have."""
+
+    def __init__(self, run: RunFile, speeds: list[int]) -> None:
+        self.speeds = dict(enumerate(speeds))
+        super().__init__(run, len(speeds))
+
+    def work(self, worker: Worker) -> None:
+        left = self.speeds[worker.number]
+        # As members do: a lease that lasts for a while.
+        a_lease = int(max(2, left * self.machine.deadlines.lease_s / TURN_S))
+        while left > 0:
+            if not worker.left:
+                self.take(worker, self.ask(worker, a_lease))
+            before = count(worker.done) + count(worker.ahead)
+            self.train(worker, left)
+            done = count(worker.done) + count(worker.ahead) - before
+            if not done:
+                return
+            left -= done
+
+    def come(self, number: int, speed: int) -> Worker:
+        worker = self.workers[number]
+        self.speeds[number] = speed
+        self.join(worker)
+        self.sync(worker)
+        return worker
+
+    def go_on(self, rounds: int) -> list[Verdict]:
+        """So many verdicts more."""
+        last = len(self.verdicts) + rounds
+        while len(self.verdicts) < last:
+            for number in self.speeds:
+                self.behave(self.workers[number])
+            self.tick(TURN_S)
+        return [one.verdict for one in self.verdicts[-rounds:]]
+
+
+def share(verdicts: list[Verdict], *numbers: int) -> float:
+    """Of all committed tokens."""
+    weights = [one for verdict in verdicts if verdict.plan for one in verdict.plan.members]
+    mine = {peer_name(number) for number in numbers}
+    return sum(one.weight_tokens for one in weights if one.peer in mine) / sum(one.weight_tokens for one in weights)
+
+
+def timed(**more: float) -> RunFile:
+    """Rounds that end after a time."""
+    return run_file(**{"tokens": 10**9, "max_s": ROUND_S, "patience_s": 3.0, **more})
+
+
+# Leases -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("speeds", [[2, 8], [2, 40], [2, 2, 2, 40]])
+def test_uneven_members_keep_their_shares(monkeypatch: pytest.MonkeyPatch, speeds: list[int], overlap: bool) -> None:
+    def played() -> list[Verdict]:
+        world = UnevenWorld(timed(overlap=overlap), speeds)
+        return [one for one in world.go_on(60) if one.round > SOON]
+
+    bounded = played()
+    monkeypatch.setattr(Member, "has_record", False)
+    free = played()
+    assert all(one.committed for one in bounded)
+    assert sum(one.tokens for one in bounded) == pytest.approx(sum(one.tokens for one in free), rel=0.005)
+    for number, speed in enumerate(speeds):
+        assert share(bounded, number) == pytest.approx(speed / sum(speeds), rel=0.05)
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "virtual_batch"])
+def test_uneven_members_of_rounds_with_a_goal_are_no_slower(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    def lasted_s() -> float:
+        world = UnevenWorld(run_file(algorithm, tokens=2000, max_s=60.0), [2, 8, 40])
+        ended = world.go_on(50)
+        assert all(one.committed for one in ended)
+        return ended[-1].ended_s - ended[SOON].ended_s
+
+    bounded_s = lasted_s()
+    monkeypatch.setattr(Member, "has_record", False)
+    assert bounded_s <= 1.02 * lasted_s()
+
+
+def test_an_identity_that_does_no_work_gets_a_newcomers_share_and_then_twice_as_much_a_round() -> None:
+    world = UnevenWorld(timed(), [4, 4])
+    world.go_on(SOON)
+    fresh = world.machine.leases.fresh
+    world.come(2, 10**6)
+    new = world.go_on(RECORD_ROUNDS)
+    assert share(new, 2) <= 1.1 * NEWCOMERS_SHARE
+    assert all(share([one], 2) <= 1.25 * NEWCOMERS_SHARE for one in new)
+    used = world.machine.leases.fresh - fresh
+    assert used * TOKENS_PER_SAMPLE <= 1.25 * sum(one.tokens for one in new)
+    pace_tps = world.machine.membership.members[peer_name(2)].pace_tps
+    world.go_on(3)
+    assert world.machine.membership.members[peer_name(2)].pace_tps <= 2.0**3 * pace_tps
+
+
+def test_many_identities_share_what_one_would_get() -> None:
+    world = UnevenWorld(timed(), [8, 8])
+    world.go_on(SOON)
+    for number in range(2, 8):
+        world.come(number, 10**6)
+    new = world.go_on(RECORD_ROUNDS)
+    assert share(new, *range(2, 8)) <= 1.1 * NEWCOMERS_SHARE
+    assert all(share(new, number) > 0 for number in range(2, 8)), "none takes it all"
+
+
+def test_a_fast_newcomer_has_its_share_after_a_while() -> None:
+    world = UnevenWorld(timed(), [2, 2, 2])
+    world.go_on(SOON)
+    world.come(3, 40)
+    shares = [share([one], 3) for one in world.go_on(30)]
+    print([f"{one:.0%}" for one in shares])
+    assert max(shares[:RECORD_ROUNDS]) <= 1.25 * NEWCOMERS_SHARE
+    assert all(one == pytest.approx(40 / 46, rel=0.02) for one in shares[20:])
+
+
+def test_a_newcomer_like_the_others_is_not_slowed_down() -> None:
+    world = UnevenWorld(timed(), [8] * 5)
+    world.go_on(SOON)
+    world.come(5, 8)
+    shares = [share([one], 5) for one in world.go_on(10)]
+    assert all(one == pytest.approx(1 / 6, rel=0.1) for one in shares[1:])
+
+
+def test_a_batch_that_has_to_be_whole_is_filled_when_those_with_a_record_do_nothing() -> None:
+    world = UnevenWorld(run_file("virtual_batch", tokens=400, max_s=20.0), [2])
+    world.go_on(SOON)
+    for number in (1, 2):
+        world.come(number, 2)
+    assert share(world.go_on(1), 1, 2) < 0.5, "beside one with a record"
+    world.speeds[0] = 0  # it is there, and holds the state, and asks for nothing
+    assert all(one.committed and one.tokens == 400 for one in world.go_on(3))
+
+
+def test_while_nobody_has_a_record_there_is_no_limit() -> None:
+    world = UnevenWorld(timed(), [2, 2, 1000])
+    assert share(world.go_on(3), 2) > 0.95
+
+
+def test_after_a_restart_everybody_goes_on() -> None:
+    world = UnevenWorld(timed(), [4, 40])
+    world.go_on(SOON)
+    before = world.go_on(5)
+    for _ in range(int(ROUND_S / TURN_S / 2)):  # in the middle of a round
+        for number in world.speeds:
+            world.behave(world.workers[number])
+        world.tick(TURN_S)
+    world.restart()
+    after = world.go_on(5)
+    assert sum(one.tokens for one in after) >= 0.95 * sum(one.tokens for one in before)
+
+
+def test_time_counts_from_the_first_lease_on_and_no_longer_than_two_rounds() -> None:
+    clock = LeaseClock()
+    clock.begin("a", 100.0, 0, 10.0)
+    clock.begin("a", 105.0, 0, 10.0)
+    assert clock.worked_s("a", 110.0) == 10.0
+    assert clock.worked_s("b", 110.0) == 0.0
+    clock.offer("a", 110.0)
+    clock.end_round(["b"], 100.0)
+    assert clock.worked_s("a", 112.0) == 12.0, "its contribution was left out: it still works on it"
+    clock.offer("a", 115.0)
+    clock.end_round(["a"], 111.0)
+    assert clock.worked_s("a", 116.0) == 1.0
+    clock.end_round([], 120.0)
+    assert clock.worked_s("a", 130.0) == 10.0, "who did nothing for long has not worked all that time"
+    clock.lose("a")
+    clock.begin("a", 140.0, 50, 10.0)
+    assert clock.worked_s("a", 140.0) == 5.0, "after a restart, what it holds counts as worked for"
+
+
+# Accusations ------------------------------------------------------------------------------------------------
+
+RECORDED = {A: 100, B: 100}
+D = peer_name(3)
+
+
+@pytest.mark.parametrize(
+    ("accusers", "work", "enough"),
+    [
+        ({C, D}, {}, True),
+        ({C}, {}, False),
+        ({C, D}, RECORDED, False),
+        ({B}, RECORDED, False),
+        ({B, C}, RECORDED, True),
+        ({B, C}, {A: 1, B: 100, D: 200}, False),
+        ({B, C}, {A: 10**6, B: 101, D: 100}, True),
+        ({C, D}, {A: 100}, False),
+    ],
+)
+def test_accusers_need_most_of_the_recorded_work_and_to_be_two(
+    accusers: set[str], work: dict[str, int], enough: bool
+) -> None:
+    assert outvotes(accusers, A, [A, B, C, D], work) is enough
+
+
+def test_of_two_members_each_is_the_only_witness() -> None:
+    assert outvotes({B}, A, [A, B], RECORDED)
+    assert outvotes({B}, A, [A, B], {})
+    assert not outvotes({B}, A, [A, B], {A: 1})
+
+
+def said(**reports: PeerToCoordinatorRoundReport) -> dict[str, PeerToCoordinatorRoundReport]:
+    names = {"a": A, "b": B, "c": C, "d": D}
+    return {names[name]: one for name, one in reports.items()}
+
+
+def judged(reports: dict[str, PeerToCoordinatorRoundReport], work: dict[str, int]) -> Judgement:
+    judgement = judge(PLAN, reports, {A, B, C}, overdue=True, enough=True, work=work)
+    assert judgement is not None
+    return judgement
+
+
+def says(**fields: tuple[int, ...]) -> PeerToCoordinatorRoundReport:
+    return report(PLAN).model_copy(update=fields)
+
+
+def test_newcomers_do_not_put_an_owner_out() -> None:
+    lies = says(failed=(0, 1), undelivered=(0, 1))
+    alone = judged(said(a=says(), b=lies, c=lies), {A: 100})
+    assert alone.committed
+    assert (alone.failed, alone.missing) == ((), ())
+    assert alone.accused_by == {B: {A, B}, C: {A, B}}
+    assert A in judged(said(a=says(), b=lies, c=lies), {}).failed, "while nobody has a record, two are enough"
+    assert A in judged(said(a=says(), b=lies, c=lies), {A: 100, B: 1}).failed
+
+
+def test_newcomers_do_not_decide_on_bytes() -> None:
+    wrong = report(PLAN, wrong=(0, 1, 2))
+    mine = judged(said(a=report(PLAN), b=wrong, c=wrong), {A: 100})
+    assert not mine.committed, "one holder alone is not safe, and two liars are none"
+    assert A not in mine.failed
+    both = judge(
+        PLAN, said(a=report(PLAN), b=report(PLAN), c=wrong), {A, B, C}, overdue=True, enough=True, work={A: 1, B: 1}
+    )
+    assert both is not None
+    assert both.digests == report(PLAN).digests
+    assert both.failed == (C,), "against an owner its own other bytes count, not those that it says it got"
+
+
+def test_newcomers_bytes_are_not_committed_before_one_with_a_record_has_reported() -> None:
+    early = said(b=report(PLAN), c=report(PLAN))
+    assert judge(PLAN, early, {A, B, C}, overdue=False, enough=True, work={A: 5}) is None
+    assert judge(PLAN, early, {A, B, C}, overdue=False, enough=True, work={B: 5})
+    assert judge(PLAN, early, {A, B, C}, overdue=True, enough=True, work={A: 5}), "it does not report at all"
+
+
+def test_an_owner_whose_part_nobody_gets_is_put_out() -> None:
+    lacks = report(PLAN, missing=(0,))
+    assert judged(said(a=report(PLAN), b=lacks, c=lacks), {A: 1000, B: 10, C: 10}).failed == (A,)
+    assert judged(said(a=report(PLAN), b=lacks, c=lacks), {A: 1000}).failed == ()
+
+
+def test_whose_contribution_most_owners_lack_is_missing() -> None:
+    got = says(undelivered=(2,))
+    assert {one.owner for one in PLAN.parts} == {0, 1, 2}
+    for work in ({}, RECORDED, {A: 1, B: 1, C: 500}):
+        assert judged(said(a=got, b=got, c=says()), work).missing == (C,)
+        assert judged(said(a=got, b=says(), c=says()), work).missing == (), "one owner alone may lie"
+    assert judged(said(a=says(undelivered=(1,)), b=says(), c=says(undelivered=(1,))), {A: 5, B: 9, C: 1}).missing == (
+        B,
+    )
+    only = judge(PLAN, said(a=got, b=got), {A, B}, overdue=True, enough=True, work=RECORDED)
+    assert only is not None
+    assert only.missing == (), "it is gone"
+
+
+def test_an_accusation_is_a_detour_for_a_while() -> None:
+    accusations = Accusations()
+    accusations.take(accusations_of(5, {C: {A, C}, D: {peer_name(7)}}), 5)
+    made = accusations.into(PLAN)
+    assert [member.detours for member in made.members] == [(), (), (0,)]
+    (part, *_) = [one for one in made.parts if one.owner == 0]
+    assert holders(made, part, 1)[0] == 0
+    assert holders(made, part, 2) == [1, 0, 2]
+    assert holders(PLAN, part, 2)[0] == 0
+    accusations.take((), 5 + DETOUR_ROUNDS - 1)
+    assert accusations.into(PLAN) != PLAN
+    accusations.take((), 5 + DETOUR_ROUNDS)
+    assert accusations.into(PLAN) is PLAN
+
+
+def test_who_accuses_everybody_is_not_written_down_at_length() -> None:
+    assert len(accusations_of(1, {A: {peer_name(number) for number in range(1, 32)}})) == 16
+
+
+def test_accusations_outlive_the_coordinator() -> None:
+    world = UnevenWorld(timed(), [4, 4, 4])
+    world.go_on(SOON)
+    while world.machine.round.plan is None:
+        for number in world.speeds:
+            world.behave(world.workers[number])
+        world.tick(TURN_S)
+    lies = report(world.machine.round.plan).model_copy(update={"failed": (0,)})
+    for worker in world.workers[:2]:
+        world.report(worker)
+    world.machine.report(world.workers[2].peer, lies, world.now_s)
+    (verdict,) = [one for one in world.verdicts if one.accusations] or [world.go_on(1) and world.verdicts[SOON]]
+    assert verdict.accusations == (f.Accusation(by=C, of=A, round=SOON),)
+    world.restart()
+    (next_one, *_) = world.go_on(1)
+    assert next_one.plan is not None
+    assert next_one.plan.members[2].detours == (0,)
+
+
+# Owners -----------------------------------------------------------------------------------------------------
+
+
+def known(*rounds: int, barred: tuple[int, ...] = (), reachable: bool = True) -> dict[str, Member]:
+    return {
+        peer_name(number): Member(
+            entry(number, reachable=reachable or number > 1),
+            CPU,
+            0.0,
+            rounds_committed=of,
+            tokens_committed=number,
+            barred_rounds=int(number in barred),
+        )
+        for number, of in enumerate(rounds)
+    }
+
+
+R = RECORD_ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("members", "least", "who"),
+    [
+        (known(R, R, 0, 0), 1, [0, 1]),
+        (known(0, 1, 2, 3), 1, [0, 1, 2, 3]),
+        (known(R, R, 0, 0, barred=(0,)), 1, [1]),
+        (known(R, R, 0, 0, barred=(0, 1)), 1, [0, 1]),
+        (known(R, R, 0, 0, reachable=False), 1, [2, 3]),
+        (known(R, 0, 0, 0, 0), 3, [0, 3, 4]),
+    ],
+)
+def test_members_with_a_record_own_the_model(members: dict[str, Member], least: int, who: list[int]) -> None:
+    assert [number for number, one in enumerate(owners(members, list(members), least)) if one] == who
+
+
+def test_newcomers_stand_in_for_owners() -> None:
+    members = dict(enumerate(known(R, 0, 0).values()))
+    made = plan({0: 1, 1: 1, 2: 1}, members=members)
+    assert made is not None
+    assert {(one.owner, one.stand_ins) for one in made.parts} == {(0, (1, 2))}
+
+
+def test_newcomers_do_not_decide_on_the_state() -> None:
+    members = known(R, 0, 0, 0)
+    assert witnesses(members, members, 5) == [A]
+    assert majority(members[peer].state_digest for peer in witnesses(members, members, 5)) is None
+    made = plan({0: 1, 1: 1, 2: 1}, {1: b"o" * 32, 2: b"o" * 32}, dict(enumerate(members.values())))
+    assert made is not None
+    assert [one.peer for one in made.members] == [A]
+
+
+# Who does not deliver -----------------------------------------------------------------------------------------
+
+
+def test_left_out_for_ever_longer_until_it_delivers() -> None:
+    member, absences, number = Member(entry(0), CPU, 0.0), [], 10
+    for _ in range(8):
+        while not member.miss(number):
+            number += 1
+        absences.append(member.out_until - number - 1)
+        number = member.out_until
+    assert absences == [2, 4, 8, 16, 32, 64, 64, 64]
+    for _ in range(8):
+        member.deliver()
+    assert not member.miss(number)
+    member.deliver()
+    assert not member.miss(number + 2), "two rounds in a row"
+    assert member.miss(number + 3)
+    assert member.out_until == number + 4 + 2
+
+
+class WithholdingWorld(UnevenWorld):
+    """The last member's contribution never comes."""
+
+    def report(self, worker: Worker, **faults: tuple[int, ...]) -> None:
+        plan, liar = self.machine.round.plan, self.workers[2].peer
+        assert plan is not None
+        missing = tuple(index for index, one in enumerate(plan.members) if one.peer == liar != worker.peer)
+        said = report(plan).model_copy(update={"undelivered": missing})
+        self.machine.report(worker.peer, said, self.now_s)
+        self.machine.tick(self.now_s)
+        self.settle()
+
+
+def test_who_never_delivers_is_left_out_and_its_samples_go_to_others() -> None:
+    world = WithholdingWorld(timed(), [4, 4, 4])
+    rounds, restarts = [], 0
+    while len(world.verdicts) < 24:
+        rounds += world.go_on(1)
+        assert rounds[-1].plan is not None
+        member = world.machine.membership.members[C]
+        if world.machine.round.number < member.out_until:
+            assert C not in world.machine.leases.held
+            assert world.ask(world.workers[2], 6) == []
+            world.restart(compact=bool(restarts % 2))
+            restarts += 1
+    planned = [C in [one.peer for one in verdict.plan.members] for verdict in rounds if verdict.plan]
+    assert [number for number, one in enumerate(planned) if one] == [0, 1, 4, 9, 18]
+    assert all(one.committed for one in rounds)
+
+
+def test_who_is_never_ready_is_soon_waited_for_no_more() -> None:
+    world = UnevenWorld(timed(max_s=2.0), [4, 4, 4])
+    world.go_on(SOON)
+    silent = world.workers[2]
+    took_s: list[float] = []
+    for _ in range(12):
+        before_s = world.now_s
+        ended = len(world.verdicts)
+        while len(world.verdicts) == ended:
+            for number in (0, 1):
+                world.behave(world.workers[number])
+            silent.round = world.machine.round.number
+            silent.version, silent.digest = world.workers[0].version, world.workers[0].digest
+            world.beat(silent)
+            if world.machine.round.phase == "training" and not world.machine.leases.held.get(C):
+                world.ask(silent, 2)
+            world.tick(TURN_S)
+        took_s.append(world.now_s - before_s)
+    usual_s = min(took_s)
+    assert sum(one > usual_s + TURN_S for one in took_s) <= 4, took_s
+    assert sum(one > usual_s + TURN_S for one in took_s[:2]) >= 1, took_s
+
+
+def test_one_that_is_ready_again_is_waited_for_again() -> None:
+    punctual = Punctuality()
+    for number in (1, 2):
+        assert punctual.is_awaited(A, number)
+        punctual.saw(number, [B], [A])
+    assert [punctual.is_awaited(A, number) for number in range(3, 7)] == [False, False, True, True]
+    punctual.saw(5, [B], [A])
+    assert [number for number in range(6, 12) if punctual.is_awaited(A, number)] == [10, 11]
+    for number in range(10, 13):
+        punctual.saw(number, [A, B], [])
+    punctual.saw(13, [B], [A])
+    assert punctual.is_awaited(A, 14)
