@@ -58,10 +58,10 @@ def glance(view: msgpack.Unpacker) -> Glance:
                 closes_in_s = view.unpack()
             case "plan" if seen.phase == "averaging":
                 seen.parts = _count_parts(view)
-            case "roster":
+            case "roster" | "roster_delta":
                 start = view.tell()
                 view.skip()
-                seen.has_roster = view.tell() - start > 1  # one byte is None
+                seen.has_roster |= view.tell() - start > 1  # one byte is None
             case _:
                 view.skip()
     seen.closes_at_s = time.monotonic() + (closes_in_s or 0.0)

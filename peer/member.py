@@ -129,7 +129,7 @@ class Member:
     @asynccontextmanager
     async def joined(cls, client: CoordinatorClient, tenure: Tenure | None = None) -> AsyncIterator[Member]:
         """Join what the client is for, on its node, and heartbeat until the context ends; leaves it then."""
-        await client.join()
+        await client.join_in_time()
         async with task_scope() as tasks:
             member = cls(client.node, client, tasks, tenure)
             member._background.append(tasks.create_task(member._beat()))

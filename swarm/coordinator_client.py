@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shoal.swarm.addresses import Reach, least_reach, may_dial
 from shoal.swarm.control import Channel
 from shoal.swarm.coordinator_line import Line
 from shoal.swarm.deadlines import CONNECT_S, Deadlines
-from shoal.swarm.errors import DeadlineExceeded, LinkError, Superseded, Unreachable, WireError
+from shoal.swarm.errors import DeadlineExceeded, LinkError, Superseded, TryLater, Unreachable, WireError
 from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
@@ -30,9 +32,11 @@ from shoal.swarm.messages import (
     PeerToCoordinatorLeave,
     PeerToCoordinatorShowVerdict,
     Role,
+    RosterEntry,
     RunView,
 )
 from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.swarm.sockets import all_addresses
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 from shoal.swarm.verdicts import check_verdict
@@ -42,6 +46,9 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 _RETRY_S = 0.5
 _LEAVE_S = 2.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 15.0
+"""Before the next try to join where there is no place at the moment."""
+
 JOIN_S = 20.0
 """For the answer to a join: the coordinator may be trying for some seconds whether we can be reached."""
 
@@ -86,6 +93,8 @@ class CoordinatorClient:
         self._is_ahead = False
         """We know of a verdict that the coordinator has forgotten."""
         self._closes_at_s: float | None = None
+        self._roster: dict[str, RosterEntry] = {}
+        self._coordinator_reach: Reach = "public"
         self._roster_version = 0  # no run has that one: the next view brings the roster
         self._changed = asyncio.Event()
         self._superseded = False
@@ -130,6 +139,9 @@ class CoordinatorClient:
         self._coordinator_key = answer.coordinator.identity_key
         self.run_file, self.run_toml = run_file, answer.run_toml
         self.reachable = answer.reachable
+        assert self._line.channel is not None
+        host = self._line.channel.remote_host
+        self._coordinator_reach = least_reach(await all_addresses(host, 0, CONNECT_S))
         self._roster_version = 0  # no run has that one: the next view brings the roster
         self.joins += 1
         self._take(answer.view)
@@ -139,11 +151,24 @@ class CoordinatorClient:
         await self.leave("starts afresh")
         await self.come_back()
 
-    async def come_back(self) -> None:
-        """Join again, however long the coordinator is away. Raises like ``join``."""
+    async def join_in_time(self) -> None:
+        """Join as soon as there is a place. Raises like ``join``, without ``TryLater``."""
+        wait_s = _FIRST_WAIT_S
         while True:
             try:
-                await self.join()
+                return await self.join()
+            except TryLater as error:
+                self._require_place()
+                log.warning("waiting to be let in: %s", error)
+            # Those who wait together do not come back together.
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def come_back(self) -> None:
+        """Join again, however long the coordinator is away. Raises like ``join_in_time``."""
+        while True:
+            try:
+                await self.join_in_time()
             except (DeadlineExceeded, Unreachable) as error:
                 await self._bear_absence(error)
             else:
@@ -213,13 +238,34 @@ class CoordinatorClient:
             check_verdict(verdict, self._coordinator_key)
         if view.pipeline is None and old is not None and old.pipeline is not None:  # as we have said that we know it
             view = view.model_copy(update={"pipeline": old.pipeline})
-        if view.roster is not None:
-            self.node.update_roster(view.roster, self.scope)
-            self._roster_version = view.roster_version
+        self._take_roster(view)
         self._view = view
         loop = asyncio.get_running_loop()
         self._closes_at_s = None if view.closes_in_s is None else loop.time() + view.closes_in_s
         self._changed.set()
+
+    def _take_roster(self, view: RunView) -> None:
+        """The whole one, or what has changed since the version that is known here; what a change for another version
+        lacks comes with the answer to the next heartbeat, which says ours."""
+        delta = view.roster_delta
+        if view.roster is not None:
+            self._roster = {entry.peer: self._checked(entry) for entry in view.roster}
+        elif delta is not None and delta.since <= self._roster_version <= view.roster_version:
+            for peer in delta.removed:
+                self._roster.pop(peer, None)
+            self._roster |= {entry.peer: self._checked(entry) for entry in delta.changed}
+        else:
+            return
+        self._roster_version = view.roster_version
+        self.node.update_roster(tuple(self._roster.values()), self.scope)
+
+    def _checked(self, entry: RosterEntry) -> RosterEntry:
+        """As somebody who cannot be reached, where its address would have us connect to something in our own network
+        that the coordinator cannot know."""
+        if not entry.reachable or may_dial(entry.host, self._coordinator_reach):
+            return entry
+        log.info("%s is not called at %s, which is not in the coordinator's network", entry.peer, entry.host)
+        return entry.model_copy(update={"reachable": False})
 
     def wake(self) -> None:
         """Make ``wait_for`` look again."""
@@ -301,7 +347,6 @@ class CoordinatorClient:
 
     async def _looks_for(self, curve_key: bytes) -> bool:
         if self._view is not None:
-            self._roster_version = 0  # no run has that one: the next view brings the roster
-            # The next heartbeat asks for it, and its answer takes a moment.
+            # The answer to the next heartbeat has what is new, and takes a moment.
             await self.wait_for(lambda view: self.node.knows_key(curve_key), 1.5 * self.deadlines.heartbeat_s)
         return self.node.knows_key(curve_key)

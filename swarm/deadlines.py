@@ -100,6 +100,11 @@ class Deadlines:
         place. ``micro_batch_s``: the longest that one takes anywhere."""
         return self.report_s + 4 * micro_batch_s
 
+    def newcomer_s(self, round_s: float) -> float:
+        """Without anything new from a member without a record, until it loses its place. ``round_s``: the longest that
+        a round's own work takes. Long enough for a machine that builds a large model or waits out some rounds."""
+        return 4 * (round_s + 4 * self.patience_s)
+
     def rest_s(self, times: int) -> float:
         """For how long a peer that kept a pipeline waiting is given no stage, after so many such rests."""
         return self.patience_s * min(4 << min(times, 8), 64)

@@ -21,6 +21,7 @@
     │   ├── ProtocolMismatch    22    the other side speaks another version
     │   ├── UnknownRun          23    the coordinator does not host that run
     │   ├── NotAdmitted         24    the other side does not know us (any more)
+    │   ├── TryLater            35    there is no place for us at the moment; says why and when to try again
     │   ├── Superseded          25    the same identity joined from another process
     │   ├── RunEnded            26    the run is over
     │   ├── DeadlineExceeded    27    an answer did not come in time
@@ -145,6 +146,12 @@ class NotAdmitted(LinkError):
     exit_code = 24
 
 
+class TryLater(LinkError):
+    """The run takes nobody (from here) at the moment: too many have come, or there is no place left."""
+
+    exit_code = 35
+
+
 class Superseded(LinkError):
     """The same identity has joined again from another process; this one has to go."""
 
@@ -222,6 +229,7 @@ REMOTE_ERRORS: dict[str, type[ShoalError]] = {
         ProtocolMismatch,
         UnknownRun,
         NotAdmitted,
+        TryLater,
         Superseded,
         RunEnded,
         DeadlineExceeded,

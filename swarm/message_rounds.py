@@ -24,6 +24,7 @@ from shoal.swarm.message_values import (
     Phase,
     PipelineView,
     Record,
+    RosterDelta,
     RosterEntry,
     Seconds,
     Text,
@@ -142,6 +143,8 @@ class RunView(Record):
     ``epoch`` (the coordinator's start) and ``sequence`` order the views: an older one is ignored.
     ``verdict`` is left out when the member has said that it knows the one with this ``verdict_chain``, None before the
     first: of a large swarm it is nearly all of a view.
+    ``roster`` is left out when the member has said that it knows the one with this ``roster_version``, and where
+    ``roster_delta`` makes it of the one that it knows.
     ``expected``: while the round closes, the plan as it will be if everybody who works for it is ready, but for the
     weights: what does not depend on those may begin. ``as_expected``: ``plan`` is that one, and nobody in it has left
     since.
@@ -165,6 +168,7 @@ class RunView(Record):
     must_resync: bool
     roster_version: Count
     roster: Annotated[tuple[RosterEntry, ...], Field(max_length=MAX_MEMBERS * 2)] | None
+    roster_delta: RosterDelta | None = None
     expected: RoundPlan | None = None
     as_expected: bool = False
     divergence: DivergenceWord = ""

@@ -108,6 +108,14 @@ class RosterEntry(Record):
     reachable: bool
 
 
+class RosterDelta(Record):
+    """What has become of version ``since`` of a roster: entries that are new or other ones, and peers that are gone."""
+
+    since: Count
+    changed: Annotated[tuple[RosterEntry, ...], Field(max_length=2 * MAX_MEMBERS)]
+    removed: Annotated[tuple[PeerId, ...], Field(max_length=2 * MAX_MEMBERS)]
+
+
 class TensorSpec(Record):
     """One parameter of the model."""
 

@@ -78,6 +78,7 @@ from shoal.swarm.message_values import (
     Rate as Rate,
     Record as Record,
     Role as Role,
+    RosterDelta as RosterDelta,
     RosterEntry as RosterEntry,
     SampleRange as SampleRange,
     Scope as Scope,

@@ -183,6 +183,24 @@ class CheckpointsSection(_Section):
         return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
+class AccessSection(_Section):
+    """``[access]``: how many may come. A network is an IPv4 /24 or an IPv6 /48; all machines behind one router are of
+    one. ``joins_per_minute`` newcomers are let in, in all, and ``joins_per_minute_per_network``; as many may come at
+    once. Who has a record of committed work, or is a member already, comes back beside these.
+    ``members_per_network``: without a record. ``members_without_record``: in all; without it 128, or twice the members
+    with a record if that is more."""
+
+    joins_per_minute: Annotated[int, Field(gt=0, le=10**6)] = 600
+    joins_per_minute_per_network: Annotated[int, Field(gt=0, le=10**6)] = 60
+    members_per_network: Annotated[int, Field(gt=0, le=4096)] = 128
+    members_without_record: Annotated[int, Field(gt=0, le=4096)] | None = None
+
+    def newcomers(self, with_record: int) -> int:
+        """How many members without a record may be here, beside so many with one."""
+        return self.members_without_record or max(_FEWEST_NEWCOMERS, 2 * with_record)
+
+
+_FEWEST_NEWCOMERS = 128
 _USUAL_STAGES, _SPARE_IN_FLIGHT = 3, 4
 
 
@@ -243,6 +261,7 @@ class RunFile(_Section):
     outer: OuterSection = OuterSection()
     round: RoundSection
     checkpoints: CheckpointsSection = CheckpointsSection()
+    access: AccessSection = AccessSection()
     pipeline: PipelineSection | None = None
     start: StartSection | None = None
     pins: PinsSection | None = None

@@ -12,6 +12,7 @@ from contextlib import suppress
 import zmq
 import zmq.asyncio
 
+from shoal.swarm.addresses import parse_address
 from shoal.swarm.errors import Unreachable
 
 log = logging.getLogger(__name__)
@@ -65,16 +66,22 @@ async def look_up(host: str, port: int, limit_s: float) -> str:
     """The address of a host name; empty when there is none in time.
 
     Looked up here, in a thread: libzmq would do it on the one that moves everybody's bytes, at each member again."""
-    if not host:
-        return ""
+    addresses = await all_addresses(host, port, limit_s) if host else []
+    return addresses[0] if addresses else ""
+
+
+async def all_addresses(host: str, port: int, limit_s: float) -> list[str]:
+    """All addresses of a host name, in the order in which to try them; none when there is none in time."""
+    if parse_address(host) is not None:
+        return [host]
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(limit_s):
             found = await loop.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
     except (TimeoutError, OSError, UnicodeError) as error:
-        log.info("a member calls itself %r, which has no address: %s", host, error)
-        return ""
-    return str(found[0][4][0])
+        log.info("%r has no address: %s", host, error)
+        return []
+    return [str(address[0]) for *_, address in found]
 
 
 def listen(host: str, port: int) -> sockets.socket:

@@ -22,6 +22,7 @@ from shoal.swarm.messages import (
     Message,
     PipelineView,
     Record,
+    RosterDelta,
     RosterEntry,
     RoundPlan,
     RunView,
@@ -74,7 +75,7 @@ def _pack(value: Any) -> bytes:
         case CoordinatorToPeerView() | CoordinatorToPeerJoinAccepted() | RunView():
             header, names = _packed_names(type(value))
             return header + b"".join([packed + _pack(getattr(value, name)) for name, packed in names])
-        case RoundPlan() | Verdict() | PipelineView():
+        case RoundPlan() | Verdict() | PipelineView() | RosterDelta():
             return _pack_shared((value,), value.model_dump)
         case (RosterEntry(), *_):
             return _pack_shared(value, lambda: tuple(entry.model_dump() for entry in value))

@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, gives_way
 from shoal.swarm.coordinator.scope import Scope
-from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, Superseded
-from shoal.swarm.messages import DeviceInfo, PeerToCoordinatorDescribeModel, RosterEntry, TensorSpec
+from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, Superseded, TryLater
+from shoal.swarm.identity import peer_id, verify_certificate
+from shoal.swarm.messages import (
+    Certificate,
+    DeviceInfo,
+    PeerToCoordinatorDescribeModel,
+    Role,
+    RosterEntry,
+    TensorSpec,
+)
 
 _MAX_ELEMENTS = 2**40
 _EXACT_DTYPES = ("float32", "float64")
 """Parameters of these types hold every value of a float32 anchor."""
 
+_BELIEVED_S = 86_400.0
+"""For how long a newcomer's word that it gets on keeps its place without any work of it in a round: a very large state
+over a slow link takes a day."""
+
 
 class Admission(Scope):
     """A scope's door. All but ``leave`` may raise a typed error for the peer that knocked."""
 
-    def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float) -> None:
+    @contextmanager
+    def joining(self, certificate: Certificate, role: Role, network: str, now_s: float) -> Iterator[str]:
+        """While somebody joins: whom the certificate proves it to be. Before anything else is done for it: the limits
+        of ``[access]``, then the certificate; of an identity that the run knows the certificate first, so that nobody
+        else uses up what it may. Raises ``TryLater`` and ``NotAdmitted``."""
+        self.refuse_replaced(certificate.curve_key)
+        self._refuse_if_over(role)
+        claimed, is_observer = peer_id(certificate.identity_key), role == "observer"
+        member = self.membership.members.get(claimed)
+        is_known = self.has_record(claimed) or (member is not None and member.alive)
+        with self.access.under_way(certificate.curve_key, network, is_known):
+            if not is_known:
+                self.access.take(network, is_observer, now_s)
+                self._make_room(claimed, role, network)
+            peer = verify_certificate(certificate)
+            if is_known:
+                self.access.take_known(peer, now_s)
+            yield peer
+
+    def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float, network: str = "") -> None:
         """Admit a member. The same identity with another key is a new process: the old one's work is free again."""
         self.now_s = now_s
         self.refuse_replaced(entry.certificate.curve_key)
-        if self.has_ended and entry.role != "observer":
-            raise RunEnded(f"the run {self.run.run.name} is over; `shoal export` still gives its model")
+        self._refuse_if_over(entry.role)
         known = self.membership.members.get(entry.peer)
         if known is not None and known.entry.role != "observer" and entry.role == "observer":
             raise NotAdmitted("this identity trains in the run; look at the run with another one")
@@ -29,12 +63,59 @@ class Admission(Scope):
                 known.heard_s = now_s
                 return
             self.record(f.MemberLost(peer=entry.peer, reason="joined again"))
-        if not self.membership.places_left(entry.role):
-            raise NotAdmitted(f"the run {self.run.run.name} is full; try again later")
+        in_its_place = self._make_room(entry.peer, entry.role, network)
+        if in_its_place is not None:
+            self.record(f.MemberLost(peer=in_its_place, reason="made room for another network"))
         is_new = known is None or known.entry.certificate.curve_key != entry.certificate.curve_key
         if is_new and entry.role != "observer":
             self.sent_bytes.begin(entry.peer, entry.certificate.curve_key)
-        self.record(f.MemberJoined(entry=entry, device=device))
+        self.record(f.MemberJoined(entry=entry, device=device, network=network))
+
+    def _refuse_if_over(self, role: Role) -> None:
+        if self.has_ended and role != "observer":
+            raise RunEnded(f"the run {self.run.run.name} is over; `shoal export` still gives its model")
+
+    def _make_room(self, peer: str, role: Role, network: str) -> str | None:
+        """Whether there is a place for it: None, or who has to go for it. Raises ``TryLater`` when there is none."""
+        is_observer, has_record = role == "observer", self.has_record(peer)
+        alike = [
+            (other, one.network, self.standing(other))
+            for other, one in self.membership.members.items()
+            if one.alive and other != peer and (one.entry.role == "observer") == is_observer
+        ]
+        newcomers = [one for one in alike if is_observer or not self.has_record(one[0])]
+        limits = self.run.access
+        most, of_network = OBSERVERS, OBSERVERS_PER_NETWORK
+        if not is_observer:
+            most, of_network = limits.newcomers(len(alike) - len(newcomers)), limits.members_per_network
+        is_full = not self.membership.places_left(role)
+        if has_record:
+            if not is_full:
+                return None
+        elif sum(of == network for _, of, _ in newcomers) >= of_network:
+            raise TryLater(
+                f"the run {self.run.run.name} has {of_network} {_what(is_observer)} from the network {network}, "
+                "and takes no more from there: try again in a few minutes"
+            )
+        elif len(newcomers) < most and not is_full:
+            return None
+        in_its_place = gives_way(network, newcomers)
+        if in_its_place is None:
+            raise TryLater(
+                f"the run {self.run.run.name} is full: it takes no more than {len(newcomers)} {_what(is_observer)}; "
+                "try again in a few minutes"
+            )
+        return in_its_place
+
+    def lose_idle(self, now_s: float) -> None:
+        """Whoever has no record and gets on with nothing leaves its place to others; it may join again."""
+        if self.has_ended:
+            return
+        patience_s = self.deadlines.newcomer_s(self.run.round.max_s)
+        for peer, one in list(self.membership.members.items()):
+            is_idle = now_s - one.progress_s > patience_s or now_s - one.worked_s > _BELIEVED_S
+            if is_idle and one.alive and one.entry.role != "observer" and self.may_be_idle(peer):
+                self.record(f.MemberLost(peer=peer, reason="idle"))
 
     def describe_model(self, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the run's first peer."""
@@ -104,6 +185,10 @@ class Admission(Scope):
         """Raises ``Superseded``: two processes of one identity would put each other out for ever."""
         if curve_key in self.membership.replaced:
             raise Superseded
+
+
+def _what(is_observer: bool) -> str:
+    return "guests" if is_observer else "members without a record of committed work"
 
 
 def first_difference(expected: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> str:

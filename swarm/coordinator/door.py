@@ -6,17 +6,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from shoal.swarm.addresses import may_name, network_of, plain_text
 from shoal.swarm.control import Channel
 from shoal.swarm.coordinator.history import read_page
 from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.outdated import check_ours
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.errors import LinkError, NotAdmitted, UnknownRun
-from shoal.swarm.identity import verify_certificate
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
     Acknowledged,
@@ -59,6 +60,9 @@ class Door(Generic[M]):
         self.known: dict[str, tuple[int, bytes | None]] = {}
         """What each member has: the version of the roster, as it said itself or as it was sent, and the chain of the
         verdict, as it said itself, for what was sent may get lost."""
+        self._whole_roster_from_s: dict[str, float] = {}
+        """Who was sent a whole roster gets the next one not before this moment, whatever version it says to have."""
+        self._told_from_s: dict[str, float] = {}
         self.service = service
         for kind, handler in self.requests().items():
             service.node.control.handle(kind, handler, scope)
@@ -92,14 +96,30 @@ class Door(Generic[M]):
     def view(self, peer: str) -> CoordinatorToPeerView:
         """With the roster, if the member lacks it. Should it get lost, the next heartbeat says so."""
         roster_version, chain = self.known.get(peer, (-1, None))
-        view = self.machine.view(peer, time.monotonic(), roster_version, chain)
+        now_s = time.monotonic()
+        view = self.machine.view(peer, now_s, roster_version, chain)
+        if view.roster is not None:
+            if now_s < self._whole_roster_from_s.get(peer, 0.0):
+                return CoordinatorToPeerView(view=view.model_copy(update={"roster": None}))
+            self._whole_roster_from_s[peer] = now_s + self.machine.deadlines.heartbeat_s
         self.known[peer] = view.roster_version, chain
         return CoordinatorToPeerView(view=view)
 
+    def is_due(self, peer: str, member: Member) -> bool:
+        """Whether to tell it of a change. A member that has not begun with anything has its heartbeats' answers, and is
+        told no more often than that: newcomers cost little until they work."""
+        now_s = time.monotonic()
+        if member.has_begun or now_s >= self._told_from_s.get(peer, 0.0):
+            self._told_from_s[peer] = now_s + self.machine.deadlines.heartbeat_s
+            return True
+        return False
+
     def forget_those_that_left(self) -> None:
-        """Observers that have left."""
-        for peer in self.known.keys() - self.machine.membership.members.keys():
-            del self.known[peer]
+        """Whom the run has forgotten."""
+        members = self.machine.membership.members
+        for peer in (self.known.keys() | self._whole_roster_from_s.keys() | self._told_from_s.keys()) - members.keys():
+            for kept in (self.known, self._whole_roster_from_s, self._told_from_s):
+                kept.pop(peer, None)
 
     def go_on_if_complete(self, is_complete: bool) -> None:
         """Nobody is left to be heard: no need to wait for the next tick."""
@@ -126,28 +146,37 @@ class Door(Generic[M]):
         name = self.machine.run.run.name
         if message.run != name:
             raise UnknownRun(f"this coordinator hosts the run {name!r}, not {message.run!r}: check the invite")
-        peer = verify_certificate(message.certificate)
         if message.certificate.curve_key != channel.remote_key:
             raise NotAdmitted("the certificate is for another connection's key")
+        with self.joining(channel, message) as peer:
+            return await self._admit(peer, channel, message)
+
+    def joining(self, channel: Channel, message: PeerToCoordinatorJoinRun) -> AbstractContextManager[str]:
+        """While somebody joins: who it is. Raises whatever keeps it out, before anything is done for it."""
+        network = network_of(channel.remote_host)
+        return self.machine.joining(message.certificate, message.role, network, time.monotonic())
+
+    async def _admit(self, peer: str, channel: Channel, message: PeerToCoordinatorJoinRun) -> Message:
         entry = await self.entry_of(peer, channel, message)
         self.machine.refuse_replaced(channel.remote_key)
         await self._retire_earlier(peer, channel.remote_key)
         async with self.service.lock:
-            self.admit(entry, message)
+            self.admit(entry, message, network_of(channel.remote_host))
             await self.service.flush()
             self.known.pop(peer, None)
+            self._whole_roster_from_s.pop(peer, None)  # joins have limits of their own
             return CoordinatorToPeerJoinAccepted(
                 peer=peer,
                 run_toml=self.service.run_toml,
                 run_hash=self.machine.run.hash,
                 coordinator=self.service.certificate,
-                observed_host=channel.remote_host,
+                observed_host=plain_text(channel.remote_host),
                 reachable=entry.reachable,
                 view=self.view(peer).view,
             )
 
-    def admit(self, entry: RosterEntry, message: PeerToCoordinatorJoinRun) -> None:
-        self.machine.join(entry, message.device, time.monotonic())
+    def admit(self, entry: RosterEntry, message: PeerToCoordinatorJoinRun, network: str) -> None:
+        self.machine.join(entry, message.device, time.monotonic(), network)
 
     async def entry_of(self, peer: str, channel: Channel, message: PeerToCoordinatorJoinRun) -> RosterEntry:
         """What others have to know of who joins."""
@@ -156,12 +185,27 @@ class Door(Generic[M]):
             certificate=message.certificate,
             name=message.name,
             role=message.role,
-            host=await look_up(message.host, message.control_port, _DIAL_BACK_S) or channel.remote_host,
+            host=await self._address_of(channel, message),
             control_port=message.control_port,
             data_port=message.data_port,
             reachable=False,
         )
         return entry.model_copy(update={"reachable": await self._is_reachable(entry)})
+
+    async def _address_of(self, channel: Channel, message: PeerToCoordinatorJoinRun) -> str:
+        """The one that it names, if it may name that; a name is looked up once, and the address is what counts. Raises
+        ``NotAdmitted``."""
+        observed = plain_text(channel.remote_host)
+        if message.role == "observer":
+            return observed  # nobody calls it
+        named = plain_text(await look_up(message.host, message.control_port, _DIAL_BACK_S) or observed)
+        if may_name(named, observed):
+            return named
+        what = named if named == message.host else f"{message.host} ({named})"
+        raise NotAdmitted(
+            f"this machine cannot be known as {what}, as it comes from {observed}: an address that is not "
+            "public must be the one that it comes from. Leave out --advertise, or give it a public address"
+        )
 
     async def _is_reachable(self, entry: RosterEntry) -> bool:
         """Dial back: whether others can open connections to this member."""

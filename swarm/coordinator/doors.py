@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from shoal.swarm.control import Channel
@@ -15,6 +15,7 @@ from shoal.swarm.coordinator.outdated import is_known
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.errors import NotAdmitted
+from shoal.swarm.identity import verify_certificate
 from shoal.swarm.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,
@@ -161,7 +162,11 @@ class StageDoor(Door[StageMachine]):
             raise NotAdmitted("not a member of this run (any more): join it before its stages")
         return member.entry
 
-    def admit(self, entry: RosterEntry, message: PeerToCoordinatorJoinRun) -> None:
+    def joining(self, channel: Channel, message: PeerToCoordinatorJoinRun) -> AbstractContextManager[str]:
+        """Only members of the run do, so that has been asked already."""
+        return nullcontext(verify_certificate(message.certificate))
+
+    def admit(self, entry: RosterEntry, message: PeerToCoordinatorJoinRun, network: str) -> None:
         self._run.machine.join_stage(self.scope, entry, message.device, time.monotonic())
 
     async def _describe(self, channel: Channel, message: Message) -> Message:

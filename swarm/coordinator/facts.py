@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 from pydantic import Field
@@ -32,6 +32,8 @@ from shoal.swarm.messages import (
     Verdict,
 )
 
+Network = Annotated[str, Field(max_length=255)]
+
 
 class Fact(Record):
     """One decision. Facts are only ever appended."""
@@ -51,10 +53,11 @@ class StateAgreed(Fact):
 
 
 class MemberJoined(Fact):
-    """A member came, or came back."""
+    """A member came, or came back. ``network``: that it was seen to come from (``addresses.network_of``)."""
 
     entry: RosterEntry
     device: DeviceInfo
+    network: Network = ""
 
 
 class MemberLost(Fact):
@@ -185,16 +188,17 @@ class MemberKept(Record):
     seen_version: Count
     left: Text = ""
     trouble: Trouble = ""
+    network: Network = ""
 
 
 class RunSnapshot(Fact):
     """All that the facts before it have made of the run, as it was between two rounds: a journal that was compacted
-    begins with it. ``members``: in the order in which they joined first; ``replaced``: CURVE keys of processes in whose
-    place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples; ``answered``:
-    everybody's last lease; ``history``: the committed rounds behind the anchor, packed (``rollback.History``): a record
-    each would hold up the event loop for seconds in a long run; ``lost_again``, ``undone_again``: samples that are
-    trained on once more; ``setback``: how often the run went back since it diverged (``divergence.Setback``);
-    ``accusations``: who does without whom."""
+    begins with it. ``members``: in the order in which they joined first; ``replaced``: CURVE keys of the last processes
+    in whose place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples;
+    ``answered``: everybody's last lease; ``history``: the committed rounds behind the anchor, packed
+    (``rollback.History``): a record each would hold up the event loop for seconds in a long run; ``lost_again``,
+    ``undone_again``: samples that are trained on once more; ``setback``: how often the run went back since it diverged
+    (``divergence.Setback``); ``accusations``: who does without whom."""
 
     epoch: Count
     round: Count

@@ -44,6 +44,7 @@ class RunMachine(Hearing):
             return []
         samples = min(ask.samples, self.lease_limit(peer))
         if samples <= 0:
+            member.progress_s = now_s  # it would work if it were let
             return []
         ranges = self.leases.choose(samples)
         self.record(f.LeaseGranted(peer=peer, round=ask.round, tokens_done=ask.tokens_done, ranges=to_wire(ranges)))
@@ -70,6 +71,7 @@ class RunMachine(Hearing):
         self.now_s = now_s
         self.excuse_own_silence(now_s)
         self.lose_silent(now_s)
+        self.lose_idle(now_s)
         back = self.look_for_holders(now_s)
         if back is not None:
             reason = Judgement(reason=self.say_return(back))

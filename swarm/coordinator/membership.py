@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
@@ -17,6 +17,7 @@ from shoal.swarm.messages import (
     MemberStatus,
     PeerToCoordinatorHeartbeat,
     Role,
+    RosterDelta,
     RosterEntry,
 )
 
@@ -37,6 +38,15 @@ _MISSED, _LONGEST_ABSENCE = 2, 64
 _TOLD_TROUBLES = 64
 """In one status: a message has room for so much."""
 
+_REMEMBERED_STRANGERS = 256
+"""Members that left without any trace in the run: of more, those that joined first are forgotten."""
+
+_REMEMBERED_KEYS = 4096
+"""Of replaced processes: of more, those that were replaced first are forgotten, and have given up by then."""
+
+_LOGGED_CHANGES = 512
+"""Of the roster: whoever is further behind gets it as a whole."""
+
 
 @dataclass
 class Member:
@@ -54,7 +64,9 @@ class Member:
     bound; ``worked_version``: the newest version from which work of its was committed; ``suspended_until``: the first
     round that its work counts in again, after the run went back behind rounds that it may have spoilt, ``suspensions``
     times by now; ``diverged``: the state from which it says that its work is of no use. ``left``: why it is not alive
-    any more, and ``trouble``, by its own word, what made it go."""
+    any more, and ``trouble``, by its own word, what made it go. ``network``: where it comes from; ``worked_s``: when
+    work of it was committed last, or when it joined; ``progress_s``: when it last said that it had got on with
+    anything."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -90,9 +102,20 @@ class Member:
     seen_version: int = 0
     left: str = ""
     trouble: str = ""
+    network: str = ""
+    worked_s: float = field(init=False)
+    progress_s: float = field(init=False)
     kept: tuple[KeptState, ...] = ()
     headway: Headway = field(default_factory=Headway)
     diverged: KeptState | None = None
+
+    def __post_init__(self) -> None:
+        self.worked_s = self.progress_s = self.heard_s
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has said more of itself than that it is there."""
+        return self.anchor_version is not None or bool(self.kept) or self.headway != Headway()
 
     @property
     def has_record(self) -> bool:
@@ -167,8 +190,12 @@ class Membership:
 
     members: dict[str, Member] = field(default_factory=dict)
     roster_version: int = 0
-    replaced: set[bytes] = field(default_factory=set)
-    """CURVE keys of processes in whose place another one of the same identity has joined."""
+    replaced: dict[bytes, None] = field(default_factory=dict)
+    """CURVE keys of processes in whose place another one of the same identity has joined, in that order."""
+    _changes: deque[tuple[int, str]] = field(
+        default_factory=lambda: deque(maxlen=_LOGGED_CHANGES), compare=False, repr=False
+    )
+    """The roster's last versions, and whose coming or going made each."""
     _states: int = field(default=0, compare=False)
     """How often some member's heartbeat has named another state than the one before, or a round was committed."""
     _remembered: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
@@ -177,6 +204,7 @@ class Membership:
     def join(self, fact: MemberJoined, now_s: float, anchor_version: int) -> None:
         earlier = self.members.get(fact.entry.peer)
         member = Member(fact.entry, fact.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
+        member.network = fact.network
         if earlier is not None:
             member.tokens_committed = earlier.tokens_committed
             member.rounds_committed = earlier.rounds_committed
@@ -185,14 +213,23 @@ class Membership:
             member.pace_tps = earlier.pace_tps
             member.missed, member.absences, member.out_until = earlier.missed, earlier.absences, earlier.out_until
             if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
-                self.replaced.add(earlier.entry.certificate.curve_key)
+                self._replace(earlier.entry.certificate.curve_key)
             elif earlier.seen_version == anchor_version:  # no newer one was made without this process
                 member.joined_version = earlier.joined_version
         self.members[fact.entry.peer] = member
+        self._note_change(fact.entry.peer)
+
+    def _replace(self, curve_key: bytes) -> None:
+        self.replaced[curve_key] = None
+        if len(self.replaced) > _REMEMBERED_KEYS:
+            del self.replaced[next(iter(self.replaced))]
+
+    def _note_change(self, peer: str) -> None:
         self.roster_version += 1
+        self._changes.append((self.roster_version, peer))
 
     def lose(self, fact: MemberLost) -> None:
-        self.roster_version += 1
+        self._note_change(fact.peer)
         member = self.members[fact.peer]
         if member.entry.role == "observer":
             del self.members[fact.peer]
@@ -201,6 +238,16 @@ class Membership:
         member.activity, member.left, member.trouble = "gone", fact.reason, fact.trouble
         member.tokens_per_s = 0.0
         member.forget_progress()
+
+    def forget_strangers(self, left_traces: Callable[[str], bool]) -> list[str]:
+        """Of those that left and did nothing here that ``left_traces``, all but the last are forgotten, as identities
+        cost nothing. Returns whom."""
+        gone = [peer for peer, member in self.members.items() if not member.alive]
+        strangers = [peer for peer in gone if not left_traces(peer)] if len(gone) > _REMEMBERED_STRANGERS else []
+        forgotten = strangers[: max(0, len(strangers) - _REMEMBERED_STRANGERS)]
+        for peer in forgotten:
+            del self.members[peer]
+        return forgotten
 
     def advance(self, anchor_version: int) -> None:
         """The run is at this version now, a newer one; somebody may have a record since."""
@@ -224,6 +271,8 @@ class Membership:
         Tokens of a peer that has not heard of the latest verdict yet may be committed already: not counted."""
         member = self.members[peer]
         moved = heartbeat.chunks_moved > member.chunks_moved
+        if _progress(heartbeat) != _progress(member):
+            member.progress_s = now_s
         if (heartbeat.anchor_version, heartbeat.state_digest) != (member.anchor_version, member.state_digest):
             self._states += 1
         member.heard_s = now_s
@@ -259,6 +308,8 @@ class Membership:
         """Nobody could be heard for so long, for reasons of our own."""
         for member in self.members.values():
             member.heard_s = min(now_s, member.heard_s + seconds)
+            member.progress_s = min(now_s, member.progress_s + seconds)
+            member.worked_s = min(now_s, member.worked_s + seconds)
 
     def is_observer(self, peer: str) -> bool:
         return peer in self.members and self.members[peer].entry.role == "observer"
@@ -266,6 +317,25 @@ class Membership:
     def places_left(self, role: Role) -> int:
         """How many more of them the messages have room for."""
         return MAX_MEMBERS - sum(one.alive and one.entry.role == role for one in self.members.values())
+
+    def roster_news(self, version: int) -> tuple[tuple[RosterEntry, ...] | None, RosterDelta | None]:
+        """For whoever has that version of the roster: the whole one, or what has changed since, or nothing."""
+        if version == self.roster_version:
+            return None, None
+        if not 0 < self.roster_version - version <= len(self._changes):  # versions that nobody can have are not kept
+            return self.roster(), None
+        delta = self._remember(("delta", version), lambda: self._delta(version))
+        return (None, delta) if delta is not None else (self.roster(), None)
+
+    def _delta(self, since: int) -> RosterDelta | None:
+        """What has changed; None where nobody knows any more."""
+        changed = [peer for _, peer in takewhile(lambda one: one[0] > since, reversed(self._changes))]
+        if len(changed) != self.roster_version - since:  # versions were left out when the coordinator started
+            return None
+        latest = {peer: self.members.get(peer) for peer in reversed(changed)}
+        entries = tuple(one.entry for one in latest.values() if one is not None and one.alive)
+        removed = tuple(peer for peer, one in latest.items() if one is None or not one.alive)
+        return RosterDelta(since=since, changed=entries, removed=removed)
 
     def roster(self) -> tuple[RosterEntry, ...]:
         return self._remember(
@@ -353,6 +423,12 @@ class Membership:
             )
             for peer, member in recorded[: 4 * MAX_MEMBERS]
         )
+
+
+def _progress(of: Member | PeerToCoordinatorHeartbeat) -> tuple[Any, ...]:
+    """What changes in whatever a member says while it gets on with anything."""
+    state = of.anchor_version, of.state_digest, of.kept, of.headway
+    return *state, of.activity, of.chunks_moved, of.bytes_received, of.tokens_done
 
 
 def witnesses(members: Mapping[str, Member], holders: Iterable[str], anchor_version: int) -> list[str]:

@@ -48,8 +48,8 @@ class PipelineMachine(Spans):
 
     # Members --------------------------------------------------------------------------------------------
 
-    def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float) -> None:
-        super().join(entry, device, now_s)
+    def join(self, entry: RosterEntry, device: DeviceInfo, now_s: float, network: str = "") -> None:
+        super().join(entry, device, now_s, network)
         self._is_plan_due = True
 
     def join_stage(self, scope: int, entry: RosterEntry, device: DeviceInfo, now_s: float) -> None:
@@ -59,7 +59,7 @@ class PipelineMachine(Spans):
             raise NotAdmitted("not a member of this run (any more): join it before its stages")
         if entry.role != "observer" and not self.holds(entry.peer, stage.stage):
             raise NotAdmitted(f"stage {stage.stage} is not this peer's: the view says which stages are")
-        stage.join(entry, device, now_s)
+        stage.join(entry, device, now_s, self.membership.members[entry.peer].network)
 
     def describe_stage(self, scope: int, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the others."""
@@ -141,6 +141,7 @@ class PipelineMachine(Spans):
             stage.now_s, stage.unix_offset_s = now_s, self.unix_offset_s
             stage.excuse_own_silence(now_s)
         self.lose_silent(now_s)
+        self.lose_idle(now_s)
         for stage in self.stages:
             stage.lose_silent(now_s)
         has_ended = bool(self.stages) and self._barrier.tick(self.stages, now_s)

@@ -143,6 +143,21 @@ class PipelineState(Admission):
             case _:
                 super()._apply(fact)
 
+    def has_record(self, peer: str) -> bool:
+        """In any of the stages: it works nowhere else."""
+        return any(stage.has_record(peer) for stage in self.stages)
+
+    def standing(self, peer: str) -> int:
+        rounds = [stage.standing(peer) for stage in self.stages if peer in stage.membership.members]
+        return max(rounds, default=0) + (peer in self.spans)
+
+    def may_be_idle(self, peer: str) -> bool:
+        """Whoever has a place there and keeps the others waiting loses that first (``pipeline_places.py``)."""
+        return peer not in self.spans and super().may_be_idle(peer)
+
+    def left_traces(self, peer: str) -> bool:
+        return peer in self.former or any(peer in stage.membership.members for stage in self.stages)
+
     def _make_stages(self) -> None:
         arguments = self.run, self._sign, self.now_s, self.epoch
         self.stages = [StageMachine(*arguments, number) for number in range(len(self.boundaries) - 1)]
@@ -213,6 +228,7 @@ class PipelineState(Admission):
         """What this member has to know of the run; of its stages it has their own views."""
         first = self.stages[0] if self.stages else None
         closes_in_s = max(0.0, first.round.closes_s - now_s) if first and self.phase == "closing" else None
+        roster, delta = self.membership.roster_news(roster_version)
         return RunView(
             epoch=self.epoch,
             sequence=self.announcements + sum(stage.announcements for stage in self.stages),
@@ -229,7 +245,8 @@ class PipelineState(Admission):
             members=len(self.membership.trainers()),
             must_resync=False,
             roster_version=self.membership.roster_version,
-            roster=self.membership.roster() if roster_version != self.membership.roster_version else None,
+            roster=roster,
+            roster_delta=delta,
             pipeline=self.pipeline_view() if not self._knows_spans(peer) else None,
         )
 

@@ -183,7 +183,7 @@ def say_outlook(version: int, digest: bytes | None, back: Return | None, members
     lost = f"nobody here holds version {version}"
     if back is None:
         return f"{lost}, nor has told of an earlier one that the verdicts vouch for: waiting for a peer that has one"
-    awaited = _few([members[peer].entry.name for peer in back.awaited])
+    awaited = _few([members[peer].entry.name for peer in back.awaited if peer in members])
     return (
         f"{lost}: the run goes back to version {back.version} in {max(0.0, back.in_s):.0f} s"
         f"{f', unless one of these brings a newer one: {awaited}' if awaited else ''}"

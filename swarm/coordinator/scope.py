@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator.access import Access
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.coordinator.sent_bytes import SentBytes
 from shoal.swarm.deadlines import Deadlines
@@ -35,6 +36,7 @@ class Scope:
         self.unix_offset_s = 0.0
         """Unix time less the clock of all moments here; whoever has the clocks keeps it right."""
         self.sent_bytes = SentBytes()
+        self.access = Access(run.access)
         self._ticked_s = now_s
         self._facts: list[f.Fact] = []
 
@@ -84,11 +86,31 @@ class Scope:
                 self.membership.join(fact, self.now_s, self.anchor_version)
             case f.MemberLost():
                 self.membership.lose(fact)
+                for peer in self.membership.forget_strangers(self.left_traces):
+                    self.sent_bytes.forget(peer)
             case f.CoordinatorStarted():
                 self.epoch = max(self.epoch, fact.epoch + _EPOCH_STEP)
                 self.membership.roster_version = max(self.membership.roster_version, self.epoch)
             case _:
                 raise AssertionError(f"no rule for {type(fact).__name__}")
+
+    def has_record(self, peer: str) -> bool:
+        """Whether enough of its work was committed (``Member.has_record``)."""
+        member = self.membership.members.get(peer)
+        return member is not None and member.has_record
+
+    def standing(self, peer: str) -> int:
+        """What speaks for keeping a member without a record: the committed rounds that it was in."""
+        return self.membership.members[peer].rounds_committed
+
+    def may_be_idle(self, peer: str) -> bool:
+        """Whether it has to get on by itself, and does not only wait for others."""
+        return not self.has_record(peer)
+
+    def left_traces(self, peer: str) -> bool:
+        """Whether the run would be another one without this member."""
+        member = self.membership.members[peer]
+        return bool(member.rounds_committed or member.tokens_committed or member.failures)
 
     def excuse_own_silence(self, now_s: float) -> float:
         """When we stood still (a suspended machine, a slow disk), nobody else was late. Returns for how long, or 0."""

@@ -28,6 +28,10 @@ class SentBytes:
         self._since_verdict += max(0, sent_bytes - before)
         self._said[peer] = (curve_key, max(before, sent_bytes))
 
+    def forget(self, peer: str) -> None:
+        """It has left for good."""
+        self._said.pop(peer, None)
+
     def take(self) -> int:
         """The sum since it was taken last."""
         taken, self._since_verdict = min(self._since_verdict, _MOST), 0

@@ -185,7 +185,7 @@ class CoordinatorService:
             for door in list(self.doors):
                 for peer, member in list(door.machine.membership.members.items()):
                     channel = self.node.control.incoming(member.entry.certificate.curve_key)
-                    if member.alive and channel is not None:
+                    if member.alive and channel is not None and door.is_due(peer, member):
                         await self.notify(channel, door.view(peer), door.scope)
             pause_until_s = 2 * loop.time() - start_s
 

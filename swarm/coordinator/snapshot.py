@@ -76,7 +76,7 @@ def restore(state: RunState, snapshot: RunSnapshot) -> None:
 def members_of(membership: Membership) -> tuple[tuple[MemberKept, ...], tuple[bytes, ...]]:
     """All but observers, and the keys of processes in whose place others have come."""
     members = tuple(_kept(one) for one in membership.members.values() if one.entry.role != "observer")
-    return members, tuple(sorted(membership.replaced))
+    return members, tuple(membership.replaced)
 
 
 def restore_members(
@@ -85,7 +85,7 @@ def restore_members(
     """``membership`` is new."""
     for kept in members:
         membership.members[kept.entry.peer] = _member(kept, now_s)
-    membership.replaced = set(replaced)
+    membership.replaced = dict.fromkeys(replaced)
     membership.roster_version = epoch + len(members)
 
 
@@ -111,6 +111,7 @@ def _kept(member: Member) -> MemberKept:
         seen_version=member.seen_version,
         left=member.left,
         trouble=member.trouble,
+        network=member.network,
     )
 
 
@@ -138,4 +139,5 @@ def _member(kept: MemberKept, now_s: float) -> Member:
         seen_version=kept.seen_version,
         left=kept.left,
         trouble=kept.trouble,
+        network=kept.network,
     )

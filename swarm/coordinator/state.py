@@ -126,6 +126,9 @@ class RunState(Admission):
         if self.round.plan is None:
             self.round.expected = None  # it may be back before the plan, with other work
 
+    def left_traces(self, peer: str) -> bool:
+        return super().left_traces(peer) or peer in self.round.ranges
+
     def _begin_averaging(self, fact: f.RoundPlanned) -> None:
         self.round.phase = "averaging"
         self.round.plan = fact.plan
@@ -230,6 +233,7 @@ class RunState(Admission):
                 member.rounds_committed += 1
                 member.worked_version = plan.anchor_version
                 member.clipped_rounds += exceeds(planned, plan.rho, power)
+                member.worked_s = self.now_s
         # No round's own work takes longer; the rest is time without anybody.
         took_s = min(took_s, self.run.round.max_s)
         merged = tuple(merge(one for mine in ranges.values() for one in mine))
@@ -281,6 +285,7 @@ class RunState(Admission):
         member = self.membership.members.get(peer)
         newest = self.verdict.chain if self.verdict else None
         closing = self.round.phase == "closing"
+        roster, delta = self.membership.roster_news(roster_version)
         return RunView(
             epoch=self.epoch,
             sequence=self.announcements,
@@ -300,7 +305,8 @@ class RunState(Admission):
             members=len(self.membership.trainers()),
             must_resync=member is not None and self._must_resync(member),
             roster_version=self.membership.roster_version,
-            roster=self.membership.roster() if roster_version != self.membership.roster_version else None,
+            roster=roster,
+            roster_delta=delta,
         )
 
     def believers(self) -> dict[str, Member]:

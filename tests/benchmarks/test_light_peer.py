@@ -21,7 +21,8 @@ def test_a_glance_at_a_view_sees_what_is_in_it(view: Any, plan: Any) -> None:
     assert unpacker.unpack() == "what follows", "the whole view was read, and nothing else"
     assert (seen.epoch, seen.sequence, seen.round) == (view.epoch, view.sequence, view.round)
     assert (seen.anchor_version, seen.phase) == (view.anchor_version, view.phase)
-    assert (seen.roster_version, seen.has_roster) == (view.roster_version, bool(view.roster))
+    has_roster = bool(view.roster) or view.roster_delta is not None
+    assert (seen.roster_version, seen.has_roster) == (view.roster_version, has_roster)
     assert seen.parts == (len(plan.parts) if view.plan else 0)
 
 

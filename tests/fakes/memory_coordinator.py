@@ -78,6 +78,10 @@ class MemoryCoordinator:
         self.facts: list[Fact] = []
         self.members: dict[bytes, MemoryChannel] = {}
         self._verdicts: dict[bytes, bytes | None] = {}
+        self._rosters: dict[bytes, int] = {}
+        """By key, the version that it was sent, or said to have."""
+        self.refusals: list[ShoalError] = []
+        """What the next joins are answered, one after the other."""
         self._epoch = 1
         self.machine: RunMachine
         self._announced = -1
@@ -97,6 +101,7 @@ class MemoryCoordinator:
         """As after ``kill -9``: what was not journaled is forgotten."""
         self._epoch += 1
         self._verdicts.clear()
+        self._rosters.clear()
         self._start()
         self.away = False
 
@@ -135,9 +140,12 @@ class MemoryCoordinator:
                 for peer, member in list(self.machine.membership.members.items()):
                     channel = self.members.get(member.entry.certificate.curve_key)
                     if member.alive and channel is not None:
-                        known = self._verdicts.get(channel.own_keys.public)
-                        view = self.machine.view(peer, now_s(), verdict_chain=known)
-                        await channel.push(CoordinatorToPeerView(view=view), self.scope)
+                        await channel.push(self._view(peer, channel.own_keys.public), self.scope)
+
+    def _view(self, peer: str, key: bytes) -> CoordinatorToPeerView:
+        view = self.machine.view(peer, now_s(), self._rosters.get(key, -1), self._verdicts.get(key))
+        self._rosters[key] = view.roster_version
+        return CoordinatorToPeerView(view=view)
 
     async def answer(self, channel: "MemoryChannel", message: Message) -> Message:
         key = channel.own_keys.public
@@ -174,12 +182,13 @@ class MemoryCoordinator:
                 machine.tick(now)
                 answer = Acknowledged()
         await self._flush()
-        version = -1
         if isinstance(message, PeerToCoordinatorHeartbeat):
-            version, self._verdicts[key] = message.roster_version, message.verdict_chain
-        return answer or CoordinatorToPeerView(view=machine.view(peer, now, version, self._verdicts.get(key)))
+            self._rosters[key], self._verdicts[key] = message.roster_version, message.verdict_chain
+        return answer or self._view(peer, key)
 
     async def _join(self, channel: "MemoryChannel", message: PeerToCoordinatorJoinRun) -> Message:
+        if self.refusals:
+            raise self.refusals.pop(0)
         peer = verify_certificate(message.certificate)
         entry = RosterEntry(
             peer=peer,
@@ -193,6 +202,7 @@ class MemoryCoordinator:
         )
         self.machine.join(entry, message.device, now_s())
         self._verdicts.pop(channel.own_keys.public, None)
+        self._rosters.pop(channel.own_keys.public, None)
         self.members[channel.own_keys.public] = channel
         await self._flush()
         return CoordinatorToPeerJoinAccepted(
@@ -202,7 +212,7 @@ class MemoryCoordinator:
             coordinator=self.identity.certify(self.keys),
             observed_host="127.0.0.1",
             reachable=True,
-            view=self.machine.view(peer, now_s()),
+            view=self._view(peer, channel.own_keys.public).view,
         )
 
 
@@ -214,6 +224,7 @@ class MemoryChannel:
         self.own_keys = own_keys
         self.open = True
         self.silent = False
+        self.remote_host = "127.0.0.1"
         self.port = port
         self._coordinator = coordinator
         self._latency_s = latency_s

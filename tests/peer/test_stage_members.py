@@ -145,6 +145,7 @@ async def test_who_is_only_in_a_stage_with_us_is_let_in() -> None:
         # As of a roster of the run that they are not on; the stage's is not here yet.
         ours.run.node.update_roster(())
         ours.run.node.update_roster((), scope_of(1))
+        ours.stages[1].client._roster_version = 0
         ours.run.client._view = ours.run.client.view.model_copy(update={"sequence": 2**62})
         assert not ours.run.node.knows_key(key)
         assert await ours.run.client.admit(key)

@@ -3,11 +3,13 @@
 import asyncio
 from typing import Any
 
+import pytest
 import torch
 from tests.fakes.memory_coordinator import MemoryChannel
 from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
+from shoal.swarm.errors import NotAdmitted, TryLater
 from shoal.swarm.messages import CoordinatorToPeerView, Message, RunView
 
 ELEMENTS = 4096
@@ -86,5 +88,105 @@ def test_a_view_without_a_verdict_that_is_not_known_here_counts_as_lost() -> Non
             known = strange.model_copy(update={"verdict_chain": before.verdict_chain})
             await run[0].channel.push(CoordinatorToPeerView(view=known))
             assert run[0].view == before.model_copy(update={"sequence": before.sequence + 1})
+
+    run_virtual(main())
+
+
+# Rosters ------------------------------------------------------------------------------------------------------
+
+
+def known_to(member: Any) -> list[str]:
+    return sorted(member.client._roster)
+
+
+def test_members_are_told_who_came_and_went_and_not_the_whole_roster_again() -> None:
+    async def main() -> None:
+        async with swarm(3, run_toml(12), ELEMENTS) as run:
+            heard = _Heard(run.members[0].channel)
+            await run.members[2].client.leave("done")
+            await asyncio.sleep(1.0)
+            assert run.members[2].peer not in known_to(run.members[0])
+            await run.members[2].client.join()
+            await asyncio.sleep(1.0)
+            assert known_to(run.members[0]) == sorted(one.peer for one in run.members)
+            assert [view.roster for view in heard.views] == [None] * len(heard.views)
+            deltas = [view.roster_delta for view in heard.views if view.roster_delta is not None]
+            assert [len(one.changed) + len(one.removed) for one in deltas] == [1, 1]
+
+    run_virtual(main())
+
+
+def test_changes_that_got_lost_come_with_the_next_heartbeat() -> None:
+    async def main() -> None:
+        async with swarm(3, run_toml(12), ELEMENTS) as run:
+            deaf, goes = run.members[0], run.members[2]
+            deaf.channel.silent = True
+            await goes.client.leave("done")
+            await asyncio.sleep(0.5)
+            assert goes.peer in known_to(deaf)
+            deaf.channel.silent = False
+            heard = _Heard(deaf.channel)
+            await goes.client.join()
+            await asyncio.sleep(3 * deaf.client.deadlines.heartbeat_s)
+            assert deaf.client._roster_version == run.coordinator.machine.membership.roster_version
+            assert [view.roster for view in heard.views] == [None] * len(heard.views)
+            entries = {one.peer: one for one in run.coordinator.machine.membership.roster()}
+            assert deaf.client._roster == entries
+
+    run_virtual(main())
+
+
+def test_a_coordinator_that_was_started_again_tells_the_whole_roster() -> None:
+    async def main() -> None:
+        async with swarm(2, run_toml(8), ELEMENTS) as run:
+            heard = _Heard(run.members[0].channel)
+            run.coordinator.restart()
+            await asyncio.sleep(3 * run.members[0].client.deadlines.heartbeat_s)
+            assert any(view.roster for view in heard.views)
+            assert known_to(run.members[0]) == sorted(one.peer for one in run.members)
+
+    run_virtual(main())
+
+
+def test_nobody_is_called_in_our_own_network_for_a_coordinator_out_in_the_internet() -> None:
+    async def main() -> None:
+        async with swarm(2, run_toml(8), ELEMENTS) as run:
+            one = run.members[0]
+            assert {entry.reachable for entry in one.client._roster.values()} == {True}
+            one.channel.remote_host = "8.8.8.8"
+            await one.client.rejoin()
+            await asyncio.sleep(3 * one.client.deadlines.heartbeat_s)
+            assert {entry.host for entry in one.client._roster.values()} == {"127.0.0.1"}
+            assert {entry.reachable for entry in one.client._roster.values()} == {False}
+
+    run_virtual(main())
+
+
+# Joining ------------------------------------------------------------------------------------------------------
+
+
+def test_who_finds_no_place_waits_for_one_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with swarm(2, run_toml(8), ELEMENTS) as run:
+            client = run.members[0].client
+            run.coordinator.refusals = [TryLater("the run is full: try again in 4 s") for _ in range(6)]
+            began_s = asyncio.get_running_loop().time()
+            await client.join_in_time()
+            took_s = asyncio.get_running_loop().time() - began_s
+            assert 0.5 * (1 + 2 + 4 + 8 + 15 + 15) < took_s < 46
+            assert caplog.text.count("waiting to be let in: the run is full") == 6
+            run.coordinator.refusals = [TryLater("full")]
+            with pytest.raises(TryLater):
+                await client.join()
+
+    run_virtual(main())
+
+
+def test_what_waiting_does_not_help_against_is_raised_at_once() -> None:
+    async def main() -> None:
+        async with swarm(1, run_toml(8), ELEMENTS) as run:
+            run.coordinator.refusals = [TryLater("full"), NotAdmitted("a private address")]
+            with pytest.raises(NotAdmitted):
+                await run.members[0].client.join_in_time()
 
     run_virtual(main())

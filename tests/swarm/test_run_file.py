@@ -90,6 +90,12 @@ def test_defaults_of_every_section() -> None:
             "batch_samples": 8,
             "precision": "auto",
         },
+        "access": {
+            "joins_per_minute": 600,
+            "joins_per_minute_per_network": 60,
+            "members_per_network": 128,
+            "members_without_record": None,
+        },
         "schedule": {"kind": "constant", "warmup_tokens": 0, "final_factor": 0.1},
         "outer": {
             "optimizer": "nesterov",
@@ -255,6 +261,8 @@ name = "tiny"
         ("data", "held_out = 0.03"),
         ("averaging", "overlap = true"),
         ("recipe.settings", "width = 5"),
+        ("access", "joins_per_minute = 5"),
+        ("access", "members_without_record = 128"),
     ],
 )
 def test_every_setting_is_in_the_hash(section: str, line: str) -> None:

@@ -18,7 +18,7 @@ MachineT = TypeVar("MachineT", bound=RunMachine | PipelineMachine)
 def attributes_of(machine: Any, left_out: set[str]) -> dict[str, Any]:
     """Every attribute, so that none is forgotten in a snapshot; rosters have other versions after each start."""
     found = {name: value for name, value in vars(machine).items() if name not in left_out}
-    caches = ("roster_version", "_states", "_remembered")
+    caches = ("roster_version", "_changes", "_states", "_remembered")
     found["membership"] = {name: value for name, value in vars(machine.membership).items() if name not in caches}
     current = found.get("round")
     if current is not None and current.phase == "training":

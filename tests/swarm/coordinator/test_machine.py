@@ -17,7 +17,16 @@ from tests.swarm.coordinator.world import (
 
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.admission import first_difference
-from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, StaleWork, Superseded, WireError
+from shoal.swarm.errors import (
+    CorpusError,
+    ModelMismatch,
+    NotAdmitted,
+    RunEnded,
+    StaleWork,
+    Superseded,
+    TryLater,
+    WireError,
+)
 from shoal.swarm.messages import (
     MAX_MEMBERS,
     MAX_TROUBLE,
@@ -26,6 +35,7 @@ from shoal.swarm.messages import (
     SampleRange,
     TensorSpec,
 )
+from shoal.swarm.run_file import AccessSection
 
 
 def until(world: World, phase: str, members: int = 2, within_s: float = 60.0) -> None:
@@ -132,7 +142,8 @@ def test_a_trainers_identity_does_not_observe() -> None:
 
 
 def test_a_full_run() -> None:
-    world = World(run_file(), 1)
+    access = AccessSection(members_per_network=2 * MAX_MEMBERS, members_without_record=MAX_MEMBERS)
+    world = World(run_file().model_copy(update={"access": access}), 1)
     for number in range(MAX_MEMBERS - 1):
         name = (
             "x" * 14
@@ -141,7 +152,7 @@ def test_a_full_run() -> None:
         )
         other = entry(9, 100 + number).model_copy(update={"peer": name})
         world.machine.join(other, CPU, world.now_s)
-    with pytest.raises(NotAdmitted, match="full"):
+    with pytest.raises(TryLater, match="full"):
         world.machine.join(entry(1, 1), CPU, world.now_s)
     world.machine.join(entry(2, 1, "observer"), CPU, world.now_s)
     assert len(world.view(world.workers[0]).roster or ()) == MAX_MEMBERS + 1
@@ -156,11 +167,33 @@ def test_many_have_come_and_gone() -> None:
         name = "x" * 13 + letters[number // 1024] + letters[number // 32 % 32] + letters[number % 32]
         other = entry(9, 100 + number).model_copy(update={"peer": name})
         world.machine.join(other, CPU, world.now_s)
+        world.machine.membership.members[name].rounds_committed = 1
         world.machine.leave(name, "", world.now_s)
     world.machine.take_facts()
     members = world.machine.status(world.now_s).members
     assert len(members) == 4 * MAX_MEMBERS
     assert [one.peer for one in members if one.alive] == [peer_name(0)]
+
+
+def test_of_those_who_left_no_trace_the_last_ones_are_remembered() -> None:
+    world = World(run_file(), 2)
+    for number in range(300):
+        peer = (
+            "x" * 14
+            + "abcdefghijklmnopqrstuvwxyz234567"[number // 32]
+            + "abcdefghijklmnopqrstuvwxyz234567"[number % 32]
+        )
+        world.machine.join(entry(9, 100 + number).model_copy(update={"peer": peer}), CPU, world.now_s)
+        world.machine.heartbeat(peer, heartbeat(bytes_sent=1), world.now_s)
+        if number == 0:
+            world.machine.membership.members[peer].tokens_committed = 1
+            first = peer
+        world.machine.leave(peer, "", world.now_s)
+    members = world.machine.membership.members
+    assert len(members) == 2 + 1 + 256
+    assert first in members
+    assert peer in members
+    assert len(world.machine.sent_bytes._said) <= len(members)
 
 
 # Models -------------------------------------------------------------------------------------------------

@@ -199,7 +199,16 @@ def journaled(machine: RunMachine) -> dict[str, Any]:
     }
 
 
-NOT_FROM_FACTS = {"_sign", "_ready_delays", "_report_delays", "_bandwidths", "_outage", "_punctuality", "lease_clock"}
+NOT_FROM_FACTS = {
+    "access",
+    "_sign",
+    "_ready_delays",
+    "_report_delays",
+    "_bandwidths",
+    "_outage",
+    "_punctuality",
+    "lease_clock",
+}
 """Attributes of a machine that come from its start, or from what is not journaled, and cannot be compared."""
 
 
