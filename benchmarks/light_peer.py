@@ -135,9 +135,7 @@ class LightPeer:
             listening.close(linger=0)
         layout = (TensorSpec(name="weight", shape=(self._habits.elements,), dtype="float32"),)
         await self._request(
-            PeerToCoordinatorDescribeModel(
-                layout=layout, corpus_digest=bytes(32), corpus_about="nothing", tokens_per_sample=TOKENS_PER_SAMPLE
-            )
+            PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=bytes(32), tokens_per_sample=TOKENS_PER_SAMPLE)
         )
 
     # Rounds -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ class RestingRecipe:
 
     tokens_per_sample = 1
 
-    def __init__(self, settings: dict[str, Any], data: DataSection) -> None:
+    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
         self.settings = check_settings(RestingSettings, settings)
         self.corpus_about = "drawn"
         self.corpus_digest = hashlib.sha256(NAME.encode()).digest()

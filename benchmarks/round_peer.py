@@ -119,7 +119,7 @@ class _Peer:
     async def prepare(self) -> None:
         """As a member does when it joins; its kernels are compiled before anything counts."""
         layout = (TensorSpec(name="values", shape=(self._case.elements,), dtype="float32"),)
-        model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=None, corpus_about="", tokens_per_sample=1)
+        model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=None, tokens_per_sample=1)
         await self._client.ask(model, CoordinatorToPeerModelAccepted)
         self._member.prepare_averaging(layout)
         for thread in threading.enumerate():

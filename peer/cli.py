@@ -15,6 +15,7 @@ from shoal.peer.capability import parse_memory
 from shoal.peer.checkpoints.retention import parse_retention
 from shoal.peer.cli_files import IdentityOption, console, start_of
 from shoal.peer.cli_files import app as file_commands
+from shoal.peer.consent import Consent
 from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
 from shoal.peer.descriptors import allow_descriptors, warn_host
@@ -54,7 +55,13 @@ _ROLES: dict[JoinRole, Role] = {
     JoinRole.observe: "validator",
 }
 
-InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=… (quote it: it contains ?)")]
+InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=…&run=… (quote it, for its ? and &)")]
+DataOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--data", metavar="FOLDER", help="The run may read the files that it names below it, and no others; repeatable."
+    ),
+]
 LogJson = Annotated[Path | None, typer.Option(help="Write one JSON event a line to this file.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
 
@@ -148,11 +155,18 @@ def join_command(
         typer.Option("--from", help="Where this run's start is: a checkpoint, or a folder above it."),
     ] = None,
     copy_every: Annotated[int, typer.Option(min=1, metavar="K", help="Copy after so many rounds or more.")] = 1,
+    data: DataOption = None,
+    accept: Annotated[
+        str,
+        typer.Option(metavar="RUNHASH", help="Agree to this run without a question: its hash, or 16 digits of it."),
+    ] = "",
     identity: IdentityOption = SHOAL_HOME / "identity",
     log_json: LogJson = None,
     verbose: Verbose = False,
 ) -> None:
-    """Join a run and train until it ends. Ctrl-C leaves gracefully, a second one at once."""
+    """Join a run and train until it ends. Ctrl-C leaves gracefully, a second one at once.
+
+    A run that trains on files of this machine is shown first, and joined if you agree."""
     setup_logging(console, verbose)
     work = Work(device, _memory(max_memory), threads or None)
     retention = parse_retention(keep_checkpoints, keep_every)
@@ -167,9 +181,10 @@ def join_command(
             checkpoints=retention,
             copy_to=parse_copy_to(copy_to, copy_every, retention),
             start_from=start_from,
+            data=tuple(data or ()),
             on_event=reporter.on_event,
         )
-        run_member(invite, options, work, reporter.watch)
+        run_member(invite, options, work, Consent(console, accept), reporter.watch)
 
 
 @app.command("status")
@@ -190,10 +205,11 @@ def doctor_command(
     run: Annotated[Path | None, typer.Argument(help="A run file, for its model; a small gpt by default.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
     max_memory: Annotated[str, typer.Option(help="As for `shoal join`, such as 8G.")] = "",
+    data: DataOption = None,
 ) -> None:
     """Show what this machine can do for a run: memory, speed layer by layer, and what would make it better."""
     with console.status("Looking at this machine, and measuring the model's layers"):
-        found = examine(run, device, _memory(max_memory))
+        found = examine(run, device, _memory(max_memory), data=data or ())
     console.print(report(found))
 
 

@@ -84,7 +84,7 @@ class Connection:
     @property
     def folder(self) -> Path:
         """This peer's, in this run."""
-        return self.options.state / f"{self.run_file.run.name}-{self.run_file.hash.hex()[:8]}" / self.peer
+        return self.options.folder(self.run_file, self.peer)
 
     def open_store(self, folder: Path) -> CheckpointStore | None:
         """Of the checkpoints below ``folder``, the same one each time; None when none are kept."""

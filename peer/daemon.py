@@ -1,14 +1,19 @@
 """What ``shoal join`` runs: recipe, model and data from the run file, trained in a ``Session`` until the end, or
-in stages, by a ``PipelinePeer``."""
+in stages, by a ``PipelinePeer``.
+
+All that can be wrong with a run on this machine is found before it is joined: until then the coordinator has only been
+asked for the run file, by nobody in particular."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,17 +21,22 @@ import torch
 
 from shoal.peer.capability import autocast, choose_device, free_bytes, samples_that_fit
 from shoal.peer.connection import Connection
+from shoal.peer.consent import RunTerms
 from shoal.peer.data import DataAbout
 from shoal.peer.inner_loop import InnerLoop, make_inner
 from shoal.peer.model_memory import check_model_fits, held_copies
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
 from shoal.peer.pipeline_peer import PipelinePeer
-from shoal.peer.recipes import load_recipe
+from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.replica import Brought
 from shoal.peer.session import Session
 from shoal.peer.snapshot import Watched
 from shoal.swarm.errors import RecipeError
+from shoal.swarm.identity import Identity
+from shoal.swarm.invite import Invite
+from shoal.swarm.observer import look_up_run
+from shoal.swarm.run_file import RunFile
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +53,37 @@ class Work:
     threads: int | None = None
 
 
+Agree = Callable[[RunTerms, Path], None]
+"""Returns if the owner of this machine agrees to the terms, raises ``NotAccepted`` otherwise; the path is that of the
+peer's folder."""
+
+
 def run_member(
-    invite: str, options: SessionOptions, work: Work, watch: Callable[[Watched], None] = lambda _: None
+    invite: str,
+    options: SessionOptions,
+    work: Work,
+    agree: Agree,
+    watch: Callable[[Watched], None] = lambda _: None,
 ) -> None:
     """Join and train until the run ends or Ctrl-C: the first leaves gracefully, the second stops at once.
 
-    ``watch`` is called once with what trains, before it does. Raises the errors of joining and training.
+    ``agree`` is called before any file that the run names is opened, and before it is joined; ``watch`` once with what
+    trains, before it does. Raises the errors of joining and training.
     """
     device = choose_device(work.device)
     if work.threads is not None:
         torch.set_num_threads(work.threads)
+    run = asyncio.run(look_up_run(Invite.parse(invite))).run_file
+    recipe = _prepare(run, options, agree)
+    if run.pipeline is None:
+        check_model_fits(run, recipe, device, work.max_memory_bytes)
     connection = Connection(invite, options, str(device))
     try:
-        is_pipeline = connection.run_file.pipeline is not None
-        peer = PipelinePeer(connection, device, work.max_memory_bytes) if is_pipeline else Session(connection)
+        peer = (
+            PipelinePeer(connection, recipe, device, work.max_memory_bytes)
+            if run.pipeline is not None
+            else Session(connection)
+        )
     except BaseException:
         connection.close()
         raise
@@ -67,7 +94,7 @@ def run_member(
             if isinstance(peer, PipelinePeer):
                 peer.train()
             else:
-                _train(peer, device, work.max_memory_bytes)
+                _train(peer, recipe, device, work.max_memory_bytes)
         except Interrupted:
             log.info("stopped before the run had a state to give")
         finally:
@@ -75,12 +102,21 @@ def run_member(
                 signal.signal(number, handler)
 
 
-def _train(session: Session, device: torch.device, max_memory: int | None) -> None:
-    run = session.run_file
+def _prepare(run: RunFile, options: SessionOptions, agree: Agree) -> Recipe:
+    """The run's recipe with its data opened, once the owner of this machine has agreed.
+
+    Raises ``RecipeError``, ``CorpusError``, ``RunFileError`` and what ``agree`` raises."""
     if run.recipe.name == "own":
         raise RecipeError("the members of this run bring their own training loop: start the host's script instead")
-    recipe = load_recipe(run)
-    check_model_fits(run, recipe, device, max_memory)
+    recipe = load_recipe(run, options.data)
+    terms = RunTerms.of(run, recipe, options.data)
+    agree(terms, options.folder(run, Identity.load_or_create(options.identity).peer_id))
+    log.info("data: %s", recipe.corpus_about)
+    return recipe
+
+
+def _train(session: Session, recipe: Recipe, device: torch.device, max_memory: int | None) -> None:
+    run = session.run_file
     model = recipe.build_model(run.run.seed).to(device)
     optimizer = None if run.algorithm == "virtual_batch" else make_inner(model, run.inner)
     cast = autocast(device, run.inner.precision)

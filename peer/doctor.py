@@ -83,9 +83,17 @@ class Diagnosis:
         return self.span == (0, len(self.model.layers))
 
 
-def examine(run_path: Path | None, device_name: str, limit_bytes: int | None, cache: Path = CACHE) -> Diagnosis:
-    """Look at the machine and measure the run's model on it. Raises ``DeviceError``, ``RunFileError``, ``RecipeError``
-    or ``CorpusError``."""
+def examine(
+    run_path: Path | None,
+    device_name: str,
+    limit_bytes: int | None,
+    cache: Path = CACHE,
+    *,
+    data: Sequence[Path] = (),
+) -> Diagnosis:
+    """Look at the machine and measure the run's model on it; ``data``: what ``--data`` says.
+
+    Raises ``DeviceError``, ``RunFileError``, ``RecipeError`` or ``CorpusError``."""
     device = choose_device(device_name)
     run = load_run_file(run_path)[1] if run_path else parse_run_file(_USUAL)
     if run.recipe.name == "own":
@@ -93,7 +101,7 @@ def examine(run_path: Path | None, device_name: str, limit_bytes: int | None, ca
     usable = usable_bytes(device, limit_bytes)  # before anything of ours is in it
     if usable <= 0:
         raise DeviceError(f"no memory of {device} is free: end other programs that use it")
-    recipe = load_recipe(run)
+    recipe = load_recipe(run, data)
     check_layers_fit(run, recipe, usable)
     model = measured_model(run, recipe, device, time.time(), cache)
     costs = [layer.cost for layer in model.layers]

@@ -99,7 +99,7 @@ async def host(
             port = service.node.control_port
             advertised = options.advertise or ((_own_address(options.bind[0]), port),)
             addresses = tuple((one, its_port or port) for one, its_port in advertised)
-            invite = Invite(addresses, run.run.name, service.node.control.keys.public)
+            invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash)
             origin = Origin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
             about = {
                 _PORT_FILE: f"{port}\n".encode(),

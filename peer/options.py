@@ -10,6 +10,7 @@ from typing import Any
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.remote.copying import CopyTo
 from shoal.swarm.messages import Role
+from shoal.swarm.run_file import RunFile
 
 SHOAL_HOME = Path.home() / ".shoal"
 Event = dict[str, Any]
@@ -21,7 +22,8 @@ class SessionOptions:
     ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
     whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``);
     ``checkpoints``: which are kept, below ``state``; None: none; ``copy_to``: where they are copied to; ``start_from``:
-    the folder with the checkpoint that the run starts from, where it does and this machine has it."""
+    the folder with the checkpoint that the run starts from, where it does and this machine has it; ``data``: the
+    folders below which the run may read the files that it names. Without any it reads none."""
 
     identity: Path = SHOAL_HOME / "identity"
     state: Path = SHOAL_HOME / "runs"
@@ -32,4 +34,9 @@ class SessionOptions:
     checkpoints: Retention | None = field(default_factory=Retention)
     copy_to: CopyTo | None = None
     start_from: Path | None = None
+    data: tuple[Path, ...] = ()
     on_event: Callable[[Event], None] | None = None
+
+    def folder(self, run: RunFile, peer: str) -> Path:
+        """Of a peer in a run: its checkpoints and all else that it keeps."""
+        return self.state / f"{run.run.name}-{run.hash.hex()[:8]}" / peer

@@ -23,7 +23,7 @@ from shoal.peer.held_span import HeldSpan, SpanWork
 from shoal.peer.measured import MeasuredModel, measured_model
 from shoal.peer.model_memory import check_layers_fit
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.recipes import layered_recipe, load_recipe
+from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.peer.sample_order import run_order
 from shoal.peer.showing import Showing
 from shoal.peer.snapshot import Snapshot, take_snapshot
@@ -51,10 +51,13 @@ _LOOK_S = 15.0
 class PipelinePeer:
     """A context manager that leaves the run at its end; ``train`` in it."""
 
-    def __init__(self, connection: Connection, device: torch.device, max_memory_bytes: int | None) -> None:
+    def __init__(
+        self, connection: Connection, recipe: Recipe, device: torch.device, max_memory_bytes: int | None
+    ) -> None:
         """Raises ``RecipeError`` for a recipe that cannot be cut into stages, and ``UserError`` for options that a
         pipeline's peer does not have."""
         self._connection = connection
+        self._recipe = recipe
         self._device = device
         self._max_memory_bytes = max_memory_bytes
         self._memory_bytes = 0
@@ -88,9 +91,8 @@ class PipelinePeer:
             log.info("%s", error)
 
     def _prepare(self) -> SpanWork:
-        run, connection = self._connection.run_file, self._connection
+        run, connection, recipe = self._connection.run_file, self._connection, self._recipe
         assert run.pipeline is not None
-        recipe = load_recipe(run)
         layers = layered_recipe(recipe, run)
         layered, data = layers.layers(run.run.seed), recipe.training_data()
         if self._members.run.start is not None:

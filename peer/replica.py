@@ -36,7 +36,7 @@ from shoal.peer.parameters import ParameterVector
 from shoal.peer.state import State
 from shoal.swarm.averaging.norm_claims import ranges
 from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.errors import NotAdmitted
+from shoal.swarm.errors import CorpusError, NotAdmitted
 from shoal.swarm.messages import KeptState, PeerToCoordinatorDescribeModel, Verdict
 from shoal.swarm.run_file import RunFile
 
@@ -133,17 +133,20 @@ class Replica:
         self.sync()
 
     def describe(self, data: DataAbout | None) -> None:
-        """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the run's."""
+        """Raises ``ModelMismatch`` naming the first difference to the run's, or ``CorpusError``, which says here, and
+        nowhere else, what the data is."""
         model = PeerToCoordinatorDescribeModel(
             layout=self.vector.layout,
             corpus_digest=data.digest if data else None,
-            corpus_about=data.about if data else "",
             tokens_per_sample=self.tokens_per_sample,
             samples=data.samples if data else None,
         )
         if self._run.pins is not None and self._stage is None:  # whatever the coordinator says
             self._run.pins.check_model(model)
-        self._network.call(self._member.describe(model), interruptible=True)
+        try:
+            self._network.call(self._member.describe(model), interruptible=True)
+        except CorpusError as error:
+            raise CorpusError(f"{error}\n  here: {data.about if data else 'no data'}") from error
 
     def sync(self, *, afresh: bool = False) -> None:
         """Get the run's current state: what we hold if it is that, else by the rounds that we missed, else from others.

@@ -224,4 +224,4 @@ class _TensorSource:
             return self._run.files.rows(self._name, self._run.rows)
         except StateFileError as error:
             log.warning("others cannot get what the run starts from: %s", error)
-            raise BlobUnavailable(f"the tensor {self._name!r} cannot be read here: {error}") from error
+            raise BlobUnavailable(f"the tensor {self._name!r} cannot be read here") from error

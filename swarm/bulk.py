@@ -14,7 +14,15 @@ import socket as sockets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
-from shoal.swarm.errors import BlobUnavailable, LinkClosed, LinkError, ShoalError, WireError, remote_error
+from shoal.swarm.errors import (
+    BlobUnavailable,
+    LinkClosed,
+    LinkError,
+    ShoalError,
+    WireError,
+    remote_error,
+    words_for_others,
+)
 from shoal.swarm.frames import Frame
 from shoal.swarm.links import CREDIT, MAX_STREAMS_PER_LINK, MOST_CREDIT, Incoming, Link, Meter, Outgoing, Sink
 from shoal.swarm.messages import (
@@ -275,7 +283,7 @@ class DataPlane:
         return source
 
     def _end(self, link: Link, ask: PeerToPeerOpenStream, why: ShoalError) -> None:
-        message = str(why)[:_MOST_SAID]
+        message = words_for_others(why)[:_MOST_SAID]
         self._say(link, PeerToPeerStreamEnded(stream=ask.stream, code=type(why).__name__, message=message))
 
     def share_uplink(self, shares: Mapping[bytes, float]) -> None:

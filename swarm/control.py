@@ -26,6 +26,7 @@ from shoal.swarm.errors import (
     Unreachable,
     WireError,
     WrongKey,
+    words_for_others,
 )
 from shoal.swarm.identity import CurveKeys
 from shoal.swarm.messages import Acknowledged, Message, RequestFailed
@@ -233,6 +234,7 @@ class ControlPlane:
                 raise WireError(f"{name} is not for this side{where}")
             answer = await handler(channel, envelope.message) or Acknowledged()
         except ShoalError as error:
+            log.debug("%s from %s: %s", name, channel.label, error)
             answer = _failed(error)
         except (OSError, ValueError, zmq.ZMQError) as error:
             # What libraries raise for input that we should have refused: not a reason for the node to stop.
@@ -297,7 +299,7 @@ def _close_monitored(socket: zmq.asyncio.Socket, linger_ms: int) -> None:
 
 
 def _failed(error: ShoalError) -> RequestFailed:
-    return RequestFailed(code=type(error).__name__, message=str(error)[:2000])
+    return RequestFailed(code=type(error).__name__, message=words_for_others(error)[:2000])
 
 
 def _wrong_key(channel: Channel) -> WrongKey:

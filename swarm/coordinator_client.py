@@ -14,8 +14,8 @@ from shoal.swarm.addresses import Reach, least_reach, may_dial
 from shoal.swarm.control import Channel
 from shoal.swarm.coordinator_line import Line
 from shoal.swarm.deadlines import CONNECT_S, Deadlines
-from shoal.swarm.errors import DeadlineExceeded, LinkError, Superseded, TryLater, Unreachable, WireError
-from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
+from shoal.swarm.errors import DeadlineExceeded, LinkError, Superseded, TryLater, Unreachable
+from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
 from shoal.swarm.messages import (
     MAX_TROUBLE,
@@ -35,7 +35,8 @@ from shoal.swarm.messages import (
     RosterEntry,
     RunView,
 )
-from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.swarm.published_run import PublishedRun, check_hash, fetch_run
+from shoal.swarm.run_file import RunFile
 from shoal.swarm.sockets import all_addresses
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
@@ -76,9 +77,7 @@ class CoordinatorClient:
         self.invite = invite
         self.peer = identity.peer_id
         self.me = me
-        self.run_file: RunFile
-        self.coordinator: Certificate
-        self.run_toml = ""
+        self._run: PublishedRun | None = None
         self.reachable = False
         self.coordinator_is_away = False
         self._away_s = -math.inf
@@ -88,7 +87,6 @@ class CoordinatorClient:
         """How many times we were admitted; what an earlier membership held is with others."""
         self._certificate = identity.certify(keys)
         self._line = Line(node.control, invite)
-        self._coordinator_key = b""
         self._view: RunView | None = None
         self._is_ahead = False
         """We know of a verdict that the coordinator has forgotten."""
@@ -106,14 +104,18 @@ class CoordinatorClient:
     def in_scope(self, scope: int) -> CoordinatorClient:
         """This process in another scope, over the same connection: ``join``, at last ``leave`` and ``withdraw``."""
         client = CoordinatorClient(self.node, self._identity, self._keys, self.invite, self.me, scope)
-        client._line, client._clients = self._line, self._clients
+        client._line, client._clients, client._run = self._line, self._clients, self._run
         self._clients.append(client)
         return client
 
     # Joining ----------------------------------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``ProtocolMismatch``, ``RunEnded``, …"""
+        """Get the run file, the first time, and become a member if it is the invite's.
+
+        Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``RunChanged``, ``ProtocolMismatch``, ``RunEnded``, …"""
+        if self._run is None:
+            self._run = await fetch_run(self._line, self.invite)
         control, data = self.me.ports or (self.node.control_port, self.node.data_port)
         ask = PeerToCoordinatorJoinRun(
             run=self.invite.run,
@@ -126,18 +128,7 @@ class CoordinatorClient:
             data_port=data,
         )
         answer = await self._line.request_anywhere(ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S, self.scope)
-        verify_certificate(answer.coordinator)
-        if answer.coordinator.curve_key != self.invite.key:
-            raise WireError("the coordinator's certificate is for another key than the invite's")
-        run_file = parse_run_file(answer.run_toml, "the coordinator's run file")
-        if run_file.hash != answer.run_hash:
-            raise WireError(
-                "the run file hashes differently here than on the coordinator: "
-                "install the same release of shoal on both machines"
-            )
-        self.coordinator = answer.coordinator
-        self._coordinator_key = answer.coordinator.identity_key
-        self.run_file, self.run_toml = run_file, answer.run_toml
+        check_hash(answer.run_hash, self.invite)
         self.reachable = answer.reachable
         assert self._line.channel is not None
         host = self._line.channel.remote_host
@@ -189,10 +180,29 @@ class CoordinatorClient:
         self._clients.remove(self)
         self.node.leave(self.scope)
 
+    # The run ----------------------------------------------------------------------------------------------
+
+    @property
+    def published(self) -> PublishedRun:
+        assert self._run is not None, "join first"
+        return self._run
+
+    @property
+    def run_file(self) -> RunFile:
+        return self.published.run_file
+
+    @property
+    def run_toml(self) -> str:
+        return self.published.toml
+
+    @property
+    def coordinator(self) -> Certificate:
+        return self.published.coordinator
+
     @property
     def coordinator_key(self) -> bytes:
-        """The identity key that verdicts are signed with; after ``join``."""
-        return self._coordinator_key
+        """The identity key that verdicts are signed with."""
+        return self.coordinator.identity_key
 
     # The view ---------------------------------------------------------------------------------------------
 
@@ -235,7 +245,7 @@ class CoordinatorClient:
                 return  # as if it were lost: the next heartbeat says what we have
             view = view.model_copy(update={"verdict": verdict})
         if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
-            check_verdict(verdict, self._coordinator_key)
+            check_verdict(verdict, self.coordinator_key)
         if view.pipeline is None and old is not None and old.pipeline is not None:  # as we have said that we know it
             view = view.model_copy(update={"pipeline": old.pipeline})
         self._take_roster(view)

@@ -13,13 +13,15 @@
     │   ├── DeviceError         16    the device is missing or too small
     │   ├── StateFileError      17    a checkpoint or model is missing, damaged or of another run
     │   │   └── SealedForOthers 18    it is sealed, and not for this identity
-    │   └── Diverged            19    training has become infinite or not a number
+    │   ├── Diverged            19    training has become infinite or not a number
+    │   └── NotAccepted         50    this machine's owner has not agreed to the run
     ├── LinkError                     somebody else's machine, or the way to it
     │   ├── Unreachable         20    nothing answers at that address
     │   │   └── MemberGone      20    it is not a member of the run any more
     │   ├── WrongKey            21    whoever answers does not hold the pinned key
     │   ├── ProtocolMismatch    22    the other side speaks another version
     │   ├── UnknownRun          23    the coordinator does not host that run
+    │   │   └── RunChanged      51    its run file is another one than the invite's
     │   ├── NotAdmitted         24    the other side does not know us (any more)
     │   ├── TryLater            35    there is no place for us at the moment; says why and when to try again
     │   ├── Superseded          25    the same identity joined from another process
@@ -55,7 +57,7 @@ class RunFileError(UserError):
 
 
 class InviteError(UserError):
-    """The invite is not a valid ``shoal://HOST:PORT/RUN?key=…`` URL."""
+    """The invite is not a valid ``shoal://HOST:PORT/RUN?key=…&run=…`` URL."""
 
     exit_code = 11
 
@@ -108,6 +110,12 @@ class Diverged(UserError):
     exit_code = 19
 
 
+class NotAccepted(UserError):
+    """The run wants something of this machine that its owner has not agreed to."""
+
+    exit_code = 50
+
+
 class LinkError(ShoalError):
     """The other machine, or the way to it, failed us. ``code`` is the name that travels in replies."""
 
@@ -138,6 +146,12 @@ class UnknownRun(LinkError):
     """The coordinator does not host that run."""
 
     exit_code = 23
+
+
+class RunChanged(UnknownRun):
+    """The coordinator's run file is not the one whose hash the invite names."""
+
+    exit_code = 51
 
 
 class NotAdmitted(LinkError):
@@ -250,3 +264,10 @@ def remote_error(code: str, message: str) -> ShoalError:
     """The other side's error, by its class name. Its words end up on a terminal: no control characters."""
     printable = "".join(letter if letter.isprintable() else "?" for letter in message)
     return REMOTE_ERRORS.get(code, LinkError)(printable)
+
+
+def words_for_others(error: ShoalError) -> str:
+    """What may be told to another machine: the words of an error about this one name its files and their paths."""
+    if isinstance(error, LinkError | ModelMismatch | CorpusError):
+        return str(error)
+    return "the other side cannot; what was logged there says why"

@@ -1,4 +1,7 @@
-"""The invite: one URL that says where the coordinator is, which run, and which key to trust."""
+"""The invite: one URL that says where the coordinator is, which key to trust, and which run it is, by its hash.
+
+The hash is whole, 256 bits: who has agreed to a run by pasting its invite has agreed to every byte of its run file, and
+the coordinator cannot serve another one later."""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import base64
 import binascii
 import ipaddress
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qs, quote, urlsplit
 
 from shoal.swarm.errors import InviteError
 
-_EXAMPLE = "shoal://HOST:PORT/RUN?key=… (or HOST:PORT,HOST:PORT/RUN)"
+_EXAMPLE = "shoal://HOST:PORT/RUN?key=…&run=… (or HOST:PORT,HOST:PORT/RUN)"
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]{0,253}[a-z0-9])?\.?")
 _RUN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _MAX_ADDRESSES = 8
@@ -23,16 +27,16 @@ Address = tuple[str, int]
 @dataclass(frozen=True)
 class Invite:
     """``addresses``: where the coordinator is, or may be one day, the likeliest first; ``key``: its raw 32-byte CURVE
-    public key, which is the same at all of them."""
+    public key, which is the same at all of them; ``run_hash``: that of the run file, 32 bytes."""
 
     addresses: tuple[Address, ...]
     run: str
     key: bytes
+    run_hash: bytes
 
     def __str__(self) -> str:
         where = ",".join(address_text(*address) for address in self.addresses)
-        key = base64.urlsafe_b64encode(self.key).decode().rstrip("=")
-        return f"shoal://{where}/{quote(self.run)}?key={key}"
+        return f"shoal://{where}/{quote(self.run)}?key={_to_text(self.key)}&run={_to_text(self.run_hash)}"
 
     @classmethod
     def parse(cls, url: str) -> Invite:
@@ -52,14 +56,23 @@ class Invite:
         run = split.path.removeprefix("/")
         if not _RUN.fullmatch(run):
             raise InviteError(f"the invite names no run after the port; expected {_EXAMPLE}")
-        text = query.get("key", [""])[0]
-        try:
-            key = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise InviteError("the invite's key is damaged; ask the host to send it again") from error
-        if len(key) != 32:
-            raise InviteError("the invite has no whole key= at its end; was it cut off? (quote it in the shell)")
-        return cls(addresses, run, key)
+        return cls(addresses, run, _from_text("key", query), _from_text("run", query))
+
+
+def _to_text(value: bytes) -> str:
+    return base64.urlsafe_b64encode(value).decode().rstrip("=")
+
+
+def _from_text(name: str, query: Mapping[str, Sequence[str]]) -> bytes:
+    """32 bytes. Raises ``InviteError``."""
+    text = query.get(name, [""])[0]
+    try:
+        value = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InviteError(f"the invite's {name}= is damaged; ask the host to send it again") from error
+    if len(value) != 32:
+        raise InviteError(f"the invite has no whole {name}= at its end; was it cut off? (quote it in the shell)")
+    return value
 
 
 def address_text(host: str, port: int) -> str:

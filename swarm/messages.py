@@ -102,7 +102,7 @@ PROTOCOL_VERSION = 7
 
 
 class PeerToCoordinatorJoinRun(Message):
-    """The one request that a stranger may make. ``host`` is empty to be known by the address we come from."""
+    """One of the two requests that a stranger may make. ``host`` is empty to be known by the address we come from."""
 
     run: Annotated[str, Field(max_length=100)]
     certificate: Certificate
@@ -114,15 +114,20 @@ class PeerToCoordinatorJoinRun(Message):
     data_port: Port
 
 
+class PeerToCoordinatorGetRun(Message):
+    """Ask for the run file, without becoming a member: whoever joins knows before what it joins."""
+
+    run: Annotated[str, Field(max_length=100)]
+
+
 class PeerToCoordinatorDescribeModel(Message):
     """What this peer built from the run file; the run's first one defines it, later ones must agree.
 
     ``corpus_digest`` and ``samples`` (of one epoch) are None before the data is known: an own training loop brings
-    them with its first batch."""
+    them with its first batch. Nothing else is told of a machine's data: no names, paths or sizes of files."""
 
     layout: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS)]
     corpus_digest: Digest | None
-    corpus_about: Text
     tokens_per_sample: Annotated[int, Field(ge=1, le=2**31)]
     samples: Annotated[int, Field(ge=1, le=2**62)] | None = None
 
@@ -258,13 +263,19 @@ class PeerToCoordinatorGetVerdicts(Message):
 # Coordinator to peer ------------------------------------------------------------------------------------
 
 
-class CoordinatorToPeerJoinAccepted(Message):
-    """The run as its host wrote it (TOML text, hash checked by the peer), and the first view of it."""
+class CoordinatorToPeerRun(Message):
+    """The run file as its host wrote it: TOML text, whose hash the peer checks against its invite's."""
 
-    peer: PeerId
     run_toml: Annotated[str, Field(max_length=200_000)]
     run_hash: Digest
     coordinator: Certificate
+
+
+class CoordinatorToPeerJoinAccepted(Message):
+    """A member now, with the first view of the run. ``run_hash``: of the run file that is hosted by now."""
+
+    peer: PeerId
+    run_hash: Digest
     observed_host: Host
     reachable: bool
     view: RunView

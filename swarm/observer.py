@@ -1,4 +1,4 @@
-"""A guest of a run: holds the invite, trains nothing; for `shoal status` and `shoal export`."""
+"""A guest of a run: holds the invite, trains nothing; for `shoal status`, `shoal export`, and before `shoal join`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.coordinator_line import Line
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import CurveKeys, Identity
 from shoal.swarm.invite import Invite
@@ -16,6 +17,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorGetStatus,
     PeerToCoordinatorHeartbeat,
 )
+from shoal.swarm.published_run import PublishedRun, fetch_run
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 
@@ -30,11 +32,7 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
     """
     keys, identity = CurveKeys.fresh(), Identity.generate()
     me = MemberInfo("observer", "observer", _NOBODY, ports=(1, 1))
-
-    async def admit(key: bytes) -> bool:
-        return False  # nobody has reason to call an observer
-
-    async with Node.open(keys, "127.0.0.1", (0, None), admit) as node:
+    async with _stranger(keys) as node:
         client = CoordinatorClient(node, identity, keys, invite, me)
         await client.join()
         async with task_scope() as tasks:
@@ -44,6 +42,25 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
             finally:
                 beats.cancel()
                 await client.leave("observed")
+
+
+@asynccontextmanager
+async def _stranger(keys: CurveKeys) -> AsyncIterator[Node]:
+    """A node that calls, and that nobody has reason to call."""
+
+    async def admit(key: bytes) -> bool:
+        return False
+
+    async with Node.open(keys, "127.0.0.1", (0, None), admit) as node:
+        yield node
+
+
+async def look_up_run(invite: Invite) -> PublishedRun:
+    """The run of an invite, for who may join it; the coordinator keeps nothing of having been asked.
+
+    Raises as ``fetch_run``."""
+    async with _stranger(CurveKeys.fresh()) as node:
+        return await fetch_run(Line(node.control, invite), invite)
 
 
 @asynccontextmanager

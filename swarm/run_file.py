@@ -20,6 +20,7 @@ from shoal.compression.coding import Coding, Shapes
 from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.identity import parse_key
 from shoal.swarm.pins import PinsSection
+from shoal.swarm.run_sources import check_source
 from shoal.swarm.run_values import check_plain, make_codec, make_coding
 from shoal.swarm.start import StartSection
 
@@ -69,13 +70,20 @@ class RecipeSection(_Section):
 
 
 class DataSection(_Section):
-    """``[data]``. ``source``: ``stdlib``, ``text:GLOB``, ``tokens:FILE``, or ``own`` with an own loop.
+    """``[data]``. ``source``: ``stdlib``, ``text:GLOB``, ``tokens:FILE``, or ``own`` with an own loop. Files are named
+    relative to the folders that each volunteer gives with ``--data`` (``run_sources.py``).
 
     ``tokens_per_sample`` is set for own loops that count something else than one unit a sample."""
 
     source: Annotated[str, Field(min_length=1, max_length=500)] = "stdlib"
     tokens_per_sample: PositiveInt | None = None
     held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
+
+    @field_validator("source")
+    @classmethod
+    def _harmless(cls, source: str) -> str:
+        check_source(source)
+        return source
 
 
 class InnerSection(_Section):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class ShapesRecipe:
 
     tokens_per_sample = 1
 
-    def __init__(self, settings: dict[str, Any], data: DataSection) -> None:
+    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
         self.settings = check_settings(ShapesSettings, settings)
         if data.tokens_per_sample not in (None, 1):
             raise RecipeError("data.tokens_per_sample: expected nothing or 1: the shapes count images")

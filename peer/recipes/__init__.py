@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -45,18 +46,26 @@ class Samples(Protocol):
 
 
 class Recipe(Protocol):
-    """Model, loss and data of a run. Constructed as ``RecipeClass(settings, data)``.
+    """Model, loss and data of a run. Constructed as ``RecipeClass(settings, data, folders)``; files that ``data`` names
+    may be read below ``folders`` only, which the owner of this machine has named (``peer/data_files.py``).
 
-    The constructor raises ``RecipeError`` for settings and ``CorpusError`` for data that it cannot use.
+    The constructor raises ``RecipeError`` for settings that it cannot use. It opens no data: that is done by whoever
+    asks for it first, which raises ``CorpusError``.
     """
 
     tokens_per_sample: int
-    corpus_digest: bytes
-    """SHA-256 (32 bytes) of what is trained and tested on: peers with another one have other data."""
-    corpus_about: str
-    """One line for people: which corpus, how many bytes, of which Python where that matters."""
 
-    def __init__(self, settings: dict[str, Any], data: DataSection) -> None: ...
+    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path]) -> None: ...
+
+    @property
+    def corpus_digest(self) -> bytes:
+        """SHA-256 (32 bytes) of what is trained and tested on: peers with another one have other data."""
+        ...
+
+    @property
+    def corpus_about(self) -> str:
+        """One line for the owner of this machine: which corpus, how many bytes, of which Python where that matters."""
+        ...
 
     def build_model(self, seed: int) -> nn.Module:
         """The model at its start, float32 on the CPU: a function of settings and ``seed`` and nothing else.
@@ -90,13 +99,13 @@ class Recipe(Protocol):
         ...
 
 
-def load_recipe(run_file: RunFile) -> Recipe:
-    """The recipe that the run names, with its data opened.
+def load_recipe(run_file: RunFile, folders: Sequence[Path] = ()) -> Recipe:
+    """The recipe that the run names; its data is opened when it is asked for, below ``folders`` only.
 
     Raises ``RecipeError`` if it is not installed, refuses its settings or cannot be a pipeline where the run is one,
-    ``CorpusError`` if it refuses its data, ``RunFileError`` if a round is no whole number of micro-batches.
+    ``RunFileError`` if a round is no whole number of micro-batches.
     """
-    recipe = find_recipe(run_file.recipe.name)(run_file.recipe.settings, run_file.data)
+    recipe = find_recipe(run_file.recipe.name)(run_file.recipe.settings, run_file.data, folders)
     if run_file.pipeline is not None:
         run_file.check_micro_batches(recipe.tokens_per_sample)
         stages = run_file.pipeline.stages

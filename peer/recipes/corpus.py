@@ -6,15 +6,15 @@ with a digest over both, so that peers can tell whether they hold the same corpu
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import platform
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from shoal.peer.capability import usable_bytes
+from shoal.peer.data_files import DataFile, find_files
 from shoal.swarm.errors import CorpusError
 from shoal.swarm.run_file import DataSection
+from shoal.swarm.run_sources import file_pattern
 
 BYTE_VOCAB = 256
 SEPARATOR = 0
@@ -45,6 +48,31 @@ _SKIPPED_FOLDERS = frozenset(
 _SKIPPED_FILES = ("_sysconfigdata", "sitecustomize.py", "usercustomize.py")
 
 Tokens = npt.NDArray[Any]
+
+
+class _Readable(Protocol):
+    """A ``DataFile``, or a file of our own Python."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def open(self) -> FileIO: ...
+
+
+@dataclass(frozen=True)
+class _LibraryFile:
+    name: str
+    path: Path
+    size_bytes: int
+
+    def open(self) -> FileIO:
+        return self.path.open("rb", buffering=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,21 +112,23 @@ class WindowDataset(Dataset[Tensor]):
         return torch.from_numpy(windows.astype(np.int64))
 
 
-def load_corpus(data: DataSection, vocab: int, context: int) -> Corpus:
-    """Open the corpus that ``[data]`` names; ``vocab`` and ``context`` (tokens) are the model's.
+def load_corpus(data: DataSection, vocab: int, context: int, folders: Sequence[Path] = ()) -> Corpus:
+    """Open the corpus that ``[data]`` names; ``vocab`` and ``context`` (tokens) are the model's, ``folders`` those that
+    its files may be in.
 
     Raises ``CorpusError`` if it is missing, damaged, too small for one sample on either side of the split,
     or has tokens the vocabulary has not.
     """
-    kind, _, where = data.source.partition(":")
-    if data.source != "stdlib" and not (kind in ("text", "tokens") and where):
+    named = file_pattern(data.source)
+    if data.source != "stdlib" and named is None:
         raise CorpusError(f"data.source: expected stdlib, text:GLOB or tokens:FILE, not {data.source!r}")
-    if kind == "tokens":
-        corpus = _load_tokens(Path(where).expanduser(), vocab, data.held_out)
+    if named is not None and named[0] == "tokens":
+        (file,) = find_files(*named, folders)
+        corpus = _load_tokens(file, vocab, data.held_out)
     elif vocab < BYTE_VOCAB:
         raise CorpusError(f"data.source {data.source!r} is bytes: set recipe.settings.vocab to 256, not {vocab}")
-    elif kind == "text":
-        corpus = _load_text(where, data.held_out)
+    elif named is not None:
+        corpus = _load_text(data.source, find_files(*named, folders), data.held_out)
     else:
         corpus = _load_stdlib(data.held_out)
     for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
@@ -119,29 +149,22 @@ def _load_stdlib(fraction: float) -> Corpus:
         paths += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(_SKIPPED_FILES)]
     if not paths:
         raise CorpusError(f"{root}: no .py files of the standard library here; use text:GLOB instead")
-    corpus = _split_files(root, paths, fraction)
+    found = [_LibraryFile(path.relative_to(root).as_posix(), path, _size(path)) for path in paths]
+    corpus = _split_files(sorted(found, key=lambda file: file.name), fraction)
     return _described(corpus, f"standard library of Python {platform.python_version()}, {len(paths)} files")
 
 
-def _load_text(pattern: str, fraction: float) -> Corpus:
-    """The files that a glob matches, ``**`` and ``~`` included."""
-    expanded = os.path.expanduser(pattern)
-    paths = sorted({Path(match) for match in glob.glob(expanded, recursive=True) if os.path.isfile(match)})
-    if not paths:
-        raise CorpusError(f"text:{pattern}: no file matches; check the path (** stands for folders of any depth)")
-    if len(paths) == 1:
-        corpus = _split_blocks(_read(paths, [_size(paths[0])]), fraction)
-        return _described(corpus, str(paths[0]))
-    # Names count from where the wildcards begin, so that peers may keep their copies in different folders.
-    root = Path(*_before_wildcard(Path(expanded).parts))
-    return _described(_split_files(root, paths, fraction), f"{pattern}, {len(paths)} files")
-
-
-def _before_wildcard(parts: tuple[str, ...]) -> tuple[str, ...]:
-    for position, part in enumerate(parts):
-        if glob.has_magic(part):
-            return parts[:position]
-    return parts[:-1]
+def _load_text(source: str, files: Sequence[DataFile], fraction: float) -> Corpus:
+    """The files that a glob matches, in the order of their names."""
+    total, usable = sum(file.size_bytes for file in files), usable_bytes(torch.device("cpu"), None)
+    if total > usable:
+        raise CorpusError(
+            f"data.source {source!r}: {total / 1e9:,.1f} GB of text here, and {usable / 1e9:,.1f} GB of memory are "
+            "free; a tokens:FILE stays on the disk"
+        )
+    if len(files) == 1:
+        return _described(_split_blocks(_read(files), fraction), str(files[0].path))
+    return _described(_split_files(files, fraction), f"{source}, {len(files)} files")
 
 
 def _described(corpus: Corpus, what: str) -> Corpus:
@@ -154,20 +177,16 @@ def _hash_fraction(key: str) -> float:
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
-def _split_files(root: Path, paths: list[Path], fraction: float) -> Corpus:
-    """Whole files go to one side, so that no held-out text has its other half in the training data."""
-    named = sorted((path.relative_to(root).as_posix(), path) for path in paths)
-    sizes = {path: _size(path) for _, path in named}
-    held_out = [path for name, path in named if sizes[path] and _hash_fraction(name) < fraction]
-    if not 0 < sum(sizes[path] for path in held_out) < sum(sizes.values()) / 2:
+def _split_files(files: Sequence[_Readable], fraction: float) -> Corpus:
+    """Whole files go to one side, so that no held-out text has its other half in the training data. ``files``: by
+    name."""
+    is_held_out = [file.size_bytes > 0 and _hash_fraction(file.name) < fraction for file in files]
+    held_out = [file for file, is_out in zip(files, is_held_out, strict=True) if is_out]
+    if not 0 < sum(file.size_bytes for file in held_out) < sum(file.size_bytes for file in files) / 2:
         # Too few files, or too unlike in size, for chance to hold out a fair share of them: cut blocks.
-        everything = [path for _, path in named]
-        return _split_blocks(_read(everything, [sizes[path] for path in everything]), fraction)
-    chosen = set(held_out)
-    train = [path for _, path in named if path not in chosen]
-    return _text_corpus(
-        _read(train, [sizes[path] for path in train]), _read(held_out, [sizes[path] for path in held_out])
-    )
+        return _split_blocks(_read(files), fraction)
+    train = [file for file, is_out in zip(files, is_held_out, strict=True) if not is_out]
+    return _text_corpus(_read(train), _read(held_out))
 
 
 def _split_blocks(text: npt.NDArray[np.uint8], fraction: float) -> Corpus:
@@ -193,28 +212,28 @@ def _size(path: Path) -> int:
         raise CorpusError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out") from error
 
 
-def _read(paths: list[Path], sizes: list[int]) -> npt.NDArray[np.uint8]:
+def _read(files: Sequence[_Readable]) -> npt.NDArray[np.uint8]:
     """The files end to end, a separator after each, in one array without a second copy."""
-    text = np.full(sum(sizes) + len(sizes), SEPARATOR, dtype=np.uint8)
+    text = np.full(sum(file.size_bytes + 1 for file in files), SEPARATOR, dtype=np.uint8)
     position = 0
-    for path, size in zip(paths, sizes, strict=True):
+    for one in files:
+        size, got = one.size_bytes, 0
         try:
-            with path.open("rb", buffering=0) as file:
+            with one.open() as file:
                 view = text[position : position + size].data
-                got = 0
                 while got < size and (count := file.readinto(view[got:])):
                     got += count
         except OSError as error:
-            raise CorpusError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out") from error
+            raise CorpusError(f"{one.path}: cannot be read ({error.strerror}); fix it or leave it out") from error
         if got != size:
-            raise CorpusError(f"{path}: {got} bytes, just now {size}; let nobody write to it and try again")
+            raise CorpusError(f"{one.path}: {got} bytes, just now {size}; let nobody write to it and try again")
         position += size + 1
     return text
 
 
-def _load_tokens(path: Path, vocab: int, fraction: float) -> Corpus:
+def _load_tokens(file: DataFile, vocab: int, fraction: float) -> Corpus:
     """A memory-mapped file of little-endian token ids, read through once to check and digest it."""
-    tokens = _map_tokens(path)
+    path, tokens = file.path, _map_tokens(file)
     digest = hashlib.sha256()
     for start in range(0, len(tokens), _CHECK_TOKENS):
         piece = np.ascontiguousarray(tokens[start : start + _CHECK_TOKENS])
@@ -230,28 +249,39 @@ def _load_tokens(path: Path, vocab: int, fraction: float) -> Corpus:
     return Corpus(tokens[:train], tokens[train:], digest.digest(), about)
 
 
-def _map_tokens(path: Path) -> Tokens:
+def _map_tokens(file: DataFile) -> Tokens:
     """``(n,)`` uint16 or uint32 on disk, n > 0. Raises ``CorpusError``."""
     wanted = "expected .u16, .u32 (little-endian token ids, nothing else) or .npy (1-D uint16 or uint32)"
-    size = _size(path)
+    path, size = file.path, file.size_bytes
     if path.suffix not in (*_TOKEN_TYPES, ".npy"):
         raise CorpusError(f"{path}: {wanted}, not {path.suffix or 'a file without suffix'}")
     if size == 0:
         raise CorpusError(f"{path}: empty; tokenize again, or copy the file again")
     try:
-        if path.suffix == ".npy":
-            tokens: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-            if tokens.ndim != 1 or tokens.dtype.str not in _TOKEN_TYPES.values() or not len(tokens):
-                raise CorpusError(f"{path}: {wanted}, not {tokens.dtype.str} of shape {tokens.shape}")
-            return tokens
-        dtype = np.dtype(_TOKEN_TYPES[path.suffix])
-        if size % dtype.itemsize:
-            raise CorpusError(
-                f"{path}: {size} bytes do not divide into tokens of {dtype.itemsize}; the file was cut off "
-                f"or is of another type: copy it again or rename it"
-            )
-        return np.memmap(path, dtype=dtype, mode="r")
+        with file.open() as opened:
+            if path.suffix == ".npy":
+                shape, dtype = _array_header(opened)
+                if len(shape) != 1 or dtype.str not in _TOKEN_TYPES.values() or not shape[0]:
+                    raise CorpusError(f"{path}: {wanted}, not {dtype.str} of shape {shape}")
+                return np.memmap(opened, dtype=dtype, mode="r", offset=opened.tell(), shape=shape)
+            dtype = np.dtype(_TOKEN_TYPES[path.suffix])
+            if size % dtype.itemsize:
+                raise CorpusError(
+                    f"{path}: {size} bytes do not divide into tokens of {dtype.itemsize}; the file was cut off "
+                    f"or is of another type: copy it again or rename it"
+                )
+            return np.memmap(opened, dtype=dtype, mode="r")
     except CorpusError:
         raise
     except (OSError, ValueError) as error:
         raise CorpusError(f"{path}: cannot be opened ({error}); {wanted}") from error
+
+
+def _array_header(file: FileIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Of a ``.npy`` file: its array's shape and type; what follows are its values. Raises ``ValueError``."""
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"version {version} of the format is for other arrays")
+    shape, _, dtype = read(file)
+    return shape, dtype

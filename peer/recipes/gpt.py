@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.peer.layered import Layered
 from shoal.peer.recipes import check_settings
-from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR, WindowDataset, load_corpus
+from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR, Corpus, WindowDataset, load_corpus
 from shoal.peer.recipes.gpt_model import Gpt, GptSettings, empty_model, layered_gpt
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.run_file import DataSection
@@ -25,8 +27,8 @@ _EVAL_BATCH = 16
 class GptRecipe:
     """The recipe ``gpt``: ``Gpt`` on the corpus that the run names."""
 
-    def __init__(self, settings: dict[str, Any], data: DataSection) -> None:
-        """Opens the corpus. Raises ``RecipeError`` (settings) or ``CorpusError`` (data)."""
+    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
+        """See ``Recipe``. Raises ``RecipeError``."""
         self.settings = check_settings(GptSettings, settings)
         context = self.settings.context
         if data.tokens_per_sample not in (None, context):
@@ -34,12 +36,22 @@ class GptRecipe:
                 f"data.tokens_per_sample: expected nothing or recipe.settings.context ({context}), "
                 f"not {data.tokens_per_sample}"
             )
-        corpus = load_corpus(data, self.settings.vocab, context)
         self.tokens_per_sample = context
-        self.corpus_digest = corpus.digest
-        self.corpus_about = corpus.about
-        self._train = WindowDataset(corpus.train, context)
-        self._held_out = WindowDataset(corpus.held_out, context)
+        self._data, self._folders = data, folders
+
+    @cached_property
+    def _corpus(self) -> Corpus:
+        return load_corpus(self._data, self.settings.vocab, self.tokens_per_sample, self._folders)
+
+    @property
+    def corpus_digest(self) -> bytes:
+        """See ``Recipe``."""
+        return self._corpus.digest
+
+    @property
+    def corpus_about(self) -> str:
+        """See ``Recipe``."""
+        return self._corpus.about
 
     def build_model(self, seed: int) -> Gpt:
         """The model at its start, float32 on the CPU; the global random generator is left alone."""
@@ -53,7 +65,7 @@ class GptRecipe:
 
     def training_data(self) -> WindowDataset:
         """Samples of ``(context + 1,) int64``."""
-        return self._train
+        return WindowDataset(self._corpus.train, self.tokens_per_sample)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Mean cross entropy, nats a token, ``() float32``. ``batch``: ``(b, context + 1) int64``."""
@@ -85,14 +97,15 @@ class GptRecipe:
 
         ``model`` stands on ``device`` and is left in the mode (training or not) it was in.
         """
-        count = min(max(1, max_samples), len(self._held_out))
-        chosen = [number * len(self._held_out) // count for number in range(count)]
+        held_out = WindowDataset(self._corpus.held_out, self.tokens_per_sample)
+        count = min(max(1, max_samples), len(held_out))
+        chosen = [number * len(held_out) // count for number in range(count)]
         was_training = model.training
         model.eval()
         try:
             total = 0.0
             for start in range(0, count, _EVAL_BATCH):
-                batch = self._held_out.batch(chosen[start : start + _EVAL_BATCH]).to(device)
+                batch = held_out.batch(chosen[start : start + _EVAL_BATCH]).to(device)
                 total += float(self.loss(model, batch)) * len(batch)
         finally:
             model.train(was_training)

@@ -27,6 +27,12 @@ _BELIEVED_S = 86_400.0
 """For how long a newcomer's word that it gets on keeps its place without any work of it in a round: a very large state
 over a slow link takes a day."""
 
+DATA_DIFFERS = (
+    "this machine's data differs from the run's: use the same Python version as the others, or ask the host for a run "
+    'on the same files (data.source = "text:GLOB" or "tokens:FILE")'
+)
+"""All that is said of it: neither side shows the other what it has."""
+
 
 class Admission(Scope):
     """A scope's door. All but ``leave`` may raise a typed error for the peer that knocked."""
@@ -143,12 +149,7 @@ class Admission(Scope):
         if self._is_news(self.model, model):
             self.record(f.ModelDescribed(model=model))
         if model.corpus_digest not in (None, self.model.corpus_digest):
-            raise CorpusError(
-                f"this machine's data differs from the run's.\n  here:    {model.corpus_about}\n"
-                f"  the run: {self.model.corpus_about}\n"
-                "Use the same Python version as the others, or ask the host for a run on the same files "
-                '(data.source = "text:GLOB" or "tokens:FILE")'
-            )
+            raise CorpusError(DATA_DIFFERS)
 
     def _check_start(self, layout: tuple[TensorSpec, ...]) -> None:
         start = self.run.start

@@ -22,9 +22,11 @@ from shoal.swarm.links import in_thread
 from shoal.swarm.messages import (
     Acknowledged,
     CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
     Message,
+    PeerToCoordinatorGetRun,
     PeerToCoordinatorGetStatus,
     PeerToCoordinatorGetVerdicts,
     PeerToCoordinatorHeartbeat,
@@ -70,6 +72,7 @@ class Door(Generic[M]):
     def requests(self) -> dict[type[Message], Handler]:
         """Who answers what."""
         return {
+            PeerToCoordinatorGetRun: self._run_file,
             PeerToCoordinatorJoinRun: self._join,
             PeerToCoordinatorHeartbeat: self._heartbeat,
             PeerToCoordinatorLeave: self._leave,
@@ -141,11 +144,23 @@ class Door(Generic[M]):
 
     # Requests ---------------------------------------------------------------------------------------------
 
+    async def _run_file(self, channel: Channel, message: Message) -> Message:
+        """For anybody, at no cost: neither the lock nor the journal is needed."""
+        assert isinstance(message, PeerToCoordinatorGetRun)
+        self._require_name(message.run)
+        service = self.service
+        return CoordinatorToPeerRun(
+            run_toml=service.run_toml, run_hash=self.machine.run.hash, coordinator=service.certificate
+        )
+
+    def _require_name(self, run: str) -> None:
+        name = self.machine.run.run.name
+        if run != name:
+            raise UnknownRun(f"this coordinator hosts the run {name!r}, not {run!r}: check the invite")
+
     async def _join(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorJoinRun)
-        name = self.machine.run.run.name
-        if message.run != name:
-            raise UnknownRun(f"this coordinator hosts the run {name!r}, not {message.run!r}: check the invite")
+        self._require_name(message.run)
         if message.certificate.curve_key != channel.remote_key:
             raise NotAdmitted("the certificate is for another connection's key")
         with self.joining(channel, message) as peer:
@@ -167,9 +182,7 @@ class Door(Generic[M]):
             self._whole_roster_from_s.pop(peer, None)  # joins have limits of their own
             return CoordinatorToPeerJoinAccepted(
                 peer=peer,
-                run_toml=self.service.run_toml,
                 run_hash=self.machine.run.hash,
-                coordinator=self.service.certificate,
                 observed_host=plain_text(channel.remote_host),
                 reachable=entry.reachable,
                 view=self.view(peer).view,

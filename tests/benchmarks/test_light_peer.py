@@ -48,7 +48,8 @@ def test_a_light_peer_asks_for_its_samples_until_it_has_them() -> None:
     async def work() -> None:
         context = zmq.asyncio.Context()
         try:
-            peer = Peer(context, Invite((("127.0.0.1", 1),), "light", bytes(32)), Habits(1, 4.0, 0.0, 1.0, 1.0))
+            invite = Invite((("127.0.0.1", 1),), "light", bytes(32), bytes(32))
+            peer = Peer(context, invite, Habits(1, 4.0, 0.0, 1.0, 1.0))
             peer._view = Glance(round=3, phase="training")
             await peer._work(3)
             assert peer.asked == 2 * LEASES_PER_ROUND

@@ -104,7 +104,8 @@ class Peer:
             on_event=self.events.append,
         )
         joined = Connection(str(self.scene.invite), options, "cpu")
-        with PipelinePeer(joined, torch.device("cpu"), small_model.memory_bytes(self.layers)) as peer:
+        memory_bytes = small_model.memory_bytes(self.layers)
+        with PipelinePeer(joined, SmallRecipe(), torch.device("cpu"), memory_bytes) as peer:
             peer.train()
 
 
@@ -215,7 +216,6 @@ def _patched(scene: Scene) -> Iterator[None]:
         mock.patch.object(Node, "open", scene.nodes.opener),
         mock.patch.object(connection, "NetworkThread", SharedLoop),
         mock.patch.object(Identity, "load_or_create", lambda path: identity(int(path.name))),
-        mock.patch.object(pipeline_peer, "load_recipe", return_value=SmallRecipe()),
         mock.patch.object(pipeline_peer, "layered_recipe", lambda recipe, run: recipe),
         mock.patch.object(pipeline_peer, "measured_model", small_model.measured),
         mock.patch.object(HeldSpan, "enter", entered),
@@ -256,7 +256,7 @@ async def staged(folder: Path) -> AsyncIterator[Scene]:
             hosting.result()
         scene.service = started.result()
         node = scene.service.node
-        scene.invite = Invite(((HOST, node.control_port),), run.run.name, node.control.keys.public)
+        scene.invite = Invite(((HOST, node.control_port),), run.run.name, node.control.keys.public, run.hash)
         try:
             yield scene
         finally:

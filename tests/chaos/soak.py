@@ -71,9 +71,11 @@ class Soak:
 
     @classmethod
     def open(cls, swarm: Swarm, peers: int) -> Soak:
-        corpus = swarm.folder / "corpus.txt"
+        corpus = swarm.folder / "data" / "corpus.txt"
+        swarm.data = corpus.parent
+        corpus.parent.mkdir()
         corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
-        host = swarm.host(run_toml(max_s=ROUND_S, patience_s=PATIENCE_S, source=f"text:{corpus}"), launcher=SHOAL)
+        host = swarm.host(run_toml(max_s=ROUND_S, patience_s=PATIENCE_S, source="text:corpus.txt"), launcher=SHOAL)
         members = swarm.members(host.invite, "peer-0")
         members[0].event("synced", START_S)  # whoever has the state is the first to be asked for it
         members += swarm.members(host.invite, *[f"peer-{number}" for number in range(1, peers)])

@@ -23,10 +23,12 @@ from shoal.swarm.messages import (
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
+    CoordinatorToPeerRun,
     CoordinatorToPeerView,
     DeviceInfo,
     Message,
     PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorGetRun,
     PeerToCoordinatorGetVerdicts,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
@@ -153,6 +155,9 @@ class MemoryCoordinator:
             self.members[key] = channel
         machine, now = self.machine, now_s()
         answer: Message | None = None
+        if isinstance(message, PeerToCoordinatorGetRun):
+            certificate = self.identity.certify(self.keys)
+            return CoordinatorToPeerRun(run_toml=self.run_toml, run_hash=self.run.hash, coordinator=certificate)
         if isinstance(message, PeerToCoordinatorJoinRun):
             return await self._join(channel, message)
         peer = machine.require_member(key)
@@ -207,9 +212,7 @@ class MemoryCoordinator:
         await self._flush()
         return CoordinatorToPeerJoinAccepted(
             peer=peer,
-            run_toml=self.run_toml,
             run_hash=self.run.hash,
-            coordinator=self.identity.certify(self.keys),
             observed_host="127.0.0.1",
             reachable=True,
             view=self._view(peer, channel.own_keys.public).view,
@@ -337,6 +340,6 @@ def make_client(
     channel = MemoryChannel(coordinator, keys, latency_s)
     node: Any = MemoryNode(channel, endpoint)
     addresses = tuple(("127.0.0.1", port) for port in ports)
-    invite = Invite(addresses, coordinator.run.run.name, coordinator.keys.public)
+    invite = Invite(addresses, coordinator.run.run.name, coordinator.keys.public, coordinator.run.hash)
     info = MemberInfo(name="fake", role="trainer", device=_DEVICE)
     return CoordinatorClient(node, me, keys, invite, info), channel

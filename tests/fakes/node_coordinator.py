@@ -49,7 +49,8 @@ async def serve(coordinator: MemoryCoordinator) -> AsyncIterator[Invite]:
                     node.control.handle(kind, answer, scope)
         running = [tasks.create_task(one.serve()) for one in coordinator.scopes.values()]
         try:
-            yield Invite(((HOST, node.control_port),), coordinator.run.run.name, coordinator.keys.public)
+            run = coordinator.run
+            yield Invite(((HOST, node.control_port),), run.run.name, coordinator.keys.public, run.hash)
         finally:
             for task in running:
                 task.cancel()

@@ -106,9 +106,7 @@ class SimMember:
     async def join(self, tasks: asyncio.TaskGroup) -> None:
         await self.client.join()
         layout = (TensorSpec(name="w", shape=(self.elements,), dtype="float32"),)
-        model = PeerToCoordinatorDescribeModel(
-            layout=layout, corpus_digest=bytes(32), corpus_about="", tokens_per_sample=1
-        )
+        model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=bytes(32), tokens_per_sample=1)
         await self.client.ask(model, CoordinatorToPeerModelAccepted)
         self.averager = await self._make_averager(tasks)
         self.round = self.view.round

@@ -306,11 +306,13 @@ class Member(Process):
 
 
 class Swarm:
-    """All processes of one test; ``close`` leaves none behind."""
+    """All processes of one test; ``close`` leaves none behind. ``data``: the folder that members name for the run, and
+    agree to; None for runs that read no files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: list[Process] = []
+        self.data: Path | None = None
 
     def run_file(self, text: str) -> Path:
         path = self.folder / "run.toml"
@@ -345,12 +347,17 @@ class Swarm:
         cwd: Path | None = None,
         extra: Sequence[str] = (),
         kind: type[Member] = Member,
+        data: Path | None = None,
     ) -> Member:
-        """Returns at once. ``launcher`` takes ``shoal``'s arguments after its own; ``extra`` are more of those."""
+        """Returns at once. ``launcher`` takes ``shoal``'s arguments after its own; ``extra`` are more of those.
+        ``data``: for this member only."""
         folder = self._folder(label)
         identity = identity or folder / "identity"
         options = ["--identity", str(identity), "--state", str(folder / "state"), "--name", label]
         more = ["--bind", LOOPBACK, "--threads", "1", "--device", "cpu", "--log-json", str(folder / "events.jsonl")]
+        named = data or self.data
+        if named is not None:
+            more += ["--data", str(named), "--accept", Invite.parse(invite).run_hash.hex()]
         return self._add(kind(label, [*launcher, "join", invite, *options, *more, *extra], folder, cwd or folder))
 
     def members(self, invite: str, *labels: str, launcher: Sequence[str] = CALM) -> list[Member]:
@@ -422,8 +429,9 @@ def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:
 
 
 def invite_with(invite: str, **changes: Any) -> str:
-    """The invite with other parts: ``host``, ``port``, ``addresses``, ``run``, ``key``."""
+    """The invite with other parts: ``host``, ``port``, ``addresses``, ``run``, ``key``, ``run_hash``."""
     parts = Invite.parse(invite)
     (host, port), *others = parts.addresses
     first = (changes.pop("host", host), changes.pop("port", port))
-    return str(Invite(**{"addresses": (first, *others), "run": parts.run, "key": parts.key} | changes))
+    same = {"addresses": (first, *others), "run": parts.run, "key": parts.key, "run_hash": parts.run_hash}
+    return str(Invite(**same | changes))

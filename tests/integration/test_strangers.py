@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.integration.harness import (
@@ -98,7 +99,8 @@ def test_strangers(swarm: Swarm) -> None:
             (wrong_key, WrongKey, "does not hold the key"),
             (invite_with(host.invite, run="lagoon"), UnknownRun, "hosts the run 'reef', not 'lagoon'"),
             (invite_with(host.invite, port=free_port()), Unreachable, "nothing answers at 127.0.0.1"),
-            (host.invite[:-1], InviteError, "key"),
+            (host.invite[:-1], InviteError, "no whole run="),
+            (host.invite.partition("&")[0], InviteError, "was it cut off?"),
             (host.invite.partition("?")[0], InviteError, "was it cut off?"),
             (invite_with(host.invite, port=http_port), Unreachable, "127.0.0.1"),
             (invite_with(host.invite, port=silent_port), Unreachable, "127.0.0.1"),
@@ -129,17 +131,17 @@ def test_another_corpus(swarm: Swarm) -> None:
     host = swarm.host(run_toml(source="text:corpus/*.txt"))
     folders = {}
     for label, words in (("reader", "sea "), ("same", "sea "), ("other", "sky ")):
-        folders[label] = swarm.folder / label / "cwd"
+        folders[label] = swarm.folder / label / "data"
         (folders[label] / "corpus").mkdir(parents=True)
         for number in range(2):
             (folders[label] / "corpus" / f"{number}.txt").write_text(words * 5_000)
     with (folders["other"] / "corpus" / "1.txt").open("a") as file:
         file.write("and more")
-    reader = swarm.member(host.invite, "reader", cwd=folders["reader"])
+    reader = swarm.member(host.invite, "reader", data=folders["reader"])
     reader.event("synced", START_S)
-    other = swarm.member(host.invite, "other", cwd=folders["other"])
-    same = swarm.member(host.invite, "same", cwd=folders["same"])
-    refused(other, CorpusError, "here: ", "the run: ", "2 files", "text:GLOB")
+    other = swarm.member(host.invite, "other", data=folders["other"])
+    same = swarm.member(host.invite, "same", cwd=folders["same"], data=Path())
+    refused(other, CorpusError, "data differs from the run's", "here: ", "2 files", "text:GLOB")
     same.committed(within_s=START_S + ROUNDS_S)
     finish(host, [reader, same])
 

@@ -72,9 +72,7 @@ def test_a_member_that_was_forgotten_before_it_said_what_it_trains_joins_again()
             coordinator.restart()
             layout = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
             await member.describe(
-                PeerToCoordinatorDescribeModel(
-                    layout=layout, corpus_digest=None, corpus_about="", tokens_per_sample=1, samples=None
-                )
+                PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=None, tokens_per_sample=1, samples=None)
             )
             assert member.client.joins == 2
 
@@ -104,7 +102,7 @@ def test_a_member_that_was_forgotten_outlives_a_coordinator_that_does_not_let_it
 
 
 LAYOUT = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
-MODEL = PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=None, corpus_about="", tokens_per_sample=1)
+MODEL = PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=None, tokens_per_sample=1)
 
 
 async def waits_for_a_donor(member: Member) -> None:

@@ -107,7 +107,6 @@ FACTS: dict[str, f.Fact] = {
         model=PeerToCoordinatorDescribeModel(
             layout=(TensorSpec(name="w", shape=(20,), dtype="float32"),),
             corpus_digest=None,
-            corpus_about="",
             tokens_per_sample=1,
         )
     ),

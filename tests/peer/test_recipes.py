@@ -1,4 +1,5 @@
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class WholeOnly:
 
     tokens_per_sample = 12
 
-    def __init__(self, settings: dict[str, Any], data: DataSection) -> None:
+    def __init__(self, settings: dict[str, Any], data: DataSection, folders: Sequence[Path] = ()) -> None:
         """Takes anything."""
 
 

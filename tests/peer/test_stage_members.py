@@ -158,9 +158,7 @@ def states(seed: int) -> State:
 
 
 async def describe_model(member: Member) -> None:
-    await member.describe(
-        PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=bytes(32), corpus_about="", tokens_per_sample=1)
-    )
+    await member.describe(PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=bytes(32), tokens_per_sample=1))
 
 
 @run

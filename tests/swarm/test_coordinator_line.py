@@ -182,7 +182,7 @@ def trouble(*names: str) -> LinkError:
             with socket.create_server((HOST, 0)) as closed:
                 ports = {"stranger": stranger.ports[0], "nobody": closed.getsockname()[1]}
             addresses = tuple((host, ports[name]) for host, name in zip((HOST, "localhost"), names, strict=False))
-            line = Line(caller.node.control, Invite(addresses, "run", CurveKeys.fresh().public))
+            line = Line(caller.node.control, Invite(addresses, "run", CurveKeys.fresh().public, bytes(32)))
             with pytest.raises(LinkError) as refused:
                 await line.request_anywhere(PeerToPeerPing(), PeerToPeerPong, 2.0, 2.0)
             for host, port in addresses:

@@ -9,6 +9,8 @@ from shoal.swarm.errors import InviteError
 from shoal.swarm.invite import Address, Invite, parse_address, parse_addresses
 
 KEY = base64.urlsafe_b64encode(bytes(range(32))).decode().rstrip("=")
+HASH = base64.urlsafe_b64encode(bytes(range(32, 64))).decode().rstrip("=")
+TAIL = f"run?key={KEY}&run={HASH}"
 
 hosts = st.one_of(
     st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?(\.[a-z]{2,8})?", fullmatch=True),
@@ -21,9 +23,10 @@ hosts = st.one_of(
     st.lists(st.tuples(hosts, st.integers(1, 65_535)), min_size=1, max_size=8, unique=True),
     st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True),
     st.binary(min_size=32, max_size=32),
+    st.binary(min_size=32, max_size=32),
 )
-def test_round_trip(addresses: list[Address], run: str, key: bytes) -> None:
-    invite = Invite(tuple(addresses), run, key)
+def test_round_trip(addresses: list[Address], run: str, key: bytes, run_hash: bytes) -> None:
+    invite = Invite(tuple(addresses), run, key, run_hash)
     assert Invite.parse(str(invite)) == invite
     assert Invite.parse(f"  {invite}\n") == invite
 
@@ -33,45 +36,51 @@ def test_round_trip(addresses: list[Address], run: str, key: bytes) -> None:
     [
         "",
         "shoal://",
-        "http://host:1/run?key=" + KEY,
-        "host:1/run?key=" + KEY,
-        f"shoal://host/run?key={KEY}",
-        f"shoal://:5/run?key={KEY}",
-        f"shoal://host:0/run?key={KEY}",
-        f"shoal://host:65536/run?key={KEY}",
-        f"shoal://host:-1/run?key={KEY}",
-        f"shoal://host:port/run?key={KEY}",
-        f"shoal://[::1/run?key={KEY}",
-        f"shoal://[::zz]:5/run?key={KEY}",
-        f"shoal://user@host:5/run?key={KEY}",
-        f"shoal://ho st:5/run?key={KEY}",
-        f"shoal://a;b:5/run?key={KEY}",
-        f"shoal://*:5/run?key={KEY}",
-        f"shoal://,/run?key={KEY}",
-        f"shoal://a:1,/run?key={KEY}",
-        f"shoal://,a:1/run?key={KEY}",
-        f"shoal://a:1,,b:2/run?key={KEY}",
-        f"shoal://a:1,b/run?key={KEY}",
-        f"shoal://a:1, b:2/run?key={KEY}",
-        f"shoal://a:1;b:2/run?key={KEY}",
-        f"shoal://[::1]:1,::2:2/run?key={KEY}",
-        f"shoal://{','.join(f'a:{port}' for port in range(1, 10))}/run?key={KEY}",
-        f"shoal://host:5?key={KEY}",
-        f"shoal://host:5/?key={KEY}",
-        f"shoal://host:5/Run?key={KEY}",
-        f"shoal://host:5/a/b?key={KEY}",
-        f"shoal://host:5/-run?key={KEY}",
-        f"shoal://host:5/{'r' * 64}?key={KEY}",
+        f"http://host:1/{TAIL}",
+        f"host:1/{TAIL}",
+        f"shoal://host/run?key={KEY}&run={HASH}",
+        f"shoal://:5/run?key={KEY}&run={HASH}",
+        f"shoal://host:0/run?key={KEY}&run={HASH}",
+        f"shoal://host:65536/run?key={KEY}&run={HASH}",
+        f"shoal://host:-1/run?key={KEY}&run={HASH}",
+        f"shoal://host:port/run?key={KEY}&run={HASH}",
+        f"shoal://[::1/run?key={KEY}&run={HASH}",
+        f"shoal://[::zz]:5/run?key={KEY}&run={HASH}",
+        f"shoal://user@host:5/run?key={KEY}&run={HASH}",
+        f"shoal://ho st:5/run?key={KEY}&run={HASH}",
+        f"shoal://a;b:5/run?key={KEY}&run={HASH}",
+        f"shoal://*:5/run?key={KEY}&run={HASH}",
+        f"shoal://,/run?key={KEY}&run={HASH}",
+        f"shoal://a:1,/run?key={KEY}&run={HASH}",
+        f"shoal://,a:1/run?key={KEY}&run={HASH}",
+        f"shoal://a:1,,b:2/run?key={KEY}&run={HASH}",
+        f"shoal://a:1,b/run?key={KEY}&run={HASH}",
+        f"shoal://a:1, b:2/run?key={KEY}&run={HASH}",
+        f"shoal://a:1;b:2/run?key={KEY}&run={HASH}",
+        f"shoal://[::1]:1,::2:2/run?key={KEY}&run={HASH}",
+        f"shoal://{','.join(f'a:{port}' for port in range(1, 10))}/run?key={KEY}&run={HASH}",
+        f"shoal://host:5?key={KEY}&run={HASH}",
+        f"shoal://host:5/?key={KEY}&run={HASH}",
+        f"shoal://host:5/Run?key={KEY}&run={HASH}",
+        f"shoal://host:5/a/b?key={KEY}&run={HASH}",
+        f"shoal://host:5/-run?key={KEY}&run={HASH}",
+        f"shoal://host:5/{'r' * 64}?key={KEY}&run={HASH}",
         "shoal://host:5/run",
         "shoal://host:5/run?",
         "shoal://host:5/run?key=",
         "shoal://host:5/run?key",
         f"shoal://host:5/run?yek={KEY}",
-        f"shoal://host:5/run?key={KEY[:-2]}",
-        f"shoal://host:5/run?key={KEY}AAAA",
-        f"shoal://host:5/run?key={KEY[:-1]}!",
-        f"shoal://host:5/run?key={KEY[:-1]}é",
-        f"shoal://host:5/run?key={KEY[:-1]}\ud800",
+        f"shoal://host:5/run?key={KEY[:-2]}&run={HASH}",
+        f"shoal://host:5/run?key={KEY}AAAA&run={HASH}",
+        f"shoal://host:5/run?key={KEY[:-1]}!&run={HASH}",
+        f"shoal://host:5/run?key={KEY[:-1]}é&run={HASH}",
+        f"shoal://host:5/run?key={KEY[:-1]}\ud800&run={HASH}",
+        f"shoal://host:5/run?key={KEY}",
+        f"shoal://host:5/run?run={HASH}",
+        f"shoal://host:5/run?key={KEY}&run=",
+        f"shoal://host:5/run?key={KEY}&run={HASH[:16]}",
+        f"shoal://host:5/run?key={KEY}&run={HASH}AAAA",
+        f"shoal://host:5/run?key={KEY}&run={HASH[:-1]}!",
     ],
 )
 def test_malformed(url: str) -> None:
@@ -80,10 +89,10 @@ def test_malformed(url: str) -> None:
 
 
 def test_several_addresses() -> None:
-    invite = Invite.parse(f"shoal://First.example:1,10.0.0.2:2,[2001:DB8::3]:3/run?key={KEY}")
+    invite = Invite.parse(f"shoal://First.example:1,10.0.0.2:2,[2001:DB8::3]:3/run?key={KEY}&run={HASH}")
     assert invite.addresses == (("first.example", 1), ("10.0.0.2", 2), ("2001:db8::3", 3))
-    assert str(invite) == f"shoal://first.example:1,10.0.0.2:2,[2001:db8::3]:3/run?key={KEY}"
-    assert Invite.parse(f"shoal://a:1,b:2,a:1/run?key={KEY}").addresses == (("a", 1), ("b", 2))
+    assert str(invite) == f"shoal://first.example:1,10.0.0.2:2,[2001:db8::3]:3/run?key={KEY}&run={HASH}"
+    assert Invite.parse(f"shoal://a:1,b:2,a:1/run?key={KEY}&run={HASH}").addresses == (("a", 1), ("b", 2))
 
 
 @given(st.text(max_size=60), st.sampled_from(["", "shoal://", "shoal://host:1/run?key=", "shoal://["]))
@@ -92,10 +101,10 @@ def test_arbitrary_text(text: str, prefix: str) -> None:
         Invite.parse(prefix + text)
 
 
-@pytest.mark.parametrize("cut", range(len(f"shoal://host:5/run?key={KEY}")))
+@pytest.mark.parametrize("cut", range(len(f"shoal://host:5/{TAIL}")))
 def test_cut_off_anywhere(cut: int) -> None:
     with pytest.raises(InviteError):
-        Invite.parse(f"shoal://host:5/run?key={KEY}"[:cut])
+        Invite.parse(f"shoal://host:5/{TAIL}"[:cut])
 
 
 def test_addresses() -> None:

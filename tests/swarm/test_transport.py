@@ -26,7 +26,9 @@ from shoal.swarm.errors import (
     LinkError,
     NotAdmitted,
     ProtocolMismatch,
+    ShoalError,
     StaleWork,
+    StorageError,
     Unreachable,
     UserError,
     WireError,
@@ -144,6 +146,31 @@ async def test_errors_travel_and_leave_the_node_alive(
         assert type(caught.value) is expected
         b.node.control.handle(PeerToPeerPing, a_handler)
         await ping(a, b)
+
+
+@pytest.mark.parametrize("raised", [StorageError("/home/me/state: no space"), UserError("--data /home/me/diary")])
+@run
+async def test_errors_about_a_machines_files_stay_there(raised: ShoalError) -> None:
+    async with swarm() as (a, b):
+
+        async def handler(channel: control.Channel, message: Message) -> Message:
+            raise raised
+
+        async def no_chunk(index: int) -> memoryview:
+            raise raised
+
+        b.node.control.handle(PeerToPeerPing, handler)
+        with pytest.raises(ShoalError) as caught:
+            await ping(a, b)
+        assert "home" not in str(caught.value)
+        source = Source(1)
+        source.chunk = no_chunk  # type: ignore[method-assign]
+        b.node.publish(STATE, source)
+        with pytest.raises(ShoalError) as caught:  # noqa: PT012
+            async with aclosing(a.node.fetch(b.peer, STATE, range(1), Sink(), LONG_S)) as stream:
+                async for _ in stream:
+                    raise AssertionError("there is no chunk")
+        assert "home" not in str(caught.value)
 
 
 @run

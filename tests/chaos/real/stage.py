@@ -71,10 +71,12 @@ class Stage:
     @classmethod
     def open(cls, swarm: Swarm) -> Stage:
         """Everybody has been started."""
-        folder, corpus = swarm.folder / "orders", swarm.folder / "corpus.txt"
+        folder, corpus = swarm.folder / "orders", swarm.folder / "data" / "corpus.txt"
+        swarm.data = corpus.parent
+        corpus.parent.mkdir()
         corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
         launcher = (*_FAULTY, str(folder))
-        host = swarm.host(run_toml(max_s=0.5, patience_s=PATIENCE_S, source=f"text:{corpus}"), launcher=launcher)
+        host = swarm.host(run_toml(max_s=0.5, patience_s=PATIENCE_S, source="text:corpus.txt"), launcher=launcher)
         # The first before the others: whoever has the state is the first to be asked for it, and rounds are short.
         members = swarm.members(host.invite, OWNERS[0], launcher=launcher)
         members[0].event("synced", START_S)

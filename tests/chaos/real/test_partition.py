@@ -24,9 +24,11 @@ ROUNDS_APART = 3
 
 def start(swarm: Swarm, wire: Wire) -> tuple[Host, list[Member]]:
     """Returns when all four have committed a round together."""
-    corpus = swarm.folder / "corpus.txt"
+    corpus = swarm.folder / "data" / "corpus.txt"
+    swarm.data = corpus.parent
+    corpus.parent.mkdir()
     corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    toml = run_toml(max_s=0.5, patience_s=2.0, source=f"text:{corpus}")
+    toml = run_toml(max_s=0.5, patience_s=2.0, source="text:corpus.txt")
     launcher = (*wire.inside("coordinator"), *SHOAL)
     host = swarm.host(toml, launcher=launcher, bind=f"{wire.address('coordinator')}:0")
     members = []

@@ -75,7 +75,6 @@ def model(stage: int) -> PeerToCoordinatorDescribeModel:
     return PeerToCoordinatorDescribeModel(
         layout=(TensorSpec(name="w", shape=(100, 50 + stage), dtype="float32"),),
         corpus_digest=b"c" * 32,
-        corpus_about="a corpus",
         tokens_per_sample=TOKENS_PER_SAMPLE,
         samples=64,
     )

@@ -210,18 +210,15 @@ def test_the_first_peers_model_is_the_runs() -> None:
     with pytest.raises(ModelMismatch, match="takes 11 tokens a sample, the run's 10"):
         world.machine.describe_model(peer_name(1), MODEL.model_copy(update={"tokens_per_sample": 11}))
     with pytest.raises(CorpusError) as refusal:
-        world.machine.describe_model(
-            peer_name(1), MODEL.model_copy(update={"corpus_digest": b"d" * 32, "corpus_about": "other files"})
-        )
-    assert "here:    other files" in str(refusal.value)
-    assert "the run: a corpus" in str(refusal.value)
+        world.machine.describe_model(peer_name(1), MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
+    assert "data differs from the run's" in str(refusal.value)
     assert 'data.source = "text:GLOB"' in str(refusal.value)
 
 
 def test_the_data_may_come_later() -> None:
     world = World(run_file())
     world.machine.join(entry(0, 1), CPU, world.now_s)
-    unknown = MODEL.model_copy(update={"corpus_digest": None, "corpus_about": ""})
+    unknown = MODEL.model_copy(update={"corpus_digest": None})
     world.machine.describe_model(peer_name(0), unknown)
     world.machine.describe_model(peer_name(0), MODEL)
     world.machine.describe_model(peer_name(0), unknown)

@@ -39,7 +39,6 @@ TOKENS_PER_SAMPLE = 10
 MODEL = PeerToCoordinatorDescribeModel(
     layout=(TensorSpec(name="w", shape=(100, 500), dtype="float32"),),
     corpus_digest=b"c" * 32,
-    corpus_about="a corpus",
     tokens_per_sample=TOKENS_PER_SAMPLE,
     samples=64,
 )
