@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WireError, remote_error
 from shoal.swarm.messages import Message, RequestFailed
-from shoal.swarm.wire import Envelope, encode
+from shoal.swarm.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Assembly, Envelope, cut, encode
 
 M = TypeVar("M", bound=Message)
 
@@ -43,6 +43,9 @@ class Channel:
     _sent: set[int] = field(default_factory=set)
     _decided: asyncio.Event = field(default_factory=asyncio.Event)
     _trouble: LinkError | None = None
+    _sending_pieces: asyncio.Lock = field(default_factory=asyncio.Lock)
+    assembly: Assembly = field(default_factory=Assembly)
+    """Of what comes in pieces."""
     _trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIPS))
 
     @property
@@ -128,12 +131,12 @@ class Channel:
 
     async def send(self, envelope: Envelope) -> None:
         """Raises ``Unreachable`` when the channel is broken, ``WireError`` when the message is too large."""
-        data = encode(envelope)
+        data = encode(envelope, MAX_REQUEST_BYTES if self._routing is None else MAX_MESSAGE_BYTES)
         if self.is_broken:
             raise self.diagnosis(0)
         try:
             if self._routing is None:
-                await self._socket.send_multipart([data])
+                await self._send_frames(cut(data))
             else:
                 # Never wait here: one caller that does not read would hold up all others.
                 await self._socket.send_multipart([self._routing, data], flags=zmq.DONTWAIT)
@@ -148,6 +151,14 @@ class Channel:
             if self.is_broken and task is not None and not task.cancelling():
                 raise self.diagnosis(0) from None
             raise
+
+    async def _send_frames(self, frames: list[bytes]) -> None:
+        if len(frames) == 1:
+            await self._socket.send_multipart(frames)
+            return
+        async with self._sending_pieces:
+            for frame in frames:
+                await self._socket.send_multipart([frame])
 
     def settle(self, number: int, answer: Message | LinkError) -> None:
         """Hand a reply to whoever waits for it; late and invented ones are dropped."""

@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from shoal.swarm.caller_guard import CallerGuard
 from shoal.swarm.channel import Channel
 from shoal.swarm.errors import (
     LinkError,
@@ -29,9 +30,10 @@ from shoal.swarm.errors import (
     words_for_others,
 )
 from shoal.swarm.identity import CurveKeys
-from shoal.swarm.messages import Acknowledged, Message, RequestFailed
+from shoal.swarm.links import in_thread
+from shoal.swarm.messages import Acknowledged, Message, PeerToPeerPing, RequestFailed
 from shoal.swarm.sockets import CURVE_DOMAIN, bind, endpoint, tune
-from shoal.swarm.wire import MAX_MESSAGE_BYTES, Envelope, decode
+from shoal.swarm.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Envelope, decode
 
 __all__ = ["Channel", "ControlPlane", "Handler"]
 
@@ -49,6 +51,13 @@ MAX_HANDLERS_PER_CHANNEL = 64
 _HANDSHAKE_TRIES = 2
 _SILENCE_MS = 15_000
 _GIVEN_UP_S = 3.0
+_HANDSHAKE_MS, _BACKLOG = 10_000, 1024
+_CALLER_QUEUE, _CALLER_BUFFER_BYTES = 8, 2**17
+"""Of each caller: messages that wait here, times ``MAX_FRAME_BYTES`` what they take, and bytes that wait in the kernel.
+More wait on the caller's side."""
+
+_LOOK_AT_CALLERS_S = 1.0
+_UNBOUNDED = 2**40
 _monitors = itertools.count()
 
 
@@ -64,6 +73,9 @@ class ControlPlane:
         self._incoming: dict[bytes, Channel] = {}  # by key, those that were silent the longest first
         self._dialed: dict[tuple[str, bytes], Channel] = {}
         self._running_handlers = 0
+        self._decoding_large = asyncio.Lock()
+        self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False)
+        """Of those that call; ``is_member`` says whose messages may be large."""
 
     def handle(self, kind: type[Message], handler: Handler, scope: int = 0) -> None:
         """Answer messages of this class in this scope; the handler returns the reply, or None for a notice."""
@@ -79,14 +91,21 @@ class ControlPlane:
         self._router.curve_server = True
         self._router.zap_domain = CURVE_DOMAIN
         self._router.router_mandatory = True
+        self._router.handshake_ivl, self._router.backlog = _HANDSHAKE_MS, _BACKLOG
+        self._router.maxmsgsize = MAX_FRAME_BYTES
+        self._router.rcvhwm, self._router.rcvbuf = _CALLER_QUEUE, _CALLER_BUFFER_BYTES
+        self.guard.start(self._context, self._router, f"inproc://monitor-{next(_monitors)}")
         bound = bind(self._router, host, port)
         self._tasks.create_task(self._receive_incoming())
+        self._tasks.create_task(self._look_at_callers())
+        self._tasks.create_task(self._watch_guard())
         return bound
 
     def stop(self) -> None:
         # Incoming ones too: sending on a closed socket leaves a failed future behind that nobody looks at.
         for channel in self.channels:
             self._close(channel, Unreachable("closing down"), linger_ms=100)
+        self.guard.stop()
         self._router.close(linger=100)
 
     # Calling ----------------------------------------------------------------------------------------------
@@ -162,13 +181,19 @@ class ControlPlane:
 
     async def _receive_incoming(self) -> None:
         while not self._router.closed:
-            frames = await self._router.recv_multipart(copy=False)
-            if len(frames) == 2:
-                routing, frame = frames[0].bytes, frames[1]
-                key, host = bytes.fromhex(str(frame.get("User-Id"))), str(frame.get("Peer-Address"))
-                await self._dispatch(self._caller(key, host, routing), frame.buffer)
+            routing, *frames = await self._router.recv_multipart(copy=False)
+            if frames:
+                await self._take_in(routing.bytes, frames)
             # Receiving does not suspend while messages are queued: without this a flood starves the rest.
             await asyncio.sleep(0)
+
+    async def _watch_guard(self) -> None:
+        await self.guard.ended
+
+    async def _look_at_callers(self) -> None:
+        while not self._router.closed:
+            self.guard.look_at_members()
+            await asyncio.sleep(_LOOK_AT_CALLERS_S)
 
     def _caller(self, key: bytes, host: str, routing: bytes) -> Channel:
         channel = self._incoming.pop(key, None)
@@ -183,9 +208,10 @@ class ControlPlane:
 
     def _make_room(self) -> None:
         if len(self._incoming) >= MAX_CHANNELS:
-            idle = next((channel for channel in self._incoming.values() if channel.is_idle), None)
-            if idle is not None:
-                del self._incoming[idle.remote_key]
+            idle = [channel for channel in self._incoming.values() if channel.is_idle]
+            strangers = (channel for channel in idle if not self.guard.is_member(channel.remote_key))
+            if idle:
+                del self._incoming[next(strangers, idle[0]).remote_key]
 
     async def _receive_dialed(self, channel: Channel) -> None:
         while not channel.socket.closed:
@@ -194,11 +220,36 @@ class ControlPlane:
                 await self._dispatch(channel, frames[0].buffer)
             await asyncio.sleep(0)
 
+    async def _take_in(self, routing: bytes, frames: list[zmq.Frame]) -> None:
+        """A caller's message, if it is worth it."""
+        frame = frames[0]
+        key, host = bytes.fromhex(str(frame.get("User-Id"))), str(frame.get("Peer-Address"))
+        size = len(frame) if len(frames) == 1 else _UNBOUNDED  # we send none of several frames
+        if not self.guard.allows(int(frame.get(zmq.SRCFD)), routing, key, host, size):
+            return
+        channel = self._caller(key, host, routing)
+        data = channel.assembly.take(frame.buffer)
+        if data is None:
+            return
+        if len(data) > MAX_FRAME_BYTES:
+            self._tasks.create_task(self._dispatch_large(channel, data))
+        else:
+            await self._dispatch(channel, data)
+
+    async def _dispatch_large(self, channel: Channel, data: memoryview) -> None:
+        """Beside the loop, one at a time: a full run's verdict takes tens of milliseconds, a large model's layout more.
+
+        What its sender says meanwhile may overtake it."""
+        if not channel.is_broken:
+            async with self._decoding_large:
+                await self._dispatch(channel, data)
+
     async def _dispatch(self, channel: Channel, data: memoryview) -> None:
         if channel.is_broken:
             return  # who has sent nonsense once is not listened to again on that connection
         try:
-            envelope = decode(data)
+            is_large = channel.routing is not None and len(data) > MAX_FRAME_BYTES
+            envelope = await in_thread(decode, data) if is_large else decode(data)
         except ProtocolMismatch as error:
             if channel.routing is not None:
                 # In our version, which the caller cannot read either, but it sees the number and can say so.
@@ -253,6 +304,10 @@ class ControlPlane:
         except (LinkError, TimeoutError) as error:
             log.debug("%s went away before its answer: %s", channel.label, error)
 
+    async def _introduce(self, channel: Channel) -> None:
+        with contextlib.suppress(LinkError):
+            await channel.notify(PeerToPeerPing())
+
     async def _watch(self, channel: Channel, monitor: zmq.asyncio.Socket, address: str) -> None:
         """Follow the connection's events, to tell a wrong key from a closed port from a refusal."""
         failures, event = 0, 0
@@ -271,6 +326,8 @@ class ControlPlane:
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     failures = 0
                     channel.mark_connected()
+                    # Until it has heard something, the other side does not know whose connection that is.
+                    self._tasks.create_task(self._introduce(channel))
                 elif event == zmq.EVENT_DISCONNECTED:
                     channel.mark_away()
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -59,7 +59,16 @@ class Line:
                 return await self._ask(channel, message, reply, min(answer_s, connect_s), scope)
             except (DeadlineExceeded, Unreachable) as error:
                 log.info("%s; trying the invite's next address", error)
-        return await self._ask(await self._connect(connect_s), message, reply, answer_s, scope)
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + connect_s
+        while True:
+            channel = await self._connect(connect_s)
+            try:
+                return await self._ask(channel, message, reply, answer_s, scope)
+            except Unreachable:
+                # A port that strangers flood hangs up on whoever it does not know yet, too.
+                if not channel.was_connected or loop.time() > give_up_s:
+                    raise
 
     async def _ask(self, channel: Channel, message: Message, reply: type[M], limit_s: float, scope: int) -> M:
         try:

@@ -40,6 +40,7 @@ class Connection:
         self.link = link
         self.since_s = since_s
         self.is_blocked = False
+        self.received_bytes = 0
         self._prefix = memoryview(bytearray(PREFIX_BYTES))
         self._prefix_filled = 0
         self._header = b""
@@ -112,6 +113,7 @@ class Connection:
         got = self.socket.recvmsg_into(places)[0]
         if got == 0:
             raise ConnectionResetError("closed by the other side")
+        self.received_bytes += got
         return got
 
     def put(self, link: Link, unsealed: Frame) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import random
 import selectors
 import socket as sockets
 import threading
@@ -23,7 +24,8 @@ from shoal.swarm.framing import MAX_CHUNK_BYTES, READ_BYTES, Connection
 from shoal.swarm.intake import MAX_ORDER_BYTES, Intake
 from shoal.swarm.links import Link, Meter
 from shoal.swarm.sealing import CHUNK, CREDIT, HELLO, ORDER, Header
-from shoal.swarm.sockets import tune_stream
+from shoal.swarm.sockets import descriptors_allowed, tune_stream
+from shoal.swarm.stranger_limits import StrangerPlaces, network_of, strangers_allowed
 from shoal.swarm.uplink import TICK_S, Pacing
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,10 @@ MAX_CONNECTIONS_PER_LINK = 16
 _GREETING_S = 10.0
 _MOST_WAITING_BYTES = 2**28
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_MAX_STRANGERS = 256
+_REST_S = 0.1
+"""Nothing is accepted for so long once there is no descriptor for it."""
+
+_ACCEPTED_AT_ONCE = 16
 _TURN = 4
 """Frames of one connection before another one has its turn."""
 
@@ -63,7 +68,11 @@ class Pump:
         self._orders: deque[Callable[[], None]] = deque()
         self._news: deque[Callable[[], None]] = deque()
         self._news_announced = self._is_asleep = self._is_stopping = False
-        self._strangers: dict[Connection, None] = {}
+        self._listener: sockets.socket | None = None
+        self._accept_again_s: float | None = None
+        self._strangers = StrangerPlaces[Connection](
+            strangers_allowed(descriptors_allowed()), random.Random(), lambda one: one.received_bytes
+        )
         self._pacing = Pacing()
         self._thread = threading.Thread(target=self._run, name="shoal-bulk", daemon=True)
 
@@ -164,6 +173,8 @@ class Pump:
             for order in list(self._orders):  # sockets may be on their way to us
                 with suppress(OSError, ValueError, KeyError):
                     order()
+            if self._listener is not None:  # it may be resting
+                self._listener.close()
             for key in list(self._selector.get_map().values()):
                 assert isinstance(key.fileobj, sockets.socket)
                 key.fileobj.close()
@@ -175,9 +186,12 @@ class Pump:
             time.sleep(self._pacing.rest_s)
         self._is_asleep = True
         # Only after the flag is up: an order that came before it has woken nobody.
-        patience_s = TICK_S if self._pacing.is_on else 1.0 if self._strangers else None
+        rests = _REST_S if self._accept_again_s is not None else None
+        patience_s = TICK_S if self._pacing.is_on else rests or (1.0 if self._strangers else None)
         ready = self._selector.select(0 if self._orders else patience_s)
         self._is_asleep = False
+        if self._accept_again_s is not None and time.monotonic() >= self._accept_again_s:
+            self._accept_again()
         for key, events in ready:
             if key.data is None:
                 self._drain_wake_ups()
@@ -204,17 +218,29 @@ class Pump:
             return
 
     def _listen(self, listener: sockets.socket) -> None:
+        self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def _accept(self, listener: sockets.socket) -> None:
         try:
-            socket, _ = listener.accept()
+            for _ in range(_ACCEPTED_AT_ONCE):
+                self._take_in(*listener.accept())
+        except BlockingIOError:
+            return
         except OSError as error:
             if error.errno in _EXHAUSTED:
                 log.warning("could not accept a data connection: %s", error)
                 self._dismiss_strangers(all_of_them=True)
-                time.sleep(0.01)  # it would be offered again at once
-            return
+                # It would be offered again at once, and for ever where it is not strangers who have taken them all.
+                self._selector.unregister(listener)
+                self._accept_again_s = time.monotonic() + _REST_S
+
+    def _accept_again(self) -> None:
+        self._accept_again_s = None
+        if self._listener is not None:
+            self._listen(self._listener)
+
+    def _take_in(self, socket: sockets.socket, address: tuple[str, int]) -> None:
         connection = Connection(socket, None, time.monotonic())
         try:
             tune_stream(socket)
@@ -222,18 +248,19 @@ class Pump:
         except OSError as error:
             log.debug("a caller was gone at once: %s", error)
             socket.close()
-        else:
-            self._strangers[connection] = None
+            return
+        victim = self._strangers.add(connection, network_of(address[0]))
+        if victim is not None:
+            self._drop(victim)
 
     def _dismiss_strangers(self, all_of_them: bool = False) -> None:
-        """Close connections that have not said in time whose they are, or are too many; the oldest come first."""
+        """Close connections that have not said in time whose they are."""
         now_s = time.monotonic()
-        for number, connection in enumerate(list(self._strangers)):
-            too_many = len(self._strangers) > _MAX_STRANGERS
-            if all_of_them or too_many or now_s > connection.since_s + _GREETING_S:
+        for connection in list(self._strangers):
+            if all_of_them or now_s > connection.since_s + _GREETING_S:
                 self._drop(connection)
-            elif number > _MAX_STRANGERS:
-                break
+            else:
+                break  # the oldest come first
 
     def _attach(self, link: Link, socket: sockets.socket) -> None:
         try:
@@ -284,7 +311,7 @@ class Pump:
         if len(link.connections) >= MAX_CONNECTIONS_PER_LINK:
             raise WireError("too many connections for one link")
         link.sealed.open(header_bytes, body, memoryview(bytearray(0)))
-        del self._strangers[connection]
+        self._strangers.remove(connection)
         connection.link = link
         link.connections.append(connection)
         self._tell(link.attached.set)
@@ -340,7 +367,7 @@ class Pump:
         link.queue.clear()
 
     def _drop(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+        self._strangers.remove(connection)
         if not connection.is_closed:
             self._selector.unregister(connection.socket)
             connection.socket.close()

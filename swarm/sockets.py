@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket as sockets
 import struct
 import sys
@@ -33,8 +34,8 @@ _UNPACED, _SLOWEST_BYTES_S = 2**32 - 1, 2**12
 _WITH_HEADERS = 1500 / 1448
 """The kernel paces packets, with the headers of IP and TCP."""
 
-_ACKED, _SHORTEST_US = struct.Struct("120xQ"), struct.Struct("148xI")
-"""``tcpi_bytes_acked`` and ``tcpi_min_rtt`` of the kernel's ``struct tcp_info``."""
+_ACKED, _RECEIVED, _SHORTEST_US = struct.Struct("120xQ"), struct.Struct("128xQ"), struct.Struct("148xI")
+"""``tcpi_bytes_acked``, ``tcpi_bytes_received`` and ``tcpi_min_rtt`` of the kernel's ``struct tcp_info``."""
 
 
 def endpoint(host: str, port: int | str) -> str:
@@ -84,6 +85,12 @@ async def all_addresses(host: str, port: int, limit_s: float) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
+def descriptors_allowed() -> int:
+    """How many files and sockets this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**20 if soft == resource.RLIM_INFINITY else soft
+
+
 def listen(host: str, port: int) -> sockets.socket:
     """A plain listening socket on ``host:port`` (0: any free one). Raises ``Unreachable``."""
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
@@ -116,6 +123,11 @@ def is_on_this_machine(socket: sockets.socket) -> bool:
 def acked_bytes(socket: sockets.socket) -> int:
     """How many bytes sent on a TCP connection the other side has got; 0 where nobody can tell."""
     return _tcp_info(socket, _ACKED)
+
+
+def received_bytes(socket: sockets.socket) -> int:
+    """How many bytes have come over a TCP connection, read or not; 0 where nobody can tell."""
+    return _tcp_info(socket, _RECEIVED)
 
 
 def shortest_round_trip_s(socket: sockets.socket) -> float:

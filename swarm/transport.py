@@ -68,6 +68,7 @@ class Node:
         self.control = control
         self._data = data
         self._rosters = Rosters()
+        self.control.guard.is_member = self.knows_key
         self._shares: dict[int, dict[bytes, float]] = {}
         self._link_locks: dict[str, asyncio.Lock] = {}
         self.control_port = 0
@@ -86,8 +87,8 @@ class Node:
         try:
             async with asyncio.TaskGroup() as tasks:
                 data = DataPlane(tasks)
-                gate = Gate(context, tasks, admit)
                 node = cls(ControlPlane(context, keys, tasks), data)
+                gate = Gate(context, tasks, admit, node.control.guard)
                 try:
                     answer_members(node.control, data, node.knows_key)
                     gate.start()

@@ -60,6 +60,7 @@ class CoordinatorService:
             self.doors = [PipelineDoor(self, self.machine, 0)]
         self.machine.replay(journal.read(), time.monotonic())
         self.machine.begin()
+        node.control.guard.is_member = lambda key: self.machine.membership.holder(key) is not None
         self._set_clock()
         self._open_stages()
 

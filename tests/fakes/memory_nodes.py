@@ -12,6 +12,7 @@ from typing import Any
 from tests.fakes.memory_network import MemoryEndpoint, MemoryNetwork
 from tests.fakes.processes import ProcessLoop, context_of, current_process
 
+from shoal.swarm.caller_guard import CallerGuard
 from shoal.swarm.channel import Channel
 from shoal.swarm.control import ControlPlane
 from shoal.swarm.errors import LinkError, NotAdmitted, Unreachable
@@ -21,7 +22,7 @@ from shoal.swarm.links import Meter, Sink
 from shoal.swarm.messages import Blob, Message, PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.sources import ChunkSource
 from shoal.swarm.transport import Node
-from shoal.swarm.wire import Envelope, decode, encode
+from shoal.swarm.wire import MAX_REQUEST_BYTES, Envelope, decode, encode
 
 HOST = "127.0.0.1"
 _LATENCY_S = 0.002
@@ -118,6 +119,7 @@ class _Plane(ControlPlane):
         self._incoming = {}
         self._dialed = {}
         self._running_handlers = 0
+        self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False)
 
     def take(self, line: _Line, data: bytes) -> None:
         envelope = decode(data)

@@ -1,4 +1,5 @@
 import struct
+import zlib
 from typing import Any
 
 import msgpack
@@ -11,16 +12,28 @@ from shoal.swarm import wire
 from shoal.swarm.errors import ProtocolMismatch, WireError
 from shoal.swarm.messages import (
     MAX_STAGES,
+    MAX_TENSORS,
     MESSAGES,
     PROTOCOL_VERSION,
     Blob,
     Message,
+    PeerToCoordinatorDescribeModel,
     PeerToCoordinatorLeave,
     PeerToPeerOpenStream,
     PeerToPeerPing,
     RequestFailed,
+    TensorSpec,
 )
-from shoal.swarm.wire import Envelope, decode, encode
+from shoal.swarm.wire import (
+    MAX_FRAME_BYTES,
+    MAX_LAYOUT_BYTES,
+    MAX_REQUEST_BYTES,
+    Assembly,
+    Envelope,
+    cut,
+    decode,
+    encode,
+)
 
 KINDS = st.sampled_from(["request", "reply", "notice"])
 PLAIN: Any = st.recursive(
@@ -230,3 +243,81 @@ def test_many_problems_are_counted_not_spelled_out() -> None:
 def test_failures_travel() -> None:
     failed = RequestFailed(code="BlobUnavailable", message="gone")
     assert decode(encode(Envelope("reply", 1, failed))).message == failed
+
+
+# Pieces -------------------------------------------------------------------------------------------------
+
+
+def take(assembly: Assembly, frame: bytes) -> bytes | None:
+    found = assembly.take(memoryview(frame))
+    return None if found is None else bytes(found)
+
+
+@pytest.mark.parametrize("size", [1, 100, MAX_FRAME_BYTES, MAX_FRAME_BYTES + 1, 3 * MAX_FRAME_BYTES, MAX_REQUEST_BYTES])
+def test_large_messages_travel_in_pieces(size: int) -> None:
+    data, assembly = bytes(range(1, 256)) * (size // 255 + 1), Assembly()
+    data = data[:size]
+    for _ in range(2):
+        *others, last = cut(data)
+        assert all(len(frame) <= MAX_FRAME_BYTES for frame in (*others, last))
+        for frame in others:
+            assert take(assembly, frame) is None
+            assert take(assembly, b"small") == b"small", "it may come in between"
+        assert take(assembly, last) == data
+
+
+def test_pieces_without_their_neighbours_are_dropped() -> None:
+    data = bytes(3 * MAX_FRAME_BYTES)
+    first, second, third, fourth = cut(data)
+    for frames in ((second, third, fourth), (first, third, fourth), (first, second, second), (first, fourth)):
+        assembly = Assembly()
+        assert [take(assembly, frame) for frame in frames] == [None] * len(frames)
+        assert [take(assembly, frame) for frame in (first, second, third, fourth)] == [None, None, None, data]
+
+
+def test_pieces_of_no_good_size() -> None:
+    too_large = struct.pack(">BII", 0xC1, MAX_REQUEST_BYTES + 1, 0) + bytes(MAX_FRAME_BYTES - 9)
+    for frame in (too_large, cut(bytes(2 * MAX_FRAME_BYTES))[0][:-1], struct.pack(">BII", 0xC1, 0, 0) + b"x"):
+        assert take(Assembly(), frame) is None
+
+
+# Layouts ------------------------------------------------------------------------------------------------
+
+
+def describe(layout: tuple[TensorSpec, ...]) -> Envelope:
+    model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=None, corpus_about="", tokens_per_sample=1)
+    return Envelope("request", 1, model)
+
+
+def test_the_layout_of_the_largest_model_fits() -> None:
+    layout = tuple(
+        TensorSpec(name=f"model.layers.{n // 768}.mlp.experts.{n % 768}.weight", shape=(4096, 1536), dtype="float32")
+        for n in range(MAX_TENSORS)
+    )
+    data = encode(describe(layout))
+    assert len(data) < MAX_REQUEST_BYTES / 2
+    assert decode(data) == describe(layout)
+
+
+def test_hostile_layouts() -> None:
+    def said(layout: bytes) -> bytes:
+        fields = {"layout": layout, "corpus_digest": None, "corpus_about": "", "tokens_per_sample": 1}
+        return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorDescribeModel", fields]))
+
+    one = struct.pack(">HBB1Q", 1, 1, 1, 5) + b"wf"
+    assert decode(said(zlib.compress(one)))
+    for layout in (
+        b"",
+        b"nonsense",
+        zlib.compress(b""),
+        zlib.compress(one)[:-5],
+        zlib.compress(one) + b"x",
+        zlib.compress(one[:-1]),
+        zlib.compress(one + b"\0"),
+        zlib.compress(one * (MAX_TENSORS + 1)),
+        zlib.compress(bytes(MAX_LAYOUT_BYTES + 1)),
+        zlib.compress(struct.pack(">HBB", 1, 1, 17) + struct.pack(">17Q", *range(17)) + b"wf"),
+        zlib.compress(struct.pack(">HBB1Q", 2, 1, 1, 5) + b"\xff\xfff"),
+        zlib.compress(struct.pack(">HBB1Q", 1, 1, 1, 2**63) + b"wf"),
+    ):
+        refuses(said(layout))

@@ -1,0 +1,149 @@
+"""Strangers that flood a port take no memory, no descriptors and no time from those who belong there."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from tests.integration.harness import HERE, ROUNDS_S, SHOAL, START_S, Host, Member, Process, Swarm, finish, run_toml
+
+from shoal.swarm.coordinator.facts import MemberJoined
+from shoal.swarm.invite import Invite
+from shoal.swarm.messages import RosterEntry
+
+pytestmark = pytest.mark.integration
+
+ATTACKER = (sys.executable, str(Path(__file__).with_name("flooding_stranger.py")))
+STRANGERS = 8
+FLOOD_S = 8.0
+GROWTH_BYTES = 100 * 2**20
+ADMITTED_S = 10.0
+FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
+
+
+class Growth:
+    """By how much a process's memory has grown at most."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ended = threading.Event()
+        self._before_bytes = self._most_bytes = self._now_bytes()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _now_bytes(self) -> int:
+        return int(Path(f"/proc/{self._pid}/statm").read_text().split()[1]) * 4096
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.02):
+            with suppress(FileNotFoundError):  # it has ended
+                self._most_bytes = max(self._most_bytes, self._now_bytes())
+
+    def end(self) -> int:
+        self._ended.set()
+        self._thread.join()
+        return self._most_bytes - self._before_bytes
+
+
+def entry_of(host: Host, member: Member) -> RosterEntry:
+    peer = member.peer
+    return next(fact.entry for fact in host.facts() if isinstance(fact, MemberJoined) and fact.entry.peer == peer)
+
+
+def attack(
+    swarm: Swarm,
+    kind: str,
+    at: Host | RosterEntry,
+    count: int = STRANGERS,
+    seconds: float = FLOOD_S,
+    data: bool = False,
+) -> Process:
+    """Returns once it has begun."""
+    if isinstance(at, RosterEntry):
+        where, key = (at.host, at.data_port if data else at.control_port), at.certificate.curve_key
+    else:
+        invite = Invite.parse(at.invite)
+        where, key = invite.addresses[0], invite.key
+    label = f"{kind}-{len(swarm.processes)}"
+    command = (*ATTACKER, kind, where[0], str(where[1]), key.hex(), str(count), str(seconds))
+    attacker = swarm.command(label, *command)
+    attacker.says("begins", START_S)
+    return attacker
+
+
+@contextmanager
+def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -> Iterator[None]:
+    """Around an attack: rounds commit, memory stays, a newcomer is admitted in time."""
+    for member in members:
+        member.committed(within_s=START_S + ROUNDS_S)
+    growth, last = Growth(victim.pid), members[0].last_round()
+    yield
+    command = (sys.executable, str(HERE / "strangers.py"), str(swarm.folder), host.invite)
+    newcomer = swarm.command("newcomer", *command)
+    for member in members:
+        member.committed(after=last + 1)
+    assert newcomer.exit_code(START_S) == 0, newcomer.tail()
+    (said,) = [json.loads(line) for line in newcomer.text().splitlines() if line.startswith("{")]
+    assert said["error"] is None, said
+    assert said["seconds"] < ADMITTED_S
+    for process in swarm.processes:
+        if process.label.split("-")[0] in KINDS:
+            assert process.exit_code(START_S) == 0, process.tail()
+    grown = growth.end()
+    assert grown < GROWTH_BYTES, f"{victim.label} grew by {grown / 2**20:.0f} MB"
+    for member in members:
+        member.committed(after=member.last_round())
+    verdicts = finish(host, members)
+    assert all(one.verdict.committed for one in verdicts)
+
+
+KINDS = ("messages", "frames", "parts", "small", "connections", "slow", "idle")
+
+
+@pytest.mark.parametrize("kind", ["messages", "frames", "parts", "small"])
+def test_messages_for_the_host(swarm: Swarm, kind: str) -> None:
+    host = swarm.host(run_toml())
+    with unharmed(swarm, host, swarm.members(host.invite, "ann", "bob"), host):
+        attack(swarm, kind, host)
+
+
+def test_messages_for_a_volunteer(swarm: Swarm) -> None:
+    host = swarm.host(run_toml())
+    members = swarm.members(host.invite, "ann", "bob")
+    with unharmed(swarm, host, members, members[0]):
+        attack(swarm, "messages", entry_of(host, members[0]))
+
+
+@pytest.mark.parametrize("kind", ["connections", "slow"])
+def test_connections_to_the_host(swarm: Swarm, kind: str) -> None:
+    host = swarm.host(run_toml(), launcher=(*FEW_DESCRIPTORS, *SHOAL))
+    with unharmed(swarm, host, swarm.members(host.invite, "ann", "bob"), host):
+        attack(swarm, kind, host, 2000)
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_connections_to_a_volunteer(swarm: Swarm, data: bool) -> None:
+    host = swarm.host(run_toml())
+    members = [swarm.member(host.invite, "ann", (*FEW_DESCRIPTORS, *SHOAL)), *swarm.members(host.invite, "bob")]
+    with unharmed(swarm, host, members, members[0]):
+        attack(swarm, "connections", entry_of(host, members[0]), 2000, data=data)
+
+
+def test_who_says_nothing_is_hung_up_on(swarm: Swarm) -> None:
+    host = swarm.host(run_toml())
+    member = swarm.member(host.invite, "ann")
+    member.committed(within_s=START_S + ROUNDS_S)
+    began_s = time.monotonic()
+    idle = attack(swarm, "idle", host, 5, 20.0)
+    assert idle.exit_code(25.0) == 0, idle.tail()
+    lasted_s = json.loads(idle.text().splitlines()[-1])["lasted_s"]
+    assert len(lasted_s) == 5
+    assert all(8.0 < one < 13.0 for one in lasted_s), lasted_s
+    assert time.monotonic() - began_s < 20.0
+    finish(host, [member])
