@@ -51,7 +51,6 @@ SAMPLES_PER_LEASE = 16
 LEASES_PER_ROUND = 2
 _TOKENS_PER_ROUND = LEASES_PER_ROUND * SAMPLES_PER_LEASE * TOKENS_PER_SAMPLE
 _GIVE_UP_S = 120.0
-_SILENCE_MS = 600_000
 _WITH_VIEW = (CoordinatorToPeerView.__name__, CoordinatorToPeerJoinAccepted.__name__)
 
 
@@ -286,7 +285,7 @@ class LightPeer:
     def _open(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         socket.curve_publickey, socket.curve_secretkey = z85.encode(self._keys.public), z85.encode(self._keys.secret)
-        tune(socket, _SILENCE_MS)
+        tune(socket)
         return socket
 
 

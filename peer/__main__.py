@@ -1,5 +1,5 @@
 """``python -m shoal.peer`` is ``shoal``."""
 
-from shoal.peer.cli import main
+from shoal.peer.command import main
 
 main()

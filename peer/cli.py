@@ -15,6 +15,7 @@ from shoal.peer.capability import parse_memory
 from shoal.peer.checkpoints.retention import parse_retention
 from shoal.peer.cli_files import IdentityOption, console, start_of
 from shoal.peer.cli_files import app as file_commands
+from shoal.peer.command import UNSUPERVISED
 from shoal.peer.consent import Consent
 from shoal.peer.daemon import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.demo import DemoOptions, run_demo
@@ -91,6 +92,9 @@ def host_command(
     ] = False,
     log_json: LogJson = None,
     verbose: Verbose = False,
+    _: Annotated[
+        bool, typer.Option(UNSUPERVISED, help="One process, for service managers: they start it again if it dies.")
+    ] = False,
 ) -> None:
     """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
     setup_logging(console, verbose)
@@ -240,7 +244,7 @@ def main() -> None:
     """The ``shoal`` command."""
     allow_descriptors()
     try:
-        app()
+        app(prog_name="shoal")
     except ShoalError as error:
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
         errors.print(str(error), markup=False, highlight=False, soft_wrap=True)

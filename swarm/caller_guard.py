@@ -21,13 +21,15 @@ from contextlib import contextmanager, suppress
 import zmq
 import zmq.asyncio
 
+from shoal.swarm.addresses import network_of
 from shoal.swarm.sockets import descriptors_allowed, received_bytes
-from shoal.swarm.stranger_limits import Caller, Callers, MessageLimits, network_of, strangers_allowed
+from shoal.swarm.stranger_limits import Caller, Callers, MessageLimits, strangers_allowed
 
 log = logging.getLogger(__name__)
 
-_LOOK_S, _LOOK_AT_MEMBERS_S = 0.05, 1.0
-"""Between two looks at what has come: in 0.05 s one of libzmq's threads decrypts some 30 MB of all strangers."""
+_LOOK_S, _MANY = 0.05, 256
+"""Between two looks at what has come over so many connections, and longer for more: in 0.05 s one of libzmq's threads
+decrypts some 30 MB, whoever they are from."""
 
 _EVENT = struct.Struct("=HI")
 _WAITING_EVENTS, _EVENTS_AT_ONCE = 64, 32
@@ -80,7 +82,7 @@ class CallerGuard:
             caller, to_close = self._speaker(descriptor, routing, key)
             if caller is not None and not caller.is_closed:
                 if allowed:
-                    to_close += self._callers.hear(caller, is_member, now_s)
+                    to_close += self._callers.hear(caller, is_member, size_bytes, now_s)
                 else:
                     log.debug("closing the connection of %s: %d bytes are beyond its limits", host, size_bytes)
                     to_close += self._callers.close(caller)
@@ -130,7 +132,7 @@ class CallerGuard:
     def _turn(self, monitor: zmq.Socket[bytes]) -> bool:
         """Returns whether there will be another one."""
         with self._lock:
-            wait_s = _LOOK_S if self._callers.strangers else _LOOK_AT_MEMBERS_S
+            wait_s = _LOOK_S * max(1.0, len(self._callers) / _MANY)
         is_ending, accepted = False, list[int]()
         if monitor.poll(round(1000 * wait_s)):
             with suppress(zmq.Again):
@@ -150,7 +152,7 @@ class CallerGuard:
                 _shut(self._callers.overdue_strangers(now_s))
                 self._callers.forget_ended(_is_there)
             if now_s >= self._next_members_s:
-                self._next_members_s = now_s + _LOOK_AT_MEMBERS_S
+                self._next_members_s = now_s + wait_s
                 _shut(self._callers.flooding_members())
         return not is_ending
 

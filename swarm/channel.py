@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WireError, remote_error
-from shoal.swarm.messages import Message, RequestFailed
+from shoal.swarm.messages import Message, PeerToPeerPing, RequestFailed
 from shoal.swarm.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Assembly, Envelope, cut, encode
 
 M = TypeVar("M", bound=Message)
@@ -37,6 +37,10 @@ class Channel:
     is_broken: bool = False
     was_connected: bool = False
     running_handlers: int = 0
+    descriptor: int = -1
+    """Of a dialed one's connection."""
+    heard_s: float = 0.0
+    """When something came over it last, on the event loop's clock."""
     _is_connected: bool = False
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _waiting: dict[int, asyncio.Future[Message | LinkError]] = field(default_factory=dict)
@@ -160,6 +164,16 @@ class Channel:
             for frame in frames:
                 await self._socket.send_multipart([frame])
 
+    def heard(self) -> None:
+        """Something has come over it: the other side is there."""
+        self.heard_s = asyncio.get_running_loop().time()
+
+    async def ping(self) -> None:
+        """Ask a dialed one's other side for a sign of life, of which ``heard_s`` tells."""
+        # Where nothing more can be queued, there is enough on its way that has to be answered.
+        with contextlib.suppress(zmq.ZMQError):
+            await self._socket.send(encode(Envelope("request", 0, PeerToPeerPing())), flags=zmq.DONTWAIT)
+
     def settle(self, number: int, answer: Message | LinkError) -> None:
         """Hand a reply to whoever waits for it; late and invented ones are dropped."""
         future = self._waiting.get(number)
@@ -168,6 +182,7 @@ class Channel:
 
     def mark_connected(self) -> None:
         self._trouble = None
+        self.heard()
         self._is_connected = self.was_connected = True
         self._decided.set()
 

@@ -30,9 +30,10 @@ from shoal.swarm.errors import (
     words_for_others,
 )
 from shoal.swarm.identity import CurveKeys
+from shoal.swarm.inflow import Inflow
 from shoal.swarm.links import in_thread
 from shoal.swarm.messages import Acknowledged, Message, PeerToPeerPing, RequestFailed
-from shoal.swarm.sockets import CURVE_DOMAIN, bind, endpoint, tune
+from shoal.swarm.sockets import CURVE_DOMAIN, PROBES, SILENCE_S, bind, endpoint, tune
 from shoal.swarm.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Envelope, decode
 
 __all__ = ["Channel", "ControlPlane", "Handler"]
@@ -49,16 +50,18 @@ MAX_HANDLERS = 4096
 
 MAX_HANDLERS_PER_CHANNEL = 64
 _HANDSHAKE_TRIES = 2
-_SILENCE_MS = 15_000
+_REPLY_S = 15.0
 _GIVEN_UP_S = 3.0
 _HANDSHAKE_MS, _BACKLOG = 10_000, 1024
-_CALLER_QUEUE, _CALLER_BUFFER_BYTES = 8, 2**17
-"""Of each caller: messages that wait here, times ``MAX_FRAME_BYTES`` what they take, and bytes that wait in the kernel.
-More wait on the caller's side."""
+_CALLER_BUFFER_BYTES = 2**17
+"""Of each caller, bytes that wait in the kernel. How many wait in libzmq, which has no limit that could be used
+(``inflow.py``), the guard looks at."""
 
 _LOOK_AT_CALLERS_S = 1.0
 _UNBOUNDED = 2**40
 _monitors = itertools.count()
+_EVENT = struct.Struct("=Hi")
+"""A monitor's message: which event, and its value, mostly the connection's descriptor."""
 
 
 class ControlPlane:
@@ -66,6 +69,9 @@ class ControlPlane:
 
     def __init__(self, context: zmq.asyncio.Context, keys: CurveKeys, tasks: asyncio.TaskGroup) -> None:
         self.keys = keys
+        self.silence_s = SILENCE_S
+        """A dialed connection over which nothing comes for so long is made anew."""
+        self._inflow = Inflow()
         self._context = context
         self._tasks = tasks
         self._handlers: dict[tuple[int, type[Message]], Handler] = {}
@@ -92,13 +98,14 @@ class ControlPlane:
         self._router.zap_domain = CURVE_DOMAIN
         self._router.router_mandatory = True
         self._router.handshake_ivl, self._router.backlog = _HANDSHAKE_MS, _BACKLOG
-        self._router.maxmsgsize = MAX_FRAME_BYTES
-        self._router.rcvhwm, self._router.rcvbuf = _CALLER_QUEUE, _CALLER_BUFFER_BYTES
+        self._router.maxmsgsize, self._router.rcvbuf = MAX_FRAME_BYTES, _CALLER_BUFFER_BYTES
         self.guard.start(self._context, self._router, f"inproc://monitor-{next(_monitors)}")
         bound = bind(self._router, host, port)
         self._tasks.create_task(self._receive_incoming())
         self._tasks.create_task(self._look_at_callers())
         self._tasks.create_task(self._watch_guard())
+        self._tasks.create_task(self._watch_inflow())
+        self._tasks.create_task(self._watch_dialed())
         return bound
 
     def stop(self) -> None:
@@ -119,20 +126,21 @@ class ControlPlane:
         known = self._dialed.get((address, key))
         if known is not None:
             return known
-        try:
-            socket = self._context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise Unreachable(f"no socket left to call {host}:{port}: {error}") from error
-        monitor = socket.get_monitor_socket(addr=f"inproc://monitor-{next(_monitors)}")
-        try:
-            self._configure(socket)
-            socket.curve_serverkey = z85.encode(key)
-            socket.immediate = True
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            _close_monitored(socket, linger_ms=0)
-            monitor.close(linger=0)
-            raise Unreachable(f"{host}:{port} is no usable address: {error}") from error
+        with contextlib.ExitStack() as undo:
+            try:
+                socket = self._context.socket(zmq.DEALER)
+                undo.callback(_close_monitored, socket, linger_ms=0)
+                monitor = self._context.socket(zmq.PAIR)
+                undo.callback(monitor.close, linger=0)
+                undo.callback(_close_monitored, socket, linger_ms=0)  # before its monitor
+                _monitor(socket, monitor, zmq.EVENT_ALL)
+                self._configure(socket)
+                socket.curve_serverkey = z85.encode(key)
+                socket.immediate = True
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                raise Unreachable(f"{host}:{port} cannot be called: {error}") from error
+            undo.pop_all()
         channel = Channel(key, f"{host}:{port}", socket, None, remote_host=host)
         self._dialed[address, key] = channel
         self._tasks.create_task(self._watch(channel, monitor, address))
@@ -163,6 +171,7 @@ class ControlPlane:
         channel.mark_broken(why)
         if channel.routing is None:
             self._dialed = {at: other for at, other in self._dialed.items() if other is not channel}
+            self._inflow.closed(channel.descriptor)
             _close_monitored(channel.socket, linger_ms)
         elif self._incoming.get(channel.remote_key) is channel:
             del self._incoming[channel.remote_key]
@@ -173,9 +182,8 @@ class ControlPlane:
             z85.encode(self.keys.secret),
         )
         socket.maxmsgsize = MAX_MESSAGE_BYTES
-        # What one connection may queue up: times the largest message, that is the memory it can claim.
-        socket.rcvhwm, socket.sndhwm = 32, 256
-        tune(socket, _SILENCE_MS)
+        socket.sndhwm = 256
+        tune(socket)
 
     # Receiving --------------------------------------------------------------------------------------------
 
@@ -216,6 +224,7 @@ class ControlPlane:
     async def _receive_dialed(self, channel: Channel) -> None:
         while not channel.socket.closed:
             frames = await channel.socket.recv_multipart(copy=False)
+            self._inflow.read(int(frames[-1].get(zmq.SRCFD)), sum(map(len, frames)))
             if len(frames) == 1:
                 await self._dispatch(channel, frames[0].buffer)
             await asyncio.sleep(0)
@@ -245,6 +254,7 @@ class ControlPlane:
                 await self._dispatch(channel, data)
 
     async def _dispatch(self, channel: Channel, data: memoryview) -> None:
+        channel.heard()
         if channel.is_broken:
             return  # who has sent nonsense once is not listened to again on that connection
         try:
@@ -299,7 +309,7 @@ class ControlPlane:
 
     async def _reply(self, channel: Channel, reply: Envelope) -> None:
         try:
-            async with asyncio.timeout(_SILENCE_MS / 1000):
+            async with asyncio.timeout(_REPLY_S):
                 await channel.send(reply)
         except (LinkError, TimeoutError) as error:
             log.debug("%s went away before its answer: %s", channel.label, error)
@@ -308,27 +318,65 @@ class ControlPlane:
         with contextlib.suppress(LinkError):
             await channel.notify(PeerToPeerPing())
 
+    # Liveness of dialed connections -----------------------------------------------------------------------
+
+    async def _watch_inflow(self) -> None:
+        while not self._router.closed:
+            self._inflow.look()
+            await asyncio.sleep(self._inflow.pause_s)
+
+    async def _watch_dialed(self) -> None:
+        """Ask for signs of life where nothing was heard for a while, and connect anew where none come.
+
+        Only where we have called: whoever calls us does the same, and the kernel gives up what it can tell is dead."""
+        loop = asyncio.get_running_loop()
+        while not self._router.closed:
+            pause_s = self.silence_s / PROBES
+            looked_s = loop.time()
+            await asyncio.sleep(pause_s / 2)
+            if loop.time() - looked_s > pause_s:
+                # We stood still ourselves, and what came meanwhile has not been read.
+                for channel in self._dialed.values():
+                    channel.heard()
+                continue
+            for (address, _), channel in list(self._dialed.items()):
+                silent_s = loop.time() - channel.heard_s
+                if channel.is_connected and silent_s >= self.silence_s:
+                    log.info("nothing came from %s for %.1f s: connecting anew", channel.label, silent_s)
+                    self._connect_anew(channel, address)
+                elif channel.is_connected and silent_s >= pause_s:
+                    await channel.ping()
+
+    def _connect_anew(self, channel: Channel, address: str) -> None:
+        channel.mark_away()
+        self._inflow.closed(channel.descriptor)
+        with contextlib.suppress(zmq.ZMQError):
+            channel.socket.disconnect(address)
+        with contextlib.suppress(zmq.ZMQError):
+            channel.socket.connect(address)
+
     async def _watch(self, channel: Channel, monitor: zmq.asyncio.Socket, address: str) -> None:
         """Follow the connection's events, to tell a wrong key from a closed port from a refusal."""
-        failures, event = 0, 0
+        failures, event, value = 0, 0, 0
         try:
             while not channel.is_broken:
                 try:
                     async with asyncio.timeout(_GIVEN_UP_S if event == zmq.EVENT_DISCONNECTED else None):
-                        event = struct.unpack("=Hi", (await monitor.recv_multipart())[0])[0]
+                        event, value = _EVENT.unpack((await monitor.recv_multipart())[0])
                 except TimeoutError:
                     # Not even a retry: libzmq gives up for good when something answers that is not ZeroMQ.
-                    with contextlib.suppress(zmq.ZMQError):
-                        channel.socket.disconnect(address)
-                    with contextlib.suppress(zmq.ZMQError):
-                        channel.socket.connect(address)
-                        event = 0
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._connect_anew(channel, address)
+                    event = 0
+                if event == zmq.EVENT_CONNECTED:
+                    channel.descriptor = value
+                    self._inflow.opened(value)
+                elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     failures = 0
                     channel.mark_connected()
                     # Until it has heard something, the other side does not know whose connection that is.
                     self._tasks.create_task(self._introduce(channel))
                 elif event == zmq.EVENT_DISCONNECTED:
+                    self._inflow.closed(value)
                     channel.mark_away()
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     refused = NotAdmitted(f"{channel.label} does not admit this key")
@@ -346,6 +394,14 @@ class ControlPlane:
         finally:
             _close_monitored(channel.socket, linger_ms=0)
             monitor.close(linger=0)
+
+
+def _monitor(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, events: int) -> None:
+    """Have a socket's events sent to ``monitor``, a PAIR, before anything happens on the socket."""
+    address = f"inproc://monitor-{next(_monitors)}"
+    socket.monitor(address, events)
+    monitor.rcvhwm = 0  # or libzmq's I/O thread would wait for us, with a lock that closing the socket needs
+    monitor.connect(address)
 
 
 def _close_monitored(socket: zmq.asyncio.Socket, linger_ms: int) -> None:

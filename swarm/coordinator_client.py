@@ -37,7 +37,7 @@ from shoal.swarm.messages import (
 )
 from shoal.swarm.published_run import PublishedRun, check_hash, fetch_run
 from shoal.swarm.run_file import RunFile
-from shoal.swarm.sockets import all_addresses
+from shoal.swarm.sockets import SILENCE_S, all_addresses
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport import Node
 from shoal.swarm.verdicts import check_verdict
@@ -133,6 +133,7 @@ class CoordinatorClient:
         assert self._line.channel is not None
         host = self._line.channel.remote_host
         self._coordinator_reach = least_reach(await all_addresses(host, 0, CONNECT_S))
+        self.node.control.silence_s = min(SILENCE_S, self.deadlines.dead_s)
         self._roster_version = 0  # no run has that one: the next view brings the roster
         self.joins += 1
         self._take(answer.view)

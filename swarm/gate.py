@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 import zmq
 import zmq.asyncio
 
+from shoal.swarm.addresses import network_of
 from shoal.swarm.caller_guard import CallerGuard
 from shoal.swarm.errors import LinkError
 from shoal.swarm.sockets import CURVE_DOMAIN
-from shoal.swarm.stranger_limits import network_of
 
 log = logging.getLogger(__name__)
 

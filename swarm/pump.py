@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from shoal.swarm.addresses import network_of
 from shoal.swarm.errors import WireError
 from shoal.swarm.frames import Frame, FrameQueue
 from shoal.swarm.framing import MAX_CHUNK_BYTES, READ_BYTES, Connection
@@ -25,7 +26,7 @@ from shoal.swarm.intake import MAX_ORDER_BYTES, Intake
 from shoal.swarm.links import Link, Meter
 from shoal.swarm.sealing import CHUNK, CREDIT, HELLO, ORDER, Header
 from shoal.swarm.sockets import descriptors_allowed, tune_stream
-from shoal.swarm.stranger_limits import StrangerPlaces, network_of, strangers_allowed
+from shoal.swarm.stranger_limits import StrangerPlaces, strangers_allowed
 from shoal.swarm.uplink import TICK_S, Pacing
 
 log = logging.getLogger(__name__)

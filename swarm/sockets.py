@@ -20,6 +20,12 @@ log = logging.getLogger(__name__)
 
 CURVE_DOMAIN = b"control"
 
+SILENCE_S = 15.0
+"""A control connection over which nothing has come for so long is given up, by the kernel and by us, at the latest."""
+
+PROBES = 3
+"""In that time, the other side is asked so often whether it is there."""
+
 _NOT_SENT_LOW_WATER = 0x201 if sys.platform == "darwin" else 25
 """TCP_NOTSENT_LOWAT, which Python does not name before 3.12."""
 
@@ -43,12 +49,20 @@ def endpoint(host: str, port: int | str) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def tune(socket: zmq.asyncio.Socket, silence_ms: int) -> None:
-    """IPv6 too, dead connections noticed after ``silence_ms``, quick reconnects, no lingering."""
+def tune(socket: zmq.asyncio.Socket) -> None:
+    """IPv6 too, dead connections noticed after ``SILENCE_S``, quick reconnects, no lingering, no high-water mark for
+    what is received.
+
+    Never with libzmq's heartbeats, nor with a mark: each lets the other side end this process (``inflow.py``)."""
     socket.ipv6 = True
     socket.linger = 0
-    socket.heartbeat_ivl = silence_ms // 3
-    socket.heartbeat_timeout = silence_ms
+    socket.rcvhwm = 0
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = int(SILENCE_S / PROBES)
+    socket.tcp_keepalive_cnt = PROBES - 1
+    # Keepalive is silent while something that was sent waits for its receipt: that has a limit of its own.
+    socket.tcp_maxrt = int(1000 * SILENCE_S)
+    socket.connect_timeout = int(1000 * SILENCE_S / PROBES)
     socket.reconnect_ivl = 100
     socket.reconnect_ivl_max = 2_000
 

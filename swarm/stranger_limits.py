@@ -6,7 +6,6 @@ that a flood from one place leaves room for newcomers from others, and for those
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -23,7 +22,14 @@ STRANGER_CONNECTION_BYTES = 2**16
 message without a limit of their number, so that only the kernel's count of received bytes tells."""
 
 MEMBER_BACKLOG_BYTES = 2**23
-"""What a member may send over one connection without completing a message: eight times the largest one."""
+"""What of one member's connection may wait to be read, parts of a message that never ends included: eight times the
+largest one."""
+
+MEMBERS_BACKLOG_BYTES = 2**26
+"""The same of all members together; the connection with the most is closed first."""
+
+_FRAME_BYTES = 80
+"""Of a message on the wire beside its content: CURVE, framing, what the handshake took."""
 
 STRANGER_S = 10.0
 """From connecting until a non-member that asks for nothing is hung up on."""
@@ -52,18 +58,6 @@ def strangers_allowed(descriptors: int) -> int:
     """How many connections of strangers one listener may have, if the process may have so many files and sockets open:
     the rest is kept for members, files and what this process opens itself."""
     return max(8, min(_MOST_STRANGERS, descriptors // 8))
-
-
-def network_of(host: str) -> str:
-    """The network that an address belongs to: /24 of IPv4, /48 of IPv6; what is no address is its own."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host[:64]
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    length = 24 if address.version == 4 else 48
-    return str(ipaddress.ip_network((address, length), strict=False))
 
 
 class TokenBuckets(Generic[K]):
@@ -179,10 +173,10 @@ class Caller:
     key: bytes = b""
     is_member: bool = False
     has_asked: bool = False
-    has_spoken: bool = False
-    """Since its bytes were looked at last."""
     counted_bytes: int = 0
-    """What had come over it when it last completed a message as a member's, or became a stranger."""
+    """What had come over it when it became a stranger."""
+    read_bytes: int = 0
+    """What of it was read, as far as messages tell."""
     is_closed: bool = False
 
 
@@ -247,9 +241,9 @@ class Callers:
         alike.append(caller)
         return self._close([one for one in alike if not one.is_closed][:-CONNECTIONS_PER_KEY])
 
-    def hear(self, caller: Caller, is_member: bool, now_s: float) -> list[Caller]:
-        """It has completed a message that is worth decoding."""
-        caller.has_spoken = True
+    def hear(self, caller: Caller, is_member: bool, size_bytes: int, now_s: float) -> list[Caller]:
+        """A message of it has been read that is worth decoding."""
+        caller.read_bytes += size_bytes + _FRAME_BYTES
         if is_member:
             caller.is_member = True
             self.strangers.remove(caller)
@@ -282,14 +276,19 @@ class Callers:
         return self._close(overdue)
 
     def flooding_members(self) -> list[Caller]:
-        """Those whose bytes pile up without becoming a message. To be asked about once a second or so."""
-        flooding = []
+        """Those whose bytes pile up unread. To be asked about often: libzmq reads on, however many wait."""
+        waiting: dict[Caller, int] = {}
         for caller in self.members():
             received_bytes = self._received_bytes(caller)
-            if caller.has_spoken:
-                caller.has_spoken, caller.counted_bytes = False, received_bytes
-            elif received_bytes - caller.counted_bytes > MEMBER_BACKLOG_BYTES:
-                flooding.append(caller)
+            # What messages take on the wire was estimated: nothing is saved up by that for later.
+            caller.read_bytes = min(caller.read_bytes, received_bytes)
+            waiting[caller] = received_bytes - caller.read_bytes
+        total_bytes, flooding = sum(waiting.values()), []
+        for caller in sorted(waiting, key=lambda one: -waiting[one]):
+            if waiting[caller] <= MEMBER_BACKLOG_BYTES and total_bytes <= MEMBERS_BACKLOG_BYTES:
+                break
+            flooding.append(caller)
+            total_bytes -= waiting[caller]
         return self._close(flooding)
 
     def _take_in(self, caller: Caller) -> list[Caller]:

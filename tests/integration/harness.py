@@ -327,15 +327,18 @@ class Swarm:
         bind: str = LOOPBACK,
         extra: Sequence[str] = (),
         pins: bool = False,
+        supervised: bool = False,
     ) -> Host:
         """Returns when the invite is there. ``pins``: it has another process build the model first, which takes seconds
-        of processor time."""
+        of processor time. ``supervised``: as people have it; otherwise its process is the coordinator's own, which
+        tests stop, kill and start quickly."""
         folder = self._folder(label)
         path = folder / "run.toml"
         path.write_text(toml)
         options = ["--bind", bind, "--state", str(folder / "state")]
-        command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl"), *extra]
-        command += [] if pins else ["--no-pins"]
+        alone = [] if supervised else ["--no-supervisor"]
+        alone += [] if pins else ["--no-pins"]
+        command = [*launcher, "host", str(path), *options, "--log-json", str(folder / "events.jsonl"), *alone, *extra]
         return self._add(Host(label, command, folder, path))
 
     def member(

@@ -1,8 +1,6 @@
 import random
 from dataclasses import dataclass, field
 
-import pytest
-
 from shoal.swarm.stranger_limits import (
     ASKING_S,
     CONNECTIONS_PER_KEY,
@@ -10,6 +8,7 @@ from shoal.swarm.stranger_limits import (
     KEY_MESSAGES_PER_S,
     MEMBER_BACKLOG_BYTES,
     MEMBER_BURST_BYTES,
+    MEMBERS_BACKLOG_BYTES,
     NETWORK_BURST,
     STRANGER_CONNECTION_BYTES,
     STRANGER_MESSAGE_BYTES,
@@ -19,29 +18,11 @@ from shoal.swarm.stranger_limits import (
     MessageLimits,
     StrangerPlaces,
     TokenBuckets,
-    network_of,
     strangers_allowed,
 )
 
 MEMBER_MESSAGE_BYTES = 2**20
 HERE, THERE = "198.51.100.0/24", "203.0.113.0/24"
-
-
-@pytest.mark.parametrize(
-    ("host", "network"),
-    [
-        ("198.51.100.7", HERE),
-        ("198.51.101.7", "198.51.101.0/24"),
-        ("::ffff:198.51.100.9", HERE),
-        ("2001:db8:1:2::3", "2001:db8:1::/48"),
-        ("2001:db8:1:ffff::3", "2001:db8:1::/48"),
-        ("fe80::1%eth0", "fe80::/48"),
-        ("", ""),
-        ("no address", "no address"),
-    ],
-)
-def test_networks(host: str, network: str) -> None:
-    assert network_of(host) == network
 
 
 def test_places_grow_with_the_descriptors_and_leave_most_to_members() -> None:
@@ -173,10 +154,12 @@ class Port:
         self.callers.connect(caller)
         return caller
 
-    def hear(self, caller: Caller, routing: bytes, key: bytes, now_s: float, *, is_member: bool) -> list[Caller]:
+    def hear(
+        self, caller: Caller, routing: bytes, key: bytes, now_s: float, *, is_member: bool, size_bytes: int = 0
+    ) -> list[Caller]:
         closed = self.callers.introduce(caller.descriptor, routing, key)
         assert self.callers.speaker(routing) is caller
-        return closed + self.callers.hear(caller, is_member, now_s)
+        return closed + self.callers.hear(caller, is_member, size_bytes, now_s)
 
 
 def test_who_asks_for_nothing_is_hung_up_on() -> None:
@@ -208,18 +191,48 @@ def test_a_member_no_more_has_a_strangers_time_from_then_on() -> None:
     assert port.callers.overdue_strangers(1000.1 + STRANGER_S) == [caller]
 
 
-def test_bytes_of_a_member_that_become_no_message() -> None:
+def test_a_member_whose_bytes_are_read_is_not_flooding() -> None:
+    port = Port()
+    caller = port.accept(1, 10)
+    for _ in range(3):
+        port.received[10] = port.received.get(10, 0) + 2 * MEMBER_BACKLOG_BYTES
+        port.hear(caller, b"1", b"1", 0.0, is_member=True, size_bytes=2 * MEMBER_BACKLOG_BYTES)
+        assert port.callers.flooding_members() == []
+
+
+def test_bytes_of_a_member_that_pile_up_unread() -> None:
     port = Port()
     busy, floods = port.accept(1, 10), port.accept(2, 20)
     for caller in (busy, floods):
         port.hear(caller, b"%d" % caller.inode, b"%d" % caller.inode, 0.0, is_member=True)
+    port.received |= {10: MEMBER_BACKLOG_BYTES // 2, 20: MEMBER_BACKLOG_BYTES}
     assert port.callers.flooding_members() == []
-    for _ in range(3):
-        port.received[10] = port.received.get(10, 0) + 2 * MEMBER_BACKLOG_BYTES
-        port.hear(busy, b"10", b"10", 0.0, is_member=True)
-        assert port.callers.flooding_members() == []
-    port.received[20] = MEMBER_BACKLOG_BYTES + 1
+    port.received[20] += 2**10
     assert port.callers.flooding_members() == [floods]
+
+
+def test_estimated_bytes_are_not_saved_up_for_a_flood() -> None:
+    port = Port()
+    caller = port.accept(1, 10)
+    for _ in range(3):  # messages that took less on the wire than was estimated
+        port.hear(caller, b"1", b"1", 0.0, is_member=True, size_bytes=MEMBER_BACKLOG_BYTES)
+        assert port.callers.flooding_members() == []
+    port.received[10] = MEMBER_BACKLOG_BYTES + 1
+    assert port.callers.flooding_members() == [caller]
+
+
+def test_members_that_together_leave_too_much_unread() -> None:
+    port = Port()
+    share = MEMBERS_BACKLOG_BYTES // 10
+    callers = []
+    for number in range(1, 12):
+        caller, name = port.accept(number, number), b"%d" % number
+        port.hear(caller, name, name, 0.0, is_member=True)
+        callers.append(caller)
+        port.received[caller.inode] = share
+    port.received[3] = share + 2**10
+    assert share + 2**10 < MEMBER_BACKLOG_BYTES
+    assert port.callers.flooding_members() == [callers[2]]
 
 
 def test_one_key_has_few_connections() -> None:

@@ -1,0 +1,120 @@
+"""Limits on received control bytes that wait to be read, by connection and in all.
+
+libzmq's own limit, a high-water mark, must not be used: a connection that is reset while libzmq has stopped reading it
+at the mark ends the process (``!_io_error``; libzmq #3937, #4364, #4767) as soon as a heartbeat falls due, or a PING
+lies in what was read before. Without a mark libzmq reads on, and memory has to be bounded here: the kernel says how
+many bytes a connection has received, whatever they are, and parts of a message that never ends count as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket as sockets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from shoal.swarm.sockets import received_bytes
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING_BYTES = 2**25
+"""Of one connection: a few of the largest messages."""
+
+MOST_WAITING_IN_ALL_BYTES = 2**26
+"""Of all together, however many there are; the one with the most is closed first."""
+
+_LOOK_S = 0.05
+"""Between two looks at up to ``_MANY`` connections, and longer for more: a gigabit link brings 6 MB in that time."""
+
+_MANY = 256
+
+_FRAME_BYTES = 80
+"""Of a message on the wire beside its content: CURVE, framing, acknowledgements of the handshake."""
+
+
+@dataclass
+class _Connection:
+    ends: tuple[object, object] | None
+    """Both addresses: of any other connection that has the same descriptor later they differ."""
+    read_bytes: int = 0
+
+
+class Inflow:
+    """All connections of one process, by descriptor. They belong to libzmq: here they are shut down, never closed."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Connection] = {}
+
+    @property
+    def pause_s(self) -> float:
+        """Until the next ``look``."""
+        return _LOOK_S * max(1.0, len(self._open) / _MANY)
+
+    def opened(self, descriptor: int) -> None:
+        """A connection was accepted or made."""
+        self._open[descriptor] = _Connection(_ends(descriptor))
+
+    def closed(self, descriptor: int) -> None:
+        """It is gone; the number may come again for another one."""
+        self._open.pop(descriptor, None)
+
+    def is_open(self, descriptor: int) -> bool:
+        """Whether it was opened and not closed since."""
+        return descriptor in self._open
+
+    def read(self, descriptor: int, size_bytes: int) -> None:
+        """A message that came over it has been taken."""
+        connection = self._open.get(descriptor)
+        if connection is not None:
+            connection.read_bytes += size_bytes + _FRAME_BYTES
+
+    def look(self) -> None:
+        """Shut down connections over which more has come than may wait."""
+        waiting: dict[int, int] = {}
+        for descriptor, connection in self._open.items():
+            received = _received_bytes(descriptor)
+            # What frames take was estimated: nothing is saved up by that for later.
+            connection.read_bytes = min(connection.read_bytes, received)
+            if (rest := received - connection.read_bytes) > 0:
+                waiting[descriptor] = rest
+        total = sum(waiting.values())
+        for descriptor, rest in sorted(waiting.items(), key=lambda one: -one[1]):
+            if rest <= MOST_WAITING_BYTES and total <= MOST_WAITING_IN_ALL_BYTES:
+                break
+            if _ends(descriptor) == self._open[descriptor].ends:
+                log.warning("closed a connection that sends faster than it can be read: %d bytes wait", rest)
+                _shut_down(descriptor)
+            self.closed(descriptor)
+            total -= rest
+
+
+def _received_bytes(descriptor: int) -> int:
+    try:
+        with _borrowed(descriptor) as socket:
+            return received_bytes(socket)
+    except OSError:  # closed meanwhile
+        return 0
+
+
+def _ends(descriptor: int) -> tuple[object, object] | None:
+    try:
+        with _borrowed(descriptor) as socket:
+            return socket.getsockname(), socket.getpeername()
+    except OSError:  # closed meanwhile
+        return None
+
+
+def _shut_down(descriptor: int) -> None:
+    with suppress(OSError), _borrowed(descriptor) as socket:
+        socket.shutdown(sockets.SHUT_RDWR)
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[sockets.socket]:
+    """A socket that belongs to libzmq, and is left to it. Raises ``OSError`` when it is none any more."""
+    socket = sockets.socket(sockets.AF_INET6, sockets.SOCK_STREAM, 0, fileno=descriptor)
+    try:
+        yield socket
+    finally:
+        socket.detach()

