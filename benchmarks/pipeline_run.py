@@ -63,7 +63,7 @@ context = {self.tokens}
 ballast = {self.ballast}
 layer_ms = {self.layer_ms}
 [data]
-source = "drawn"
+source = "own"
 [pipeline]
 stages = {self.stages}
 micro_batch = {MICRO_BATCH}

@@ -90,6 +90,7 @@ def host_command(
     no_pins: Annotated[
         bool, typer.Option("--no-pins", help="Let the first member define model, data and first state.")
     ] = False,
+    data: DataOption = None,
     log_json: LogJson = None,
     verbose: Verbose = False,
     _: Annotated[
@@ -101,7 +102,7 @@ def host_command(
     warn_host(allow_descriptors())
     start = start_of(start_from, identity, only_parameters=parameters_only)
     addresses = parse_address(bind, DEFAULT_PORT), parse_addresses(advertise)
-    options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins)
+    options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins, data=tuple(data or ()))
 
     def on_start(hosting: Hosting) -> None:
         console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
@@ -132,9 +133,10 @@ def host_command(
 def prepare_command(
     run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
     out: Annotated[Path, typer.Option(help="The run file to write, for `shoal host`.")],
+    data: DataOption = None,
 ) -> None:
     """Build a run's model here and pin what its members have to bring; another machine can host the file then."""
-    prepared = prepare(run, out, console.print)
+    prepared = prepare(run, out, console.print, data or ())
     console.print(f"Pins    {say_pins(prepared.pins)}", soft_wrap=True)
 
 

@@ -111,6 +111,8 @@ def _prepare(run: RunFile, options: SessionOptions, agree: Agree) -> Recipe:
     recipe = load_recipe(run, options.data)
     terms = RunTerms.of(run, recipe, options.data)
     agree(terms, options.folder(run, Identity.load_or_create(options.identity).peer_id))
+    if run.pins is not None:  # so whoever has other data is told so here, and the host learns nothing of it
+        run.pins.check_data(recipe.tokens_per_sample, recipe.corpus_digest, len(recipe.training_data()))
     log.info("data: %s", recipe.corpus_about)
     return recipe
 

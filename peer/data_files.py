@@ -21,7 +21,7 @@ from shoal.swarm.errors import CorpusError, UserError
 
 MAX_FILES = 1 << 20
 """Of one corpus: a pattern that matches more is a mistake, and would take the memory of the list before that of the
-text."""
+text. No more folders are looked into either: links that lead in a circle have no end."""
 
 _EVERYTHING = "**"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -109,9 +109,12 @@ def find_files(kind: str, pattern: str, folders: Sequence[Path]) -> tuple[DataFi
 def _matches(folder: Path, pattern: str, *, literal: bool) -> Iterator[DataFile]:
     steps = [_step(part, literal=literal) for part in pattern.split("/")]
     last = len(steps) - 1
-    pending = [("", folder, _closed({0}, steps))]
+    pending, looked_into = [("", folder, _closed({0}, steps))], 0
     while pending:
         above, place, here = pending.pop()
+        looked_into += 1
+        if looked_into > MAX_FILES:
+            raise CorpusError(f"{pattern}: leads into more than {MAX_FILES:,} folders below {folder}")
         for entry in _entries(place):
             if entry.name.startswith("."):
                 continue

@@ -40,7 +40,8 @@ class HostOptions:
     ``bind``: where to listen; port 0 takes any free one, and the same one again after a restart.
     ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one.
     ``backup``: another place for all that is kept in ``state``. ``start_from``: the checkpoint that the run starts
-    from, if its file does not name one. ``pin``: fix what members have to bring, if the run file does not yet."""
+    from, if its file does not name one. ``pin``: fix what members have to bring, if the run file does not yet;
+    ``data``: the folders that the run's data is looked for in, for that."""
 
     identity: Path | None
     state: Path
@@ -49,6 +50,7 @@ class HostOptions:
     backup: Path | None = None
     start_from: StartFrom | None = None
     pin: bool = True
+    data: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ async def host(
     state = options.state / run.run.name
     if options.start_from is not None:
         text, run = await asyncio.to_thread(started_run_file, run_path, state, options.start_from)
-    text, run = await pinned_run_file(text, run, state, pin=options.pin)
+    text, run = await pinned_run_file(text, run, state, pin=options.pin, folders=options.data)
     if options.backup is not None and options.backup.resolve() == options.state.resolve():
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
     identity, pem = host_identity(options.identity, state)

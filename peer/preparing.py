@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -55,8 +55,8 @@ Say = Callable[[str], object]
 # The pins -----------------------------------------------------------------------------------------------------
 
 
-def pins_of(run: RunFile, say: Say) -> PinsSection:
-    """Build the model and read the data as a member would. ``say``: told what is done.
+def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection:
+    """Build the model and read the data, below ``folders`` only, as a member would. ``say``: told what is done.
 
     Raises ``RecipeError``, ``CorpusError``, ``ModelMismatch``, and ``DeviceError`` for a model that does not fit."""
     if run.recipe.name == "own":
@@ -64,7 +64,7 @@ def pins_of(run: RunFile, say: Say) -> PinsSection:
             "recipe.name: the members of this run bring their own training loop, and nothing can be prepared for them"
         )
     say("Preparing: opening the data …")
-    recipe = load_recipe(run)
+    recipe = load_recipe(run, folders)
     samples = len(recipe.training_data())
     tokens, corpus = recipe.tokens_per_sample, recipe.corpus_digest.hex()
     if run.pipeline is not None:
@@ -131,13 +131,14 @@ def with_pins(text: str, pins: PinsSection, where: str) -> tuple[str, RunFile]:
     return whole, parse_run_file(whole, f"{where} with its [pins]")
 
 
-def prepare(run_path: Path, out: Path, say: Say) -> RunFile:
-    """Write the run file with its ``[pins]`` to ``out``. Blocks; raises as ``pins_of`` and ``with_pins``, and
-    ``StorageError``."""
+def prepare(run_path: Path, out: Path, say: Say, folders: Sequence[Path] = ()) -> RunFile:
+    """Write the run file with its ``[pins]`` to ``out``; ``folders``: where its data may be. Blocks.
+
+    Raises as ``pins_of`` and ``with_pins``, and ``StorageError``."""
     text, run = load_run_file(run_path)
     if run.pins is not None:
         raise RunFileError(f"{run_path}: has [pins] already: leave that section out to have it made anew")
-    prepared, run = with_pins(text, pins_of(run, say), str(run_path))
+    prepared, run = with_pins(text, pins_of(run, say, folders), str(run_path))
     try:
         durable.put(out, prepared.encode())
     except OSError as error:
@@ -157,9 +158,12 @@ def say_pins(pins: PinsSection | None) -> str:
 # Of a host ----------------------------------------------------------------------------------------------------
 
 
-async def pinned_run_file(text: str, run: RunFile, kept: Path, *, pin: bool) -> tuple[str, RunFile]:
-    """The run file that a host publishes: with pins, unless its members bring loops of their own or they are not wanted
-    (``pin``). Where the run is being hosted already, in the folder ``kept``, it stays what it is.
+async def pinned_run_file(
+    text: str, run: RunFile, kept: Path, *, pin: bool, folders: Sequence[Path] = ()
+) -> tuple[str, RunFile]:
+    """The run file that a host publishes: with pins, unless its members bring loops of their own or these are not
+    wanted (``pin``). ``folders``: where its data may be. Where the run is being hosted already, in the folder ``kept``,
+    it stays what it is.
 
     Raises what went wrong in the process that builds the model, with what else can be done."""
     if run.pins is not None:
@@ -173,13 +177,14 @@ async def pinned_run_file(text: str, run: RunFile, kept: Path, *, pin: bool) -> 
     with tempfile.TemporaryDirectory(prefix="shoal-prepare-") as folder:
         given, out = Path(folder) / RUN_FILE, Path(folder) / "prepared.toml"
         given.write_text(text)
-        await _prepare_apart(given, out)
+        await _prepare_apart(given, out, folders)
         return load_run_file(out)
 
 
-async def _prepare_apart(given: Path, out: Path) -> None:
+async def _prepare_apart(given: Path, out: Path, folders: Sequence[Path]) -> None:
     """`shoal prepare` as a process of its own, which tells how far it is; its error is ours."""
     arguments = ["-m", "shoal.peer", "prepare", str(given), "--out", str(out)]
+    arguments += [word for folder in folders for word in ("--data", str(folder))]
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stderr=asyncio.subprocess.PIPE)
     try:
         _, told = await process.communicate()

@@ -154,10 +154,12 @@ class Replica:
         self._member.progress.activity = "syncing"
         own = self._own_states(is_first=not afresh)
         shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
-        rounds_before = self._missed.rounds
+        rounds_before, before = self._missed.rounds, self.state
         self._state = self._network.call(
             self._member.agreed_state(own, shape, folder, self._emit, self._missed, self._start), interruptible=True
         )
+        if before is not None and _is_undone(before, self._state):
+            self._member.averager.forget_residual()
         found = None if afresh else own.checkpoint
         view = self._member.client.view
         self._verdict = view.verdict if view.anchor_version == self._state.version else None
@@ -210,6 +212,7 @@ class Replica:
         if word != "go on":
             raise self._divergence.error(word)
         self._divergence.counted()
+        self._member.averager.forget_residual()  # what it has of the rounds that are undone may be as bad as those
 
     def step(self, samples: int, lr_factor: float) -> None:
         """The gradients of so many samples are there: the local step."""
@@ -378,3 +381,8 @@ class Replica:
         client = self._member.client
         layout, slots = self.vector.layout, self._outer.slots
         return Subject(self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key, stage)
+
+
+def _is_undone(before: State, now: State) -> bool:
+    """Whether the run has gone back, and so what the residual stems from is to be done again by others."""
+    return now.version <= before.version and now.digest != before.digest

@@ -33,7 +33,7 @@
     │   ├── LinkClosed          31    the bulk link was given up; a new one can be opened
     │   └── WireError           30    bytes that are no valid message; the sender is dropped
     │       └── AboveBound      30    a mean that is larger than the round's plan allows
-    ├── HostCrashed             50    signals ended the host's process again and again
+    ├── HostCrashed             52    signals ended the host's process again and again
     └── StorageError            40    the disk refused (full, read-only, damaged journal)
         └── RemoteStorageError  41    a remote store refused, cannot be reached, or its driver is missing
 """
@@ -229,7 +229,7 @@ class AboveBound(WireError):
 class HostCrashed(ShoalError):
     """The host's process was ended by signals so often that its supervisor does not start it again."""
 
-    exit_code = 50
+    exit_code = 52
 
 
 class StorageError(ShoalError):

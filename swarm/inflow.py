@@ -18,11 +18,12 @@ from shoal.swarm.sockets import received_bytes
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING_BYTES = 2**25
-"""Of one connection: a few of the largest messages."""
+MOST_WAITING_BYTES = 2**24
+"""Of one connection: two of the largest messages. Of all together no more either, but for ``SHARE_BYTES`` for each: the
+one with the most is closed first. In libzmq's memory the smallest messages take five times what they do on the wire."""
 
-MOST_WAITING_IN_ALL_BYTES = 2**26
-"""Of all together, however many there are; the one with the most is closed first."""
+SHARE_BYTES = 2**18
+"""What all members of a full run may report at the same moment, some times over."""
 
 _LOOK_S = 0.05
 """Between two looks at up to ``_MANY`` connections, and longer for more: a gigabit link brings 6 MB in that time."""
@@ -78,9 +79,9 @@ class Inflow:
             connection.read_bytes = min(connection.read_bytes, received)
             if (rest := received - connection.read_bytes) > 0:
                 waiting[descriptor] = rest
-        total = sum(waiting.values())
+        total, most = sum(waiting.values()), MOST_WAITING_BYTES + SHARE_BYTES * len(self._open)
         for descriptor, rest in sorted(waiting.items(), key=lambda one: -one[1]):
-            if rest <= MOST_WAITING_BYTES and total <= MOST_WAITING_IN_ALL_BYTES:
+            if rest <= MOST_WAITING_BYTES and total <= most:
                 break
             if _ends(descriptor) == self._open[descriptor].ends:
                 log.warning("closed a connection that sends faster than it can be read: %d bytes wait", rest)

@@ -127,10 +127,11 @@ class Averager:
         if isinstance(outcome, OutOfDate):
             self._late = None
             if self._is_offered:  # some of the residual may be in a mean by now: it must not come twice
-                self._forget_residual()
+                self.forget_residual()
         return outcome
 
-    def _forget_residual(self) -> None:
+    def forget_residual(self) -> None:
+        """What earlier rounds left is of work that others do again, or is spoilt. Not while ``average`` runs."""
         self.feedback, self._residual_weight = ErrorFeedback(self._elements, self._decay), 0
 
     async def _until_verdict(self, offer: Offer, tasks: asyncio.TaskGroup) -> Outcome:
@@ -198,7 +199,7 @@ class Averager:
             self.feedback.begin(offer.contribution, largest)
             self._claim = claim_of(offer.norms, self.feedback.residual_norms(self._ranges))
         except CodecError:
-            self._forget_residual()
+            self.forget_residual()
             raise
 
     async def _residual_measured(self) -> None:
@@ -301,7 +302,7 @@ class Averager:
         if verdict is None or verdict.round != offer.round:
             return OutOfDate(f"the verdict of round {offer.round} was missed")
         if verdict.anchor_version < offer.anchor_version:
-            self._forget_residual()  # of work that others will do again
+            self.forget_residual()  # of work that others will do again
             return OutOfDate(verdict.reason)
         if not verdict.committed:
             await self._stores.drop(offer.round)

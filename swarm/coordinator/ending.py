@@ -26,6 +26,8 @@ from shoal.swarm.verdicts import chain_hash, signed_bytes
 
 Sign = Callable[[bytes], bytes]
 
+_KEPT = "kept samples from the others"
+
 _FEWEST_WITNESSES = 3
 """Members with a record, so that of each of them two others tell how fast its link is."""
 
@@ -58,7 +60,7 @@ class Ending(RunState):
         """Where to go back to: nobody holds the newest state, and it is not worth waiting for anybody any more. A round
         that closes or is averaged ends by itself first."""
         self._outlook = None
-        if not self._is_without_state():
+        if not self._is_without_state() or self.opinion().bad_version is not None:  # who says so has let go of it
             self._outage.end()
             return None
         self._outlook = self._outage.look(now_s, self.history, self.agreed_digest, self.membership.members)
@@ -131,7 +133,11 @@ class Ending(RunState):
     def awaited(self) -> list[str]:
         """Whose work the plan waits for; not that of members that were waited for in vain again and again."""
         ready, working, unheard = self.round.ready, self.working(), self.unheard()
-        held = [one for one in self.leases.held if one not in ready and (one in working or one in unheard)]
+        held = [
+            one
+            for one in self.leases.held
+            if one not in ready and (one in working or one in unheard) and not self.is_left_out(one)
+        ]
         if self.goal().exact:
             return held
         return [one for one in held if self._punctuality.is_awaited(one, self.round.number)]
@@ -153,7 +159,7 @@ class Ending(RunState):
 
     def proposal(self) -> f.RoundPlanned | None:
         """The plan for whoever is ready; None when nobody has anything to contribute."""
-        ready = self.round.ready
+        ready = {peer: one for peer, one in self.round.ready.items() if not self.is_left_out(peer)}
         self.round.expected = as_expected(self.round.expected, ready)
         plan = self.round.expected or self._plan_of(ready)
         if plan is None:
@@ -209,7 +215,7 @@ class Ending(RunState):
                 loss=None,
             )
             for peer, member in self.synced().items()
-            if peer in self.leases.held and member.state_digest is not None
+            if peer in self.leases.held and member.state_digest is not None and not self.is_left_out(peer)
         }
         if not self.goal().exact and 1 < len(ready) <= self.run.averaging.group_size:
             self.round.expected = self._plan_of(ready)
@@ -219,7 +225,7 @@ class Ending(RunState):
         fine = {peer for peer, one in self.round.ready.items() if not one.weight_tokens}
         fine |= {member.peer for member in plan.members} if plan else set()
         for peer in [one for one in self.leases.held if one not in fine]:
-            self.record(f.MemberLost(peer=peer, reason="kept samples from the others"))
+            self.record(f.MemberLost(peer=peer, reason=_KEPT))
 
     # Ending ---------------------------------------------------------------------------------------------
 
@@ -300,6 +306,9 @@ class Ending(RunState):
             usual = usual_loss(self.history.rounds[:-1], newest.loss)
             if usual is not None and newest.loss is not None:
                 self.record(f.LossRose(round=newest.round, loss=newest.loss, usual=usual))
+        for peer in fact.missing:
+            if self.goal().exact and self.is_left_out(peer) and peer in self.leases.held and not self.has_ended:
+                self.record(f.MemberLost(peer=peer, reason=_KEPT))  # the next batch has to be whole without it
 
     def _covered(self) -> int:
         return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0

@@ -72,13 +72,12 @@ class RunMachine(Hearing):
         self.excuse_own_silence(now_s)
         self.lose_silent(now_s)
         self.lose_idle(now_s)
-        back = self.look_for_holders(now_s)
-        if back is not None:
-            reason = Judgement(reason=self.say_return(back))
-            self.give_verdict(self.go_back_to(back.version, back.keepers, reason))
-        diverged = self.look_at_divergence()
+        diverged, back = self.look_at_divergence(), self.look_for_holders(now_s)
         if diverged is not None:
             self.give_verdict(diverged)
+        elif back is not None:
+            reason = Judgement(reason=self.say_return(back))
+            self.give_verdict(self.go_back_to(back.version, back.keepers, reason))
         match self.round.phase:
             case "waiting" | "training" if self.is_late(now_s) and not self.working():
                 self.give_verdict(self.verdict_of(Judgement(reason="the run's time was over")))

@@ -147,16 +147,14 @@ class Member:
         self.suspended_until = current_round + 1 + rounds
         self.suspensions += 1
 
-    def miss(self, round_number: int) -> bool:
-        """Its contribution to this round was waited for and did not come. Returns whether it is left out from now on:
-        after two rounds in a row, for 2, 4, 8 … rounds, and after each of these absences already for the next miss."""
+    def miss(self, round_number: int) -> None:
+        """Its contribution to this round was waited for and did not come. After two rounds in a row it is left out for
+        2, 4, 8 … rounds, and after each of these absences already for the next miss."""
         self.missed += 1
-        if self.missed < _MISSED:
-            return False
-        self.absences += 1
-        self.missed = _MISSED - 1
-        self.out_until = round_number + 1 + min(2 ** min(self.absences, 8), _LONGEST_ABSENCE)
-        return True
+        if self.missed >= _MISSED:
+            self.absences += 1
+            self.missed = _MISSED - 1
+            self.out_until = round_number + 1 + min(2 ** min(self.absences, 8), _LONGEST_ABSENCE)
 
     def deliver(self) -> None:
         """A round was committed with its contribution."""

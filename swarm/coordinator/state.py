@@ -195,14 +195,10 @@ class RunState(Admission):
             self.membership.members[peer].deliver()
 
     def _leave_out(self, missing: Iterable[str]) -> None:
-        """What others wait for in vain again and again, they wait for no more for a while."""
+        """What others wait for in vain again and again, they wait for no more for a while. These members keep what they
+        hold and get no more: whoever had a bad link brings its work later, and none of it is lost."""
         for peer in missing:
-            member = self.membership.members[peer]
-            if member.miss(self.round.number):
-                self.leases.give_back(peer)
-                self.answered.pop(peer, None)
-                self.lease_clock.lose(peer)
-                member.forget_progress()
+            self.membership.members[peer].miss(self.round.number)
 
     def is_left_out(self, peer: str) -> bool:
         """Whether its work does not count in this round, as it has not delivered what it had to."""
@@ -366,6 +362,7 @@ class RunState(Admission):
         return [
             Work(one.tokens_done, one.tokens_per_s, one.step_s, one.heard_s, self.leased_tokens(peer))
             for peer, one in self.working().items()
+            if not self.is_left_out(peer)
         ]
 
     def tokens_in_round(self) -> int:

@@ -13,22 +13,17 @@ from shoal.swarm.pins import PinsSection
 
 
 def lie_about(what: str) -> None:
-    PinsSection.check_model = lambda self, model: None  # type: ignore[method-assign]
+    PinsSection.check_layout = PinsSection.check_data = lambda *arguments: None  # type: ignore[method-assign, assignment]
     build, made = GptRecipe.build_model, GptRecipe.__init__
     match what:
         case "layout":
 
-            def wider(self: GptRecipe, settings: dict[str, Any], data: Any) -> None:
-                made(self, {**settings, "width": 2 * settings["width"]}, data)
+            def wider(self: GptRecipe, settings: dict[str, Any], *data: Any) -> None:
+                made(self, {**settings, "width": 2 * settings["width"]}, *data)
 
             GptRecipe.__init__ = wider  # type: ignore[method-assign]
         case "corpus":
-
-            def of_other_data(self: GptRecipe, settings: dict[str, Any], data: Any) -> None:
-                made(self, settings, data)
-                self.corpus_digest = b"\7" * 32
-
-            GptRecipe.__init__ = of_other_data  # type: ignore[method-assign]
+            GptRecipe.corpus_digest = property(lambda self: b"\7" * 32)  # type: ignore[method-assign,assignment]
         case "state":
 
             def poisoned(self: GptRecipe, seed: int) -> Any:

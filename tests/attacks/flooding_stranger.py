@@ -72,7 +72,7 @@ def flood(kind: str, host: str, port: int, key: bytes, until_s: float) -> None:
     frames, context = frames_of(kind), zmq.Context()
     while time.monotonic() < until_s:
         with dealer(context, host, port, key) as socket:
-            again_s = min(until_s, time.monotonic() + 1.0)
+            again_s = until_s if kind == "one-part" else min(until_s, time.monotonic() + 1.0)
             while time.monotonic() < again_s:
                 with suppress(zmq.Again):
                     if kind == "one-part":
@@ -197,7 +197,7 @@ def main() -> None:
         case "parts":
             # libzmq ends its process when it is cut off in the middle of a message of many frames.
             while time.monotonic() < until_s:
-                subprocess.run([sys.executable, __file__, "one-part", *sys.argv[2:6], "1.0"], stderr=subprocess.DEVNULL)
+                subprocess.run([sys.executable, __file__, "one-part", *sys.argv[2:6], "5.0"], stderr=subprocess.DEVNULL)
         case "connections" | "slow":
             connect(host, port, count, until_s, slowly=kind == "slow")
         case "idle":

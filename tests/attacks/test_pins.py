@@ -74,3 +74,20 @@ def test_a_host_that_cannot_pin_says_so_and_what_else_can_be_done(swarm: Swarm) 
         assert PREPARING not in host.text()
         host.interrupt()
         assert host.exit_code(LEAVE_S) == 0
+
+
+def test_a_pipelines_layers_and_data_are_pinned(swarm: Swarm) -> None:
+    staged = run_toml(rounds=1, algorithm="virtual_batch", tokens=40 * 32, max_s=120).replace(
+        "context = 32", "context = 32\ntie_embedding = false"
+    )
+    host = swarm.host(staged + "[pipeline]\nstages = 2\nmicro_batch = 2\n", pins=True)
+    pins = load_run_file(host.state / "run.toml")[1].pins
+    assert pins is not None
+    assert pins.layers is not None
+    for what, error in (("layout", ModelMismatch), ("corpus", CorpusError)):
+        liar = swarm.member(host.invite, f"lies-{what}", (*LIAR, what))
+        assert liar.exit_code(START_S) == error.exit_code, liar.tail()
+    honest = swarm.member(host.invite, "honest")
+    assert honest.exit_code(START_S + ROUNDS_S) == 0, honest.tail()
+    assert honest.committed()["round"] == 0
+    host.stop()

@@ -59,6 +59,8 @@ def _of_member(scene: "Scene", fault: str, peer: str, other: str) -> Infliction:
         case "corrupted bytes" | "corrupted bytes to one":
             whom = everybody if fault == "corrupted bytes" else {other}
             return partial(scene.corrupt.update, {peer: whom}), 0.0, None
+        case "huge values":
+            return partial(scene.huge.add, peer), 0.0, None
         case "many faces":
             return partial(scene.many_faces.add, peer), 0.0, None
     raise AssertionError(fault)
@@ -87,7 +89,9 @@ def _of_network(scene: "Scene", fault: str) -> Infliction:
 
 def changed(scene: "Scene", step: Step, payload: bytes) -> bytes:
     """What arrives: contributions and partials that are no numbers, results that are too short or, to one receiver,
-    others."""
+    others; of all of them, values that nobody claims to have."""
+    if step.holder in scene.huge and payload:
+        return payload[: len(payload) % 4] + struct.pack("<f", 1e30) * (len(payload) // 4)  # with its header
     if step.holder in scene.many_faces and step.blob.kind == "result":
         return payload[:-4] + struct.pack("<f", scene.run.index(scene.life(step.to)))
     if step.to not in scene.corrupt.get(step.holder, ()) or not payload:

@@ -50,7 +50,7 @@ class Scene:
     """A running swarm and its attacks. ``fired``: those that have happened; ``pending``: faults that will heal;
     ``sent``: chunks of the attacked round by kind, holder and receiver; ``begun``: those that were about to be, by kind
     and holder; ``corrupt``: who sends wrong bytes to whom;
-    ``many_faces``: who sends other results to everybody."""
+    ``many_faces``: who sends other results to everybody; ``huge``: whose values are all 1e30."""
 
     run: Swarm
     attacks: Sequence[Attack]
@@ -61,6 +61,7 @@ class Scene:
     begun: dict[tuple[str, str], int] = field(default_factory=dict)
     corrupt: dict[str, set[str]] = field(default_factory=dict)
     many_faces: set[str] = field(default_factory=set)
+    huge: set[str] = field(default_factory=set)
     _plan: RoundPlan | None = None
 
     def __post_init__(self) -> None:
@@ -222,6 +223,8 @@ class Scene:
         """All hold the same, and what piled up meanwhile is averaged: a round of that alone would leave others out."""
         machine = self.run.coordinator.machine
         in_step = len(machine.synced()) == len(self.lives) == len(machine.membership.trainers())
+        in_step = in_step and not any(machine.is_left_out(peer) for peer in machine.membership.trainers())
+        in_step = in_step and not any(machine.is_left_out(life.peer) for life in self.lives)
         return in_step and machine.tokens_in_round() < machine.run.round.tokens
 
 

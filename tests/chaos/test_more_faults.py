@@ -81,6 +81,17 @@ def test_a_part_of_which_everybody_has_other_bytes_is_void(other: str, topology:
     assert play([void, *second], topology, void_parts=1) == [void, *second]
 
 
+@pytest.mark.parametrize("moment", ["before contributing", "while reducing"])
+@pytest.mark.parametrize(
+    ("role", "topology"),
+    [("contributor", "group"), ("owner", "group"), ("contributor", "grid"), ("relay", "grid"), ("owner", "grid")],
+)
+def test_values_that_nobody_claimed_go_into_no_mean(role: str, topology: str, moment: str) -> None:
+    """Who sends them is left out, or has failed, and everybody else's work is averaged, with no part void."""
+    attack = Attack(role, "huge values", moment)
+    assert play([attack], topology, void_parts=0) == [attack]
+
+
 def test_what_two_have_is_adopted_and_what_one_has_is_made_anew() -> None:
     """The dead owner's own work is in what two agree on; one alone might have made it up."""
 

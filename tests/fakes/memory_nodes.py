@@ -18,6 +18,7 @@ from shoal.swarm.control import ControlPlane
 from shoal.swarm.errors import LinkError, NotAdmitted, Unreachable
 from shoal.swarm.gate import Admit
 from shoal.swarm.identity import CurveKeys
+from shoal.swarm.inflow import Inflow
 from shoal.swarm.links import Meter, Sink
 from shoal.swarm.messages import Blob, Message, PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.sources import ChunkSource
@@ -120,6 +121,7 @@ class _Plane(ControlPlane):
         self._dialed = {}
         self._running_handlers = 0
         self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False)
+        self._inflow = Inflow()
 
     def take(self, line: _Line, data: bytes) -> None:
         envelope = decode(data)

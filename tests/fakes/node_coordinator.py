@@ -39,6 +39,8 @@ async def serve(coordinator: MemoryCoordinator) -> AsyncIterator[Invite]:
         Node.open(coordinator.keys, HOST, (0, None), admit) as node,
         asyncio.TaskGroup() as tasks,
     ):
+        scopes = coordinator.scopes.values()
+        node.control.guard.is_member = lambda key: any(one.machine.membership.holder(key) for one in scopes)
         for scope, one in coordinator.scopes.items():
 
             async def answer(channel: Channel, message: Message, one: MemoryCoordinator = one) -> Message:

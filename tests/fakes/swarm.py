@@ -44,9 +44,12 @@ def run_toml(
     group_size: int = 32,
     seed: int = 0,
     overlap: bool = False,
+    robust: str = "none",
 ) -> str:
+    """``robust = "none"``: contributions here are any numbers, and their means are checked to the last one."""
     return (
         f'algorithm = "{algorithm}"\n[averaging]\ncodec = "{codec}"\ngroup_size = {group_size}\n'
+        f'robust = "{robust}"\n'
         f"overlap = {str(overlap).lower()}\n"
         f'[run]\nname = "test"\nseed = {seed}\n[recipe]\nname = "own"\n'
         f"[inner]\nbatch_samples = 1\n[round]\ntokens = {tokens}\nmax_s = {max_s}\npatience_s = {PATIENCE_S}\n"
@@ -90,6 +93,7 @@ class SimMember:
         self.holds = True
         """Whether it has the run's state; else it tells what it has ``kept``."""
         self.kept: tuple[KeptState, ...] = ()
+        self.diverged: KeptState | None = None
 
     @property
     def peer(self) -> str:
@@ -142,6 +146,7 @@ class SimMember:
             anchor_version=self.version if self.holds else None,
             state_digest=self.digest if self.holds else None,
             kept=() if self.holds else self.kept,
+            diverged=self.diverged,
             tokens_done=count(self.done),
             tokens_per_s=0.0,
             step_s=0.0,

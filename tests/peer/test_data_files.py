@@ -108,7 +108,18 @@ def test_links_that_stay_inside_are_followed_where_they_are_named(data: Path) ->
 def test_any_depth_does_not_follow_links(data: Path, tmp_path: Path) -> None:
     (data / "loop").symlink_to(".")
     (data / "out").symlink_to(tmp_path / "secret")
+    (data / "shelf").symlink_to("books")
     assert names("**/*.txt", data) == ["a.txt", "books/d.txt", "books/old/e.txt", "books/old/f.txt", "c[1].txt"]
+    (data / "out").unlink()
+    assert names("**/*", data) == names("**", data)
+
+
+def test_links_in_a_circle_come_to_an_end(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("loop", "again"):
+        (data / name).symlink_to(".")
+    monkeypatch.setattr(data_files, "MAX_FILES", 1000)
+    with pytest.raises(CorpusError, match="leads into more than 1,000 folders"):
+        names("/".join(["*"] * 200), data)
 
 
 @pytest.mark.parametrize("pattern", ["out.txt", "*.txt", "**/out.txt", "**/*.txt"])

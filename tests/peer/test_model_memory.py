@@ -92,7 +92,7 @@ class Recipe:
     corpus_digest = bytes(32)
     corpus_about = ""
 
-    def __init__(self, settings, data):
+    def __init__(self, settings, data, folders=()):
         self.settings = settings
 
     def build_model(self, seed):

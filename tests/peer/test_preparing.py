@@ -1,6 +1,7 @@
 """What `shoal prepare` pins is what members bring, and a host publishes it once."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ seed = 3
 name = "gpt"
 settings = { layers = 2, heads = 2, width = 32, context = 16, tie_embedding = false }
 [data]
-source = "text:SOURCE"
+source = "text:corpus.txt"
 [round]
 tokens = 320
 """
@@ -34,7 +35,7 @@ tokens = 320
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     (tmp_path / "corpus.txt").write_text("water " * 3000)
-    return TEXT.replace("SOURCE", str(tmp_path / "corpus.txt"))
+    return TEXT
 
 
 def piped(text: str) -> str:
@@ -43,13 +44,15 @@ def piped(text: str) -> str:
 
 @pytest.mark.parametrize("outer", ["sgd", "nesterov", "adamw"])
 @pytest.mark.parametrize("piece", [7, 2**22])
-def test_pins_are_what_a_member_brings(text: str, outer: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_are_what_a_member_brings(
+    text: str, tmp_path: Path, outer: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preparing, "_PIECE_ELEMENTS", piece)
     run = parse_run_file(f'{text}[outer]\noptimizer = "{outer}"\n')
-    recipe = load_recipe(run)
+    recipe = load_recipe(run, [tmp_path])
     vector = ParameterVector(recipe.build_model(3))
     told: list[object] = []
-    pins = pins_of(run, told.append)
+    pins = pins_of(run, told.append, [tmp_path])
     state = State.make(vector.read(), torch.zeros(outer_of(run.outer).slots, vector.elements), 0)
     assert pins.state == state.digest.hex()
     assert (pins.layout, pins.elements) == (layout_digest(vector.layout), vector.elements)
@@ -58,8 +61,8 @@ def test_pins_are_what_a_member_brings(text: str, outer: str, piece: int, monkey
     assert "Preparing: building the model …" in told
 
 
-def test_a_pipelines_layers_are_pinned(text: str) -> None:
-    pins = pins_of(parse_run_file(piped(text)), lambda words: None)
+def test_a_pipelines_layers_are_pinned(text: str, tmp_path: Path) -> None:
+    pins = pins_of(parse_run_file(piped(text)), lambda words: None, [tmp_path])
     assert pins.layers is not None
     assert pins.state is None
     assert [layer.tensors for layer in pins.layers] == [1, 6, 6, 2]
@@ -72,7 +75,7 @@ def test_a_pipelines_layers_are_pinned(text: str) -> None:
 def test_prepare_writes_a_run_file(text: str, tmp_path: Path) -> None:
     path, out = tmp_path / "run.toml", tmp_path / "prepared.toml"
     path.write_text(text)
-    run = prepare(path, out, lambda words: None)
+    run = prepare(path, out, lambda words: None, [tmp_path])
     written, found = load_run_file(out)
     assert found == run
     assert written.startswith(text.rstrip("\n"))
@@ -81,17 +84,19 @@ def test_prepare_writes_a_run_file(text: str, tmp_path: Path) -> None:
         prepare(out, tmp_path / "again.toml", lambda words: None)
 
 
-def test_what_cannot_be_prepared_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_prepared_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changed, error in (
         (text.replace('"gpt"', '"own"'), RecipeError),
         (text.replace('"gpt"', '"elsewhere"'), RecipeError),
         (text.replace("corpus.txt", "none.txt"), CorpusError),
     ):
         with pytest.raises(error):
-            pins_of(parse_run_file(changed), lambda words: None)
+            pins_of(parse_run_file(changed), lambda words: None, [tmp_path])
     monkeypatch.setattr("shoal.peer.model_memory.usable_bytes", lambda device, limit: 1000)
-    with pytest.raises(DeviceError):
+    with pytest.raises(CorpusError, match="--data"):
         pins_of(parse_run_file(text), lambda words: None)
+    with pytest.raises(DeviceError):
+        pins_of(parse_run_file(text), lambda words: None, [tmp_path])
 
 
 class TestHost:
@@ -101,15 +106,16 @@ class TestHost:
     def prepared(self, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         calls: list[Path] = []
 
-        async def here(given: Path, out: Path) -> None:
+        async def here(given: Path, out: Path, folders: Sequence[Path]) -> None:
             calls.append(given)
-            prepare(given, out, lambda words: None)
+            prepare(given, out, lambda words: None, folders)
 
         monkeypatch.setattr(preparing, "_prepare_apart", here)
         return calls
 
     def publish(self, text: str, folder: Path, *, pin: bool = True) -> tuple[str, RunFile]:
-        return asyncio.run(pinned_run_file(text, parse_run_file(text), folder, pin=pin))
+        data = [folder.parent]
+        return asyncio.run(pinned_run_file(text, parse_run_file(text), folder, pin=pin, folders=data))
 
     def test_it_prepares_once(self, text: str, tmp_path: Path, prepared: list[Path]) -> None:
         folder = tmp_path / "state"

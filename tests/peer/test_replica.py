@@ -51,7 +51,8 @@ class FakeMember:
         )
         meter = SimpleNamespace(sent_bytes=0, received_bytes=0)
         self.node = SimpleNamespace(meter=meter)
-        self.averager = SimpleNamespace(carried=Carried(torch.zeros(4), 0))
+        self.averager = SimpleNamespace(carried=Carried(torch.zeros(4), 0), forget_residual=self._forget)
+        self.forgotten = 0
         self.records = RoundRecords(Path("there are none"), Owner(bytes(32), bytes(32)))
 
     def missed_rounds(self, steps: Any) -> Any:
@@ -64,6 +65,9 @@ class FakeMember:
             assert found is not None
             self.held.append(found)
         return self.held[-1]
+
+    def _forget(self) -> None:
+        self.forgotten += 1
 
     async def start_afresh(self) -> None:
         self.afresh += 1
@@ -335,6 +339,19 @@ def test_the_others_are_asked_about_the_first_state_that_nothing_came_of(side: S
     spoil(side)
     assert not side.replica.offer()
     assert len(side.member.bad) == 1, "the run has gone back: counted anew"
+    assert side.member.forgotten == 1, "what rounds left that are undone"
+
+
+def test_what_undone_rounds_left_is_forgotten_and_nothing_else(side: Side) -> None:
+    side.train()
+    side.replica.close_round()
+    side.ends(committed())
+    assert side.replica.state is not None
+    for version, forgotten in ((2, 0), (2, 0), (1, 1)):
+        state = side.replica.state if version == side.replica.state.version else None
+        side.member.held.append(state or State.make(torch.ones(4), torch.zeros(1, 4), version))
+        side.replica.start_afresh("for the test")
+        assert side.member.forgotten == forgotten
 
 
 @pytest.mark.parametrize(("word", "advice"), [("at fault", "this machine is at fault"), ("hopeless", "lower learning")])

@@ -10,7 +10,7 @@ from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.swarm.errors import NotAdmitted, TryLater
-from shoal.swarm.messages import CoordinatorToPeerView, Message, RunView
+from shoal.swarm.messages import CoordinatorToPeerView, Message, RosterDelta, RunView
 
 ELEMENTS = 4096
 
@@ -132,6 +132,20 @@ def test_changes_that_got_lost_come_with_the_next_heartbeat() -> None:
             assert [view.roster for view in heard.views] == [None] * len(heard.views)
             entries = {one.peer: one for one in run.coordinator.machine.membership.roster()}
             assert deaf.client._roster == entries
+
+    run_virtual(main())
+
+
+def test_changes_of_a_version_that_is_not_known_here_change_nothing() -> None:
+    async def main() -> None:
+        async with swarm(2, run_toml(8), ELEMENTS) as run:
+            one, before = run.members[0], known_to(run.members[0])
+            version = one.client._roster_version
+            for since, newest in ((version + 1, version + 2), (version - 2, version - 1)):
+                delta = RosterDelta(since=since, changed=(), removed=tuple(before))
+                update = {"roster": None, "roster_delta": delta, "roster_version": newest}
+                await one.channel.push(CoordinatorToPeerView(view=one.client.view.model_copy(update=update)))
+                assert (known_to(one), one.client._roster_version) == (before, version)
 
     run_virtual(main())
 

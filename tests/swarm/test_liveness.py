@@ -231,7 +231,7 @@ class Connections:
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> Connections:
     monkeypatch.setattr(inflow, "MOST_WAITING_BYTES", 1000)
-    monkeypatch.setattr(inflow, "MOST_WAITING_IN_ALL_BYTES", 2000)
+    monkeypatch.setattr(inflow, "SHARE_BYTES", 250)
     return Connections()
 
 

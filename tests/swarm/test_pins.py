@@ -18,9 +18,7 @@ PINS = PinsSection(
 
 
 def described(**changes: Any) -> PeerToCoordinatorDescribeModel:
-    model = PeerToCoordinatorDescribeModel(
-        layout=LAYOUT, corpus_digest=CORPUS, corpus_about="", tokens_per_sample=8, samples=100
-    )
+    model = PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=CORPUS, tokens_per_sample=8, samples=100)
     return model.model_copy(update=changes)
 
 

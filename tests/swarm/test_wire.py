@@ -285,7 +285,7 @@ def test_pieces_of_no_good_size() -> None:
 
 
 def describe(layout: tuple[TensorSpec, ...]) -> Envelope:
-    model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=None, corpus_about="", tokens_per_sample=1)
+    model = PeerToCoordinatorDescribeModel(layout=layout, corpus_digest=None, tokens_per_sample=1)
     return Envelope("request", 1, model)
 
 
@@ -301,7 +301,7 @@ def test_the_layout_of_the_largest_model_fits() -> None:
 
 def test_hostile_layouts() -> None:
     def said(layout: bytes) -> bytes:
-        fields = {"layout": layout, "corpus_digest": None, "corpus_about": "", "tokens_per_sample": 1}
+        fields = {"layout": layout, "corpus_digest": None, "tokens_per_sample": 1}
         return bytes(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorDescribeModel", fields]))
 
     one = struct.pack(">HBB1Q", 1, 1, 1, 5) + b"wf"

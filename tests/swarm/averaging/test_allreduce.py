@@ -147,8 +147,9 @@ def test_a_silent_contributor_is_dropped_where_it_did_not_deliver(case: str) -> 
     first = {"dead": 0, "stalls": 0, "stalls later": 4}[case]
     sides, took_s = without(None if case == "dead" else stalled("contribution", PEERS[2], first), case == "dead")
     assert PATIENCE_S < took_s < 2.5 * PATIENCE_S
-    assert sides[0].outcome == Exchange({2} if first == 0 else set())
-    assert sides[1].outcome == Exchange({2})
+    left_out = {2} if first == 0 else set()
+    assert sides[0].outcome == Exchange(left_out, undelivered=left_out)
+    assert sides[1].outcome == Exchange({2}, undelivered={2})
     mean, store = sides[0].store.mean(), sides[0].store
     assert torch.equal(mean, sides[1].store.mean())
     for chunk in range(store.chunks):
@@ -181,7 +182,7 @@ def test_the_dropped_contributor_keeps_what_was_left_out() -> None:
 def test_garbage_is_left_out_and_known_to_all(garbage: object) -> None:
     assert callable(garbage)
     sides, _ = without(changed("contribution", PEERS[2], garbage))
-    assert sides[0].outcome == sides[1].outcome == Exchange({2})
+    assert sides[0].outcome == sides[1].outcome == Exchange({2}, undelivered={2})
     assert sides[2].outcome == Exchange()
     mean = sides[0].store.mean()
     assert all(torch.equal(side.store.mean(), mean) for side in sides)
@@ -200,7 +201,7 @@ def test_errors_that_the_other_side_chooses_do_no_harm() -> None:
         return payload
 
     sides, _ = without(fault)
-    assert sides[0].outcome == sides[1].outcome == Exchange({2})
+    assert sides[0].outcome == sides[1].outcome == Exchange({2}, undelivered={2})
 
 
 def test_a_window_bounds_what_fast_contributors_hand_in() -> None:
@@ -215,7 +216,7 @@ def test_a_window_bounds_what_fast_contributors_hand_in() -> None:
             await asyncio.sleep(PATIENCE_S / 2)
             sent = [step.chunk for step in network.log if step.holder == PEERS[1] and step.blob.kind == "contribution"]
             assert 10 + _WINDOW <= max(sent) <= 10 + _WINDOW + 2
-        assert sides[0].outcome == Exchange({2})
+        assert sides[0].outcome == Exchange({2}, undelivered={2})
         assert None not in digests(sides[1])
 
     run_virtual(main())

@@ -240,6 +240,15 @@ def test_who_claims_to_be_a_member_and_is_not_uses_up_nothing_of_it() -> None:
     assert door.come(1, process=1) == member
 
 
+def test_a_member_that_joins_all_the_time_is_slowed_down_by_itself() -> None:
+    door = Door()
+    for _ in range(1 + REJOINS_PER_MINUTE):
+        door.come(1)
+    with pytest.raises(TryLater, match="this identity has joined"):
+        door.come(1)
+    door.come(2)
+
+
 def test_a_certificate_that_proves_nothing_costs_a_stranger_its_try() -> None:
     door = Door(joins_per_minute_per_network=5)
     for _ in range(5):

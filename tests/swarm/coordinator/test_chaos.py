@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, run_file
 
 from shoal.swarm.coordinator.leases import count, subtract, to_wire
-from shoal.swarm.messages import SampleRange
+from shoal.swarm.messages import KeptState, SampleRange
 
 NUMBERS = st.integers(0, 3)
 FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)
@@ -109,6 +109,20 @@ class Chaos(RuleBasedStateMachine):
     @rule(number=NUMBERS, version=st.integers(0, 3), digest=st.sampled_from([b"x" * 32, b"y" * 32]))
     def claim_state(self, number: int, version: int, digest: bytes) -> None:
         self.world.beat(self._present(number), anchor_version=version, state_digest=digest)
+
+    @rule(number=NUMBERS, norm=st.sampled_from([0.0, 1e-30, 1.0, 3.0, 1e30]))
+    def claim_norm(self, number: int, norm: float) -> None:
+        self.world.workers[number].norm = norm
+
+    @rule(version=st.integers(0, 4), is_known=st.booleans(), most=st.integers(1, 4))
+    def say_that_it_diverged(self, version: int, is_known: bool, most: int) -> None:
+        digest = self.world.archive.get(version, bytes(32)) if is_known else b"x" * 32
+        bad = KeptState(anchor_version=version, digest=digest)
+        kept = tuple(KeptState(anchor_version=one, digest=of) for one, of in self.world.archive.items())[:16]
+        for worker in self.world.workers[:most]:
+            if worker.running and self.world.admitted(worker):
+                self.world.beat(worker, diverged=bad, kept=kept)
+        self.world.tick(0.25)
 
     @rule(number=NUMBERS, samples=st.integers(1, 40), lost=st.booleans())
     def ask(self, number: int, samples: int, lost: bool) -> None:

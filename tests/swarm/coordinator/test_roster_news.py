@@ -87,6 +87,16 @@ def test_the_whole_roster_for_versions_that_nobody_knows() -> None:
     assert reader.hear(members) == "whole"
 
 
+def test_versions_that_a_start_has_left_out_are_no_change_that_is_known() -> None:
+    members = Membership(roster_version=1000)
+    for number in range(4):
+        join(members, number)
+    members.roster_version += 2  # as a coordinator's start does
+    join(members, 4)
+    assert members.roster_news(1003)[0] == members.roster()
+    assert members.roster_news(1006)[1] is not None
+
+
 def test_few_changes_are_remembered() -> None:
     members, reader = Membership(), Reader()
     join(members, 0)

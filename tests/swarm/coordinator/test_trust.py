@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from tests.swarm.coordinator.test_rounds import PLAN, A, B, C, plan
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, peer_name, report, run_file
@@ -56,6 +58,12 @@ class UnevenWorld(World):
         self.join(worker)
         self.sync(worker)
         return worker
+
+    def until_planned(self) -> None:
+        while self.machine.round.plan is None:
+            for number in self.speeds:
+                self.behave(self.workers[number])
+            self.tick(TURN_S)
 
     def go_on(self, rounds: int) -> list[Verdict]:
         """So many verdicts more."""
@@ -319,10 +327,8 @@ def test_who_accuses_everybody_is_not_written_down_at_length() -> None:
 def test_accusations_outlive_the_coordinator() -> None:
     world = UnevenWorld(timed(), [4, 4, 4])
     world.go_on(SOON)
-    while world.machine.round.plan is None:
-        for number in world.speeds:
-            world.behave(world.workers[number])
-        world.tick(TURN_S)
+    world.until_planned()
+    assert world.machine.round.plan is not None
     lies = report(world.machine.round.plan).model_copy(update={"failed": (0,)})
     for worker in world.workers[:2]:
         world.report(worker)
@@ -391,19 +397,24 @@ def test_newcomers_do_not_decide_on_the_state() -> None:
 
 def test_left_out_for_ever_longer_until_it_delivers() -> None:
     member, absences, number = Member(entry(0), CPU, 0.0), [], 10
+    member.miss(number)
+    assert member.out_until == 0
     for _ in range(8):
-        while not member.miss(number):
-            number += 1
+        number += 1
+        member.miss(number)
         absences.append(member.out_until - number - 1)
-        number = member.out_until
+        number = member.out_until - 1
     assert absences == [2, 4, 8, 16, 32, 64, 64, 64]
     for _ in range(8):
         member.deliver()
-    assert not member.miss(number)
-    member.deliver()
-    assert not member.miss(number + 2), "two rounds in a row"
-    assert member.miss(number + 3)
-    assert member.out_until == number + 4 + 2
+    before = member.out_until
+    for missed in (number, number + 2):
+        member.miss(missed)
+        assert member.out_until == before, "two rounds in a row"
+        member.deliver()
+    member.miss(number + 4)
+    member.miss(number + 5)
+    assert member.out_until == number + 6 + 2
 
 
 class WithholdingWorld(UnevenWorld):
@@ -419,7 +430,7 @@ class WithholdingWorld(UnevenWorld):
         self.settle()
 
 
-def test_who_never_delivers_is_left_out_and_its_samples_go_to_others() -> None:
+def test_who_never_delivers_is_left_out_and_gets_no_samples_meanwhile() -> None:
     world = WithholdingWorld(timed(), [4, 4, 4])
     rounds, restarts = [], 0
     while len(world.verdicts) < 24:
@@ -427,13 +438,26 @@ def test_who_never_delivers_is_left_out_and_its_samples_go_to_others() -> None:
         assert rounds[-1].plan is not None
         member = world.machine.membership.members[C]
         if world.machine.round.number < member.out_until:
-            assert C not in world.machine.leases.held
             assert world.ask(world.workers[2], 6) == []
             world.restart(compact=bool(restarts % 2))
             restarts += 1
     planned = [C in [one.peer for one in verdict.plan.members] for verdict in rounds if verdict.plan]
     assert [number for number, one in enumerate(planned) if one] == [0, 1, 4, 9, 18]
     assert all(one.committed for one in rounds)
+
+
+def test_a_batch_is_whole_without_who_never_delivers() -> None:
+    world = WithholdingWorld(run_file("virtual_batch", tokens=240, max_s=60.0), [4, 4, 4])
+    rounds = world.go_on(16)
+    assert all(one.committed and one.tokens == 240 for one in rounds)
+    assert all(after.ended_s - before.ended_s < 15.0 for before, after in itertools.pairwise(rounds))
+    assert sum(C in [one.peer for one in verdict.plan.members] for verdict in rounds if verdict.plan) == 4
+    world.until_planned()
+    for worker in world.workers[:3]:
+        assert world.machine.round.plan is not None
+        world.machine.report(worker.peer, report(world.machine.round.plan, missing=(0,)), world.now_s)
+    world.tick(TURN_S)
+    assert all(one.committed for one in world.go_on(4)), "an aborted round changes nothing"
 
 
 def test_who_is_never_ready_is_soon_waited_for_no_more() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_of
 
+from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.coordinator import facts as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
@@ -100,6 +101,11 @@ def heartbeat(**fields: Any) -> PeerToCoordinatorHeartbeat:
     return PeerToCoordinatorHeartbeat.model_validate(silent | fields)
 
 
+def claim(norm: float) -> bytes:
+    """Of a contribution of that norm, all in its first range."""
+    return pack([norm, *[0.0] * (len(ranges(MODEL.elements)) - 1)]) if norm else b""
+
+
 def part_digest(plan: RoundPlan, index: int) -> bytes:
     return hashlib.sha256(f"{plan.round} {index} {plan.members}".encode()).digest()
 
@@ -141,6 +147,10 @@ class Worker:
     offered: bool = False
     """Its contribution to this round was accepted as it is now."""
     last_ask: PeerToCoordinatorRequestLease | None = None
+    norm: float = 0.0
+    """What it claims of its contributions."""
+    diverged: KeptState | None = None
+    """From where it says that nothing comes of its work; it has let go of the run's state then."""
 
     @property
     def peer(self) -> str:
@@ -164,6 +174,7 @@ class Worker:
     def forget(self) -> None:
         self.version = self.digest = self.last_ask = None
         self.left, self.done, self.ahead, self.offered = [], [], [], False
+        self.diverged = None
 
 
 def journaled(machine: RunMachine) -> dict[str, Any]:
@@ -179,11 +190,13 @@ def journaled(machine: RunMachine) -> dict[str, Any]:
         "counts": (machine.rounds_aborted, machine.tokens_committed, machine.rounds_undone, machine.tokens_undone),
         "again": machine.again,
         "accusations": machine.accusations,
+        "setback": machine.setback,
         "members": {
             peer: (
                 (one.entry, one.device, one.alive, one.left, one.trouble),
                 (one.tokens_committed, one.barred_rounds, one.failures),
                 (one.rounds_committed, one.pace_tps, one.missed, one.absences, one.out_until),
+                (one.carried_tokens, one.clipped_rounds, one.worked_version, one.suspended_until, one.suspensions),
             )
             for peer, one in machine.membership.members.items()
             if one.entry.role == "trainer"
@@ -222,6 +235,7 @@ class World(JournaledWorld[RunMachine]):
         super().__init__(run)
         self.overlap = run.averaging.overlap
         self.workers = [Worker(number) for number in range(8)]
+        self.loss = 2.5
         self.committed: Ranges = []
         self.verdicts: list[f.VerdictGiven] = []
         self.archive = {0: INITIAL}
@@ -302,6 +316,7 @@ class World(JournaledWorld[RunMachine]):
             "anchor_version": worker.version,
             "state_digest": worker.digest,
             "kept": worker.kept,
+            "diverged": worker.diverged,
             "tokens_per_s": 40.0,
             "step_s": 0.5,
         }
@@ -342,7 +357,8 @@ class World(JournaledWorld[RunMachine]):
             "state_digest": worker.digest or INITIAL,
             "weight_tokens": worker.tokens_done,
             "ranges": to_wire(worker.done),
-            "loss": 2.5,
+            "loss": self.loss,
+            "norms": claim(worker.norm),
         }
         try:
             self.machine.ready(worker.peer, PeerToCoordinatorRoundReady.model_validate(said | claims), self.now_s)
@@ -539,7 +555,7 @@ class World(JournaledWorld[RunMachine]):
     def _check_return(self, back: f.WentBack, verdict: Verdict) -> None:
         """To a version with the digest that a round was planned on that has been committed and not undone since."""
         assert not verdict.committed
-        assert self._phase == "open"
+        assert self._phase == "open" or back.diverged
         assert back.from_version == len(self.history)
         assert verdict.anchor_version < back.from_version
         digest, _ = self.history[verdict.anchor_version]

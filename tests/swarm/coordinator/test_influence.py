@@ -1,0 +1,212 @@
+"""How far one member may move the mean, and what is remembered of it."""
+
+from itertools import pairwise
+
+import pytest
+from tests.swarm.coordinator.test_machine import averaging, until
+from tests.swarm.coordinator.world import World, claim, run_file
+
+from shoal.swarm.averaging.norm_claims import pack, total_norm
+from shoal.swarm.coordinator.influence import (
+    REMEMBERED_ROUNDS,
+    SLACK,
+    exceeds,
+    factor_of,
+    next_rho,
+    norm_bound,
+    suspects_of,
+    usual_loss,
+    weighted_median,
+)
+from shoal.swarm.coordinator.membership import RECORD_ROUNDS
+from shoal.swarm.coordinator.rollback import CommittedRound
+from shoal.swarm.errors import WireError
+from shoal.swarm.messages import PlanMember, RoundPlan
+from shoal.swarm.run_file import RunFile
+
+PEER = "peeraaaaaaaaaaaa"
+
+
+def done(level: float, rho: float, loss: float | None = None) -> CommittedRound:
+    return CommittedRound(0, bytes(32), 1, 1.0, (), level, rho, loss)
+
+
+def rhos(levels: list[float]) -> list[float]:
+    past: list[CommittedRound] = []
+    for level in levels:
+        past.append(done(level, next_rho(past, level)))
+    return [one.rho for one in past]
+
+
+def member(weight: int, norm: float, carried: int = 0) -> PlanMember:
+    return PlanMember(peer=PEER, weight_tokens=weight, norms=pack([norm]), carried_tokens=carried)
+
+
+def test_the_first_round_sets_what_is_usual() -> None:
+    assert rhos([3.0]) == [3.0]
+    assert next_rho([], 0.0) == 0.0, "nobody has claimed anything"
+    assert next_rho([done(3.0, 3.0)], 0.0) == 3.0, "a round without claims changes nothing"
+    assert next_rho([done(0.0, 0.0)], 2.0) == 2.0
+
+
+def test_a_warm_up_is_followed_at_once_but_no_more_than_twofold_a_round() -> None:
+    assert rhos([1.0, 100.0, 100.0]) == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("rounds", [20, 40, 100, 1000])
+def test_a_linear_warm_up_bounds_nobody(rounds: int) -> None:
+    """From a hundredth of the learning rate, as the schedule has it: norms grow with it."""
+    levels = [0.01 + 0.99 * (at + 0.5) / rounds for at in range(rounds)]
+    assert all(level <= 2.6 * rho for level, rho in zip(levels, rhos(levels), strict=True))
+
+
+def test_later_what_is_usual_is_a_median_that_rises_by_a_tenth_at_most() -> None:
+    settled = [1.0] * (REMEMBERED_ROUNDS + 5)
+    assert rhos([*settled, 1e9, 1e9])[-2:] == [1.0, 1.0], "some rounds do not move a median"
+    risen = rhos([*settled, *[100.0] * 40])
+    assert all(after <= 1.1 * before * (1 + 1e-12) for before, after in pairwise(risen[REMEMBERED_ROUNDS:]))
+    assert risen[-1] > 2.0
+    assert rhos([*settled, *[0.1] * 40])[-1] == pytest.approx(0.1), "it falls as it falls"
+
+
+def test_a_heavy_contribution_may_be_longer_but_less_than_in_proportion() -> None:
+    light, heavy = norm_bound(member(100, 0), 1.0, 0.6), norm_bound(member(2000, 0), 1.0, 0.6)
+    assert 20**0.5 < heavy / light < 20
+    assert light == pytest.approx(SLACK * 100**0.6)
+    assert norm_bound(member(100, 0), 0.0, 0.6) == float("inf")
+
+
+def test_a_factor_makes_a_contribution_as_long_as_it_may_be() -> None:
+    one = member(100, 1e30)
+    assert total_norm(one.norms) * factor_of(one, 2.0, 0.6) == pytest.approx(norm_bound(one, 2.0, 0.6))
+    assert exceeds(one, 2.0, 0.6)
+    assert factor_of(member(100, SLACK * 2 * 100**0.6 * 0.99), 2.0, 0.6) == 1.0
+
+
+def test_what_was_left_out_before_comes_on_top_and_no_more_than_once() -> None:
+    plain = norm_bound(member(100, 0), 1.0, 0.6)
+    assert norm_bound(member(100, 0, carried=50), 1.0, 0.6) == pytest.approx(1.5 * plain)
+    assert norm_bound(member(100, 0, carried=10**9), 1.0, 0.6) == pytest.approx(2 * plain)
+
+
+def test_a_weighted_median_is_not_moved_by_who_weighs_little() -> None:
+    assert weighted_median([(1e30, 2), (1.0, 49), (2.0, 49)]) == 2.0
+    assert weighted_median([(1e30, 50), (1.0, 50)]) == 1.0
+    assert weighted_median([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "loss", "usual"),
+    [
+        ([3.0, 3.0, 3.0], 31_138.0, 3.0),
+        ([3.0, 3.0, 3.0], 5.9, None),
+        ([3.0, 3.0, 3.0, 40.0], 30.0, None),  # it falls again
+        ([3.0, 3.0], 1e9, None),
+        ([-3.0, -3.0, -3.0], 1.0, -3.0),
+        ([-3.0, -3.0, -3.0], -1.0, None),
+        ([3.0, 3.0, 3.0], None, None),
+    ],
+)
+def test_a_loss_far_above_the_usual_one_is_noticed(
+    losses: list[float], loss: float | None, usual: float | None
+) -> None:
+    assert usual_loss([done(1.0, 1.0, one) for one in losses], loss) == usual
+
+
+# In a run ---------------------------------------------------------------------------------------------------
+
+
+def playing(run: RunFile, norms: tuple[float, ...]) -> World:
+    world = World(run, len(norms))
+    for worker, norm in zip(world.workers, norms, strict=False):
+        worker.norm = norm
+    return world
+
+
+def plays(world: World, rounds: int, members: int) -> RoundPlan:
+    """So many committed rounds, and the next one's plan."""
+    for _ in range(rounds):
+        averaging(world, members)
+        until(world, "training", members)
+    return averaging(world, members)
+
+
+def test_a_claim_that_does_not_fit_the_model_is_refused() -> None:
+    world = World(run_file(), 1)
+    until(world, "closing", 1)
+    for norms in (claim(1.0)[:-1], claim(1.0)[:-2], claim(1.0) + b"xx"):
+        with pytest.raises(WireError, match="one for each range"):
+            world.ready(world.workers[0], norms=norms)
+    world.ready(world.workers[0], norms=claim(1.0))
+
+
+def test_the_plan_bounds_who_claims_too_much_and_nobody_else() -> None:
+    world = playing(run_file(), (1.0, 1.0, 1.0, 1e30))
+    plan = averaging(world, 4)
+    assert plan.rho == pytest.approx(1.0 / plan.members[0].weight_tokens ** 0.6, rel=0.5)
+    assert [one.factor < 1 for one in plan.members] == [False, False, False, True]
+    assert plan.members[0].norms == claim(1.0)
+    liar = plan.members[3]
+    assert total_norm(liar.norms) * liar.factor <= norm_bound(liar, plan.rho, 0.6) * 1.001
+    until(world, "training", 4)
+    shown = {one.name: one.clipped for one in world.machine.status(world.now_s).members}
+    assert shown == {"name 0": 0, "name 1": 0, "name 2": 0, "name 3": 1}
+    world.restart()
+    assert world.machine.membership.members[world.workers[3].peer].clipped_rounds == 1
+
+
+def test_a_run_may_do_without_bounds_and_still_knows_who_would_have_been_above() -> None:
+    run = run_file()
+    run = run.model_copy(update={"averaging": run.averaging.model_copy(update={"robust": "none"})})
+    world = playing(run, (1.0, 1.0, 1.0, 1e30))
+    plan = averaging(world, 4)
+    assert plan.rho > 0
+    assert [one.factor for one in plan.members] == [1.0] * 4
+    until(world, "training", 4)
+    assert world.machine.history.rounds[0].suspects == (world.workers[3].peer,)
+
+
+def test_newcomers_set_nothing_where_others_have_a_record() -> None:
+    world = playing(run_file(), (1.0, 1.0))
+    plays(world, RECORD_ROUNDS, 2)
+    until(world, "training")
+    before = world.machine.history.rounds[-1].rho
+    for worker in world.workers[2:6]:
+        worker.norm = 1e6
+        world.join(worker)
+        world.sync(worker)
+    plan = plays(world, 1, 6)
+    newcomers = {worker.peer for worker in world.workers[2:6]} & {one.peer for one in plan.members}
+    assert newcomers, "as many as a fifth of the round's samples is enough for"
+    assert len(plan.members) == 2 + len(newcomers)
+    assert plan.rho <= 10 * before, "theirs is a millionfold; a round of less work moves it somewhat"
+    assert {one.peer for one in plan.members if one.factor < 1} == newcomers
+    assert set(suspects_of(plan, world.machine.membership.members, 0.6)) == newcomers
+
+
+def test_what_a_round_left_out_raises_the_next_bound() -> None:
+    world = playing(run_file(), (1.0, 1.0, 1.0))
+    plan = averaging(world, 3)
+    for worker in world.workers[:3]:
+        world.report(worker, dropped=(2,))
+    members = world.machine.membership.members
+    carried = [members[worker.peer].carried_tokens for worker in world.workers[:3]]
+    assert carried == [0, 0, plan.members[2].weight_tokens]
+    for worker in world.workers[:3]:
+        world.conclude(worker)
+    world.restart()
+    plan = averaging(world, 3)
+    assert [one.carried_tokens > 0 for one in plan.members] == [False, False, True]
+    until(world, "training", 3)
+    assert members is not world.machine.membership.members
+    assert [one.carried_tokens for one in world.machine.membership.members.values()] == [0, 0, 0]
+
+
+def test_what_is_usual_survives_a_restart_and_a_compaction() -> None:
+    world = playing(run_file(), (1.0, 2.0, 3.0))
+    plays(world, 3, 3)
+    until(world, "training", 3)
+    before = [(one.level, one.rho, one.loss, one.suspects) for one in world.machine.history.rounds]
+    assert all(level > 0 and rho > 0 and loss == 2.5 for level, rho, loss, _ in before)
+    world.restart()
+    assert [(one.level, one.rho, one.loss, one.suspects) for one in world.machine.history.rounds] == before
