@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import socket as sockets
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 import zmq.asyncio
 
 from shoal.swarm.addresses import network_of
-from shoal.swarm.sockets import descriptors_allowed, received_bytes
+from shoal.swarm.sockets import borrowed, descriptors_allowed, inode_of, received_bytes, shut_down
 from shoal.swarm.stranger_limits import Caller, Callers, MessageLimits, strangers_allowed
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class CallerGuard:
             return allowed and not (caller is not None and caller.is_closed)
 
     def _speaker(self, descriptor: int, routing: bytes, key: bytes) -> tuple[Caller | None, list[Caller]]:
-        """Who has said something, None when it has gone since; and who has to go for it."""
+        """Find the caller that has said something, None when it has gone since; and those to close for it."""
         to_close: list[Caller] = []
         if self._callers.speaker(routing) is None and not self._callers.has_ended(routing):
             # The thread may not have heard of it yet, and the descriptor may have been another one's a moment ago.
@@ -160,20 +159,12 @@ class CallerGuard:
 # Other people's descriptors ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def _borrowed(descriptor: int) -> Iterator[sockets.socket]:
-    """A socket that is somebody else's to close. Raises ``OSError`` when that has happened."""
-    socket = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, fileno=descriptor)
-    try:
-        yield socket
-    finally:
-        socket.detach()
-
-
 def _caller(descriptor: int) -> Caller | None:
     """None when it is gone already."""
+    inode = inode_of(descriptor)
+    if inode is None:
+        return None
     try:
-        inode = os.fstat(descriptor).st_ino
         socket = sockets.socket(fileno=descriptor)  # finds out its family
         try:
             host = str(socket.getpeername()[0])
@@ -185,15 +176,12 @@ def _caller(descriptor: int) -> Caller | None:
 
 
 def _is_there(caller: Caller) -> bool:
-    try:
-        return os.fstat(caller.descriptor).st_ino == caller.inode
-    except OSError:
-        return False
+    return inode_of(caller.descriptor) == caller.inode
 
 
 def _received_bytes(caller: Caller) -> int:
     if _is_there(caller):
-        with suppress(OSError), _borrowed(caller.descriptor) as socket:  # it may end at any moment
+        with suppress(OSError), borrowed(caller.descriptor) as socket:  # it may end at any moment
             return received_bytes(socket)
     return 0
 
@@ -202,5 +190,4 @@ def _shut(callers: list[Caller]) -> None:
     """End connections; libzmq closes their descriptors when it sees that."""
     for caller in callers:
         if _is_there(caller):
-            with suppress(OSError), _borrowed(caller.descriptor) as socket:
-                socket.shutdown(sockets.SHUT_RDWR)
+            shut_down(caller.descriptor)

@@ -343,11 +343,12 @@ class ControlPlane:
                 for channel in self._dialed.values():
                     channel.heard()
                 continue
-            for (address, _), channel in list(self._dialed.items()):
+            for channel in list(self._dialed.values()):
                 silent_s = loop.time() - channel.heard_s
                 if channel.is_connected and silent_s >= self.silence_s:
                     log.info("nothing came from %s for %.1f s: connecting anew", channel.label, silent_s)
-                    self._connect_anew(channel, address)
+                    # Not by disconnecting: until libzmq has done that, it takes messages for the dead connection.
+                    self._inflow.shut_down(channel.descriptor)
                 elif channel.is_connected and silent_s >= pause_s:
                     await channel.ping()
 

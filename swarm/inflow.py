@@ -9,12 +9,9 @@ many bytes a connection has received, whatever they are, and parts of a message 
 from __future__ import annotations
 
 import logging
-import socket as sockets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from shoal.swarm.sockets import received_bytes
+from shoal.swarm.sockets import borrowed, inode_of, received_bytes, shut_down
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +20,7 @@ MOST_WAITING_BYTES = 2**24
 one with the most is closed first. In libzmq's memory the smallest messages take five times what they do on the wire."""
 
 SHARE_BYTES = 2**18
-"""What all members of a full run may report at the same moment, some times over."""
+"""Bytes that each member of a full run may report at the same moment, some times over."""
 
 _LOOK_S = 0.05
 """Between two looks at up to ``_MANY`` connections, and longer for more: a gigabit link brings 6 MB in that time."""
@@ -36,8 +33,8 @@ _FRAME_BYTES = 80
 
 @dataclass
 class _Connection:
-    ends: tuple[object, object] | None
-    """Both addresses: of any other connection that has the same descriptor later they differ."""
+    inode: int | None
+    """Tells it from any other connection that has the same descriptor later."""
     read_bytes: int = 0
 
 
@@ -54,15 +51,11 @@ class Inflow:
 
     def opened(self, descriptor: int) -> None:
         """A connection was accepted or made."""
-        self._open[descriptor] = _Connection(_ends(descriptor))
+        self._open[descriptor] = _Connection(inode_of(descriptor))
 
     def closed(self, descriptor: int) -> None:
         """It is gone; the number may come again for another one."""
         self._open.pop(descriptor, None)
-
-    def is_open(self, descriptor: int) -> bool:
-        """Whether it was opened and not closed since."""
-        return descriptor in self._open
 
     def read(self, descriptor: int, size_bytes: int) -> None:
         """A message that came over it has been taken."""
@@ -83,39 +76,20 @@ class Inflow:
         for descriptor, rest in sorted(waiting.items(), key=lambda one: -one[1]):
             if rest <= MOST_WAITING_BYTES and total <= most:
                 break
-            if _ends(descriptor) == self._open[descriptor].ends:
-                log.warning("closed a connection that sends faster than it can be read: %d bytes wait", rest)
-                _shut_down(descriptor)
-            self.closed(descriptor)
+            log.warning("closing a connection that sends faster than it can be read: %d bytes wait", rest)
+            self.shut_down(descriptor)
             total -= rest
+
+    def shut_down(self, descriptor: int) -> None:
+        """End a connection, if it still is the one that was opened; libzmq then makes another."""
+        connection = self._open.pop(descriptor, None)
+        if connection is not None and inode_of(descriptor) == connection.inode:
+            shut_down(descriptor)
 
 
 def _received_bytes(descriptor: int) -> int:
     try:
-        with _borrowed(descriptor) as socket:
+        with borrowed(descriptor) as socket:
             return received_bytes(socket)
     except OSError:  # closed meanwhile
         return 0
-
-
-def _ends(descriptor: int) -> tuple[object, object] | None:
-    try:
-        with _borrowed(descriptor) as socket:
-            return socket.getsockname(), socket.getpeername()
-    except OSError:  # closed meanwhile
-        return None
-
-
-def _shut_down(descriptor: int) -> None:
-    with suppress(OSError), _borrowed(descriptor) as socket:
-        socket.shutdown(sockets.SHUT_RDWR)
-
-
-@contextmanager
-def _borrowed(descriptor: int) -> Iterator[sockets.socket]:
-    """A socket that belongs to libzmq, and is left to it. Raises ``OSError`` when it is none any more."""
-    socket = sockets.socket(sockets.AF_INET6, sockets.SOCK_STREAM, 0, fileno=descriptor)
-    try:
-        yield socket
-    finally:
-        socket.detach()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import socket as sockets
 import struct
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import zmq
 import zmq.asyncio
@@ -137,6 +139,30 @@ def is_on_this_machine(socket: sockets.socket) -> bool:
 def acked_bytes(socket: sockets.socket) -> int:
     """How many bytes sent on a TCP connection the other side has got; 0 where nobody can tell."""
     return _tcp_info(socket, _ACKED)
+
+
+@contextmanager
+def borrowed(descriptor: int) -> Iterator[sockets.socket]:
+    """A TCP socket that somebody else closes, such as libzmq. Raises ``OSError`` when it is none any more."""
+    socket = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, fileno=descriptor)
+    try:
+        yield socket
+    finally:
+        socket.detach()
+
+
+def inode_of(descriptor: int) -> int | None:
+    """The number that tells a socket from a later one with the same descriptor; None when it is closed."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
+
+
+def shut_down(descriptor: int) -> None:
+    """End a borrowed connection; whoever owns it finds it ended by the other side, and closes it."""
+    with suppress(OSError), borrowed(descriptor) as socket:  # it may end at any moment
+        socket.shutdown(sockets.SHUT_RDWR)
 
 
 def received_bytes(socket: sockets.socket) -> int:
