@@ -86,7 +86,7 @@ def verdict_times(host: Child) -> list[float]:
 
 
 def rounds_s(host: Child, count: int) -> list[float]:
-    """How long each of the next whole rounds takes. Fewer than ``count`` when time is up."""
+    """Time the next whole rounds, in seconds each. Fewer than ``count`` when time is up."""
     before, deadline_s = len(verdict_times(host)), time.monotonic() + LIMIT_S
     while len(verdict_times(host)) < before + 1 + count and time.monotonic() < deadline_s and host.is_running:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What the bound on influence costs honest members of very different speeds: held-out loss with it and without it.
+"""Cost of the bound on influence for honest members of very different speeds: held-out loss with it and without it.
 
 Rounds of a small gpt, really trained, on a simulated clock: members whose speeds are 1 : 4 and 1 : 20 and that see
 different parts of the corpus bring what they have managed when a round closes, and make some steps more or less each
@@ -29,10 +29,9 @@ from shoal.swarm.coordinator.influence import (
     level_of,
     norm_bound,
     power_of,
-    recorded_of,
     suspects_of,
 )
-from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
 from shoal.swarm.messages import Certificate, DeviceInfo, Part, PlanMember, RosterEntry, RoundPlan
 from shoal.swarm.run_file import RunFile, parse_run_file
@@ -190,7 +189,7 @@ def simulate(speeds: tuple[int, ...], robust: str, rounds: int, seed: int, *, at
                 longest = max(longest, total_norm(one.norms) / norm_bound(one, plan.rho, power))
         suspects = suspects_of(plan, members, power)
         barred |= set(suspects).intersection(honest) if number >= rounds // 2 else set()
-        level = level_of(plan.members, recorded_of(plan.members, members), power)
+        level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
         past.append(CommittedRound(number, bytes(32), weight, 1.0, (), level, plan.rho, None, suspects))
         anchor, state = outer.step(anchor, state, mean, number)
         trained += weight

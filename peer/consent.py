@@ -1,4 +1,4 @@
-"""What a volunteer is shown of a run before anything of it happens here, and what it takes to go on.
+"""The summary of a run that a volunteer sees before anything of it happens here, and the consent to go on.
 
 An invite names the run's hash, so whoever pastes it has agreed to that run: no question for one that reads no files.
 For one that does, the owner of the machine agrees to the files: at the terminal, or with ``--accept`` where there is
@@ -42,7 +42,8 @@ _SHOWN_LETTERS = 160
 
 @dataclass(frozen=True)
 class RunTerms:
-    """What the run would do on this machine. ``files``: those that it would read; none for one that reads none."""
+    """Summary of what the run would do on this machine. ``files``: those that it would read; none for one that reads
+    none."""
 
     run: RunFile
     recipe: Recipe

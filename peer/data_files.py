@@ -67,7 +67,7 @@ class DataFile:
 
 
 def named_folders(folders: Sequence[Path]) -> tuple[Path, ...]:
-    """What ``--data`` says, without links, each once. Raises ``UserError`` for what is no folder."""
+    """The folders that ``--data`` names, without links, each once. Raises ``UserError`` for what is no folder."""
     found = []
     for folder in folders:
         try:
@@ -81,8 +81,8 @@ def named_folders(folders: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def find_files(kind: str, pattern: str, folders: Sequence[Path]) -> tuple[DataFile, ...]:
-    """What ``text:GLOB`` or ``tokens:FILE`` means here, at least one file, sorted by name. ``**`` stands for folders of
-    any depth, and follows no links; wildcards match no hidden names. Nothing is opened.
+    """Find the files that ``text:GLOB`` or ``tokens:FILE`` names, at least one file, sorted by name. ``**`` stands for
+    folders of any depth, and follows no links; wildcards match no hidden names. Nothing is opened.
 
     ``folders``: what ``--data`` says. Raises ``CorpusError``, which says on this machine's terminal what to do, and
     ``UserError`` as ``named_folders``."""
@@ -138,7 +138,7 @@ def _matches(folder: Path, pattern: str, *, literal: bool) -> Iterator[DataFile]
 
 
 def _step(part: str, *, literal: bool) -> Callable[[str], object] | None:
-    """What an entry's name is tested with; None for any number of folders."""
+    """Compile the test of an entry's name; None for any number of folders."""
     if literal or not glob.has_magic(part):
         return part.__eq__
     return None if part == _EVERYTHING else re.compile(fnmatch.translate(part)).match

@@ -1,4 +1,5 @@
-"""What a run's model takes of this machine's memory, and the refusal of one that does not fit, before it is built."""
+"""Account of the memory that a run's model takes on this machine, and the refusal of one that does not fit, before it
+is built."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _MACHINE = "{} of the memory of this machine can be used"
 
 
 def held_copies(run: RunFile, device: torch.device) -> float:
-    """How many float32 values a parameter takes of the memory of ``device``: itself, its gradient and the inner
+    """Count the float32 values that a parameter takes of the memory of ``device``: itself, its gradient and the inner
     optimizer's; on the CPU the anchor, the outer optimizer's and the averaging's, too. In a pipeline as the plan has
     it."""
     if run.pipeline is not None:

@@ -1,4 +1,4 @@
-"""How large a recipe's model is, found before there is any memory for it.
+"""Size of a recipe's model, found before there is any memory for it.
 
 Its code runs with every tensor on the meta device, which has shapes and no values. Code that needs values ends with an
 error there; then another process builds the model, within a limit, and ends.
@@ -43,7 +43,7 @@ _NEEDS_VALUES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError),
     *(TypeError, ValueError),
 )
-"""What a recipe's code may raise where tensors have no values."""
+"""Errors that a recipe's code may raise where tensors have no values."""
 
 
 @dataclass(frozen=True)

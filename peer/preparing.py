@@ -44,7 +44,7 @@ _CANNOT = (
 _ERRORS: tuple[type[ShoalError], ...] = (
     *(RunFileError, RecipeError, CorpusError, ModelMismatch, DeviceError, StateFileError, StorageError),
 )
-"""What the process that prepares a run may end with."""
+"""Errors that the process that prepares a run may end with."""
 
 _PIECE_ELEMENTS = 2**22
 """So many values are hashed at once."""

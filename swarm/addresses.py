@@ -15,7 +15,7 @@ _WRAPPED = [ipaddress.IPv6Network(one) for one in ("::ffff:0:0/96", "64:ff9b::/9
 _IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _NETWORK_BITS = {4: 24, 6: 48}
-"""What one subscriber usually gets is inside one such network."""
+"""Prefix lengths: the addresses of one subscriber are usually inside one such network."""
 
 Reach = Literal["public", "private", "link", "machine", "none"]
 """From where an address can be reached: from everywhere, from its own network, from its own link, from its own machine;

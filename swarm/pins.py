@@ -1,4 +1,5 @@
-"""What a run's members have to bring, fixed before the first of them comes: ``[pins]`` of the run file. Pure.
+"""The model, data and first state that a run's members have to bring, fixed before the first of them comes: ``[pins]``
+of the run file. Pure.
 
 Without pins the first member to join says what the run's model, data and first state are, and everybody after it has
 to believe that. The host's machine, or another one that the host trusts, works them out before (``peer/preparing.py``).
@@ -91,7 +92,7 @@ class PinsSection(_Section):
         self.check_data(model.tokens_per_sample, model.corpus_digest, model.samples)
 
     def check_data(self, tokens_per_sample: int, corpus: bytes | None, samples: int | None) -> None:
-        """What is None is not told, and not checked. Raises ``ModelMismatch`` or ``CorpusError``."""
+        """Compare with the pins; None is not told, and not checked. Raises ``ModelMismatch`` or ``CorpusError``."""
         if tokens_per_sample != self.tokens_per_sample:
             raise ModelMismatch(
                 f"this model takes {tokens_per_sample} tokens a sample, the run's {self.tokens_per_sample}"

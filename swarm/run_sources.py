@@ -1,4 +1,4 @@
-"""What a run file may name as data. It comes from a stranger, and is resolved on a volunteer's machine.
+"""Check of the data source that a run file names. It comes from a stranger, and is resolved on a volunteer's machine.
 
 Files are named relative to folders that the volunteer chooses (``peer/data_files.py``). Nothing opens a URL yet; what
 does so later still has to resolve the host, let every address through ``is_public``, those of redirects too, and

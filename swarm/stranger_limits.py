@@ -22,8 +22,8 @@ STRANGER_CONNECTION_BYTES = 2**16
 message without a limit of their number, so that only the kernel's count of received bytes tells."""
 
 MEMBER_BACKLOG_BYTES = 2**23
-"""What of one member's connection may wait to be read, parts of a message that never ends included: eight times the
-largest one."""
+"""Bytes of one member's connection that may wait to be read, parts of a message that never ends included: eight times
+the largest one."""
 
 MEMBERS_BACKLOG_BYTES = 2**26
 """The same of all members together; the connection with the most is closed first."""
@@ -55,8 +55,8 @@ _MOST_BUCKETS = 8192
 
 
 def strangers_allowed(descriptors: int) -> int:
-    """How many connections of strangers one listener may have, if the process may have so many files and sockets open:
-    the rest is kept for members, files and what this process opens itself."""
+    """Number of strangers' connections that one listener may have, if the process may have so many files and sockets
+    open: the rest is kept for members, files and what this process opens itself."""
     return max(8, min(_MOST_STRANGERS, descriptors // 8))
 
 
@@ -86,7 +86,7 @@ class TokenBuckets(Generic[K]):
 
 
 class MessageLimits:
-    """Which messages are worth decoding, by their sender's key and network and their size."""
+    """Decides which messages are worth decoding, by their sender's key and network and their size."""
 
     def __init__(self, most_message_bytes: int) -> None:
         """``most_message_bytes``: of a member's message."""
@@ -99,7 +99,8 @@ class MessageLimits:
         return self._member_bytes.take(key, size_bytes, now_s) and size_bytes <= self._most_message_bytes
 
     def allows_stranger(self, key: bytes, network: str, size_bytes: int, now_s: float) -> bool:
-        """What is too large costs its sender as many tokens as it could have sent messages in its place."""
+        """Whether to decode it. A message that is too large costs its sender as many tokens as it could have sent
+        messages in its place."""
         may_speak = self._by_key.take(key, 1 + size_bytes // STRANGER_MESSAGE_BYTES, now_s)
         if not may_speak or size_bytes > STRANGER_MESSAGE_BYTES:
             return False
@@ -174,9 +175,9 @@ class Caller:
     is_member: bool = False
     has_asked: bool = False
     counted_bytes: int = 0
-    """What had come over it when it became a stranger."""
+    """Bytes that had come over it when it became a stranger."""
     read_bytes: int = 0
-    """What of it was read, as far as messages tell."""
+    """Bytes of it that were read, as far as messages tell."""
     is_closed: bool = False
 
 
@@ -224,7 +225,7 @@ class Callers:
                 del self._by_key[caller.key]
 
     def speaker(self, routing: bytes) -> Caller | None:
-        """Whose messages those are, if it is still there."""
+        """Find the caller by its routing id, if it is still there."""
         return self._by_routing.get(routing)
 
     def has_ended(self, routing: bytes) -> bool:

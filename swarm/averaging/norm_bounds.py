@@ -36,7 +36,7 @@ class NormBounds:
         self._weights = np.array([float(member.weight_tokens) for member in plan.members])
         self.factors = tuple(member.factor for member in plan.members)
         self.pulls = tuple(float(member.weight_tokens) * member.factor for member in plan.members)
-        """What each member's contribution is multiplied with in a sum; the mean divides it by the sum of weights."""
+        """Factor of each member's contribution in a sum; the mean divides it by the sum of weights."""
 
     def contribution(self, member: int, start: int, stop: int) -> float:
         """Of what a member brings, before its codec makes it grow."""

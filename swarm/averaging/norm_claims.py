@@ -22,7 +22,7 @@ _STEPS, _ZERO_AT = 256, 2**15
 """A claim is a whole number of 256ths of an octave, so at most 0.3 % above the norm; 0 stands for nothing at all."""
 
 _ROUNDED = 1.0 + 2.0**-22
-"""How much longer a vector can get when each value is rounded to float32."""
+"""Bound on how much longer a vector can get when each value is rounded to float32."""
 
 
 def range_elements(elements: int) -> int:

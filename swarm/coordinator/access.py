@@ -1,4 +1,4 @@
-"""How often, and how many at a time, may join: asked before anything that costs time, memory or a connection.
+"""Limits on joins, by rate and at a time: asked before anything that costs time, memory or a connection.
 
 A stranger's identity costs nothing, so what is counted is the network that it comes from. Identities that the run knows
 are counted by themselves: a flood of strangers does not keep them out."""
@@ -110,7 +110,7 @@ class Access:
 
 
 def gives_way(network: str, newcomers: Iterable[tuple[str, str, int]]) -> str | None:
-    """Who of the newcomers, (peer, network, standing) in the order in which they came, has to go for one more
+    """Choose which of the newcomers, (peer, network, standing) in the order in which they came, has to go for one more
     from ``network``; None if nobody has to. Places are shared evenly among networks: of the network that has the most,
     who has the least standing goes, of equals the last to come."""
     here = list(newcomers)

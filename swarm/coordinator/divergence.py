@@ -1,4 +1,4 @@
-"""When training itself has diverged: who says so, whether that is believed, and how far the run goes back. Pure.
+"""Divergence of training itself: claims of it, whether they are believed, and how far the run goes back. Pure.
 
 One machine whose work becomes infinite or not a number is at fault itself. Where those with most of the run's work say
 so of the same states, the run is at fault: it goes back to a state that somebody keeps and a verdict vouches for, and
@@ -69,8 +69,8 @@ class WayBack:
 
 
 def opinion(members: Mapping[str, Member], history: History, digest: bytes | None, *, ahead: bool) -> Opinion:
-    """What live trainers say. ``digest``: of the run's newest state; ``ahead``: work for the next version is begun on
-    the one before (``overlap``), so that it takes one version more to show that a state is good."""
+    """Combine what live trainers say. ``digest``: of the run's newest state; ``ahead``: work for the next version is
+    begun on the one before (``overlap``), so that it takes one version more to show that a state is good."""
     claims = {
         peer: one.diverged.anchor_version
         for peer, one in members.items()
@@ -93,7 +93,7 @@ def opinion(members: Mapping[str, Member], history: History, digest: bytes | Non
 
 
 def work_of(members: Mapping[str, Member]) -> dict[str, int]:
-    """How much each one's word counts: what it has committed, of those with a record; while nobody has one, of all; and
+    """Weigh each one's word: by what it has committed, of those with a record; while nobody has one, of all; and
     before anything is committed, everybody alike."""
     recorded = {peer: one.tokens_committed if one.has_record else 0 for peer, one in members.items()}
     for work in (recorded, {peer: one.tokens_committed for peer, one in members.items()}):
@@ -135,7 +135,7 @@ def way_back(bad_version: int, setback: Setback, history: History, members: Mapp
 
 
 def _suspects(version: int, history: History, members: Mapping[str, Member]) -> tuple[str, ...]:
-    """Who was suspicious in the rounds that are undone; nobody where that would be half of the work or more, as then
+    """Collect the suspects of the rounds that are undone; nobody where that would be half of the work or more, as then
     it was no few who spoilt it."""
     work = work_of(members)
     found = sorted({peer for one in history.rounds[version:] for peer in one.suspects})

@@ -12,8 +12,9 @@ from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.coverage import epochs_covered
 from shoal.swarm.coordinator.divergence import WayBack, say_way_back
 from shoal.swarm.coordinator.grouping import Rules, as_expected, plan_round
-from shoal.swarm.coordinator.influence import bounded, recorded_of, usual_loss, weighted_median
+from shoal.swarm.coordinator.influence import bounded, usual_loss, weighted_median
 from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
+from shoal.swarm.coordinator.membership import counting
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, left_out, lost_work, weighted_mean
 from shoal.swarm.coordinator.state import RunState
@@ -167,13 +168,11 @@ class Ending(RunState):
         members = self.membership.members
         plan = bounded(plan, self.run, self.history.rounds, members)
         peers = [member.peer for member in plan.members]
-        losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in self._counting(peers)]
-        loss = weighted_mean([(loss, weight) for loss, weight in losses if loss is not None])
+        losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in counting(members, peers)]
+        known = [(loss, weight) for loss, weight in losses if loss is not None]
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
-        counted = [(ready[peer].loss, ready[peer].weight_tokens) for peer in recorded_of(plan.members, members)]
-        known = [(loss, weight) for loss, weight in counted if loss is not None]
         median_loss = weighted_median(known) if known else None
-        return f.RoundPlanned(plan=plan, ranges=ranges, loss=loss, median_loss=median_loss)
+        return f.RoundPlanned(plan=plan, ranges=ranges, loss=weighted_mean(known), median_loss=median_loss)
 
     def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
         self._measure()
@@ -182,24 +181,19 @@ class Ending(RunState):
         plan = plan_round(number, self.anchor_version, self.elements, ready, trainers, rules)
         return self.accusations.into(plan) if plan else None
 
-    def _counting(self, peers: Collection[str]) -> list[str]:
-        """Those of them who have a record, if any has one."""
-        recorded = self.membership.recorded()
-        return [peer for peer in peers if peer in recorded] or list(peers)
-
     def _measure(self) -> None:
         """Make up our mind about everybody's link."""
         trainers = self.membership.trainers()
         claims_bps = {peer: one.claimed_bps for peer, one in trainers.items()}
-        believed = self._bandwidths.believed(claims_bps, self._counting(trainers))
+        believed = self._bandwidths.believed(claims_bps, counting(trainers, trainers))
         for peer, bps in believed.items():
             trainers[peer].bandwidth_bps = bps
 
     def _learn_bandwidths(self, plan: RoundPlan) -> None:
         shapes = [(spec.name, spec.shape) for spec in self.model.layout] if self.model else []
         reports, took_s = self.round.reports, self.round.reported_s - self.round.ready_s
-        counting = self._counting(reports)
-        witnesses = {peer: reports[peer] for peer in counting} if len(counting) >= _FEWEST_WITNESSES else reports
+        counted = counting(self.membership.members, reports)
+        witnesses = {peer: reports[peer] for peer in counted} if len(counted) >= _FEWEST_WITNESSES else reports
         self._bandwidths.learn(plan, witnesses, sent_at_least(plan, reports, self.run.coding(shapes), took_s))
 
     def expect(self) -> None:

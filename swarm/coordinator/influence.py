@@ -1,4 +1,4 @@
-"""How far one member's contribution may move a round's mean, and who is suspected when that was too far. Pure.
+"""Bound on how far one contribution may move a round's mean, and suspects when that was too far. Pure.
 
 A plan bounds ``weight * norm``: what a contribution adds to the weighted sum. Norms grow with local work, so they are
 compared per token: ``rho`` is the usual norm of a contribution of one token, and ``rho * weight ** power`` that of one
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 
 from shoal.swarm.averaging.norm_claims import total_norm
-from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
 from shoal.swarm.messages import PlanMember, RoundPlan
 from shoal.swarm.run_file import RunFile
@@ -51,21 +51,15 @@ def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], membe
         one.model_copy(update={"carried_tokens": min(members[one.peer].carried_tokens, one.weight_tokens)})
         for one in plan.members
     ]
-    rho = next_rho(past, level_of(carrying, recorded_of(carrying, members), power))
+    rho = next_rho(past, level_of(carrying, counting(members, (one.peer for one in carrying)), power))
     if run.averaging.robust == "norm":
         carrying = [one.model_copy(update={"factor": factor_of(one, rho, power)}) for one in carrying]
     return plan.model_copy(update={"members": tuple(carrying), "rho": rho})
 
 
 def power_of(run: RunFile) -> float:
-    """How norms grow with weight under the run's algorithm."""
+    """Exponent by which norms grow with weight under the run's algorithm."""
     return _POWER_OF_GRADIENTS if run.algorithm == "virtual_batch" else _POWER_OF_STEPS
-
-
-def recorded_of(planned: Iterable[PlanMember], members: Mapping[str, Member]) -> set[str]:
-    """Those of a plan whose claims count for what is usual: with a record, or all where nobody has one."""
-    peers = {one.peer for one in planned}
-    return {peer for peer in peers if members[peer].has_record} or peers
 
 
 def level_of(planned: Iterable[PlanMember], counting: Collection[str], power: float) -> float:
@@ -87,7 +81,7 @@ def next_rho(past: Sequence[CommittedRound], level: float) -> float:
 
 
 def norm_bound(member: PlanMember, rho: float, power: float) -> float:
-    """How long its contribution may be; of any length for a ``rho`` of 0.
+    """Bound on the norm of a member's contribution; none for a ``rho`` of 0.
 
     Work that earlier rounds were planned with and left out comes on top of its own, up to as much again: so leaving it
     out on purpose gains nobody more than a factor of two."""
@@ -98,7 +92,7 @@ def norm_bound(member: PlanMember, rho: float, power: float) -> float:
 
 
 def factor_of(member: PlanMember, rho: float, power: float) -> float:
-    """What its contribution is multiplied with to stay within its bound."""
+    """Factor that keeps a contribution within its bound."""
     norm, bound = total_norm(member.norms), norm_bound(member, rho, power)
     return 1.0 if norm <= bound else bound / norm
 
@@ -109,7 +103,7 @@ def exceeds(member: PlanMember, rho: float, power: float) -> bool:
 
 
 def suspects_of(plan: RoundPlan, members: Mapping[str, Member], power: float) -> tuple[str, ...]:
-    """Who would be suspected if this round turned out to be bad: whoever is at its bound, has no record while others
+    """Name the suspects if this round turned out to be bad: whoever is at its bound, has no record while others
     have, or contributes for the first time while others have before. ``members``: as before the round counts."""
     peers = [one.peer for one in plan.members]
     recorded = any(members[peer].has_record for peer in peers)

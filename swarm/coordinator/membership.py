@@ -429,13 +429,19 @@ def _progress(of: Member | PeerToCoordinatorHeartbeat) -> tuple[Any, ...]:
     return *state, of.activity, of.chunks_moved, of.bytes_received, of.tokens_done
 
 
+def counting(members: Mapping[str, Member], peers: Iterable[str]) -> list[str]:
+    """Those of these peers whose word steers others: the ones with a record, or all where none of them has one."""
+    peers = list(peers)
+    return [peer for peer in peers if members[peer].has_record] or peers
+
+
 def witnesses(members: Mapping[str, Member], holders: Iterable[str], anchor_version: int) -> list[str]:
     """Of these holders of a version those who were here when it was made, and know it from the round itself; all of
     them when none was. What others bring from their disks may be of a round that was undone. Of those the ones with a
     record, if any has one: newcomers, however many, do not outvote them."""
     holders = list(holders)
     present = [peer for peer in holders if members[peer].joined_version < anchor_version] or holders
-    return [peer for peer in present if members[peer].has_record] or present
+    return counting(members, present)
 
 
 def majority(digests: Iterable[bytes | None]) -> bytes | None:

@@ -9,9 +9,9 @@ from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.coverage import Again
 from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, way_back
-from shoal.swarm.coordinator.influence import exceeds, level_of, power_of, recorded_of, suspects_of
+from shoal.swarm.coordinator.influence import exceeds, level_of, power_of, suspects_of
 from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, merge, subtract
-from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.coordinator.rounds import Goal, Round, Work, is_over
 from shoal.swarm.coordinator.tally import Tally
@@ -218,7 +218,7 @@ class RunState(Admission):
         self.loss = verdict.loss if verdict.loss is not None else self.loss
         ranges = {one.peer: self.round.ranges[one.peer] for one in plan.members}
         members, power = self.membership.members, power_of(self.run)
-        level = level_of(plan.members, recorded_of(plan.members, members), power)
+        level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
         suspects = suspects_of(plan, members, power)
         self.again.lose([one for peer in lost for one in ranges.pop(peer)])
         for planned in plan.members:

@@ -50,7 +50,7 @@ class LeaseClock:
     _since_s: dict[str, float] = field(default_factory=dict)
     _ready_s: dict[str, float] = field(default_factory=dict)
     _before_s: float = -math.inf
-    """When the round before this one was opened."""
+    """Opening of the round before this one."""
 
     def begin(self, peer: str, now_s: float, held_tokens: int, tokens_per_s: float) -> None:
         """It asks for samples, maybe for the first time."""
@@ -61,7 +61,7 @@ class LeaseClock:
         self._ready_s[peer] = now_s
 
     def lose(self, peer: str) -> None:
-        """What it held is for others."""
+        """Forget a member: its samples are for others."""
         self._since_s.pop(peer, None)
         self._ready_s.pop(peer, None)
 
@@ -98,7 +98,7 @@ def pace_after(member: Member, tokens: int, took_s: float, recorded: Mapping[str
 
 
 def newcomers_tokens(recorded: Iterable[Member], goal_tokens: int, open_s: float | None) -> float:
-    """What all members without a record may hold together in a round that has been open for so long.
+    """Bound on what all members without a record hold together in a round that has been open for so long.
 
     As much more with time as those with a record are usually doing; ``open_s`` None: of a batch that has to be exact,
     whose share is known from the beginning."""
@@ -131,7 +131,7 @@ def outvotes(accusers: Collection[str], accused: str, present: Collection[str], 
 
 
 def accusations_of(round_number: int, said: Mapping[str, Collection[str]]) -> tuple[Accusation, ...]:
-    """What a round's accusers (each with those whom it accuses) have to do without from now on."""
+    """Pairs that follow from a round's reports: each accuser does without those whom it accuses from now on."""
     return tuple(
         Accusation(by=by, of=accused, round=round_number)
         for by in sorted(said)
@@ -178,7 +178,7 @@ class Accusations:
 
 
 def owners(members: Mapping[str, Member], peers: Sequence[str], least: int) -> list[bool]:
-    """Which of these peers may own parts: those with a record that can be reached, where there are any.
+    """Choose which of these peers may own parts: those with a record that can be reached, where there are any.
 
     An owner that has failed before may do better than none; one that cannot be reached will not. ``least``: so many
     owners a grid needs: where fewer have a record, those without one who have committed most come in as well."""
@@ -207,7 +207,7 @@ class Punctuality:
         return round_number >= self._until.get(peer, 0)
 
     def saw(self, round_number: int, ready: Iterable[str], awaited: Iterable[str]) -> None:
-        """Who was ready when the round was planned, and who was waited for in vain."""
+        """Take note of who was ready when the round was planned, and of who was waited for in vain."""
         for peer in ready:
             self._in_vain[peer] = max(0, self._in_vain.get(peer, 0) - 1)
         for peer in awaited:
