@@ -93,10 +93,10 @@ def opinion(members: Mapping[str, Member], history: History, digest: bytes | Non
 
 
 def work_of(members: Mapping[str, Member]) -> dict[str, int]:
-    """Weigh each one's word: by what it has committed, of those with a record; while nobody has one, of all; and
-    before anything is committed, everybody alike."""
+    """Weigh each one's word: by the tokens that it has committed, of those with a record; while nobody has one, by its
+    rounds, as the first claims of how much was done are nobody's proof; and before any round, everybody alike."""
     recorded = {peer: one.tokens_committed if one.has_record else 0 for peer, one in members.items()}
-    for work in (recorded, {peer: one.tokens_committed for peer, one in members.items()}):
+    for work in (recorded, {peer: one.rounds_committed for peer, one in members.items()}):
         if any(work.values()):
             return work
     return dict.fromkeys(members, 1)

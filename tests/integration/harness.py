@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -174,8 +175,10 @@ class Process:
         return self._popen.poll() is None
 
     def send(self, number: signal.Signals) -> None:
+        """Nothing happens to a process that has ended, or does so meanwhile."""
         if self.running:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def interrupt(self) -> None:
         self.send(signal.SIGINT)

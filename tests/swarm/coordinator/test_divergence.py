@@ -115,6 +115,25 @@ def test_the_word_of_newcomers_counts_nothing_beside_a_record() -> None:
     assert back(world) is not None
 
 
+def test_before_anybody_has_a_record_claims_of_much_work_weigh_nothing() -> None:
+    """In its first round nobody knows how fast a member is."""
+    world = World(run_file(), 2)
+    committed(world, 3, 2)
+    late = world.workers[2]
+    world.join(late)
+    world.sync(late)
+    world.take(late, world.ask(late, 200))
+    world.train(late, 200)
+    committed(world, 1, 3)
+    tokens = {peer: one.tokens_committed for peer, one in world.machine.membership.members.items()}
+    assert 2 * tokens[late.peer] > sum(tokens.values()), tokens
+    for worker in world.workers[:2]:
+        say(world, worker)
+    went = back(world)
+    assert went is not None
+    assert went.suspects == (late.peer,)
+
+
 def test_what_the_run_never_held_is_no_matter() -> None:
     world = World(run_file(), 2)
     committed(world, 2, 2)
