@@ -83,7 +83,7 @@ def test_the_run_goes_back_to_what_is_kept_and_goes_on(doubters: int, saved: int
     (back,) = [one for one in verdicts if one.went_back is not None]
     assert back.went_back is not None
     assert back.went_back.diverged
-    assert back.went_back.from_version == BAD_VERSION
+    assert back.went_back.from_version in (BAD_VERSION, BAD_VERSION + 1), "a third may commit before the second says so"
     assert back.verdict.anchor_version == min(saved, BAD_VERSION - 1)
     words = [life.words for life in lives]
     assert words.count(["go on"]) in (2, doubters), "a third one may have heard of the return before it said so"
