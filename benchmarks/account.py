@@ -17,14 +17,14 @@ import torch
 from common import publish, size_of
 from torch import Tensor
 
-from shoal.compression import fast
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.means import WeightedMean
+from shoal.compression.kernels import loader as fast
 from shoal.compression.registry import get_coding
+from shoal.compression.weighted_mean import WeightedMean
 from shoal.swarm.averaging.part_digest import part_digest
-from shoal.swarm.averaging.partition import chunk_elements
-from shoal.swarm.sealing import TAG_BYTES, SealedLink, preferred_cipher
+from shoal.swarm.coordinator.partition import chunk_elements
+from shoal.swarm.transport.frame_crypto import TAG_BYTES, SealedLink, preferred_cipher
 
 _REPEATS = 3
 _FAST_BPS = 1e9

@@ -17,9 +17,9 @@ import torch
 from common import console
 from torch import Tensor
 
-from shoal.compression import fast
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Uniform
+from shoal.compression.kernels import loader as fast
 from shoal.compression.registry import get_codec
 
 WEIGHT = 0.5

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from shoal.compression.registry import CODEC_NAMES
 from shoal.peer.recipes import load_recipe
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.run_file import parse_run_file
 
 CHUNK = 2**18
 GRADIENT_STEPS = 20

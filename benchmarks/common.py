@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shoal.peer.demo_child import Child
-from shoal.peer.export import export_model
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.messages import RosterEntry
-from shoal.swarm.transport import Node
+from shoal.peer.demo.demo_child import Child
+from shoal.peer.offline.export import export_model
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import RosterEntry
+from shoal.swarm.transport.transport import Node
 
 T = TypeVar("T")
 

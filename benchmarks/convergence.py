@@ -18,11 +18,11 @@ from common import Trained, console, parser, publish, train_swarm
 from torch import nn
 from torch.optim import AdamW
 
-from shoal.peer.export import read_model
+from shoal.peer.offline.export import read_model
 from shoal.peer.recipes import Recipe, load_recipe
-from shoal.peer.sample_order import SampleOrder
-from shoal.peer.schedule import lr_factor
-from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.peer.training.lr_schedule import lr_factor
+from shoal.peer.training.sample_order import SampleOrder
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 PEERS = 4
 BATCH = 8

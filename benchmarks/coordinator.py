@@ -26,9 +26,9 @@ from light_peer import LEASES_PER_ROUND, SAMPLES_PER_LEASE, TOKENS_PER_SAMPLE, H
 from light_view import Record
 from usage import cpu_s, rss_bytes
 
-from shoal.peer.demo_child import Child
+from shoal.peer.demo.demo_child import Child
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.invite import Invite
+from shoal.swarm.protocol.invite import Invite
 
 PATIENCE_S = 20.0
 _MAX_SOCKETS = 60_000

@@ -24,11 +24,11 @@ from typing import Any
 from common import await_invite, comma, end_on_sigterm, over, parser, publish
 from usage import rss_bytes
 
-from shoal.peer.demo_child import Child
+from shoal.peer.demo.demo_child import Child
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.invite import Invite
+from shoal.swarm.protocol.invite import Invite
 
 STRANGER = Path(__file__).parent.parent / "tests" / "attacks" / "flooding_stranger.py"
 KINDS = {"messages": 8, "connections": 2000, "joins": 32}

@@ -23,9 +23,9 @@ from zmq.utils import z85
 
 from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import (
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
     CoordinatorToPeerView,
@@ -42,9 +42,9 @@ from shoal.swarm.messages import (
     SampleRange,
     TensorSpec,
 )
-from shoal.swarm.sockets import bind, endpoint, tune
+from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
 from shoal.swarm.tasks import task_scope
-from shoal.swarm.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
+from shoal.swarm.transport.sockets import bind, endpoint, tune
 
 TOKENS_PER_SAMPLE = 1024
 SAMPLES_PER_LEASE = 16

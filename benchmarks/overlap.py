@@ -68,8 +68,8 @@ def run_toml(overlap: bool, options: Any) -> str:
 def run_host(pipe: Connection, site: Site, folder: Path) -> None:
     """In a process of its own: sends the invite, then every verdict. Imports come after ``enter``."""
     enter(site.namespace)
-    from shoal.peer.hosting import Hosting, HostOptions, host
-    from shoal.swarm.coordinator.facts import Fact, VerdictGiven
+    from shoal.peer.cli.hosting import Hosting, HostOptions, host
+    from shoal.swarm.coordinator.events import Fact, VerdictGiven
 
     def on_start(hosting: Hosting) -> None:
         pipe.send(str(hosting.invite))
@@ -87,12 +87,12 @@ def run_peer(site: Site, invite: str, folder: Path, step_s: float) -> None:
     """In a process of its own. Imports come after ``enter``: their threads belong into the namespace too."""
     enter(site.namespace)
     torch.set_num_threads(1)
-    from shoal.peer.data import DataAbout
-    from shoal.peer.inner_loop import make_inner
+    from shoal.peer.member.replica import Brought
     from shoal.peer.options import SessionOptions
     from shoal.peer.recipes import load_recipe
-    from shoal.peer.replica import Brought
     from shoal.peer.session import Session
+    from shoal.peer.training.data import DataAbout
+    from shoal.peer.training.inner_loop import make_inner
 
     options = SessionOptions(identity=folder / "identity", state=folder / "state", bind=(site.address, 0))
     with Session.connect(invite, options) as session:
@@ -156,9 +156,9 @@ def _verdicts(pipe: Connection) -> list[tuple[bool, int, float]]:
 
 
 def _row(overlap: bool, verdicts: list[tuple[bool, int, float]], options: Any, folder: Path) -> dict[str, Any]:
-    from shoal.peer.export import export_model, read_model
+    from shoal.peer.offline.export import export_model, read_model
     from shoal.peer.recipes import load_recipe
-    from shoal.swarm.run_file import load_run_file
+    from shoal.swarm.protocol.run_file import load_run_file
 
     committed = [(tokens, elapsed_s) for is_committed, tokens, elapsed_s in verdicts if is_committed]
     # From the first verdict on: before it, processes start at their own pace.

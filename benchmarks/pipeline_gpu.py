@@ -1,9 +1,9 @@
 """Two stages of a ``gpt`` on one device beside the unsplit model on it: tokens/s, forward and backward.
 
 Both stages are in this process, each with a training thread as a peer has one, and others that pack and unpack what
-goes between the two (``peer/staging.py``). In place of a network, packed bytes are copied from the memory of the one to
-that of the other. No round is averaged. The unsplit model takes the same micro-batches, adds up the same gradients, and
-takes turns with the stages; a figure is the median of its turns. ``apart``: of the two gradients, relative, in the L2
+goes between the two (``peer/pipeline/staging.py``). In place of a network, packed bytes are copied from the memory of
+the one to that of the other. No round is averaged. The unsplit model takes the same micro-batches, adds up the same
+gradients, and takes turns with the stages; a figure is the median of its turns. ``apart``: of the two gradients, relative, in the L2
 norm. On a CPU all of it shares the same cores: that shows that the script runs, and no more.
 """
 
@@ -26,17 +26,17 @@ from common import comma, over, parser, publish
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.peer.activations import TensorForm
-from shoal.peer.capability import autocast, choose_device
-from shoal.peer.inner_loop import InnerLoop
-from shoal.peer.local_work import AccumulatedGradient
-from shoal.peer.parameters import ParameterVector
+from shoal.peer.pipeline.activations import TensorForm
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.pipeline.staging import Computed, Staging, moved
 from shoal.peer.recipes.gpt import GptRecipe
-from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.staging import Computed, Staging, moved
+from shoal.peer.training.algorithms import AccumulatedGradient
+from shoal.peer.training.device import autocast, choose_device
+from shoal.peer.training.inner_loop import InnerLoop
+from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import DeviceError
-from shoal.swarm.run_file import DataSection, PipelineSection
-from shoal.swarm.run_values import make_codec
+from shoal.swarm.protocol.run_file import DataSection, PipelineSection
+from shoal.swarm.protocol.run_values import make_codec
 
 SIZES = {"layers": 12, "width": 1024, "heads": 16, "context": 1024}
 SMALL = {"layers": 2, "width": 64, "heads": 2, "context": 32}

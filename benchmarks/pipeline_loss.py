@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.peer.activations import TensorForm, pack, unpack
-from shoal.peer.parameters import ParameterVector
+from shoal.peer.pipeline.activations import TensorForm, pack, unpack
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.pipeline.training import Samples
 from shoal.peer.recipes.gpt import GptRecipe
-from shoal.peer.sample_order import SampleOrder
-from shoal.peer.span_training import Samples
-from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
-from shoal.swarm.pipeline.effects import MicroBatch
-from shoal.swarm.run_file import DataSection
-from shoal.swarm.run_values import make_codec
+from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.training.sample_order import SampleOrder
+from shoal.swarm.pipeline.engine.effects import MicroBatch
+from shoal.swarm.protocol.run_file import DataSection
+from shoal.swarm.protocol.run_values import make_codec
 
 SETTINGS = {"layers": 4, "width": 96, "heads": 4, "context": 64, "tie_embedding": False}
 BOUNDARIES = (0, 2, 4, 6)

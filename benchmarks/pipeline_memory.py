@@ -10,11 +10,11 @@ from typing import Any
 
 from common import await_invite, comma, end_on_sigterm, parser, publish
 
-from shoal.peer.demo_child import Child
+from shoal.peer.demo.demo_child import Child
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.swarm.coordinator.pipeline_view import optimizer_values
-from shoal.swarm.pipeline.span_rates import state_copies
-from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.swarm.pipeline.planner.span_rates import state_copies
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 PEERS, ROUNDS = 3, 4
 """Two stages, so that one of them is averaged by two replicas."""

@@ -18,14 +18,15 @@ from typing import Any
 import pipeline_recipe
 from shaped_links import enter
 
-from shoal.peer import pipeline_peer, recipes
-from shoal.peer.cli import main as shoal
-from shoal.peer.measured import MeasuredModel, measured_model
-from shoal.peer.span_training import SpanTraining
+from shoal.peer import recipes
+from shoal.peer.cli.cli import main as shoal
+from shoal.peer.pipeline import peer as pipeline_peer
+from shoal.peer.pipeline.measured import MeasuredModel, measured_model
+from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import service
 from shoal.swarm.coordinator.pipeline_planner import planner_of
-from shoal.swarm.pipeline.stage_plan import Infeasible
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.pipeline.planner.stage_plan import Infeasible
+from shoal.swarm.protocol.run_file import RunFile
 
 
 def wait_for_all(peers: int) -> None:

@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.layered import Layered, layered_from_makers
 from shoal.peer.recipes import check_settings
-from shoal.peer.stage_model import StageModel
-from shoal.swarm.run_file import DataSection
+from shoal.peer.training.layered import Layered, layered_from_makers
+from shoal.peer.training.stage_model import StageModel
+from shoal.swarm.protocol.run_file import DataSection
 
 NAME = "resting"
 FORWARD = 1 / 3

@@ -23,13 +23,13 @@ from torch.utils.data import TensorDataset
 
 from shoal.peer.checkpoints import keeper
 from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.member.replica import Brought
 from shoal.peer.options import SessionOptions
-from shoal.peer.replica import Brought
 from shoal.peer.session import Session
-from shoal.swarm.links import Sink
-from shoal.swarm.messages import Blob, Role, Verdict
-from shoal.swarm.sources import ChunkSource
-from shoal.swarm.transport import Node
+from shoal.swarm.protocol.messages import Blob, Role, Verdict
+from shoal.swarm.transport.links import Sink
+from shoal.swarm.transport.source import ChunkSource
+from shoal.swarm.transport.transport import Node
 
 STEP_S = 0.05
 """As if a GPU took so long: peers that share this machine's cores would otherwise measure these."""

@@ -19,15 +19,14 @@ from shaped_links import Site, enter
 from torch import Tensor
 
 from shoal.compression.norms import norms_of
-from shoal.peer.member import Member
-from shoal.peer.state import State
+from shoal.peer.member.member import Member
+from shoal.peer.training.anchor import State
 from shoal.swarm.averaging.norm_claims import ranges as claimed_ranges
-from shoal.swarm.averaging.outcomes import Committed, Offer
-from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.invite import Invite
-from shoal.swarm.links import Sink
-from shoal.swarm.messages import (
+from shoal.swarm.averaging.outcome import Committed, Offer
+from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import (
     Blob,
     CoordinatorToPeerModelAccepted,
     DeviceInfo,
@@ -40,7 +39,8 @@ from shoal.swarm.messages import (
     TensorSpec,
 )
 from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport import Node
+from shoal.swarm.transport.links import Sink
+from shoal.swarm.transport.transport import Node
 
 _PROBE_STEP = 4099
 """Every so manieth value of a mean is checked."""

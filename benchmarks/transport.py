@@ -18,9 +18,9 @@ from typing import Any
 
 from common import entry_of, parser, publish
 
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.messages import Blob, RosterEntry
-from shoal.swarm.transport import Node
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import Blob, RosterEntry
+from shoal.swarm.transport.transport import Node
 
 CHUNK = 2**20
 BLOB = Blob(kind="state", number=0)

@@ -16,12 +16,12 @@ import torch
 from common import console, parser, publish
 from torch import Tensor
 
-from shoal.peer.inner_loop import make_inner
-from shoal.peer.local_work import LocalWork, local_work
-from shoal.peer.outer_optimizer import outer_of
-from shoal.peer.parameters import ParameterVector
 from shoal.peer.recipes import Recipe, load_recipe
-from shoal.peer.schedule import lr_factor
+from shoal.peer.training.algorithms import LocalWork, local_work
+from shoal.peer.training.inner_loop import make_inner
+from shoal.peer.training.lr_schedule import lr_factor
+from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.norm_claims import pack, ranges, total_norm
 from shoal.swarm.coordinator.influence import (
     bounded,
@@ -33,8 +33,8 @@ from shoal.swarm.coordinator.influence import (
 )
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
-from shoal.swarm.messages import Certificate, DeviceInfo, Part, PlanMember, RosterEntry, RoundPlan
-from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.messages import Certificate, DeviceInfo, Part, PlanMember, RosterEntry, RoundPlan
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 BATCH, CONTEXT = 8, 64
 SLOWEST_STEPS = 3

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.compression import fast
 from shoal.compression.codec import (
     CodecError,
     Packed,
@@ -28,6 +27,7 @@ from shoal.compression.codec import (
     rounded_weight,
 )
 from shoal.compression.dither import dither
+from shoal.compression.kernels import loader as fast
 from shoal.compression.scratch import scratch
 
 _Arrays: TypeAlias = tuple[NDArray[np.float32], NDArray[np.uint8]]

@@ -12,7 +12,7 @@ from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import Codec
 from shoal.compression.lowbit import Int2, Sign
 from shoal.compression.segmented import Segmented
-from shoal.compression.sparse import TopK
+from shoal.compression.topk import TopK
 
 Shapes: TypeAlias = Sequence[tuple[str, Sequence[int]]]
 """Names and shapes of the tensors that, flat and one after the other, make a contribution."""

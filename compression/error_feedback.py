@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError, checked_range, checked_values, largest_of
-from shoal.compression.means import Lost
 from shoal.compression.norms import norms_of
 from shoal.compression.scratch import scratch, spacious
+from shoal.compression.weighted_mean import Lost
 
 _CPU = torch.device("cpu")
 _TILE = 1 << 18

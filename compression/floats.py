@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import CodecError, checked_range
-from shoal.compression.tiles import Layout, TiledCodec, option_name
+from shoal.compression.tiled import Layout, TiledCodec, option_name
 
 _BLOCK = 4096
 # A short block is filled up to a whole one while it is worked on.

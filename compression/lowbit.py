@@ -39,7 +39,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.compression import fast
 from shoal.compression.codec import (
     CodecError,
     Packed,
@@ -50,8 +49,9 @@ from shoal.compression.codec import (
     packed_tensor,
     rounded_weight,
 )
+from shoal.compression.kernels import loader as fast
 from shoal.compression.scratch import scratch
-from shoal.compression.tiles import Layout, TiledCodec, option_name
+from shoal.compression.tiled import Layout, TiledCodec, option_name
 
 _Array: TypeAlias = npt.NDArray[Any]
 

@@ -13,7 +13,7 @@ from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Auto, Coding, Shapes, Uniform
 from shoal.compression.floats import FloatCodec, ScaledFloatCodec
 from shoal.compression.lowbit import Int2, Sign
-from shoal.compression.sparse import TopK
+from shoal.compression.topk import TopK
 
 _Options = Mapping[str, type]
 _BLOCK: _Options = {"block": int}

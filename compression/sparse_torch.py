@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shoal.compression.sparse_format import (
+from shoal.compression.sparse_select import column_tops, flat_nonzero, largest, packed_bits, unpacked_bits
+from shoal.compression.topk_format import (
     LARGEST_SCALE_BITS,
     MAX_BFLOAT16_BITS,
     SPLIT_STEPS,
     TOO_LARGE_BITS,
     ChunkFormat,
 )
-from shoal.compression.sparse_select import column_tops, flat_nonzero, largest, packed_bits, unpacked_bits
 
 _TILE_VALUES = 1 << 18
 """Values taken at a time on a CPU: the temporaries of so many stay in its cache."""

@@ -1,5 +1,5 @@
 """``python -m shoal.peer`` is ``shoal``."""
 
-from shoal.peer.command import main
+from shoal.peer.cli.command import main
 
 main()

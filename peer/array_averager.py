@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.peer.member.replica import Brought
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
-from shoal.peer.parameters import ParameterVector
-from shoal.peer.replica import Brought
 from shoal.peer.session import Session
+from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import UserError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shoal.swarm.messages import RunView
+from shoal.swarm.protocol.messages import RunView
 
 
 def is_due(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.peer.checkpoints.remote.copying import CopyTo
 from shoal.peer.checkpoints.retention import Retention
-from shoal.peer.remote.copying import CopyTo
-from shoal.swarm.messages import Role
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.messages import Role
+from shoal.swarm.protocol.run_file import RunFile
 
 SHOAL_HOME = Path.home() / ".shoal"
 Event = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import BinaryIO, Literal
 
 import torch
 
-from shoal.peer.capability import available_bytes
+from shoal.peer.training.device import available_bytes
 
 _UNSEEN_BYTES = 64 * 2**20
 """So much is read without a look at how much memory there is."""

@@ -22,11 +22,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.layered import Layered, Maker, layered_from_makers
 from shoal.peer.recipes import check_settings
-from shoal.peer.stage_model import StageModel
+from shoal.peer.training.layered import Layered, Maker, layered_from_makers
+from shoal.peer.training.stage_model import StageModel
 from shoal.swarm.errors import RecipeError
-from shoal.swarm.run_file import DataSection
+from shoal.swarm.protocol.run_file import DataSection
 
 NAME = "shapes"
 SIZE = 16

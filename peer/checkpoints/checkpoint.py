@@ -24,9 +24,9 @@ from shoal.peer.checkpoints.own_state import OwnState, parse_own_state
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards, vectors
 from shoal.peer.regular_file import check_memory
-from shoal.peer.state import State
+from shoal.peer.training.anchor import State
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.messages import Verdict
+from shoal.swarm.protocol.messages import Verdict
 
 
 @dataclass(frozen=True)

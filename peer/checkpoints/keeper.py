@@ -16,11 +16,11 @@ from shoal.peer.checkpoints.own_state import Snapshots
 from shoal.peer.checkpoints.pace import Pace
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.network_thread import NetworkThread
-from shoal.peer.state import State
+from shoal.peer.training.anchor import State
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
-from shoal.swarm.links import in_thread
-from shoal.swarm.messages import TensorSpec, Verdict
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.messages import TensorSpec, Verdict
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.transport.links import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from shoal.compression.scratch import spacious
 from shoal.peer.checkpoints.plain import NotPlain, from_plain, to_plain
 from shoal.peer.checkpoints.source import refuse
 from shoal.peer.checkpoints.tensors import parse_file
-from shoal.peer.parameters import plain_name
-from shoal.swarm.averaging.outcomes import Carried
+from shoal.peer.training.parameters import plain_name
+from shoal.swarm.averaging.outcome import Carried
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from shoal.peer.checkpoints.manifest import FileEntry, Hex32
 from shoal.peer.checkpoints.sealed_file import content_bytes, seal, sealed_bytes, unseal
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.swarm.errors import SealedForOthers, StateFileError
-from shoal.swarm.identity import Identity, agreement_key, key_text
-from shoal.swarm.messages import MAX_TENSORS, Record
+from shoal.swarm.protocol.identity import Identity, agreement_key, key_text
+from shoal.swarm.protocol.messages import MAX_TENSORS, Record
 
 ENVELOPE = "sealed.json"
 SUFFIX = ".sealed"

@@ -25,7 +25,7 @@ from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.writing import WRITING, CheckpointWriter
 from shoal.swarm.durable import sync_folder
 from shoal.swarm.errors import StateFileError, StorageError
-from shoal.swarm.identity import Identity
+from shoal.swarm.protocol.identity import Identity
 
 log = logging.getLogger(__name__)
 

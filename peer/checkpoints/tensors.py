@@ -12,9 +12,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from shoal.peer.checkpoints.source import refuse
-from shoal.peer.parameters import split_by_layout
-from shoal.peer.state import bytes_of
-from shoal.swarm.messages import TensorSpec
+from shoal.peer.training.anchor import bytes_of
+from shoal.peer.training.parameters import split_by_layout
+from shoal.swarm.protocol.messages import TensorSpec
 
 SHARD_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**22

@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal.peer.checkpoints.manifest import MANIFEST, About, FileEntry, Manifest
 from shoal.peer.checkpoints.sealed_folder import ENVELOPE, Sealing
 from shoal.swarm.durable import sync_folder
-from shoal.swarm.identity import Identity
+from shoal.swarm.protocol.identity import Identity
 
 WRITING = ".new-"
 """What the names of folders begin with that are not whole yet."""

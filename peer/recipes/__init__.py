@@ -17,9 +17,9 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
-from shoal.peer.layered import LayeredRecipe
+from shoal.peer.training.layered import LayeredRecipe
 from shoal.swarm.errors import RecipeError
-from shoal.swarm.run_file import DataSection, RunFile
+from shoal.swarm.protocol.run_file import DataSection, RunFile
 
 GROUP = "shoal.recipes"
 
@@ -47,7 +47,7 @@ class Samples(Protocol):
 
 class Recipe(Protocol):
     """Model, loss and data of a run. Constructed as ``RecipeClass(settings, data, folders)``; files that ``data`` names
-    may be read below ``folders`` only, which the owner of this machine has named (``peer/data_files.py``).
+    may be read below ``folders`` only, which the owner of this machine has named (``peer/training/data_files.py``).
 
     The constructor raises ``RecipeError`` for settings that it cannot use. It opens no data: that is done by whoever
     asks for it first, which raises ``CorpusError``.

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shoal.peer.capability import usable_bytes
-from shoal.peer.data_files import DataFile, find_files
+from shoal.peer.training.data_files import DataFile, find_files
+from shoal.peer.training.device import usable_bytes
 from shoal.swarm.errors import CorpusError
-from shoal.swarm.run_file import DataSection
-from shoal.swarm.run_sources import file_pattern
+from shoal.swarm.protocol.run_file import DataSection
+from shoal.swarm.protocol.run_sources import file_pattern
 
 BYTE_VOCAB = 256
 SEPARATOR = 0

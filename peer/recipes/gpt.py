@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.peer.layered import Layered
 from shoal.peer.recipes import check_settings
 from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR, Corpus, WindowDataset, load_corpus
 from shoal.peer.recipes.gpt_model import Gpt, GptSettings, empty_model, layered_gpt
+from shoal.peer.training.layered import Layered
 from shoal.swarm.errors import RecipeError
-from shoal.swarm.run_file import DataSection
+from shoal.swarm.protocol.run_file import DataSection
 
 NAME = "gpt"
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from shoal.peer.layered import Layered
 from shoal.peer.recipes.corpus import BYTE_VOCAB
-from shoal.peer.stage_model import Layer
+from shoal.peer.training.layered import Layered
+from shoal.peer.training.stage_model import Layer
 
 _LINEAR_GAIN = 0.7
 _DRAWS = 3

@@ -18,21 +18,20 @@ from shoal.compression.codec import CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce
-from shoal.swarm.averaging.buffers import RoundBuffers
+from shoal.swarm.averaging.buffer_pool import RoundBuffers
+from shoal.swarm.averaging.chunk_header import may_hold
 from shoal.swarm.averaging.decoding import Decoding
-from shoal.swarm.averaging.fetching import ensure_part
-from shoal.swarm.averaging.groups import may_hold
 from shoal.swarm.averaging.head_start import HeadStart
 from shoal.swarm.averaging.lookout import Lookout
 from shoal.swarm.averaging.norm_claims import claim_of, ranges
 from shoal.swarm.averaging.offered import OfferedResults
-from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.averaging.pace import PacedEndpoint
+from shoal.swarm.averaging.result_fetch import ensure_part
 from shoal.swarm.averaging.results import Archive, ResultStore
-from shoal.swarm.coordinator_client import CoordinatorClient
+from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
-from shoal.swarm.links import in_thread
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     RoundPlan,
@@ -40,7 +39,8 @@ from shoal.swarm.messages import (
     Verdict,
 )
 from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport import Endpoint
+from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.transport import Endpoint
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.ahead import StreamAhead
-from shoal.swarm.averaging.contributions import ContributionSource, contribution_blob
+from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
 from shoal.swarm.averaging.seat import Seat
-from shoal.swarm.messages import RoundPlan
+from shoal.swarm.protocol.messages import RoundPlan
 
 _TRIES = 3
 """A stream is opened anew after such a part of what it is waited for; one that has nothing to bring yet need not be."""

@@ -6,13 +6,13 @@ import asyncio
 import logging
 
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.buffers import RoundBuffers
+from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.head_start import HeadStart
 from shoal.swarm.averaging.pace import PacedEndpoint
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.seat import Seat
-from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.messages import RoundPlan
+from shoal.swarm.client.coordinator_client import CoordinatorClient
+from shoal.swarm.protocol.messages import RoundPlan
 
 log = logging.getLogger(__name__)
 

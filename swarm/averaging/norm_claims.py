@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.swarm.averaging.partition import MIN_CHUNK_ELEMENTS
-from shoal.swarm.messages import MAX_CLAIM_BYTES
+from shoal.swarm.coordinator.partition import MIN_CHUNK_ELEMENTS
+from shoal.swarm.protocol.messages import MAX_CLAIM_BYTES
 
 MAX_RANGES = MAX_CLAIM_BYTES // 2
 """Ranges that a vector is cut into, at most: 128 bytes a member in every plan."""

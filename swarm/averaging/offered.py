@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.swarm.averaging.results import Archive, HeldResults, ResultStore
-from shoal.swarm.transport import Endpoint
+from shoal.swarm.transport.transport import Endpoint
 
 
 class OfferedResults(dict[int, ResultStore]):

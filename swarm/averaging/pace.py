@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from shoal.swarm.links import Sink
-from shoal.swarm.messages import MAX_DELIVERIES, Blob, Delivery
-from shoal.swarm.sources import ChunkSource
-from shoal.swarm.transport import Endpoint
+from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
+from shoal.swarm.transport.links import Sink
+from shoal.swarm.transport.source import ChunkSource
+from shoal.swarm.transport.transport import Endpoint
 
 _FEWEST_BYTES = 2**18
 """Less says more about delays than about a link."""

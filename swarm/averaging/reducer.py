@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shoal.compression.codec import CodecError, Packed
 from shoal.compression.coding import Coding
-from shoal.compression.means import Lost, WeightedMean
-from shoal.swarm.averaging.buffers import RoundBuffers
-from shoal.swarm.averaging.groups import Group, Header
+from shoal.compression.weighted_mean import Lost, WeightedMean
+from shoal.swarm.averaging.buffer_pool import RoundBuffers
+from shoal.swarm.averaging.chunk_header import Group, Header
 from shoal.swarm.averaging.norm_bounds import NormBounds
 
 Brought = tuple[Tensor, Tensor]

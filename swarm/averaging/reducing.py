@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.collecting import Collection
-from shoal.swarm.averaging.groups import Group
 from shoal.swarm.averaging.reducer import Brought, PartReducer, Reduced, Room
 from shoal.swarm.averaging.seat import Seat
-from shoal.swarm.links import in_thread
+from shoal.swarm.transport.links import in_thread
 
 
 @dataclass

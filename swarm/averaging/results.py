@@ -13,14 +13,14 @@ from torch import Tensor
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.decoding import Piece, decode_all
-from shoal.swarm.averaging.buffers import RoundBuffers
+from shoal.swarm.averaging.buffer_pool import RoundBuffers
+from shoal.swarm.averaging.chunk_header import Group, Header
 from shoal.swarm.averaging.chunk_store import ChunkStore
-from shoal.swarm.averaging.groups import Group, Header
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.part_digest import RunningDigest
 from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
-from shoal.swarm.links import in_thread
-from shoal.swarm.messages import Blob, Part, RoundPlan, Verdict
+from shoal.swarm.protocol.messages import Blob, Part, RoundPlan, Verdict
+from shoal.swarm.transport.links import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -9,16 +9,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from shoal.swarm.averaging.ahead import Chunks, StreamAhead
-from shoal.swarm.averaging.contributions import contribution_blob
-from shoal.swarm.averaging.groups import Group
+from shoal.swarm.averaging.chunk_header import Group
+from shoal.swarm.averaging.contribution import contribution_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, MemberGone, ShoalError, WireError
-from shoal.swarm.links import Sink
-from shoal.swarm.messages import Blob
-from shoal.swarm.sources import ChunkSource
-from shoal.swarm.transport import Endpoint
+from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.transport.links import Sink
+from shoal.swarm.transport.source import ChunkSource
+from shoal.swarm.transport.transport import Endpoint
 
 log = logging.getLogger(__name__)
 

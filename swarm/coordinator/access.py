@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shoal.swarm.errors import TryLater
-from shoal.swarm.run_file import AccessSection
+from shoal.swarm.protocol.run_file import AccessSection
 
 REJOINS_PER_MINUTE = 30
 """Of one known identity: of a machine that crashes as soon as it is in, and is started again by a script."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, gives_way
 from shoal.swarm.coordinator.scope import Scope
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, Superseded, TryLater
-from shoal.swarm.identity import peer_id, verify_certificate
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.identity import peer_id, verify_certificate
+from shoal.swarm.protocol.messages import (
     Certificate,
     DeviceInfo,
     PeerToCoordinatorDescribeModel,

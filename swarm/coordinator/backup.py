@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.swarm import durable
-from shoal.swarm.coordinator.folder_lock import FolderLock
 from shoal.swarm.coordinator.journal_files import JOURNAL, VERDICTS, JournalFiles
 from shoal.swarm.coordinator.records import RecordFile, free_name
 from shoal.swarm.errors import StorageError
+from shoal.swarm.folder_lock import FolderLock
 
 log = logging.getLogger(__name__)
 

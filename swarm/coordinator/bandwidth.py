@@ -8,9 +8,9 @@ from statistics import median_high, median_low
 from types import MappingProxyType
 
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.partition import FAST_BPS
 from shoal.swarm.averaging.traffic import Traffic
-from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
+from shoal.swarm.coordinator.partition import FAST_BPS
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 _ROUNDS = 3
 _SLOW_START = 3.0

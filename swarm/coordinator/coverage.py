@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator.leases import LeaseLedger, Ranges, merge, subtract, within
-from shoal.swarm.messages import MAX_EPOCHS, Coverage
+from shoal.swarm.protocol.messages import MAX_EPOCHS, Coverage
 
 
 def epochs_covered(leases: LeaseLedger, samples: int) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shoal.swarm.addresses import may_name, network_of, plain_text
-from shoal.swarm.control import Channel
 from shoal.swarm.coordinator.history import read_page
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.membership import Member
@@ -18,8 +16,7 @@ from shoal.swarm.coordinator.outdated import check_ours
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.errors import LinkError, NotAdmitted, UnknownRun
-from shoal.swarm.links import in_thread
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerRun,
@@ -38,7 +35,10 @@ from shoal.swarm.messages import (
     RosterEntry,
     Verdict,
 )
-from shoal.swarm.sockets import look_up
+from shoal.swarm.transport.addresses import may_name, network_of, plain_text
+from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.sockets import look_up
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,7 +7,6 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from shoal.swarm.control import Channel
 from shoal.swarm.coordinator.door import Door, Handler
 from shoal.swarm.coordinator.leases import Ranges, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
@@ -15,8 +14,8 @@ from shoal.swarm.coordinator.outdated import is_known
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.errors import NotAdmitted
-from shoal.swarm.identity import verify_certificate
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.identity import verify_certificate
+from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerLease,
@@ -34,6 +33,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorShowVerdict,
     RosterEntry,
 )
+from shoal.swarm.transport.control import Channel
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.service import CoordinatorService

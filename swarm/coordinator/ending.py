@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.coverage import epochs_covered
 from shoal.swarm.coordinator.divergence import WayBack, say_way_back
@@ -16,14 +16,14 @@ from shoal.swarm.coordinator.influence import bounded, usual_loss, weighted_medi
 from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
 from shoal.swarm.coordinator.membership import counting
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
-from shoal.swarm.coordinator.rounds import Judgement, closing_moment, judge, left_out, lost_work, weighted_mean
+from shoal.swarm.coordinator.round_rules import Judgement, closing_moment, judge, left_out, lost_work, weighted_mean
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.coordinator.trust import Punctuality, accusations_of, recorded_work
 from shoal.swarm.deadlines import Delays
-from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan, Verdict
-from shoal.swarm.pins import FIRST_STATE_OUTLOOK
-from shoal.swarm.run_file import RunFile
-from shoal.swarm.verdicts import chain_hash, signed_bytes
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, RoundPlan, Verdict
+from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.verdict_chain import chain_hash, signed_bytes
 
 Sign = Callable[[bytes], bytes]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
 
-from shoal.swarm.averaging.grid import fewest_rows, plan_parts, plan_rows
-from shoal.swarm.averaging.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
+from shoal.swarm.coordinator.grid import fewest_rows, plan_parts, plan_rows
 from shoal.swarm.coordinator.membership import Member, majority, witnesses
+from shoal.swarm.coordinator.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 from shoal.swarm.coordinator.trust import owners
-from shoal.swarm.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
+from shoal.swarm.protocol.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
 
 _ODDLY_SLOW = 20
 """By so many times slower than the usual link: chunks are not made for it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shoal.swarm.coordinator.facts import VerdictGiven
-from shoal.swarm.messages import MAX_VERDICTS, CoordinatorToPeerVerdicts, Verdict
-from shoal.swarm.verdicts import pack_verdict
+from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.protocol.messages import MAX_VERDICTS, CoordinatorToPeerVerdicts, Verdict
+from shoal.swarm.protocol.verdict_chain import pack_verdict
 
 PAGE_BYTES = 2**19
 """A page ends with the verdict that reaches it: packing more would hold up the event loop. One verdict alone always

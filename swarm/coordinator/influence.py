@@ -14,8 +14,8 @@ from statistics import median
 from shoal.swarm.averaging.norm_claims import total_norm
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
-from shoal.swarm.messages import PlanMember, RoundPlan
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.messages import PlanMember, RoundPlan
+from shoal.swarm.protocol.run_file import RunFile
 
 SLACK = 4.0
 """A contribution may be so many times as long as is usual for its weight. Of honest ones, of a small gpt with speeds of

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from shoal.swarm import durable
 from shoal.swarm.coordinator.backup import Backup
-from shoal.swarm.coordinator.facts import Fact, PipelineSnapshot, RunSnapshot, verdicts_in
-from shoal.swarm.coordinator.folder_lock import FolderLock
+from shoal.swarm.coordinator.events import Fact, PipelineSnapshot, RunSnapshot, verdicts_in
 from shoal.swarm.coordinator.journal_files import (
     JOURNAL,
     SNAPSHOT,
@@ -22,6 +21,7 @@ from shoal.swarm.coordinator.journal_files import (
 )
 from shoal.swarm.coordinator.records import NO_CHECK, RESTORE, RecordFile, pack_file
 from shoal.swarm.errors import StorageError
+from shoal.swarm.folder_lock import FolderLock
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgpack
 
-from shoal.swarm.coordinator.facts import Fact, InScope, VerdictGiven, pack_fact, unpack_fact, verdicts_in
+from shoal.swarm.coordinator.events import Fact, InScope, VerdictGiven, pack_fact, unpack_fact, verdicts_in
 from shoal.swarm.coordinator.records import RESTORE, RecordFile
 from shoal.swarm.errors import RunFileError, StorageError
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.swarm.messages import SampleRange
+from shoal.swarm.protocol.messages import SampleRange
 
 Ranges = list[tuple[int, int]]
 

@@ -6,12 +6,12 @@ writes before it tells anybody. Replaying the facts after a restart gives the sa
 
 from __future__ import annotations
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.hearing import Hearing
 from shoal.swarm.coordinator.leases import Ranges, from_wire, to_wire
 from shoal.swarm.coordinator.outdated import is_known, taken_over
-from shoal.swarm.coordinator.rounds import Judgement
-from shoal.swarm.messages import PeerToCoordinatorRequestLease, Verdict
+from shoal.swarm.coordinator.round_rules import Judgement
+from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease, Verdict
 
 
 class RunMachine(Hearing):

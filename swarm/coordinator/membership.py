@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
-from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
-from shoal.swarm.messages import (
+from shoal.swarm.coordinator.events import MemberJoined, MemberLost
+from shoal.swarm.protocol.messages import (
     MAX_MEMBERS,
     DeviceInfo,
     Headway,

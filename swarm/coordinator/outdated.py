@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.errors import WireError
-from shoal.swarm.messages import Verdict
-from shoal.swarm.verdicts import check_verdict
+from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.verdict_chain import check_verdict
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.state import RunState

@@ -6,17 +6,17 @@ or none. So a round is committed in all stages or in none."""
 
 from __future__ import annotations
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator.barrier import Barrier
 from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
-from shoal.swarm.coordinator.pipeline_barrier import Barrier
-from shoal.swarm.coordinator.pipeline_places import Places
 from shoal.swarm.coordinator.pipeline_spans import Spans
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.coordinator.pipeline_status import status_of
 from shoal.swarm.coordinator.pipeline_view import optimizer_values
+from shoal.swarm.coordinator.stall_detector import Places
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
     DeviceInfo,
     PeerToCoordinatorDescribeModel,
@@ -24,7 +24,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorHeartbeat,
     RosterEntry,
 )
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.run_file import RunFile
 
 
 class PipelineMachine(Spans):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from shoal.swarm.coordinator.pipeline_question import Planner
 from shoal.swarm.coordinator.pipeline_view import optimizer_values
-from shoal.swarm.pipeline.plan import plan_stages
-from shoal.swarm.pipeline.replanning import Rebalancing, replan
-from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.pipeline.planner.plan import plan_stages
+from shoal.swarm.pipeline.planner.replanning import Rebalancing, replan
+from shoal.swarm.pipeline.planner.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.protocol.run_file import RunFile
 
 
 def planner_of(run: RunFile) -> Planner:

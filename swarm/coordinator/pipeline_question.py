@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.swarm.pipeline.replanning import Rebalancing
-from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.replanning import Rebalancing
+from shoal.swarm.pipeline.planner.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
 
 
 class Planner(Protocol):

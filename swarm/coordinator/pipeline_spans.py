@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.pipeline_question import Question
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.coordinator.pipeline_view import believed, cost_of
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
-from shoal.swarm.messages import LayerSize, PeerToCoordinatorShowCapability
-from shoal.swarm.pipeline.replanning import Rebalancing
-from shoal.swarm.pipeline.stage_plan import Infeasible, PeerCapability, StagePlan
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.pipeline.planner.replanning import Rebalancing
+from shoal.swarm.pipeline.planner.stage_plan import Infeasible, PeerCapability, StagePlan
+from shoal.swarm.protocol.messages import LayerSize, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.run_file import RunFile
 
 
 class Spans(PipelineState):

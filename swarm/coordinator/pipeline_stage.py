@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.hearing import Hearing
 from shoal.swarm.coordinator.leases import Ranges, covers, from_wire, is_tidy, merge, overlap, subtract, to_wire
 from shoal.swarm.coordinator.pipeline_drives import Batch
 from shoal.swarm.errors import WireError
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     PeerToCoordinatorClaim,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorRelease,
 )
-from shoal.swarm.pins import PinnedLayer
-from shoal.swarm.run_file import RunFile
-from shoal.swarm.verdicts import genesis
+from shoal.swarm.protocol.pins import PinnedLayer
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.verdict_chain import genesis
 
 
 class StageMachine(Hearing):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.ending import Sign
@@ -12,9 +12,9 @@ from shoal.swarm.coordinator.leases import Ranges, from_wire, to_wire, union
 from shoal.swarm.coordinator.pipeline_drives import Batch, Drives
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.coordinator.pipeline_view import PipelineViews
-from shoal.swarm.messages import Capability, LayerSize, Phase, PipelineView, RunView
-from shoal.swarm.pipeline.stage_plan import StagePlan
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.pipeline.planner.stage_plan import StagePlan
+from shoal.swarm.protocol.messages import Capability, LayerSize, Phase, PipelineView, RunView
+from shoal.swarm.protocol.run_file import RunFile
 
 
 class PipelineState(Admission):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.coverage import coverage_of
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
-from shoal.swarm.messages import CoordinatorToPeerStatus, MemberStatus, StageStatus
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus, MemberStatus, StageStatus
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.pipeline_spans import Spans

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from shoal.swarm.messages import Capability, LayerSize, PipelineView, Span
-from shoal.swarm.pipeline.answers import predictions
-from shoal.swarm.pipeline.span_rates import Swarm
-from shoal.swarm.pipeline.stage_plan import LayerCost, PeerCapability, StagePlan
-from shoal.swarm.run_file import OuterSection, RunFile
+from shoal.swarm.pipeline.planner.answers import predictions
+from shoal.swarm.pipeline.planner.span_rates import Swarm
+from shoal.swarm.pipeline.planner.stage_plan import LayerCost, PeerCapability, StagePlan
+from shoal.swarm.protocol.messages import Capability, LayerSize, PipelineView, Span
+from shoal.swarm.protocol.run_file import OuterSection, RunFile
 
 _FASTEST = 64.0
 """Times as fast as usual, at a layer: more is not believed of anybody."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.access import Access
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.coordinator.sent_bytes import SentBytes
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
+from shoal.swarm.protocol.run_file import RunFile
 
 _EPOCH_STEP = 2**30
 """At least so much the epoch grows: the versions of as many rosters fit in between."""

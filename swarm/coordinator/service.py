@@ -9,22 +9,22 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from shoal.swarm.control import Channel
 from shoal.swarm.coordinator.door import Door
 from shoal.swarm.coordinator.doors import PipelineDoor, RunDoor, StageDoor
-from shoal.swarm.coordinator.facts import Fact, verdicts_in
+from shoal.swarm.coordinator.events import Fact, verdicts_in
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_planner import planner_of
 from shoal.swarm.coordinator.pipeline_question import Planner
 from shoal.swarm.errors import DeadlineExceeded, LinkError, StorageError
-from shoal.swarm.identity import Identity
-from shoal.swarm.links import in_thread
-from shoal.swarm.messages import Message, Verdict
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import Message, Verdict
+from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport import Node
+from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.transport import Node
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.coverage import Again
 from shoal.swarm.coordinator.divergence import Setback
-from shoal.swarm.coordinator.facts import MemberKept, RunSnapshot
+from shoal.swarm.coordinator.events import MemberKept, RunSnapshot
 from shoal.swarm.coordinator.leases import LeaseLedger, from_wire, to_wire
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.rollback import History
-from shoal.swarm.coordinator.rounds import Round
+from shoal.swarm.coordinator.round_rules import Round
 from shoal.swarm.coordinator.trust import Accusations
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.coverage import Again
@@ -13,12 +13,12 @@ from shoal.swarm.coordinator.influence import exceeds, level_of, power_of, suspe
 from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, merge, subtract
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound, History
-from shoal.swarm.coordinator.rounds import Goal, Round, Work, is_over
+from shoal.swarm.coordinator.round_rules import Goal, Round, Work, is_over
 from shoal.swarm.coordinator.tally import Tally
 from shoal.swarm.coordinator.trust import Accusations, LeaseClock, newcomers_tokens, pace_after, pace_limit
-from shoal.swarm.messages import DivergenceWord, RunView, TensorSpec, Verdict
-from shoal.swarm.run_file import RunFile
-from shoal.swarm.verdicts import genesis
+from shoal.swarm.protocol.messages import DivergenceWord, RunView, TensorSpec, Verdict
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.verdict_chain import genesis
 
 _MAX_COUNT = 2**62
 _LEASED_ROUNDS = 64

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.coverage import coverage_of
 from shoal.swarm.coordinator.divergence import warning_of
-from shoal.swarm.messages import CoordinatorToPeerStatus
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.state import RunState

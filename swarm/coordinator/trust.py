@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.swarm.coordinator.facts import Accusation
+from shoal.swarm.coordinator.events import Accusation
 from shoal.swarm.coordinator.membership import Member
-from shoal.swarm.messages import MAX_DETOURS, RoundPlan
+from shoal.swarm.protocol.messages import MAX_DETOURS, RoundPlan
 
 GROWTH = 2.0
 """A member may lease up to so many times what it was seen to commit: honest ones ask for less, and one that has become

@@ -4,10 +4,10 @@ that they did not come: ``accusing_member.py PEER,PEER join INVITE …``."""
 import sys
 from collections.abc import Set
 
-from shoal.peer.cli import main
+from shoal.peer.cli.cli import main
 from shoal.swarm.averaging.allreduce import Exchange
 from shoal.swarm.averaging.results import ResultStore
-from shoal.swarm.messages import Delivery, PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.messages import Delivery, PeerToCoordinatorRoundReport
 
 
 def accuse(accused: Set[str]) -> None:

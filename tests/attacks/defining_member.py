@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from shoal.peer import joining
-from shoal.peer.cli import main
+from shoal.peer.cli.cli import main
 from shoal.peer.recipes.gpt import GptRecipe
-from shoal.swarm.pins import PinsSection
+from shoal.peer.state_transfer import joining
+from shoal.swarm.protocol.pins import PinsSection
 
 
 def lie_about(what: str) -> None:

@@ -29,9 +29,9 @@ from contextlib import suppress
 import zmq
 from zmq.utils import z85
 
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.messages import PROTOCOL_VERSION, DeviceInfo, PeerToCoordinatorJoinRun
-from shoal.swarm.wire import Envelope, encode
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import PROTOCOL_VERSION, DeviceInfo, PeerToCoordinatorJoinRun
+from shoal.swarm.protocol.wire import Envelope, encode
 
 made = 0
 """Messages that were given to libzmq, connections, or joins that were answered; printed every second."""

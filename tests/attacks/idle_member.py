@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from shoal.peer.cli import main
-from shoal.peer.inner_loop import InnerLoop
+from shoal.peer.cli.cli import main
+from shoal.peer.training.inner_loop import InnerLoop
 
 
 def do_nothing() -> None:

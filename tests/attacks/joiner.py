@@ -18,9 +18,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import (
     CoordinatorToPeerJoinAccepted,
     DeviceInfo,
     Message,
@@ -29,7 +29,7 @@ from shoal.swarm.messages import (
     PeerToPeerPong,
     RequestFailed,
 )
-from shoal.swarm.wire import Envelope, decode, encode
+from shoal.swarm.protocol.wire import Envelope, decode, encode
 
 AT_ONCE = 24
 ANSWER_S = 8.0

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.swarm import run_file
-from shoal.swarm.control import Channel
 from shoal.swarm.errors import UnknownRun
-from shoal.swarm.identity import Identity
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import MESSAGES, CoordinatorToPeerRun, Message, PeerToCoordinatorGetRun
-from shoal.swarm.run_file import parse_run_file
-from shoal.swarm.transport import Node
+from shoal.swarm.protocol import run_file
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import MESSAGES, CoordinatorToPeerRun, Message, PeerToCoordinatorGetRun
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.transport import Node
 
 HOST = "127.0.0.1"
 

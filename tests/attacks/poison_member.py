@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.peer.cli import main
-from shoal.peer.local_work import PseudoGradient
+from shoal.peer.cli.cli import main
+from shoal.peer.training.algorithms import PseudoGradient
 
 
 def poison(factor: float) -> None:

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 import zmq
 from zmq.utils import z85
 
-from shoal.swarm.identity import CurveKeys
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import PeerToPeerPing
-from shoal.swarm.observer import observe
-from shoal.swarm.wire import Envelope, encode
+from shoal.swarm.client.observer import observe
+from shoal.swarm.protocol.identity import CurveKeys
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import PeerToPeerPing
+from shoal.swarm.protocol.wire import Envelope, encode
 
 SMALL, LARGE, CONNECTIONS = 100, 40, 8
 LARGE_BYTES = 30_000

@@ -7,7 +7,7 @@ import pytest
 from tests.attacks.trusted import ROUND_S, wait_for_records, wait_for_rounds
 from tests.integration.harness import Swarm, finish, run_toml
 
-from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.coordinator.events import VerdictGiven
 
 pytestmark = pytest.mark.integration
 

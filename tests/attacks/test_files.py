@@ -32,7 +32,7 @@ from tests.integration.harness import (
 )
 
 from shoal.swarm.errors import CorpusError, NotAccepted, RunChanged, RunFileError, ShoalError
-from shoal.swarm.invite import Invite
+from shoal.swarm.protocol.invite import Invite
 
 pytestmark = pytest.mark.integration
 

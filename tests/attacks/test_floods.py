@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from tests.integration.harness import HERE, ROUNDS_S, SHOAL, START_S, Host, Member, Process, Swarm, finish, run_toml
 
-from shoal.swarm.coordinator.facts import MemberJoined
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import RosterEntry
+from shoal.swarm.coordinator.events import MemberJoined
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import RosterEntry
 
 pytestmark = pytest.mark.integration
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tests.integration.harness import ROUNDS_S, Member, Swarm, eventually, finish, run_toml
 
-from shoal.swarm.coordinator.facts import VerdictGiven
-from shoal.swarm.messages import RoundPlan
+from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.protocol.messages import RoundPlan
 
 pytestmark = pytest.mark.integration
 

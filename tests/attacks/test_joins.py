@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.integration.harness import HERE, ROUNDS_S, START_S, Host, Process, Swarm, eventually, run_toml
 
-from shoal.swarm.coordinator.facts import MemberJoined
-from shoal.swarm.run_file import AccessSection
+from shoal.swarm.coordinator.events import MemberJoined
+from shoal.swarm.protocol.run_file import AccessSection
 
 pytestmark = [
     pytest.mark.integration,

@@ -8,8 +8,8 @@ import pytest
 from tests.attacks.trusted import ROUND_S, committed_with, wait_for_records
 from tests.integration.harness import ROUNDS_S, Swarm, eventually, finish, run_toml
 
-from shoal.swarm.coordinator.facts import VerdictGiven
-from shoal.swarm.messages import Verdict
+from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.protocol.messages import Verdict
 
 pytestmark = pytest.mark.integration
 

@@ -7,7 +7,7 @@ import pytest
 from tests.integration.harness import LEAVE_S, ROUNDS_S, SHOAL, START_S, Swarm, check_parity, run_toml
 
 from shoal.swarm.errors import CorpusError, ModelMismatch, RecipeError
-from shoal.swarm.run_file import load_run_file
+from shoal.swarm.protocol.run_file import load_run_file
 
 pytestmark = pytest.mark.integration
 

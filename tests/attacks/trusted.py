@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from tests.integration.harness import ROUNDS_S, Host, Member, eventually
 
-from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
-from shoal.swarm.messages import Verdict
+from shoal.swarm.protocol.messages import Verdict
 
 ROUND_S = 1.0
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from shoal.peer.cli import main
-from shoal.swarm.averaging.contributions import ContributionSource
+from shoal.peer.cli.cli import main
+from shoal.swarm.averaging.contribution import ContributionSource
 
 
 def withhold() -> None:

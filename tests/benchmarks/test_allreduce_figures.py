@@ -66,7 +66,7 @@ def test_bytes_of_a_flat_group() -> None:
 def test_a_run_file_for_every_case() -> None:
     from round_case import Case, run_toml
 
-    from shoal.swarm.run_file import parse_run_file
+    from shoal.swarm.protocol.run_file import parse_run_file
 
     run = parse_run_file(run_toml(Case("float16", 100, peers=7, patience_s=9.0)))
     assert (run.averaging.codec, run.round.tokens, run.round.patience_s) == ("float16", 7, 9.0)

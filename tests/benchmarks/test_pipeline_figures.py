@@ -85,8 +85,8 @@ def test_a_chain_that_packs_nothing_away_trains_as_the_whole_model_does() -> Non
     from pipeline_loss import Chain
 
     from shoal.peer.recipes.gpt import GptRecipe
-    from shoal.swarm.run_file import DataSection
-    from shoal.swarm.run_values import make_codec
+    from shoal.swarm.protocol.run_file import DataSection
+    from shoal.swarm.protocol.run_values import make_codec
 
     settings = {"layers": 4, "width": 16, "heads": 2, "context": 16, "tie_embedding": False}
     recipe = GptRecipe(settings, DataSection(source="stdlib"))
@@ -105,8 +105,8 @@ def test_a_peers_memory_is_enough_for_one_stage_and_for_no_two() -> None:
     from pipeline import CASES, LINK_CASE, REFILL_CASE
     from pipeline_run import LAYERS, MICRO_BATCH
 
-    from shoal.swarm.pipeline.plan import LayerCost, PeerCapability
-    from shoal.swarm.pipeline.span_rates import Swarm
+    from shoal.swarm.pipeline.planner.plan import LayerCost, PeerCapability
+    from shoal.swarm.pipeline.planner.span_rates import Swarm
 
     for case in (*CASES, LINK_CASE, REFILL_CASE):
         pipeline = case.run_file.pipeline

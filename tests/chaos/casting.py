@@ -2,7 +2,7 @@
 
 from tests.chaos.attack import Attack
 
-from shoal.swarm.messages import RoundPlan
+from shoal.swarm.protocol.messages import RoundPlan
 
 
 def cast(plan: RoundPlan) -> dict[str, str]:

@@ -7,9 +7,9 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.lives import Life
 from tests.fakes.swarm import TASKS_OF_A_MEMBER, Swarm
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.leases import count
-from shoal.swarm.verdicts import check_verdict, genesis
+from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 
 
 def check(run: Swarm, lives: list[Life], others: int) -> None:

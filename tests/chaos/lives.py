@@ -10,10 +10,10 @@ from tests.fakes.processes import context_of, the_loop
 from tests.fakes.swarm import SimMember, Swarm
 from torch import Tensor
 
-from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.coordinator.leases import count, merge
 from shoal.swarm.errors import NotAdmitted
-from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease, RunView
+from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease, RunView
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tests.chaos.attack import ATTACKED, GLOBAL, Attack
 from tests.fakes.memory_network import Step
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 
 if TYPE_CHECKING:
     from tests.chaos.scene import Scene

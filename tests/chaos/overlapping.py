@@ -7,7 +7,7 @@ from tests.chaos.lives import Life, Reborn
 from tests.fakes.swarm import Swarm
 from torch import Tensor
 
-from shoal.swarm.averaging.outcomes import Outcome, OutOfDate
+from shoal.swarm.averaging.outcome import Outcome, OutOfDate
 from shoal.swarm.coordinator.leases import Ranges, merge
 
 

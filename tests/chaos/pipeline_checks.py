@@ -7,7 +7,7 @@ from tests.chaos.pipeline_scene import BATCH, ROUNDS, STAGES, Peer, Scene
 from tests.chaos.small_model import plain_loop
 from torch import Tensor
 
-from shoal.swarm.coordinator.facts import Fact, InScope, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.events import Fact, InScope, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.leases import from_wire
 from shoal.swarm.errors import RunEnded
 

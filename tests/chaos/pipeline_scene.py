@@ -18,23 +18,24 @@ from tests.fakes.processes import context_of, current_process, run_processes, th
 from tests.fakes.training_threads import SharedLoop, TrainingThread
 from tests.fakes.virtual_clock import until
 
-from shoal.peer import connection, pipeline_peer
-from shoal.peer.connection import Connection
-from shoal.peer.held_span import HeldSpan
+from shoal.peer.member import connection
+from shoal.peer.member.connection import Connection
+from shoal.peer.member.replica import Replica
 from shoal.peer.options import SessionOptions
-from shoal.peer.pipeline_peer import PipelinePeer
-from shoal.peer.replica import Replica
-from shoal.peer.span_training import SpanTraining
+from shoal.peer.pipeline import peer as pipeline_peer
+from shoal.peer.pipeline.peer import PipelinePeer
+from shoal.peer.pipeline.span import HeldSpan
+from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import door, doors, service
-from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.identity import Identity
-from shoal.swarm.invite import Invite
-from shoal.swarm.run_file import parse_run_file
-from shoal.swarm.transport import Node
-from shoal.swarm.wire import Envelope
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.wire import Envelope
+from shoal.swarm.transport.transport import Node
 
 STAGES, ROUNDS, BATCH, MICRO = 3, 4, 16, 2
 PATIENCE_S = 6.0

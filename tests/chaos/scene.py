@@ -17,9 +17,9 @@ from tests.fakes.processes import context_of, run_processes, the_loop
 from tests.fakes.swarm import PATIENCE_S, Swarm, run_toml, swarm
 from tests.fakes.virtual_clock import until
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.errors import LinkError
-from shoal.swarm.messages import RoundPlan
+from shoal.swarm.protocol.messages import RoundPlan
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.chaos.real.inflict import rss_bytes
 from tests.integration.audit import Audit, Parity
 from tests.integration.harness import KILLED, SHOAL, START_S, Host, Member, Swarm, eventually, run_toml
 
-from shoal.swarm.run_file import load_run_file
+from shoal.swarm.protocol.run_file import load_run_file
 
 EVERY_S = 1.0
 PATIENCE_S = 3.0

@@ -11,8 +11,8 @@ from tests.fakes.processes import run_processes
 from tests.fakes.swarm import run_toml, swarm
 from tests.fakes.virtual_clock import until
 
-from shoal.swarm.coordinator import facts as f
-from shoal.swarm.messages import DivergenceWord, KeptState
+from shoal.swarm.coordinator import events as f
+from shoal.swarm.protocol.messages import DivergenceWord, KeptState
 
 BAD_VERSION = ATTACKED + 2
 

@@ -8,7 +8,7 @@ from tests.chaos.test_more_faults import pairs
 from tests.chaos.test_one_fault import POSSIBLE
 from tests.fakes.processes import run_processes
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 
 
 @pytest.mark.parametrize("attack", POSSIBLE["group"], ids=str)

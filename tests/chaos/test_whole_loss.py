@@ -15,10 +15,10 @@ from tests.fakes.virtual_clock import until
 from tests.integration.audit import Audit
 from torch import Tensor
 
-from shoal.swarm.averaging.outcomes import Committed
-from shoal.swarm.coordinator import facts as f
-from shoal.swarm.messages import KeptState
-from shoal.swarm.verdicts import check_verdict
+from shoal.swarm.averaging.outcome import Committed
+from shoal.swarm.coordinator import events as f
+from shoal.swarm.protocol.messages import KeptState
+from shoal.swarm.protocol.verdict_chain import check_verdict
 
 MEMBERS = 3
 ELEMENTS = 3 * 4096 + 17

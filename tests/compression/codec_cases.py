@@ -12,8 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.compression import fast
 from shoal.compression.codec import Codec, CodecError
+from shoal.compression.kernels import loader as fast
 from shoal.compression.registry import CODEC_NAMES, get_codec
 
 FLOAT_MAX = torch.finfo(torch.float32).max

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.compression.codec_cases import gaussian, needs_numba, same_bits, use
 from torch import Tensor
 
-from shoal.compression import fast
 from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import CodecError
+from shoal.compression.kernels import loader as fast
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny

@@ -35,7 +35,7 @@ def test_sizes_types_and_names(codec: Codec) -> None:
 
 def test_kernels_are_asked_for_where_both_paths_are_tested(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("shoal.compression.fast.kernels", asked.append)
+    monkeypatch.setattr("shoal.compression.kernels.loader.kernels", asked.append)
     codec.encode(torch.ones(2))
     assert bool(asked) == any(codec in param.values[0] for param in PATHS if "numba" in param.values[0])
 

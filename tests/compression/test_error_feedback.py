@@ -12,8 +12,8 @@ from torch import Tensor
 from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.means import Lost
 from shoal.compression.registry import CODEC_NAMES, get_codec
+from shoal.compression.weighted_mean import Lost
 
 N, CHUNK = 700, 300
 CHUNKS = [(0, 300), (300, 600), (600, 700)]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.compression import fast
 from shoal.compression.codec import CodecError
 from shoal.compression.coding import Uniform
+from shoal.compression.kernels import loader as fast
 from shoal.compression.registry import get_codec
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_compiled_after_warming_up(name: str, options: dict[str, Any]
 
 KERNEL = """
 from shoal.compression.helper import answer
-from shoal.compression.jit import njit
+from shoal.compression.kernels.jit import njit
 
 @njit
 def ask():
@@ -116,7 +116,7 @@ def ask():
 print(ask())
 """
 HELPER = """
-from shoal.compression.jit import njit
+from shoal.compression.kernels.jit import njit
 
 @njit
 def answer():
@@ -128,9 +128,8 @@ def test_machine_code_is_made_anew_when_only_a_helper_s_module_changes(tmp_path:
     """numba itself looks at the module of the kernel alone, and would go on with the old answer."""
     pytest.importorskip("numba")
     folder = tmp_path / "shoal" / "compression"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").touch()
-    shutil.copy(str(jit_path()), folder)
+    (folder / "kernels").mkdir(parents=True)
+    shutil.copy(str(jit_path()), folder / "kernels")
     (folder / "kernel.py").write_text(KERNEL)
     answers = []
     for number in (1, 1, 2):
@@ -142,6 +141,6 @@ def test_machine_code_is_made_anew_when_only_a_helper_s_module_changes(tmp_path:
 
 
 def jit_path() -> Path:
-    from shoal.compression import jit
+    from shoal.compression.kernels import jit
 
     return Path(jit.__file__)

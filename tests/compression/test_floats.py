@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.compression import tiles
+from shoal.compression import tiled as tiles
 from shoal.compression.codec import CodecError
 from shoal.compression.floats import FloatCodec, ScaledFloatCodec
 from shoal.compression.lowbit import Int2, Sign
-from shoal.compression.tiles import TiledCodec
+from shoal.compression.tiled import TiledCodec
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 F8 = torch.float8_e4m3fn

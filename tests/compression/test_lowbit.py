@@ -120,7 +120,7 @@ def test_sums_are_made_in_halves(path: str) -> None:
 @needs_numba
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 512, 4096])
 def test_kernels_sum_in_the_same_order(block: int) -> None:
-    kernels = importlib.import_module("shoal.compression.lowbit_kernels")
+    kernels = importlib.import_module("shoal.compression.kernels.lowbit")
     for seed in range(5):
         values, sums = noise(block, seed).numpy(), np.empty(block // 8, np.float32)
         sizes = [abs(x) * F(2.0**-16) for x in values]
@@ -171,7 +171,7 @@ def test_a_tie_takes_the_inner_magnitude_on_both_paths() -> None:
 
 @needs_numba
 def test_kernels_are_compiled_ahead_for_both() -> None:
-    importlib.import_module("shoal.compression.lowbit_kernels").warm_up()
+    importlib.import_module("shoal.compression.kernels.lowbit").warm_up()
     for codec in (Sign(), Int2(block=64)):
         assert list(Uniform(codec).kernels) == ["lowbit_kernels"]
 

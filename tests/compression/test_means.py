@@ -12,8 +12,8 @@ from tests.compression.codec_cases import floats, gaussian, needs_numba, same_bi
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError, largest_of
-from shoal.compression.means import Lost, WeightedMean
 from shoal.compression.registry import get_codec
+from shoal.compression.weighted_mean import Lost, WeightedMean
 
 paths = pytest.mark.parametrize("path", ["torch", pytest.param("numba", marks=needs_numba)])
 N = 700

@@ -15,7 +15,7 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.lowbit import Int2
 from shoal.compression.norms import RELATIVE_ERROR, norms_of, squared_norm
 from shoal.compression.segmented import Segmented
-from shoal.compression.sparse import TopK
+from shoal.compression.topk import TopK
 
 SUBNORMAL = 2.0**-126
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.compression import fast
 from shoal.compression.codec import CodecError
-from shoal.compression.sparse import TopK
+from shoal.compression.kernels import loader as fast
+from shoal.compression.topk import TopK
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny
@@ -403,4 +403,4 @@ def test_a_gpu_gives_the_bytes_and_the_residual_of_the_cpu(codec: TopK) -> None:
 
 @needs_numba
 def test_kernels_warm_up() -> None:
-    importlib.import_module("shoal.compression.sparse_kernels").warm_up()
+    importlib.import_module("shoal.compression.kernels.sparse_kernels").warm_up()

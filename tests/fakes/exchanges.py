@@ -15,7 +15,7 @@ from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.allreduce import AllReduce, Exchange
 from shoal.swarm.averaging.results import HeldResults, ResultStore
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.messages import RoundPlan
+from shoal.swarm.protocol.messages import RoundPlan
 
 PATIENCE_S = 6.0
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.grid import plan_parts
-from shoal.swarm.averaging.groups import Group
-from shoal.swarm.averaging.partition import chunk_elements
-from shoal.swarm.messages import Part, PlanMember, RoundPlan
+from shoal.swarm.averaging.chunk_header import Group
+from shoal.swarm.coordinator.grid import plan_parts
+from shoal.swarm.coordinator.partition import chunk_elements
+from shoal.swarm.protocol.messages import Part, PlanMember, RoundPlan
 
 PEERS = [f"{chr(97 + index)}" * 16 for index in range(26)]
 

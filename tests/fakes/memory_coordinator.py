@@ -9,16 +9,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.fakes.memory_network import MemoryEndpoint
 from tests.fakes.virtual_clock import now_s
 
-from shoal.swarm.coordinator.facts import Fact, VerdictGiven
+from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.coordinator.events import Fact, VerdictGiven
 from shoal.swarm.coordinator.history import read_page
 from shoal.swarm.coordinator.leases import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.outdated import check_ours
-from shoal.swarm.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable, WireError
-from shoal.swarm.identity import CurveKeys, Identity, verify_certificate
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
@@ -39,7 +39,7 @@ from shoal.swarm.messages import (
     PeerToCoordinatorShowVerdict,
     RosterEntry,
 )
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.run_file import parse_run_file
 
 _DEVICE = DeviceInfo(kind="cpu", name="fake", memory_bytes=0)
 

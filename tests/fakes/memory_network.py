@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from tests.fakes.virtual_clock import now_s, until
 
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Unreachable
-from shoal.swarm.messages import Blob
-from shoal.swarm.sources import ChunkSource, CountedSource
-from shoal.swarm.transport import Sink
+from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.transport.source import ChunkSource, CountedSource
+from shoal.swarm.transport.transport import Sink
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ from typing import Any
 from tests.fakes.memory_network import MemoryEndpoint, MemoryNetwork
 from tests.fakes.processes import ProcessLoop, context_of, current_process
 
-from shoal.swarm.caller_guard import CallerGuard
-from shoal.swarm.channel import Channel
-from shoal.swarm.control import ControlPlane
 from shoal.swarm.errors import LinkError, NotAdmitted, Unreachable
-from shoal.swarm.gate import Admit
-from shoal.swarm.identity import CurveKeys
-from shoal.swarm.inflow import Inflow
-from shoal.swarm.links import Meter, Sink
-from shoal.swarm.messages import Blob, Message, PeerToPeerPing, PeerToPeerPong
-from shoal.swarm.sources import ChunkSource
-from shoal.swarm.transport import Node
-from shoal.swarm.wire import MAX_REQUEST_BYTES, Envelope, decode, encode
+from shoal.swarm.protocol.identity import CurveKeys
+from shoal.swarm.protocol.messages import Blob, Message, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.wire import MAX_REQUEST_BYTES, Envelope, decode, encode
+from shoal.swarm.transport.caller_guard import CallerGuard
+from shoal.swarm.transport.channel import Channel
+from shoal.swarm.transport.control import ControlPlane
+from shoal.swarm.transport.inflow import Inflow
+from shoal.swarm.transport.links import Meter, Sink
+from shoal.swarm.transport.source import ChunkSource
+from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.zap_auth import Admit
 
 HOST = "127.0.0.1"
 _LATENCY_S = 0.002

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 from tests.fakes.memory_coordinator import MemoryCoordinator
 
-from shoal.swarm.control import Channel
 from shoal.swarm.errors import LinkError
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import MESSAGES, Message
-from shoal.swarm.transport import Node
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import MESSAGES, Message
+from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.transport import Node
 
 HOST = "127.0.0.1"
 

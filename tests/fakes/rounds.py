@@ -7,11 +7,11 @@ import torch
 from tests.fakes.memory_coordinator import identity
 
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.groups import Header
+from shoal.swarm.averaging.chunk_header import Header
 from shoal.swarm.averaging.part_digest import part_digest
 from shoal.swarm.averaging.results import ResultStore, chunks_of
-from shoal.swarm.messages import RoundPlan, Verdict
-from shoal.swarm.verdicts import chain_hash, genesis, signed_bytes
+from shoal.swarm.protocol.messages import RoundPlan, Verdict
+from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
 COORDINATOR = identity(1_000_000)
 RUN_HASH = hashlib.sha256(b"a run").digest()

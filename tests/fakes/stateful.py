@@ -10,16 +10,16 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, swarm
 from torch import Tensor
 
-from shoal.peer.catch_up import Steps
-from shoal.peer.missed_rounds import MissedRounds
-from shoal.peer.outer_optimizer import outer_of
-from shoal.peer.record_keeper import RecordKeeper
-from shoal.peer.round_records import RECORDS, Owner, RoundRecords
-from shoal.peer.state import State
+from shoal.peer.history.catch_up import Steps
+from shoal.peer.history.missed_rounds import MissedRounds
+from shoal.peer.history.record_writer import RecordKeeper
+from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
+from shoal.peer.training.anchor import State
+from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.outcomes import Committed, Outcome
-from shoal.swarm.coordinator.facts import VerdictGiven
-from shoal.swarm.messages import Verdict
+from shoal.swarm.averaging.outcome import Committed, Outcome
+from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.protocol.messages import Verdict
 
 
 class StatefulMember(SimMember):

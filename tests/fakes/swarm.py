@@ -16,10 +16,10 @@ from torch import Tensor
 from shoal.compression.norms import norms_of
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.norm_claims import ranges
-from shoal.swarm.averaging.outcomes import CarryOn, Committed, Offer, Outcome
+from shoal.swarm.averaging.outcome import CarryOn, Committed, Offer, Outcome
 from shoal.swarm.coordinator.leases import Ranges, count, merge, to_wire
 from shoal.swarm.errors import LinkError, NotAdmitted
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
     KeptState,
@@ -29,7 +29,7 @@ from shoal.swarm.messages import (
     RunView,
     TensorSpec,
 )
-from shoal.swarm.scoped_endpoint import ScopedEndpoint
+from shoal.swarm.transport.scoped_endpoint import ScopedEndpoint
 
 PATIENCE_S = 6.0
 TASKS_OF_A_MEMBER = 3

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shoal.swarm.coordinator.facts import Fact, ModelDescribed, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.events import Fact, ModelDescribed, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.leases import LeaseLedger, Ranges, count, from_wire, merge, subtract
 from shoal.swarm.coordinator.state import RunState
-from shoal.swarm.run_file import RunFile
-from shoal.swarm.verdicts import genesis
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.verdict_chain import genesis
 
 
 class Audit:

@@ -11,9 +11,9 @@ from typing import Any
 
 from slow_member import slow_down
 
-from shoal.peer.cli import main
-from shoal.peer.remote.remote_store import RemoteStore
-from shoal.peer.remote.restoring import Restorer
+from shoal.peer.checkpoints.remote.restoring import Restorer
+from shoal.peer.checkpoints.remote.store import RemoteStore
+from shoal.peer.cli.cli import main
 
 
 def die() -> None:

@@ -10,8 +10,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from shoal.peer.cli import main
-from shoal.swarm.coordinator.facts import Fact, LeaseGranted, RoundClosing, RoundPlanned, VerdictGiven
+from shoal.peer.cli.cli import main
+from shoal.swarm.coordinator.events import Fact, LeaseGranted, RoundClosing, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
 
 

@@ -15,18 +15,18 @@ from typing import Any
 
 from slow_member import slow_down
 
-from shoal.peer import round_records
 from shoal.peer.checkpoints.store import CheckpointStore, round_of
-from shoal.peer.cli import main
-from shoal.peer.partial_state import IncomingFile, PartialState
-from shoal.peer.replica import Replica
-from shoal.peer.state_sharing import StateSource
+from shoal.peer.cli.cli import main
+from shoal.peer.history import round_records
+from shoal.peer.member.replica import Replica
+from shoal.peer.state_transfer.donor import StateSource
+from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState
 from shoal.swarm.averaging.allreduce import AllReduce
-from shoal.swarm.averaging.contributions import ContributionSource
+from shoal.swarm.averaging.contribution import ContributionSource
 from shoal.swarm.averaging.reducer import Reduced
 from shoal.swarm.averaging.reducing import Reduction
-from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
+from shoal.swarm.client.coordinator_client import CoordinatorClient
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 
 
 class Doom:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shoal.swarm.coordinator.facts import Fact
+from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal_files import JOURNAL, SNAPSHOT, facts_of
 from shoal.swarm.coordinator.records import RecordFile
 

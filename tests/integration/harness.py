@@ -21,10 +21,10 @@ from tests.integration.audit import Audit, Parity
 from tests.integration.followed_journal import FollowedJournal
 from tests.integration.forked import Forked, can_fork
 
-from shoal.swarm.coordinator.facts import Fact, VerdictGiven
-from shoal.swarm.identity import Identity
-from shoal.swarm.invite import Invite
-from shoal.swarm.run_file import load_run_file
+from shoal.swarm.coordinator.events import Fact, VerdictGiven
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.run_file import load_run_file
 
 HERE = Path(__file__).parent
 SHOAL = (sys.executable, "-m", "shoal.peer")

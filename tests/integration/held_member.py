@@ -7,8 +7,8 @@ from typing import Any
 
 from slow_member import slow_down
 
-from shoal.peer.cli import main
-from shoal.peer.inner_loop import InnerLoop
+from shoal.peer.cli.cli import main
+from shoal.peer.training.inner_loop import InnerLoop
 
 
 def hold_at(gate: Path) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from shoal.peer.supervisor import Restarts, supervise
+from shoal.peer.cli.supervisor import Restarts, supervise
 
 if __name__ == "__main__":
     _, most, *arguments = sys.argv

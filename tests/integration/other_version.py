@@ -1,10 +1,10 @@
 """``shoal`` of a release that speaks another protocol version."""
 
-from shoal.swarm import messages
+from shoal.swarm.protocol import messages
 
 messages.PROTOCOL_VERSION += 1  # before anybody imports it from there
 
-from shoal.peer.cli import main  # noqa: E402
+from shoal.peer.cli.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

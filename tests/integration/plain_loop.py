@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from shoal.peer.recipes import load_recipe
-from shoal.peer.sample_order import SampleOrder
-from shoal.swarm.run_file import parse_run_file
+from shoal.peer.training.sample_order import SampleOrder
+from shoal.swarm.protocol.run_file import parse_run_file
 
 
 def plain_loop(toml: str, rounds: int, batch: int) -> dict[str, Tensor]:

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from shoal.peer.cli import main
-from shoal.swarm.coordinator.facts import Fact
+from shoal.peer.cli.cli import main
+from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal import Journal
 
 

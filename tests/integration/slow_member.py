@@ -4,8 +4,8 @@ import sys
 import time
 from typing import Any
 
-from shoal.peer.cli import main
-from shoal.peer.inner_loop import InnerLoop
+from shoal.peer.cli.cli import main
+from shoal.peer.training.inner_loop import InnerLoop
 
 
 def slow_down(seconds: float) -> None:

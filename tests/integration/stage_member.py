@@ -12,11 +12,11 @@ from typing import Any
 
 from doomed_member import Doom, answered
 
-from shoal.peer import pipeline_peer
-from shoal.peer.cli import main
-from shoal.peer.measured import MeasuredModel
-from shoal.peer.span_training import SpanTraining
-from shoal.swarm.messages import PeerToCoordinatorClaim, PeerToCoordinatorRoundReady
+from shoal.peer.cli.cli import main
+from shoal.peer.pipeline import peer as pipeline_peer
+from shoal.peer.pipeline.measured import MeasuredModel
+from shoal.peer.pipeline.training import SpanTraining
+from shoal.swarm.protocol.messages import PeerToCoordinatorClaim, PeerToCoordinatorRoundReady
 
 _STEP_S = 0.01
 """Rests before each computation, to leave the cores to the others."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
-from shoal.swarm.invite import parse_address
+from shoal.swarm.protocol.invite import parse_address
 
 BATCH, BATCHES = 8, 4
 

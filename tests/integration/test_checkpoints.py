@@ -19,7 +19,7 @@ from tests.integration.harness import (
     run_toml,
 )
 
-from shoal.peer.verifying import Verified, find_checkpoints, verify_checkpoints
+from shoal.peer.offline.verify import Verified, find_checkpoints, verify_checkpoints
 
 pytestmark = pytest.mark.integration
 

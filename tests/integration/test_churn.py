@@ -22,7 +22,7 @@ from tests.integration.harness import (
     run_toml,
 )
 
-from shoal.swarm.coordinator.facts import MemberLost, VerdictGiven
+from shoal.swarm.coordinator.events import MemberLost, VerdictGiven
 from shoal.swarm.errors import Superseded
 
 pytestmark = pytest.mark.integration

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.integration.harness import CALM, HERE, KILLED, ROUNDS_S, SHOAL, START_S, Member, Process, Swarm, run_toml
 
-from shoal.swarm.identity import Identity, key_text
+from shoal.swarm.protocol.identity import Identity, key_text
 
 pytestmark = pytest.mark.integration
 

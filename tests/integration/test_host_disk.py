@@ -9,12 +9,12 @@ from tests.integration.audit import Parity
 from tests.integration.harness import HERE, KILLED, ROUNDS_S, START_S, Host, Member, Swarm, run_toml
 from tests.integration.test_second_address import free_ports
 
-from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.coordinator.journal_files import JOURNAL, VERDICTS, JournalFiles
 from shoal.swarm.errors import StorageError
-from shoal.swarm.identity import Identity
-from shoal.swarm.run_file import load_run_file
-from shoal.swarm.verdicts import check_verdict, genesis
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.run_file import load_run_file
+from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 
 pytestmark = pytest.mark.integration
 

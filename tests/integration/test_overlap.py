@@ -22,7 +22,7 @@ from tests.integration.harness import (
 
 from shoal.peer.array_averager import ArrayAverager
 from shoal.peer.options import SessionOptions
-from shoal.swarm.coordinator.facts import LeaseGranted, VerdictGiven
+from shoal.swarm.coordinator.events import LeaseGranted, VerdictGiven
 from shoal.swarm.errors import UserError
 
 pytestmark = pytest.mark.integration

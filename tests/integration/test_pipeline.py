@@ -16,21 +16,21 @@ from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import Manifest
+from shoal.peer.checkpoints.remote.copies import find_copies
+from shoal.peer.checkpoints.remote.restoring import Restorer
+from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
-from shoal.peer.cli import app
-from shoal.peer.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
-from shoal.peer.remote.copies import find_copies
-from shoal.peer.remote.remote_store import RemoteStore
-from shoal.peer.remote.restoring import Restorer
-from shoal.peer.replay import replay
-from shoal.peer.stage_members import stage_folder
-from shoal.peer.verifying import Verified, find_checkpoints, verify_checkpoints
-from shoal.swarm.coordinator.facts import InScope, MemberLost, RoundPlanned, VerdictGiven
+from shoal.peer.cli.cli import app
+from shoal.peer.member.memberships import stage_folder
+from shoal.peer.offline.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
+from shoal.peer.offline.replay import replay
+from shoal.peer.offline.verify import Verified, find_checkpoints, verify_checkpoints
+from shoal.swarm.coordinator.events import InScope, MemberLost, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.leases import from_wire
 from shoal.swarm.errors import RunEnded
-from shoal.swarm.identity import Identity
-from shoal.swarm.invite import Invite
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Invite
 
 pytestmark = pytest.mark.integration
 

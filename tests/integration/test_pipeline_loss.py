@@ -11,9 +11,9 @@ from tests.integration.test_pipeline import MEMORY, STAGES, TOML, check_samples,
 from tests.integration.test_pipeline import ROUNDS as FEW
 
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
+from shoal.peer.checkpoints.remote.copies import Copy, find_copies, in_step
+from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.remote.copies import Copy, find_copies, in_step
-from shoal.peer.remote.remote_store import RemoteStore
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,7 @@ from tests.integration.harness import (
     run_toml,
 )
 
-from shoal.peer.round_records import RECORDS, open_record
+from shoal.peer.history.round_records import RECORDS, open_record
 
 pytestmark = pytest.mark.integration
 

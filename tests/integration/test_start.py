@@ -11,11 +11,11 @@ from tests.integration.test_pipeline import BATCH, CONTEXT, MEMORY, ROUNDS, STAG
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.export import export_from_run, gather_from_run
+from shoal.peer.offline.export import export_from_run, gather_from_run
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.identity import Identity
-from shoal.swarm.invite import Invite
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.run_file import parse_run_file
 
 pytestmark = pytest.mark.integration
 

@@ -31,8 +31,8 @@ from shoal.swarm.errors import (
     Unreachable,
     WrongKey,
 )
-from shoal.swarm.identity import Identity
-from shoal.swarm.invite import Invite
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Invite
 
 pytestmark = pytest.mark.integration
 

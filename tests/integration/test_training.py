@@ -22,7 +22,7 @@ from tests.integration.harness import (
     run_toml,
 )
 
-from shoal.peer.export import read_model
+from shoal.peer.offline.export import read_model
 from shoal.swarm.errors import Diverged, UserError
 
 pytestmark = pytest.mark.integration

@@ -3,7 +3,7 @@
 import pytest
 from tests.integration.harness import DOOMED_HOST, KILLED, ROUNDS_S, SHOAL, START_S, Swarm, finish, run_toml
 
-from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.coordinator.events import VerdictGiven
 
 pytestmark = pytest.mark.integration
 

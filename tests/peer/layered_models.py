@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.compression.registry import get_codec
-from shoal.peer.activations import TensorForm
-from shoal.peer.layered import Layered, LayeredRecipe
-from shoal.peer.local_work import AccumulatedGradient
-from shoal.peer.parameters import ParameterVector
+from shoal.peer.pipeline.activations import TensorForm
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.pipeline.staging import Computed, Staging
 from shoal.peer.recipes import Recipe, Samples
 from shoal.peer.recipes.gpt import GptRecipe
-from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.staging import Computed, Staging
-from shoal.swarm.run_file import DataSection
+from shoal.peer.training.algorithms import AccumulatedGradient
+from shoal.peer.training.layered import Layered, LayeredRecipe
+from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.protocol.run_file import DataSection
 
 GPT = {"layers": 4, "heads": 2, "width": 32, "context": 16, "tie_embedding": False}
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
-from shoal.peer.layered import Layered
-from shoal.peer.start_files import StartFiles
-from shoal.peer.start_section import StartFrom, start_section, with_section
-from shoal.peer.start_state import RunStart
-from shoal.peer.state import State
-from shoal.swarm.messages import TensorSpec
-from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.peer.cli.start_section import StartFrom, start_section, with_section
+from shoal.peer.state_transfer.start_files import StartFiles
+from shoal.peer.state_transfer.start_state import RunStart
+from shoal.peer.training.anchor import State
+from shoal.peer.training.layered import Layered
+from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 SETTINGS = "".join(f"{key} = {str(value).lower()}\n" for key, value in GPT.items())
 

@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.peer import capability
-from shoal.peer.capability import available_bytes, free_bytes, kept_bytes, memory_bytes, samples_that_fit, usable_bytes
+from shoal.peer.training import device as capability
+from shoal.peer.training.device import (
+    available_bytes,
+    free_bytes,
+    kept_bytes,
+    memory_bytes,
+    samples_that_fit,
+    usable_bytes,
+)
 from shoal.swarm.errors import DeviceError
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from tests.fakes.swarm import Swarm, run_toml
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
-from shoal.peer.catch_up import path, roll_forward
+from shoal.peer.history.catch_up import path, roll_forward
 from shoal.swarm.averaging import results
 from shoal.swarm.errors import LinkError
-from shoal.swarm.messages import Verdict
+from shoal.swarm.protocol.messages import Verdict
 
 ELEMENTS = 3 * 4096 + 17
 SAMPLES = 10

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shoal.peer.joining import agree_on_state
-from shoal.peer.own_states import OwnStates
-from shoal.peer.state import State
+from shoal.peer.state_transfer.joining import agree_on_state
+from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError
 
 

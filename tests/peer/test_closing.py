@@ -4,7 +4,7 @@ import pytest
 from tests.swarm.coordinator.world import World, run_file
 
 from shoal.peer.closing import is_due, least_s
-from shoal.swarm.messages import Phase, RunView
+from shoal.swarm.protocol.messages import Phase, RunView
 
 
 def view(round_number: int, phase: Phase) -> RunView:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.peer.consent import ACCEPTED_FILE, Consent, RunTerms
+from shoal.peer.cli.consent import ACCEPTED_FILE, Consent, RunTerms
 from shoal.peer.recipes import load_recipe
 from shoal.swarm.errors import CorpusError, NotAccepted, UserError
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.run_file import RunFile
 
 SETTINGS = {"layers": 1, "heads": 2, "width": 16, "context": 12}
 
@@ -151,7 +151,7 @@ def test_a_run_file_moves_no_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_opened_before_the_answer(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("shoal.peer.data_files.DataFile.open", lambda file: opened.append(file.name))
+    monkeypatch.setattr("shoal.peer.training.data_files.DataFile.open", lambda file: opened.append(file.name))
     with pytest.raises(NotAccepted):
         Terminal(monkeypatch, "n").agree(run_file(), tmp_path / "peer", [data])
     assert opened == []

@@ -11,7 +11,7 @@ import torch
 from shoal.peer.recipes import corpus
 from shoal.peer.recipes.corpus import Corpus, WindowDataset, load_corpus
 from shoal.swarm.errors import CorpusError
-from shoal.swarm.run_file import DataSection
+from shoal.swarm.protocol.run_file import DataSection
 
 
 def load(source: str, *folders: Path, vocab: int = 256, context: int = 8, held_out: float = 0.1) -> Corpus:

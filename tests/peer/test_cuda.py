@@ -8,15 +8,15 @@ from tests.peer.layered_models import Key, Line, SquaredError, batch_of, gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.capability import autocast, choose_device, describe_device, free_bytes, samples_that_fit
 from shoal.peer.checkpoints.own_state import Snapshots, own_tree
-from shoal.peer.inner_loop import InnerLoop, make_inner
-from shoal.peer.layered import layered_from_sequential
-from shoal.peer.local_work import AccumulatedGradient, PseudoGradient
-from shoal.peer.parameters import ParameterVector
-from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
-from shoal.swarm.averaging.outcomes import Carried
-from shoal.swarm.run_file import InnerSection
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.training.algorithms import AccumulatedGradient, PseudoGradient
+from shoal.peer.training.device import autocast, choose_device, describe_device, free_bytes, samples_that_fit
+from shoal.peer.training.inner_loop import InnerLoop, make_inner
+from shoal.peer.training.layered import layered_from_sequential
+from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.averaging.outcome import Carried
+from shoal.swarm.protocol.run_file import InnerSection
 
 pytestmark = [
     pytest.mark.gpu,

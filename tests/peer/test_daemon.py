@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from shoal.peer import daemon
-from shoal.peer.consent import RunTerms
-from shoal.peer.data_files import DataFile
+from shoal.peer.cli import join as daemon
+from shoal.peer.cli.consent import RunTerms
 from shoal.peer.options import SessionOptions
+from shoal.peer.training.data_files import DataFile
 from shoal.swarm.errors import NotAccepted, RecipeError
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.run_file import RunFile
 
 
 def run_file(recipe: str = "gpt") -> RunFile:

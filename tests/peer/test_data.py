@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.peer.data import LeasedSamples, fingerprint, take_batch
+from shoal.peer.training.data import LeasedSamples, fingerprint, take_batch
 from shoal.swarm.coordinator.leases import count, from_wire, merge
 
 LOSS = torch.tensor(2.0)
@@ -173,7 +173,7 @@ def test_tensors_of_any_kind_can_be_hashed() -> None:
 
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
     program = (
-        "import torch, numpy as np\nfrom shoal.peer.data import fingerprint\n"
+        "import torch, numpy as np\nfrom shoal.peer.training.data import fingerprint\n"
         "print(fingerprint([{'x': torch.ones(2), 'y': ('a', 1, np.int64(3))}]).hex())"
     )
     found = subprocess.run(

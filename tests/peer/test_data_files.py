@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.peer import data_files
-from shoal.peer.data_files import DataFile, find_files, named_folders
+from shoal.peer.training import data_files
+from shoal.peer.training.data_files import DataFile, find_files, named_folders
 from shoal.swarm.errors import CorpusError, UserError
 
 

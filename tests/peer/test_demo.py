@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.peer.demo import DemoOptions, run_demo
-from shoal.peer.demo_averaging import troubles_of
-from shoal.peer.demo_child import EventFile, fresh_folder
-from shoal.peer.demo_figures import Figures, Plan, float32_ddp_bytes, make_figures, report
-from shoal.peer.demo_report import Curve, Mark, loss_curve, plot_loss, write_json
-from shoal.peer.demo_run_file import demo_run_toml
-from shoal.peer.demo_view import Board
+from shoal.peer.demo.demo_averaging import troubles_of
+from shoal.peer.demo.demo_child import EventFile, fresh_folder
+from shoal.peer.demo.demo_figures import Figures, Plan, float32_ddp_bytes, make_figures, report
+from shoal.peer.demo.demo_report import Curve, Mark, loss_curve, plot_loss, write_json
+from shoal.peer.demo.demo_view import Board
+from shoal.peer.demo.run import DemoOptions, run_demo
+from shoal.peer.demo.run_files import demo_run_toml
 from shoal.swarm.errors import StorageError, UserError
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.run_file import parse_run_file
 
 PLAN = Plan(
     peers=2,

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.peer.capability import parse_memory
-from shoal.peer.demo import DemoOptions, run_demo
-from shoal.peer.demo_assembly import Assembled
-from shoal.peer.demo_pipeline import memory_needs
-from shoal.peer.demo_run_file import STAGE_MEMORY, pipeline_rounds, pipeline_run_toml
-from shoal.peer.demo_stage_events import Death, choose_victim, held_now, usual_round_s, whole_run
-from shoal.peer.demo_stages import PipelineFigures, Setting, make_pipeline_figures, troubles_of
-from shoal.peer.demo_stages_view import stages_marks, stages_report, stages_title
-from shoal.peer.demo_view import Board
+from shoal.peer.demo.demo_assembly import Assembled
+from shoal.peer.demo.demo_pipeline import memory_needs
+from shoal.peer.demo.demo_stage_events import Death, choose_victim, held_now, usual_round_s, whole_run
+from shoal.peer.demo.demo_stages import PipelineFigures, Setting, make_pipeline_figures, troubles_of
+from shoal.peer.demo.demo_stages_view import stages_marks, stages_report, stages_title
+from shoal.peer.demo.demo_view import Board
+from shoal.peer.demo.run import DemoOptions, run_demo
+from shoal.peer.demo.run_files import STAGE_MEMORY, pipeline_rounds, pipeline_run_toml
 from shoal.peer.recipes import load_recipe
 from shoal.peer.recipes.gpt import GptRecipe
+from shoal.peer.training.device import parse_memory
 from shoal.swarm.errors import UserError
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.run_file import parse_run_file
 
 SETTING = Setting(
     stages=2,

@@ -2,8 +2,8 @@ import resource
 
 import pytest
 
-from shoal.peer.descriptors import HOST_DESCRIPTORS, allow_descriptors, warn_host
-from shoal.swarm.messages import MAX_MEMBERS
+from shoal.peer.cli.descriptors import HOST_DESCRIPTORS, allow_descriptors, warn_host
+from shoal.swarm.protocol.messages import MAX_MEMBERS
 
 UNLIMITED = resource.RLIM_INFINITY
 

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from shoal.peer import capability, doctor
-from shoal.peer.cli import app
-from shoal.peer.doctor import Diagnosis, advice, duration, examine, largest_span, report, size
-from shoal.peer.layer_costs import LayerMeasure
-from shoal.peer.measured import MeasuredModel
+from shoal.peer.cli import doctor
+from shoal.peer.cli.cli import app
+from shoal.peer.cli.doctor import Diagnosis, advice, duration, examine, largest_span, report, size
+from shoal.peer.pipeline.layer_costs import LayerMeasure
+from shoal.peer.pipeline.measured import MeasuredModel
+from shoal.peer.training import device as capability
 from shoal.swarm.errors import DeviceError, RecipeError, RunFileError
-from shoal.swarm.messages import DeviceInfo
-from shoal.swarm.pipeline.plan import LayerCost
+from shoal.swarm.pipeline.planner.plan import LayerCost
+from shoal.swarm.protocol.messages import DeviceInfo
 
 RUN = """
 algorithm = "virtual_batch"

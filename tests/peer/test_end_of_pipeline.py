@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.peer.pipeline_peer import PipelinePeer
+from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.swarm.errors import Diverged, RunEnded
 
 

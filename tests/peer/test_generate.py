@@ -5,7 +5,7 @@ import torch
 
 from shoal.peer.recipes.gpt import Gpt, GptRecipe, generate
 from shoal.swarm.errors import RecipeError
-from shoal.swarm.run_file import DataSection
+from shoal.swarm.protocol.run_file import DataSection
 
 TINY = {"layers": 2, "heads": 2, "width": 16, "context": 12}
 

@@ -13,7 +13,7 @@ from shoal.peer.recipes.corpus import WindowDataset
 from shoal.peer.recipes.gpt import Gpt, GptRecipe, generate
 from shoal.peer.recipes.gpt_model import rotary_table, rotate
 from shoal.swarm.errors import CorpusError, RecipeError
-from shoal.swarm.run_file import DataSection
+from shoal.swarm.protocol.run_file import DataSection
 
 TINY = {"layers": 2, "heads": 2, "width": 16, "context": 12}
 

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.peer.held_span import HeldSpan
-from shoal.peer.member import Progress
-from shoal.swarm.pipeline.hops import Span
+from shoal.peer.member.member import Progress
+from shoal.peer.pipeline.span import HeldSpan
+from shoal.swarm.pipeline.engine.hops import Span
 
 
 class FakeNetwork:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from tests.peer.checkpoints.making import RUN, RUN_TOML, verdict_chain
 
-from shoal.peer.history import Origin, check_chain, pack_head, pack_history, unpack_history
-from shoal.peer.history_file import HistoryFile
+from shoal.peer.history.chain import Origin, check_chain, pack_head, pack_history, unpack_history
+from shoal.peer.history.file import HistoryFile
 from shoal.swarm.errors import StateFileError, StorageError
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.messages import Verdict
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import Verdict
 
 HOST = Identity.generate()
 KEY = HOST.public_key

@@ -9,10 +9,10 @@ from tests.fakes.memory_coordinator import MemoryChannel
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual, until
 
-from shoal.peer.history import unpack_history
-from shoal.peer.history_keeper import HistoryKeeper
-from shoal.swarm.coordinator.facts import VerdictGiven
-from shoal.swarm.messages import Message, PeerToCoordinatorGetVerdicts, Verdict
+from shoal.peer.history.chain import unpack_history
+from shoal.peer.history.sync import HistoryKeeper
+from shoal.swarm.coordinator.events import VerdictGiven
+from shoal.swarm.protocol.messages import Message, PeerToCoordinatorGetVerdicts, Verdict
 
 ELEMENTS = 4096
 

@@ -7,12 +7,12 @@ import pytest
 from tests.swarm.coordinator.stories import RUN, story
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.hosting import Hosting, HostOptions, check_keys, host, host_identity
+from shoal.peer.cli.hosting import Hosting, HostOptions, check_keys, host, host_identity
 from shoal.swarm.coordinator.backup import Backup
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import IdentityError, UserError
-from shoal.swarm.identity import Identity
-from shoal.swarm.run_file import load_run_file
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.run_file import load_run_file
 
 RUN_HASH = b"r" * 32
 

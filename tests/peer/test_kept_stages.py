@@ -12,9 +12,9 @@ from tests.peer.test_replay import ELEMENTS, ROUNDS, SAMPLES, contribution, reco
 from shoal.peer.checkpoints.checkpoint import read_verdicts
 from shoal.peer.checkpoints.manifest import StageAbout, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.kept_stages import KeptStage
+from shoal.peer.offline.kept_stages import KeptStage
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.messages import Verdict
+from shoal.swarm.protocol.messages import Verdict
 
 
 @pytest.fixture

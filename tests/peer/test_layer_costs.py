@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.peer.layer_costs import Bench, LayerMeasure, measure_layers
+from shoal.peer.pipeline.layer_costs import Bench, LayerMeasure, measure_layers
 from shoal.swarm.errors import DeviceError
-from shoal.swarm.run_values import make_codec
+from shoal.swarm.protocol.run_values import make_codec
 
 CPU = torch.device("cpu")
 

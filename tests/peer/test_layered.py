@@ -9,13 +9,13 @@ import torch
 from tests.peer.layered_models import GPT, LayeredAndWhole, batch_of, gpt, shapes
 from torch import Tensor, nn
 
-from shoal.peer.layered import Layered, LayeredRecipe, layered_from_makers, layered_from_sequential
-from shoal.peer.parameters import ParameterVector
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.recipes.gpt_model import GptSettings, layered_gpt
-from shoal.peer.stage_model import Layer, StageModel
+from shoal.peer.training.layered import Layered, LayeredRecipe, layered_from_makers, layered_from_sequential
+from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.training.stage_model import Layer, StageModel
 from shoal.swarm.errors import ModelMismatch, RecipeError
-from shoal.swarm.run_file import DataSection
+from shoal.swarm.protocol.run_file import DataSection
 
 recipes = pytest.mark.parametrize("make", [gpt, shapes])
 

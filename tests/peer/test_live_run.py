@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.export import _chains
-from shoal.peer.live_run import LiveRun, Share
+from shoal.peer.offline.export import _chains
+from shoal.peer.offline.live_run import LiveRun, Share
 from shoal.swarm.errors import LinkError, StateFileError
 
 HEARTBEAT_S, PATIENCE_S = 1.0, 6.0

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.peer.local_work import AccumulatedGradient, OverlappedPseudoGradient, PseudoGradient
-from shoal.peer.parameters import ParameterVector
+from shoal.peer.training.algorithms import AccumulatedGradient, OverlappedPseudoGradient, PseudoGradient
+from shoal.peer.training.parameters import ParameterVector
 
 DATA = torch.randn(12, 3, generator=torch.Generator().manual_seed(3))
 

@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.cli import app
-from shoal.peer.history import Origin, pack_head, pack_history
-from shoal.peer.hosting import ORIGIN_FILE
-from shoal.peer.log_command import show_log
-from shoal.peer.log_sources import open_log
-from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.peer.cli.cli import app
+from shoal.peer.cli.hosting import ORIGIN_FILE
+from shoal.peer.cli.log_command import show_log
+from shoal.peer.cli.log_sources import open_log
+from shoal.peer.history.chain import Origin, pack_head, pack_history
+from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import SealedForOthers, StateFileError, UserError
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.messages import MAX_MEMBERS, PlanMember, Verdict
-from shoal.swarm.verdicts import chain_hash, genesis, signed_bytes
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import MAX_MEMBERS, PlanMember, Verdict
+from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
 ORIGIN = Origin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.peer import measured
-from shoal.peer.layer_costs import LayerMeasure
-from shoal.peer.measured import cached, measured_model
+from shoal.peer.pipeline import measured
+from shoal.peer.pipeline.layer_costs import LayerMeasure
+from shoal.peer.pipeline.measured import cached, measured_model
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.swarm.errors import RecipeError
-from shoal.swarm.pipeline.plan import LayerCost
-from shoal.swarm.run_file import RunFile, parse_run_file
+from shoal.swarm.pipeline.planner.plan import LayerCost
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 CPU = torch.device("cpu")
 DAY_S = 86400.0

@@ -13,20 +13,20 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.member import Member
-from shoal.peer.own_states import OwnStates
-from shoal.peer.state import State
-from shoal.peer.tenure import Tenure, during
-from shoal.swarm.averaging.outcomes import Offer, Outcome
+from shoal.peer.member.member import Member
+from shoal.peer.member.tenure import Tenure, during
+from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.training.anchor import State
+from shoal.swarm.averaging.outcome import Offer, Outcome
 from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
-from shoal.swarm.links import Meter
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     Blob,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorJoinRun,
     RunView,
     TensorSpec,
 )
+from shoal.swarm.transport.links import Meter
 
 ELEMENTS = 4096
 READER = b"a joiner"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.peer import outer_optimizer
-from shoal.peer.outer_optimizer import SGD, AdamW, Nesterov, OuterOptimizer, f32, make_outer
+from shoal.peer.training import outer_optimizer
+from shoal.peer.training.outer_optimizer import SGD, AdamW, Nesterov, OuterOptimizer, f32, make_outer
 
 LR, MOMENTUM, BETAS, EPS, DECAY = 0.7, 0.9, (0.9, 0.95), 1e-8, 0.1
 NAMES = ["nesterov", "sgd", "adamw"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.joining import agree_on_state
-from shoal.peer.own_states import OwnStates
-from shoal.peer.state import State
-from shoal.swarm.messages import MAX_KEPT, KeptState
+from shoal.peer.state_transfer.joining import agree_on_state
+from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.training.anchor import State
+from shoal.swarm.protocol.messages import MAX_KEPT, KeptState
 
 
 def state(version: int, value: float = 0.0) -> State:

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from shoal.peer.checkpoints.own_state import own_tree
-from shoal.peer.parameters import ParameterVector, plain_name, split_by_layout
-from shoal.swarm.averaging.outcomes import Carried
+from shoal.peer.training.parameters import ParameterVector, plain_name, split_by_layout
+from shoal.swarm.averaging.outcome import Carried
 from shoal.swarm.errors import ModelMismatch
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.peer.partial_state import IncomingFile, PartialState, Wanted, begun_state
-from shoal.peer.state import State
+from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, Wanted, begun_state
+from shoal.peer.training.anchor import State
 
 SIZE = 5 * 2**16
 """Elements of each of the two rows: three chunks, the last one half."""

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from shoal.compression.registry import get_codec
-from shoal.peer import pipeline_peer
-from shoal.peer.layer_costs import LayerMeasure
-from shoal.peer.measured import MeasuredModel
-from shoal.peer.pipeline_peer import PipelinePeer
-from shoal.peer.showing import Showing
-from shoal.peer.stage_tasks import LookUp
-from shoal.peer.staging import Staging
+from shoal.peer.pipeline import peer as pipeline_peer
+from shoal.peer.pipeline.layer_costs import LayerMeasure
+from shoal.peer.pipeline.measured import MeasuredModel
+from shoal.peer.pipeline.peer import PipelinePeer
+from shoal.peer.pipeline.showing import Showing
+from shoal.peer.pipeline.staging import Staging
+from shoal.peer.pipeline.tasks import LookUp
 from shoal.swarm.errors import NotAdmitted
-from shoal.swarm.messages import Acknowledged, PeerToCoordinatorShowCapability
-from shoal.swarm.pipeline.stage_plan import LayerCost
+from shoal.swarm.pipeline.planner.stage_plan import LayerCost
+from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
 
 
 class FakeNetwork:

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.peer import preparing
-from shoal.peer.outer_optimizer import outer_of
-from shoal.peer.parameters import ParameterVector
-from shoal.peer.preparing import pinned_run_file, pins_of, prepare, say_pins, with_pins
+from shoal.peer.cli import prepare as preparing
+from shoal.peer.cli.prepare import pinned_run_file, pins_of, prepare, say_pins, with_pins
 from shoal.peer.recipes import load_recipe
-from shoal.peer.state import State
+from shoal.peer.training.anchor import State
+from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import CorpusError, DeviceError, RecipeError, RunFileError
-from shoal.swarm.pins import layout_digest
-from shoal.swarm.run_file import RunFile, load_run_file, parse_run_file
+from shoal.swarm.protocol.pins import layout_digest
+from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
 
 TEXT = """
 [run]
@@ -92,7 +92,7 @@ def test_what_cannot_be_prepared_is_refused(text: str, tmp_path: Path, monkeypat
     ):
         with pytest.raises(error):
             pins_of(parse_run_file(changed), lambda words: None, [tmp_path])
-    monkeypatch.setattr("shoal.peer.model_memory.usable_bytes", lambda device, limit: 1000)
+    monkeypatch.setattr("shoal.peer.training.model_memory.usable_bytes", lambda device, limit: 1000)
     with pytest.raises(CorpusError, match="--data"):
         pins_of(parse_run_file(text), lambda words: None)
     with pytest.raises(DeviceError):

@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from shoal.peer import progress
-from shoal.peer.events import bytes_text, count_text, duration_text, sentence
-from shoal.peer.progress import (
+from shoal.peer.session import Session
+from shoal.peer.terminal import reporter as progress
+from shoal.peer.terminal.events import bytes_text, count_text, duration_text, sentence
+from shoal.peer.terminal.reporter import (
     JsonLines,
     Reporter,
     describe_fact,
@@ -23,15 +24,14 @@ from shoal.peer.progress import (
     status_json,
     status_table,
 )
-from shoal.peer.session import Session
-from shoal.peer.snapshot import Snapshot
-from shoal.peer.views import session_panel, sparkline, status_line
-from shoal.swarm.coordinator import facts as f
+from shoal.peer.terminal.snapshot import Snapshot
+from shoal.peer.terminal.views import session_panel, sparkline, status_line
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.coordinator.snapshot import take
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.errors import StorageError, Unreachable
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     Capability,
     Certificate,
     CoordinatorToPeerStatus,
@@ -48,7 +48,7 @@ from shoal.swarm.messages import (
     TensorSpec,
     Verdict,
 )
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.run_file import parse_run_file
 
 PEERS = ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")
 DEVICE = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30)

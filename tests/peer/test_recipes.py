@@ -11,7 +11,7 @@ from shoal.peer import recipes
 from shoal.peer.recipes import Recipe, find_recipe, layered_recipe, load_model, load_recipe
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
 from shoal.swarm.errors import RecipeError, RunFileError
-from shoal.swarm.run_file import DataSection, RunFile
+from shoal.swarm.protocol.run_file import DataSection, RunFile
 
 TINY = {"layers": 1, "heads": 1, "width": 8, "context": 12}
 

@@ -15,12 +15,13 @@ from tests.fakes.rounds import COORDINATOR, RUN_HASH, results_of, verdict_on
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.compression.registry import get_coding
-from shoal.peer import record_keeper, round_records
-from shoal.peer.record_keeper import RecordKeeper
-from shoal.peer.round_records import Owner, RoundRecords
+from shoal.peer.history import record_writer as record_keeper
+from shoal.peer.history import round_records
+from shoal.peer.history.record_writer import RecordKeeper
+from shoal.peer.history.round_records import Owner, RoundRecords
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable
-from shoal.swarm.messages import Blob, Verdict
+from shoal.swarm.protocol.messages import Blob, Verdict
 
 ELEMENTS = 5 * 64 + 7
 CODING = get_coding("int8", None, [("w", (ELEMENTS,))])

@@ -8,8 +8,8 @@ import pytest
 
 from shoal.peer import regular_file
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.partial_state import PartialState, Wanted, begun_state
 from shoal.peer.regular_file import NotRegular, open_regular, read_regular
+from shoal.peer.state_transfer.partial_state import PartialState, Wanted, begun_state
 from shoal.swarm.errors import StateFileError
 
 

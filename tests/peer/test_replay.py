@@ -21,12 +21,12 @@ from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.outer_optimizer import Nesterov
-from shoal.peer.replay import kept_folders, replay
-from shoal.peer.state import State
+from shoal.peer.offline.replay import kept_folders, replay
+from shoal.peer.training.anchor import State
+from shoal.peer.training.outer_optimizer import Nesterov
 from shoal.swarm.errors import SealedForOthers, StateFileError
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import TensorSpec, Verdict
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import TensorSpec, Verdict
 
 ELEMENTS = 2 * 4096 + 17
 SAMPLES = 10

@@ -13,19 +13,19 @@ import torch
 from tests.swarm.coordinator.world import SIGNER
 from torch import Tensor, nn
 
-from shoal.peer.data import DataAbout
-from shoal.peer.divergence import TRIES
-from shoal.peer.member import Progress
+from shoal.peer.history.round_records import Owner, RoundRecords
+from shoal.peer.member.member import Progress
+from shoal.peer.member.replica import Brought, Replica
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.outer_optimizer import make_outer
-from shoal.peer.own_states import OwnStates
-from shoal.peer.replica import Brought, Replica
-from shoal.peer.round_records import Owner, RoundRecords
-from shoal.peer.state import State
-from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.training.anchor import State
+from shoal.peer.training.data import DataAbout
+from shoal.peer.training.divergence import TRIES
+from shoal.peer.training.outer_optimizer import make_outer
+from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.errors import Diverged, NotAdmitted
-from shoal.swarm.messages import DivergenceWord, KeptState, Verdict
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.messages import DivergenceWord, KeptState, Verdict
+from shoal.swarm.protocol.run_file import parse_run_file
 
 MEAN = torch.tensor([0.5, -0.25, 0.125, 1.0])
 TOKENS = 10

@@ -21,14 +21,14 @@ from shoal.peer.checkpoints.keeper import Subject
 from shoal.peer.checkpoints.pace import Pace
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.data import DataAbout
-from shoal.peer.replica import Brought, Replica
-from shoal.peer.state import State
-from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed
+from shoal.peer.member.replica import Brought, Replica
+from shoal.peer.training.anchor import State
+from shoal.peer.training.data import DataAbout
+from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed
 from shoal.swarm.errors import RecipeError, StorageError
-from shoal.swarm.messages import Verdict
-from shoal.swarm.run_file import parse_run_file
-from shoal.swarm.verdicts import genesis
+from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.verdict_chain import genesis
 
 STEPS = 4
 

@@ -10,8 +10,8 @@ from tests.fakes.grids import plan_of
 from tests.fakes.rounds import COORDINATOR, RUN_HASH, protocol_3_digest, results_of, signed, verdict_on
 
 from shoal.compression.registry import get_coding
-from shoal.peer import round_records
-from shoal.peer.round_records import Owner, RoundRecords, open_record
+from shoal.peer.history import round_records
+from shoal.peer.history.round_records import Owner, RoundRecords, open_record
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 

@@ -3,10 +3,10 @@ import torch
 from tests.fakes.memory_network import MemoryNetwork, changed
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.rounded_anchor import fetch_rounded_anchor
-from shoal.peer.state import State
-from shoal.peer.state_forms import BFLOAT16
-from shoal.peer.state_sharing import DonorState
+from shoal.peer.state_transfer.bfloat16_anchor import fetch_rounded_anchor
+from shoal.peer.state_transfer.chunk_format import BFLOAT16
+from shoal.peer.state_transfer.donor import DonorState
+from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError, WireError
 
 SIZE = 2**19 + 5

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.peer.schedule import WARMUP_START, lr_factor
-from shoal.swarm.run_file import ScheduleSection
+from shoal.peer.training.lr_schedule import WARMUP_START, lr_factor
+from shoal.swarm.protocol.run_file import ScheduleSection
 
 
 def test_warms_up_linearly_from_a_small_positive_factor() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.peer.connection import Connection
+from shoal.peer.member.connection import Connection
 from shoal.peer.session import Session
 from shoal.swarm.errors import Diverged, StorageError
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.peer.showing import RealSpeed, Showing
-from shoal.swarm.pipeline.stage_plan import PeerCapability
+from shoal.peer.pipeline.showing import RealSpeed, Showing
+from shoal.swarm.pipeline.planner.stage_plan import PeerCapability
 
 LOOK_S = 15
 HOUR = range(0, 3600, LOOK_S)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shoal.peer.span_training import SpanTraining
+from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.errors import NotAdmitted
 
 TAKEN = (-1, False)

@@ -6,10 +6,11 @@ from typing import Any
 
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.stage_claims import ClaimLine, DriveLine
+from shoal.peer.pipeline.claims import ClaimLine, DriveLine
 from shoal.swarm.coordinator.leases import Ranges, from_wire, to_wire
 from shoal.swarm.errors import NotAdmitted
-from shoal.swarm.messages import (
+from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, MicroBatch, Release
+from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerLease,
@@ -18,7 +19,6 @@ from shoal.swarm.messages import (
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
 )
-from shoal.swarm.pipeline.effects import AskToDrive, Claim, MicroBatch, Release
 
 
 class Coordinator:

@@ -18,11 +18,11 @@ from tests.peer.layered_models import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.layered import Layered, layered_from_sequential
-from shoal.peer.local_work import AccumulatedGradient
-from shoal.peer.outer_optimizer import AdamW
-from shoal.peer.parameters import ParameterVector
-from shoal.peer.stage_compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.training.algorithms import AccumulatedGradient
+from shoal.peer.training.layered import Layered, layered_from_sequential
+from shoal.peer.training.outer_optimizer import AdamW
+from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import WireError
 
 SIZES = (2, 3, 1, 2, 1, 3)

@@ -5,11 +5,11 @@ import threading
 
 from tests.swarm.pipeline.turns import Turns
 
-from shoal.peer.stage_engine import SharedEngine
-from shoal.peer.stage_tasks import Made
-from shoal.swarm.pipeline.effects import Compute, ComputeForward, Effect, Fetch, MicroBatch, Offer, Send
-from shoal.swarm.pipeline.hops import Settings, Span
-from shoal.swarm.pipeline.stage import StageEngine
+from shoal.peer.pipeline.stage_engine import SharedEngine
+from shoal.peer.pipeline.tasks import Made
+from shoal.swarm.pipeline.engine.effects import Compute, ComputeForward, Effect, Fetch, MicroBatch, Offer, Send
+from shoal.swarm.pipeline.engine.hops import Settings, Span
+from shoal.swarm.pipeline.engine.stage import StageEngine
 
 ROUND = 3
 

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
-from shoal.peer.data import DataAbout
-from shoal.peer.history_file import HISTORY_FILE
-from shoal.peer.member import Member
+from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.round_records import RECORDS
+from shoal.peer.member.member import Member
+from shoal.peer.member.memberships import StageMembers, scope_of, stage_folder
+from shoal.peer.member.replica import Brought, Replica
 from shoal.peer.network_thread import NetworkThread
-from shoal.peer.own_states import OwnStates
-from shoal.peer.replica import Brought, Replica
-from shoal.peer.round_records import RECORDS
-from shoal.peer.stage_members import StageMembers, scope_of, stage_folder
-from shoal.peer.state import State
-from shoal.swarm.coordinator_client import MemberInfo
+from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.training.anchor import State
+from shoal.peer.training.data import DataAbout
+from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import RunEnded, WireError
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import DeviceInfo, PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import DeviceInfo, PeerToCoordinatorDescribeModel, TensorSpec
 
 STAGES, PEERS, ROUNDS, SAMPLES = 2, 2, 3, 4
 TOML = run_toml(PEERS * SAMPLES, algorithm="virtual_batch")

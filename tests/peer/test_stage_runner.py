@@ -20,20 +20,23 @@ from tests.peer.layered_models import gpt
 from torch import Tensor
 
 from shoal.compression.registry import get_codec
-from shoal.peer.local_work import AccumulatedGradient
-from shoal.peer.member import Progress
-from shoal.peer.parameters import ParameterVector
-from shoal.peer.sample_order import SampleOrder
-from shoal.peer.span_training import Samples, SpanTraining
-from shoal.peer.stage_compute import ComputeSettings, HeldStage
-from shoal.peer.stage_runner import StageRunner
-from shoal.peer.stage_shapes import StageShapes
-from shoal.peer.stage_tasks import LookUp, Made
-from shoal.peer.staging import Staging
+from shoal.peer.member.member import Progress
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
+from shoal.peer.pipeline.stage_runner import StageRunner
+from shoal.peer.pipeline.stage_shapes import StageShapes
+from shoal.peer.pipeline.staging import Staging
+from shoal.peer.pipeline.tasks import LookUp, Made
+from shoal.peer.pipeline.training import Samples, SpanTraining
+from shoal.peer.training.algorithms import AccumulatedGradient
+from shoal.peer.training.parameters import ParameterVector
+from shoal.peer.training.sample_order import SampleOrder
 from shoal.swarm.coordinator.leases import Ranges, from_wire, merge, overlap, subtract, to_wire
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import Unreachable, WireError
-from shoal.swarm.messages import (
+from shoal.swarm.pipeline.engine.hops import Settings, Span
+from shoal.swarm.pipeline.engine.routing import Router
+from shoal.swarm.pipeline.engine.stage import StageEngine
+from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerLease,
@@ -42,9 +45,6 @@ from shoal.swarm.messages import (
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
 )
-from shoal.swarm.pipeline.hops import Settings, Span
-from shoal.swarm.pipeline.routing import Router
-from shoal.swarm.pipeline.stage import StageEngine
 
 BOUNDARIES = (0, 2, 4, 6)
 STAGES = 3

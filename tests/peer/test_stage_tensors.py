@@ -11,12 +11,12 @@ from tests.peer.devices import CPU, devices
 from torch import Tensor
 
 from shoal.compression.registry import get_codec
-from shoal.peer.activations import TensorForm
-from shoal.peer.stage_tensors import CHUNK_BYTES, Parcel, StageTensors, wire_form
-from shoal.peer.staging import Computed, Staging
+from shoal.peer.pipeline.activations import TensorForm
+from shoal.peer.pipeline.staging import Computed, Staging
+from shoal.peer.pipeline.tensor_store import CHUNK_BYTES, Parcel, StageTensors, wire_form
 from shoal.swarm.errors import LinkError, WireError
-from shoal.swarm.messages import Blob, PeerToPeerOfferTensor
-from shoal.swarm.pipeline.effects import Fetch, MicroBatch, TensorKind
+from shoal.swarm.pipeline.engine.effects import Fetch, MicroBatch, TensorKind
+from shoal.swarm.protocol.messages import Blob, PeerToPeerOfferTensor
 
 MICRO_BATCH = MicroBatch(3, 8, 12)
 JOB, THEIRS = 7, 99

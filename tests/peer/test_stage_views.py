@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from tests.peer.test_progress import PEERS, SNAPSHOT, VERDICT, make_status
 
-from shoal.peer.events import sentence
-from shoal.peer.progress import status_json, status_table
-from shoal.peer.snapshot import Flow, HeldStages, held_stages, with_stages
-from shoal.peer.stage_views import empty_text, flow_text, held_text, stages_drawing
-from shoal.peer.views import session_panel, status_line
-from shoal.swarm.messages import CoordinatorToPeerStatus, PipelineView, Span, StageStatus
+from shoal.peer.terminal.events import sentence
+from shoal.peer.terminal.reporter import status_json, status_table
+from shoal.peer.terminal.snapshot import Flow, HeldStages, held_stages, with_stages
+from shoal.peer.terminal.stage_views import empty_text, flow_text, held_text, stages_drawing
+from shoal.peer.terminal.views import session_panel, status_line
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus, PipelineView, Span, StageStatus
 
 WAITS = "waits for a peer that can hold it: nobody can hold stage 2, \x1b[2Jwhich takes 3,200.0 MB"
 STAGES = (

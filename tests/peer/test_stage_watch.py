@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from shoal.peer.member import Progress
-from shoal.peer.stage_watch import Place, StageWatch, place_of
-from shoal.swarm.pipeline.hops import Span
+from shoal.peer.member.member import Progress
+from shoal.peer.pipeline.view_watch import Place, StageWatch, place_of
+from shoal.swarm.pipeline.engine.hops import Span
 
 ROUND = 4
 RATES = {"b": 2.5}

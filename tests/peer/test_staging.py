@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.compression.codec import CodecError
 from shoal.compression.registry import get_codec
-from shoal.peer.activations import TensorForm, pack, unpack
-from shoal.peer.capability import autocast
-from shoal.peer.staging import Computed, Staging, moved
+from shoal.peer.pipeline.activations import TensorForm, pack, unpack
+from shoal.peer.pipeline.staging import Computed, Staging, moved
+from shoal.peer.training.device import autocast
 from shoal.swarm.errors import WireError
 
 CODECS = ("float32", "bfloat16", "int8")

@@ -10,16 +10,16 @@ from tests.fakes.memory_network import MemoryNetwork, Step, changed
 from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.peer.starts import random_state, run_start, run_toml, same_bits, started, write_checkpoint
 
-from shoal.peer import start_state
-from shoal.peer.joining import Downloads
-from shoal.peer.partial_state import Wanted
-from shoal.peer.start_files import StartFiles
-from shoal.peer.start_state import RunStart, StartState
-from shoal.peer.state import State
+from shoal.peer.state_transfer import start_state
+from shoal.peer.state_transfer.joining import Downloads
+from shoal.peer.state_transfer.partial_state import Wanted
+from shoal.peer.state_transfer.start_files import StartFiles
+from shoal.peer.state_transfer.start_state import RunStart, StartState
+from shoal.peer.training.anchor import State
 from shoal.swarm.errors import Busy, LinkError, ModelMismatch
-from shoal.swarm.messages import TensorSpec
-from shoal.swarm.run_file import RunFile, parse_run_file
-from shoal.swarm.sources import CountedSource
+from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.transport.source import CountedSource
 
 LAYOUT = tuple(
     TensorSpec(name=name, shape=shape, dtype="float32")

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from shoal.peer.state import State, state_digest
+from shoal.peer.training.anchor import State, state_digest
 
 SIZE = 300_000
 """Elements: the state below takes three chunks, the last one short."""

@@ -9,11 +9,11 @@ import torch
 from tests.fakes.memory_network import Fault, MemoryNetwork, Step, UplinkNetwork, at, changed, dripping, stalled
 from tests.fakes.virtual_clock import now_s, run_virtual
 
-from shoal.peer.partial_state import IncomingFile, PartialState, Wanted
-from shoal.peer.state import State
-from shoal.peer.state_fetch import MOST_CHUNKS_A_RUN, StateFetch
-from shoal.peer.state_forms import LOSSLESS
-from shoal.peer.state_sharing import DonorState
+from shoal.peer.state_transfer.chunk_format import LOSSLESS
+from shoal.peer.state_transfer.donor import DonorState
+from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, Wanted
+from shoal.peer.state_transfer.state_fetch import MOST_CHUNKS_A_RUN, StateFetch
+from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError, StorageError
 
 SIZE = 5 * 2**20

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.peer.state_forms import LOSSLESS, RAW, form_named
+from shoal.peer.state_transfer.chunk_format import LOSSLESS, RAW, form_named
 from shoal.swarm.errors import WireError
 
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 from tests.fakes.memory_network import MemoryNetwork
 
-from shoal.peer.state import State, state_digest
-from shoal.peer.state_forms import LOSSLESS, RAW
-from shoal.peer.state_sharing import (
+from shoal.peer.state_transfer.chunk_format import LOSSLESS, RAW
+from shoal.peer.state_transfer.donor import (
     MAX_READERS,
     MAX_STREAMS_PER_READER,
     DigestSource,
@@ -15,6 +14,7 @@ from shoal.peer.state_sharing import (
     StateSource,
     digests_blob,
 )
+from shoal.peer.training.anchor import State, state_digest
 from shoal.swarm.errors import Busy
 
 SIZE = 300_000

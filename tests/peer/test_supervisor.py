@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from shoal.peer.supervisor import Restarts
+from shoal.peer.cli.supervisor import Restarts
 
 
 def test_pauses_grow_until_it_is_given_up() -> None:
@@ -18,6 +18,6 @@ def test_a_host_that_dies_now_and_then_is_always_started_again() -> None:
 
 
 def test_a_supervisor_needs_no_torch() -> None:
-    program = "import sys, shoal.peer.command, shoal.peer.supervisor; print('torch' in sys.modules)"
+    program = "import sys, shoal.peer.cli.command, shoal.peer.cli.supervisor; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["False"]

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.cli import app
-from shoal.peer.history import Origin, pack_history
-from shoal.peer.history_file import HISTORY_FILE
-from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
+from shoal.peer.cli.cli import app
+from shoal.peer.history.chain import Origin, pack_history
+from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.messages import Part, PlanMember, RoundPlan, Verdict
-from shoal.swarm.verdicts import genesis
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import Part, PlanMember, RoundPlan, Verdict
+from shoal.swarm.protocol.verdict_chain import genesis
 
 ORIGIN = Origin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))
 

@@ -22,19 +22,19 @@ from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import StageAbout, StagePart
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS
-from shoal.peer.checkpoints.whole import write_whole
 from shoal.peer.checkpoints.writing import CheckpointWriter
-from shoal.peer.cli import app
-from shoal.peer.export import export_model, gather_checkpoint
-from shoal.peer.history import Origin, pack_history
-from shoal.peer.history_file import HISTORY_FILE
-from shoal.peer.stage_members import scope_of, stage_folder
-from shoal.peer.state import State
-from shoal.peer.verify_view import verify_table
-from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
+from shoal.peer.cli.cli import app
+from shoal.peer.cli.verify_view import verify_table
+from shoal.peer.history.chain import Origin, pack_history
+from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.member.memberships import scope_of, stage_folder
+from shoal.peer.offline.export import export_model, gather_checkpoint
+from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
+from shoal.peer.offline.whole import write_whole
+from shoal.peer.training.anchor import State
 from shoal.swarm.errors import StateFileError, StorageError, UserError
-from shoal.swarm.identity import CurveKeys, Identity
-from shoal.swarm.messages import Verdict
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.messages import Verdict
 
 NAMES = [spec.name for layout in LAYOUTS for spec in layout]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     MESSAGES,
     Message,
     PeerToCoordinatorShowCapability,

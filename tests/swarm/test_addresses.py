@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.swarm.addresses import Reach, least_reach, may_dial, may_name, network_of, plain_text, reach_of
+from shoal.swarm.transport.addresses import Reach, least_reach, may_dial, may_name, network_of, plain_text, reach_of
 
 
 @pytest.mark.parametrize(

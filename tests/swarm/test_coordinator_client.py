@@ -10,7 +10,7 @@ from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.swarm.errors import NotAdmitted, TryLater
-from shoal.swarm.messages import CoordinatorToPeerView, Message, RosterDelta, RunView
+from shoal.swarm.protocol.messages import CoordinatorToPeerView, Message, RosterDelta, RunView
 
 ELEMENTS = 4096
 

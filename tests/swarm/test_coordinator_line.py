@@ -14,14 +14,14 @@ from tests.swarm.coordinator.world import heartbeat
 from tests.swarm.network import HOST
 from tests.swarm.network import swarm as strangers
 
-from shoal.swarm.averaging.outcomes import Committed
-from shoal.swarm.coordinator.facts import Fact, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.coordinator_line import HEAD_START_S, Line
+from shoal.swarm.averaging.outcome import Committed
+from shoal.swarm.client.coordinator_client import CoordinatorClient
+from shoal.swarm.client.coordinator_line import HEAD_START_S, Line
+from shoal.swarm.coordinator.events import Fact, RoundPlanned, VerdictGiven
 from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WrongKey
-from shoal.swarm.identity import CurveKeys
-from shoal.swarm.invite import Invite
-from shoal.swarm.messages import Message, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.identity import CurveKeys
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import Message, PeerToPeerPing, PeerToPeerPong
 
 ELEMENTS = 4096
 FEW_S = 5.0

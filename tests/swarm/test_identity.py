@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from shoal.swarm.errors import IdentityError, NotAdmitted
-from shoal.swarm.identity import (
+from shoal.swarm.protocol.identity import (
     CurveKeys,
     Identity,
     agreement_key,
@@ -81,7 +81,7 @@ def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / ".src"
     code = (
         f"import sys; sys.path.insert(0, {str(source)!r})\n"
-        "from pathlib import Path\nfrom shoal.swarm.identity import Identity\n"
+        "from pathlib import Path\nfrom shoal.swarm.protocol.identity import Identity\n"
         "sys.stdout.write('ready\\n'); sys.stdout.flush(); sys.stdin.readline()\n"
         f"print(Identity.load_or_create(Path({str(path)!r})).peer_id)"
     )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import InviteError
-from shoal.swarm.invite import Address, Invite, parse_address, parse_addresses
+from shoal.swarm.protocol.invite import Address, Invite, parse_address, parse_addresses
 
 KEY = base64.urlsafe_b64encode(bytes(range(32))).decode().rstrip("=")
 HASH = base64.urlsafe_b64encode(bytes(range(32, 64))).decode().rstrip("=")

@@ -14,13 +14,13 @@ import pytest
 import zmq
 from tests.swarm.network import HOST, LONG_S, run, swarm, until
 
-from shoal.swarm import inflow
-from shoal.swarm.control import Channel
 from shoal.swarm.errors import Unreachable
-from shoal.swarm.identity import CurveKeys
-from shoal.swarm.inflow import Inflow
-from shoal.swarm.messages import Message, PeerToPeerPing, PeerToPeerPong
-from shoal.swarm.sockets import PROBES, SILENCE_S
+from shoal.swarm.protocol.identity import CurveKeys
+from shoal.swarm.protocol.messages import Message, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.transport import inflow
+from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.inflow import Inflow
+from shoal.swarm.transport.sockets import PROBES, SILENCE_S
 
 SILENT_S = 0.6
 """Short: the tests wait for it."""

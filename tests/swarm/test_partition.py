@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.averaging.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
+from shoal.swarm.coordinator.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 
 MEMBERS = st.lists(st.tuples(st.none() | st.floats(0, 1e18, allow_nan=False), st.booleans()), min_size=1, max_size=40)
 ELEMENTS = st.integers(1, 2**34)

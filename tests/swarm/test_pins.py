@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from shoal.swarm.errors import CorpusError, ModelMismatch, RunFileError
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel, TensorSpec
-from shoal.swarm.pins import PinnedLayer, PinsSection, layout_digest
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.pins import PinnedLayer, PinsSection, layout_digest
+from shoal.swarm.protocol.run_file import parse_run_file
 
 LAYOUT = tuple(TensorSpec(name=name, shape=(3, 4), dtype="float32") for name in "abcd")
 CORPUS = b"\1" * 32

@@ -6,7 +6,7 @@ import pytest
 from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 
-from shoal.swarm.probing import (
+from shoal.swarm.client.bandwidth_probe import (
     AGAIN_S,
     FIRST_S,
     PROBE,

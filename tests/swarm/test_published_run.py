@@ -8,9 +8,9 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.swarm.coordinator_client import CoordinatorClient
+from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import RunChanged, RunFileError, ShoalError, WireError
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.run_file import parse_run_file
 
 TOML = run_toml(4)
 OTHER = run_toml(5)

@@ -2,8 +2,8 @@
 
 from tests.fakes.memory_coordinator import curve_keys, identity
 
-from shoal.swarm.messages import Role, RosterEntry
-from shoal.swarm.rosters import Rosters
+from shoal.swarm.protocol.messages import Role, RosterEntry
+from shoal.swarm.transport.roster import Rosters
 
 
 def entry(number: int, process: int = 0, port: int = 1, role: Role = "trainer") -> RosterEntry:

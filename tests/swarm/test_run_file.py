@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from shoal.swarm.errors import RunFileError
-from shoal.swarm.identity import parse_key
-from shoal.swarm.run_file import MAX_RUN_FILE_BYTES, RunFile, load_run_file, parse_run_file
+from shoal.swarm.protocol.identity import parse_key
+from shoal.swarm.protocol.run_file import MAX_RUN_FILE_BYTES, RunFile, load_run_file, parse_run_file
 
 LEAST = """
 [run]

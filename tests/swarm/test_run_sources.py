@@ -3,8 +3,8 @@ import re
 import pytest
 
 from shoal.swarm.errors import RunFileError
-from shoal.swarm.run_file import parse_run_file
-from shoal.swarm.run_sources import check_source, check_url, file_pattern, is_public
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.run_sources import check_source, check_url, file_pattern, is_public
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, swarm
 from tests.swarm.test_transport import run
 
-from shoal.swarm import control, pump
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, WireError
-from shoal.swarm.frames import Frame
-from shoal.swarm.framing import PREFIX_BYTES
-from shoal.swarm.links import Link
-from shoal.swarm.messages import Acknowledged, Blob, Message, PeerToPeerPing, PeerToPeerPong, RequestFailed
-from shoal.swarm.scoped_endpoint import ScopedEndpoint
-from shoal.swarm.sealing import HEADER_BYTES, TAG_BYTES
+from shoal.swarm.protocol.messages import Acknowledged, Blob, Message, PeerToPeerPing, PeerToPeerPong, RequestFailed
+from shoal.swarm.transport import control, pump
+from shoal.swarm.transport.frame_crypto import HEADER_BYTES, TAG_BYTES
+from shoal.swarm.transport.frames import Frame
+from shoal.swarm.transport.framing import PREFIX_BYTES
+from shoal.swarm.transport.links import Link
+from shoal.swarm.transport.scoped_endpoint import ScopedEndpoint
 
 
 def dial(caller: Member, called: Member) -> control.Channel:

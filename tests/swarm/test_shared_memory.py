@@ -18,15 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.swarm.network import LONG_S, STATE, Member, Sink, Source, fetch, run, swarm, until
 
-from shoal.swarm import bulk, framing, shared_memory
 from shoal.swarm.errors import LinkError, WireError
-from shoal.swarm.frames import Frame
-from shoal.swarm.links import Link
-from shoal.swarm.messages import Message, PeerToPeerMemoryOpened, PeerToPeerOfferMemory
-from shoal.swarm.sealing import TAG_BYTES, SealedLink
-from shoal.swarm.shared_memory import Offered, Place, RingReader, RingWriter, SharedMemory, open_shared
-from shoal.swarm.sockets import is_on_this_machine
-from shoal.swarm.wire import Envelope, encode
+from shoal.swarm.protocol.messages import Message, PeerToPeerMemoryOpened, PeerToPeerOfferMemory
+from shoal.swarm.protocol.wire import Envelope, encode
+from shoal.swarm.transport import data_plane as bulk
+from shoal.swarm.transport import framing, shared_memory
+from shoal.swarm.transport.frame_crypto import TAG_BYTES, SealedLink
+from shoal.swarm.transport.frames import Frame
+from shoal.swarm.transport.links import Link
+from shoal.swarm.transport.shared_memory import Offered, Place, RingReader, RingWriter, SharedMemory, open_shared
+from shoal.swarm.transport.sockets import is_on_this_machine
 
 PAGE = 4096
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name is Linux'")
@@ -170,7 +171,7 @@ def test_both_ways(offered: Offered) -> None:
 @needs_memfd
 def test_another_process_finds_it(offered: Offered) -> None:
     code = (
-        "import sys; from shoal.swarm.shared_memory import open_shared\n"
+        "import sys; from shoal.swarm.transport.shared_memory import open_shared\n"
         "memory = open_shared(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3]))\n"
         "place = memory.writer.reserve(5); place.memory[:] = b'hello'; print(place.start)"
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from tests.swarm.samples import records
 
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     PROTOCOL_VERSION,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerView,
@@ -15,7 +15,7 @@ from shoal.swarm.messages import (
     RunView,
     Verdict,
 )
-from shoal.swarm.wire import Envelope, decode, encode
+from shoal.swarm.protocol.wire import Envelope, decode, encode
 
 
 def whole(message: Message) -> bytes:

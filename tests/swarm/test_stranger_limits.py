@@ -1,7 +1,7 @@
 import random
 from dataclasses import dataclass, field
 
-from shoal.swarm.stranger_limits import (
+from shoal.swarm.transport.stranger_limits import (
     ASKING_S,
     CONNECTIONS_PER_KEY,
     KEY_BURST,

@@ -18,7 +18,6 @@ import zmq.asyncio
 from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, introduce, run, swarm, until
 from zmq.utils import z85
 
-from shoal.swarm import control, pump
 from shoal.swarm.errors import (
     BlobUnavailable,
     DeadlineExceeded,
@@ -34,20 +33,8 @@ from shoal.swarm.errors import (
     WireError,
     WrongKey,
 )
-from shoal.swarm.frames import Frame, FrameQueue
-from shoal.swarm.framing import MAX_CHUNK_BYTES, PREFIX_BYTES
-from shoal.swarm.identity import CurveKeys
-from shoal.swarm.links import (
-    CREDIT,
-    MAX_STREAMS_PER_LINK,
-    MOST_CREDIT,
-    Incoming,
-    Link,
-    Meter,
-    Outgoing,
-    in_thread,
-)
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.identity import CurveKeys
+from shoal.swarm.protocol.messages import (
     PROTOCOL_VERSION,
     Acknowledged,
     Blob,
@@ -59,10 +46,23 @@ from shoal.swarm.messages import (
     PeerToPeerPing,
     PeerToPeerPong,
 )
-from shoal.swarm.sealing import CREDIT as CREDIT_FRAME
-from shoal.swarm.sealing import HELLO, ORDER, TAG_BYTES, SealedLink
-from shoal.swarm.transport import Node
-from shoal.swarm.wire import Envelope, encode
+from shoal.swarm.protocol.wire import Envelope, encode
+from shoal.swarm.transport import control, pump
+from shoal.swarm.transport.frame_crypto import CREDIT as CREDIT_FRAME
+from shoal.swarm.transport.frame_crypto import HELLO, ORDER, TAG_BYTES, SealedLink
+from shoal.swarm.transport.frames import Frame, FrameQueue
+from shoal.swarm.transport.framing import MAX_CHUNK_BYTES, PREFIX_BYTES
+from shoal.swarm.transport.links import (
+    CREDIT,
+    MAX_STREAMS_PER_LINK,
+    MOST_CREDIT,
+    Incoming,
+    Link,
+    Meter,
+    Outgoing,
+    in_thread,
+)
+from shoal.swarm.transport.transport import Node
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -803,7 +803,7 @@ async def test_the_time_that_the_consumer_takes_is_not_silence(monkeypatch: pyte
         b.node.publish(STATE, Source(20))
         clock = time.monotonic
         skipped = 0.0
-        monkeypatch.setattr("shoal.swarm.transport.time.monotonic", lambda: clock() + skipped)
+        monkeypatch.setattr("shoal.swarm.transport.transport.time.monotonic", lambda: clock() + skipped)
         got = []
         async for index in a.node.fetch(b.peer, STATE, range(20), Sink(), 20):
             got.append(index)

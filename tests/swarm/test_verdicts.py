@@ -5,9 +5,9 @@ from hypothesis import given
 from tests.swarm.samples import records
 
 from shoal.swarm.errors import WireError
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import Verdict
-from shoal.swarm.verdicts import chain_hash, check_verdict, genesis, signed_bytes
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.verdict_chain import chain_hash, check_verdict, genesis, signed_bytes
 
 SIGNER = Identity.generate()
 

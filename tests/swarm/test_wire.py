@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.swarm.samples import messages, records
 
-from shoal.swarm import wire
 from shoal.swarm.errors import ProtocolMismatch, WireError
-from shoal.swarm.messages import (
+from shoal.swarm.protocol import wire
+from shoal.swarm.protocol.messages import (
     MAX_STAGES,
     MAX_TENSORS,
     MESSAGES,
@@ -24,7 +24,7 @@ from shoal.swarm.messages import (
     RequestFailed,
     TensorSpec,
 )
-from shoal.swarm.wire import (
+from shoal.swarm.protocol.wire import (
     MAX_FRAME_BYTES,
     MAX_LAYOUT_BYTES,
     MAX_REQUEST_BYTES,

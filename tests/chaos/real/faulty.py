@@ -18,16 +18,16 @@ from inflict import SIGNALS, Corruption, Silence, cut, rss_bytes
 from orders import COORDINATOR, Order, Orders, cast
 from slow_member import slow_down
 
-from shoal.peer.cli import main
-from shoal.peer.member import Member
+from shoal.peer.cli.cli import main
+from shoal.peer.member.member import Member
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.reducing import Reduction
 from shoal.swarm.averaging.results import ResultStore
-from shoal.swarm.bulk import DataPlane
-from shoal.swarm.coordinator.facts import Fact, VerdictGiven
+from shoal.swarm.client.coordinator_client import CoordinatorClient
+from shoal.swarm.coordinator.events import Fact, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator_client import CoordinatorClient
-from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
+from shoal.swarm.transport.data_plane import DataPlane
 
 _LOOK_S = 0.01
 _REST_S = 0.05

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.swarm.channel import Channel
-from shoal.swarm.control import ControlPlane
-from shoal.swarm.intake import Intake
-from shoal.swarm.pump import Pump
+from shoal.swarm.transport.channel import Channel
+from shoal.swarm.transport.control import ControlPlane
+from shoal.swarm.transport.intake import Intake
+from shoal.swarm.transport.pump import Pump
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 _AGAIN_S = 0.05

@@ -27,9 +27,9 @@ from tests.integration.harness import (
     run_toml,
 )
 
-from shoal.swarm.coordinator.facts import RoundPlanned, VerdictGiven
-from shoal.swarm.messages import RoundPlan
-from shoal.swarm.run_file import load_run_file
+from shoal.swarm.coordinator.events import RoundPlanned, VerdictGiven
+from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.run_file import load_run_file
 
 PATIENCE_S = 2.0
 SHORT_S = 0.3 * PATIENCE_S

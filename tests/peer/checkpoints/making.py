@@ -13,12 +13,12 @@ from shoal.peer.checkpoints.manifest import About
 from shoal.peer.checkpoints.own_state import Snapshots
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.state import State
+from shoal.peer.training.anchor import State
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import TensorSpec, Verdict
-from shoal.swarm.run_file import parse_run_file
-from shoal.swarm.verdicts import chain_hash, genesis, signed_bytes
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import TensorSpec, Verdict
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
 RUN_TOML = "[run]\nname = 'reef'\n[recipe]\nname = 'own'\n[round]\ntokens = 100\n"
 RUN = parse_run_file(RUN_TOML)

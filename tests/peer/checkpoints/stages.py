@@ -12,13 +12,13 @@ from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
-from shoal.peer.checkpoints.whole import StageState
-from shoal.peer.stage_members import scope_of, stage_folder
-from shoal.peer.state import State
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import Part, PlanMember, RoundPlan, TensorSpec, Verdict
-from shoal.swarm.run_file import parse_run_file
-from shoal.swarm.verdicts import genesis, tied_together
+from shoal.peer.member.memberships import scope_of, stage_folder
+from shoal.peer.offline.whole import StageState
+from shoal.peer.training.anchor import State
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import Part, PlanMember, RoundPlan, TensorSpec, Verdict
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.verdict_chain import genesis, tied_together
 
 TOML = """
 algorithm = "virtual_batch"

@@ -24,7 +24,7 @@ from shoal.peer.checkpoints.own_state import (
 )
 from shoal.peer.checkpoints.plain import NotPlain, from_plain, to_plain
 from shoal.peer.checkpoints.tensors import file_pieces
-from shoal.swarm.averaging.outcomes import Carried
+from shoal.swarm.averaging.outcome import Carried
 from shoal.swarm.errors import StateFileError
 
 Make = Callable[[Iterable[Tensor]], Optimizer]

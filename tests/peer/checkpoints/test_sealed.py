@@ -13,12 +13,12 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.sealed_file import HEADER_BYTES, SEGMENT_BYTES, TAG_BYTES, seal, sealed_bytes, unseal
 from shoal.peer.checkpoints.sealed_folder import ENVELOPE, SealedSource, opened
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.cli import app
-from shoal.peer.export import export_model
-from shoal.peer.verifying import Refused, Verified, find_checkpoints, verify_checkpoints
+from shoal.peer.cli.cli import app
+from shoal.peer.offline.export import export_model
+from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import SealedForOthers, StateFileError
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import TensorSpec
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import TensorSpec
 
 KEY, NAME = bytes(range(32)), b"anchor"
 READER, STRANGER = Identity.generate(), Identity.generate()

@@ -12,9 +12,9 @@ from torch import Tensor
 from shoal.peer.checkpoints.checkpoint import read_checkpoint, read_verdicts
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.whole import StageState, write_whole
 from shoal.peer.checkpoints.writing import CheckpointWriter
-from shoal.peer.state import CHUNK_BYTES, GrowingDigest, State
+from shoal.peer.offline.whole import StageState, write_whole
+from shoal.peer.training.anchor import CHUNK_BYTES, GrowingDigest, State
 from shoal.swarm.errors import StateFileError, StorageError
 
 

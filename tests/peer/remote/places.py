@@ -10,11 +10,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.fakes.virtual_clock import run_virtual, until
 from tests.peer.checkpoints.making import IDENTITY, RUN, contents
 
+from shoal.peer.checkpoints.remote.copying import CopyTo, RemoteCopies
+from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.remote.copying import CopyTo, RemoteCopies
-from shoal.peer.remote.remote_store import RemoteStore
-from shoal.swarm.identity import Identity
+from shoal.swarm.protocol.identity import Identity
 
 RUN_FOLDER = f"reef-{RUN.hash.hex()[:8]}"
 OWN = {"steps": 3}

@@ -10,11 +10,11 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.peer.checkpoints.making import contents
 from tests.peer.remote.places import Killed, Place, run_for
 
+from shoal.peer.checkpoints.remote.copying import FINISH_S, LEDGER, next_copy, superfluous_in_step
+from shoal.peer.checkpoints.remote.store import RemoteStore, without_password
 from shoal.peer.checkpoints.retention import Retention
-from shoal.peer.remote.copying import FINISH_S, LEDGER, next_copy, superfluous_in_step
-from shoal.peer.remote.remote_store import RemoteStore, without_password
 from shoal.swarm.errors import RemoteStorageError
-from shoal.swarm.identity import Identity
+from shoal.swarm.protocol.identity import Identity
 
 FILES = ["anchor-00001-of-00001.safetensors", "outer-00001-of-00001.safetensors", "verdicts.msgpack", "manifest.json"]
 

@@ -8,15 +8,15 @@ from tests.peer.remote.places import RUN_FOLDER, Killed, Place
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import read_manifest
+from shoal.peer.checkpoints.remote import restoring
+from shoal.peer.checkpoints.remote.copies import find_copies
+from shoal.peer.checkpoints.remote.restoring import Restorer
+from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.remote import restoring
-from shoal.peer.remote.copies import find_copies
-from shoal.peer.remote.remote_store import RemoteStore
-from shoal.peer.remote.restoring import Restorer
 from shoal.swarm.errors import RemoteStorageError, SealedForOthers, StateFileError, UserError
-from shoal.swarm.identity import Identity
+from shoal.swarm.protocol.identity import Identity
 
 ME = Identity.generate()
 FILES = ["manifest.json", "anchor-00001-of-00001.safetensors", "outer-00001-of-00001.safetensors", "verdicts.msgpack"]

@@ -8,11 +8,11 @@ import pytest
 from tests.peer.checkpoints.making import RUN
 from tests.peer.remote.places import Place
 
+from shoal.peer.checkpoints.remote.copies import find_copies
+from shoal.peer.checkpoints.remote.restoring import Restorer
+from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.remote.copies import find_copies
-from shoal.peer.remote.remote_store import RemoteStore
-from shoal.peer.remote.restoring import Restorer
 from shoal.swarm.errors import RemoteStorageError
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")

@@ -9,17 +9,17 @@ from tests.peer.checkpoints.stages import RUN, about, keep, stage_chains, stage_
 from tests.peer.remote.places import Faulty, fresh_memory
 
 from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint
+from shoal.peer.checkpoints.remote.copies import find_copies
+from shoal.peer.checkpoints.remote.copying import CopyTo, RemoteCopies
+from shoal.peer.checkpoints.remote.restoring import Restorer
+from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
-from shoal.peer.export import gather_checkpoint
-from shoal.peer.remote.copies import find_copies
-from shoal.peer.remote.copying import CopyTo, RemoteCopies
-from shoal.peer.remote.remote_store import RemoteStore
-from shoal.peer.remote.restoring import Restorer
-from shoal.peer.stage_members import stage_folder
+from shoal.peer.member.memberships import stage_folder
+from shoal.peer.offline.export import gather_checkpoint
 from shoal.swarm.errors import SealedForOthers, StateFileError
-from shoal.swarm.identity import Identity
+from shoal.swarm.protocol.identity import Identity
 
 ONE, OTHER, ME = (Identity.generate() for _ in range(3))
 CHAINS = stage_chains(4)

@@ -12,14 +12,14 @@ from torch import Tensor
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
 from shoal.swarm.averaging.allreduce import Exchange
+from shoal.swarm.averaging.chunk_header import Header
 from shoal.swarm.averaging.collecting import _WINDOW
-from shoal.swarm.averaging.fetching import ensure_part, fetch_part
-from shoal.swarm.averaging.groups import Header
-from shoal.swarm.averaging.partition import chunk_elements, split
+from shoal.swarm.averaging.result_fetch import ensure_part, fetch_part
 from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.coordinator.partition import chunk_elements, split
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, LinkError, StorageError
-from shoal.swarm.messages import Blob, Part, PlanMember, RoundPlan
+from shoal.swarm.protocol.messages import Blob, Part, PlanMember, RoundPlan
 
 DEADLINES = Deadlines(PATIENCE_S)
 ELEMENTS = 5 * 4096 + 123

@@ -13,16 +13,16 @@ from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
 from shoal.compression.registry import CODEC_NAMES
-from shoal.swarm.averaging.outcomes import Carried, CarryOn, Committed, OutOfDate
-from shoal.swarm.coordinator.facts import WentBack
+from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, OutOfDate
+from shoal.swarm.coordinator.events import WentBack
 from shoal.swarm.coordinator.leases import count
-from shoal.swarm.coordinator.rounds import Judgement
-from shoal.swarm.messages import (
+from shoal.swarm.coordinator.round_rules import Judgement
+from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
 )
-from shoal.swarm.verdicts import check_verdict
+from shoal.swarm.protocol.verdict_chain import check_verdict
 
 ELEMENTS = 3 * 4096 + 17
 """Four chunks: of three members one owns two."""

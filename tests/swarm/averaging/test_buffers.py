@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from shoal.swarm.averaging.buffers import _SEGMENT_BYTES, Buffers, RoundBuffers, same_bytes
+from shoal.swarm.averaging.buffer_pool import _SEGMENT_BYTES, Buffers, RoundBuffers, same_bytes
 
 
 def address(view: memoryview) -> int:

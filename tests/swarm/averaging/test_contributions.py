@@ -9,7 +9,7 @@ from tests.fakes.grids import plan_of
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import get_coding
-from shoal.swarm.averaging.contributions import ContributionSource
+from shoal.swarm.averaging.contribution import ContributionSource
 from shoal.swarm.averaging.results import ResultStore
 
 ELEMENTS = 8 * 64

@@ -11,8 +11,8 @@ from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.decoding import Decoding
 from shoal.swarm.averaging.results import ResultStore, chunks_of
 from shoal.swarm.errors import WireError
-from shoal.swarm.framing import MAX_CHUNK_BYTES
-from shoal.swarm.messages import MAX_MEMBERS
+from shoal.swarm.protocol.messages import MAX_MEMBERS
+from shoal.swarm.transport.framing import MAX_CHUNK_BYTES
 
 ELEMENTS = 5 * 64 + 7
 CODING = get_coding("int8", None, [("w", (ELEMENTS,))])

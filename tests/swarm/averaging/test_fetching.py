@@ -8,10 +8,10 @@ from tests.fakes.rounds import results_of, verdict_on
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.compression.registry import get_coding
-from shoal.swarm.averaging.fetching import fetch_committed
+from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError
-from shoal.swarm.messages import Blob
+from shoal.swarm.protocol.messages import Blob
 
 ELEMENTS = 5 * 64 + 7
 CODING = get_coding("int8", None, [("w", (ELEMENTS,))])

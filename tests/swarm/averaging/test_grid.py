@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.averaging.grid import plan_parts, plan_rows
-from shoal.swarm.averaging.partition import chunk_elements
+from shoal.swarm.coordinator.grid import plan_parts, plan_rows
+from shoal.swarm.coordinator.partition import chunk_elements
 
 SIZES = st.tuples(st.lists(st.booleans(), min_size=1, max_size=400), st.integers(1, 64), st.integers(0, 2**128))
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
 from shoal.swarm.averaging.allreduce import Exchange
-from shoal.swarm.averaging.fetching import ensure_part
-from shoal.swarm.averaging.groups import Header
+from shoal.swarm.averaging.chunk_header import Header
+from shoal.swarm.averaging.result_fetch import ensure_part
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.messages import Part, RoundPlan
+from shoal.swarm.protocol.messages import Part, RoundPlan
 
 SQUARE = [[0, 5, 10, 15], [1, 4, 11, 14], [2, 7, 8, 13], [3, 6, 9, 12]]
 UNEVEN = [[0, 3, 6], [1, 4], [2, 5]]

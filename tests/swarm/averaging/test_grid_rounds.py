@@ -12,7 +12,7 @@ from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
-from shoal.swarm.averaging.outcomes import Committed
+from shoal.swarm.averaging.outcome import Committed
 
 ELEMENTS = 13 * 4096 + 17
 MEMBERS = 6

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.grids import plan_of
 
-from shoal.swarm.averaging.groups import Group, Header, holders, may_hold
+from shoal.swarm.averaging.chunk_header import Group, Header, holders, may_hold
 
 
 @st.composite

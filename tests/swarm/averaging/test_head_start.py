@@ -12,10 +12,10 @@ from tests.fakes.virtual_clock import run_virtual, until
 from torch import Tensor
 
 from shoal.swarm.averaging.ahead import Chunks, StreamAhead
-from shoal.swarm.averaging.outcomes import Committed, Outcome
+from shoal.swarm.averaging.outcome import Committed, Outcome
 from shoal.swarm.coordinator.leases import count
 from shoal.swarm.errors import BlobUnavailable, LinkError
-from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
+from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 
 SMALL, LARGE = 3 * 4096 + 17, 1_500_000
 """In chunks of the same size for two and three members; and in other ones."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec
 from shoal.compression.registry import CODEC_NAMES, get_codec, get_coding
-from shoal.swarm.averaging.groups import Group
+from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.reducer import PartReducer, Reduced
 

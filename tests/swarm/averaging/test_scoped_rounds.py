@@ -12,9 +12,13 @@ from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
-from shoal.swarm.averaging.outcomes import Committed
+from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.errors import NotAdmitted, Superseded, WireError
-from shoal.swarm.messages import CoordinatorToPeerSuperseded, CoordinatorToPeerVerdicts, PeerToCoordinatorGetVerdicts
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerSuperseded,
+    CoordinatorToPeerVerdicts,
+    PeerToCoordinatorGetVerdicts,
+)
 
 MEMBERS, ROUNDS, SAMPLES = 3, 4, 2
 ELEMENTS = {0: 4096, 1: 3 * 4096, 2: 7000}

@@ -9,12 +9,12 @@ from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor, nn
 
-from shoal.peer.local_work import AccumulatedGradient
-from shoal.peer.outer_optimizer import AdamW
-from shoal.peer.parameters import ParameterVector
-from shoal.swarm.averaging.outcomes import CarryOn, Committed
+from shoal.peer.training.algorithms import AccumulatedGradient
+from shoal.peer.training.outer_optimizer import AdamW
+from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.averaging.outcome import CarryOn, Committed
 from shoal.swarm.coordinator.leases import count, merge
-from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
+from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 
 ROUND_SAMPLES = 48
 ROUNDS = 4

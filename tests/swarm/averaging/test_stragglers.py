@@ -11,10 +11,10 @@ from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual
 
 from shoal.swarm.averaging.allreduce import Exchange
-from shoal.swarm.averaging.outcomes import Committed
+from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.averaging.stragglers import Stragglers
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.messages import PeerToCoordinatorRoundReport, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 DEADLINES = Deadlines(PATIENCE_S)
 FAST_BPS = 1e6

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.run_file import RunFile
 
 MachineT = TypeVar("MachineT", bound=RunMachine | PipelineMachine)
 

@@ -21,12 +21,14 @@ from tests.swarm.coordinator.world import (
 from tests.swarm.coordinator.world import NOT_FROM_FACTS as NOT_FROM_STAGE_FACTS
 from tests.swarm.coordinator.world import journaled as journaled_stage
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.pipeline import PipelineMachine
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork
-from shoal.swarm.messages import (
+from shoal.swarm.pipeline.planner.replanning import Rebalancing
+from shoal.swarm.pipeline.planner.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.protocol.messages import (
     Capability,
     Headway,
     KeptState,
@@ -40,10 +42,8 @@ from shoal.swarm.messages import (
     RunView,
     TensorSpec,
 )
-from shoal.swarm.pipeline.replanning import Rebalancing
-from shoal.swarm.pipeline.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
-from shoal.swarm.run_file import RunFile
-from shoal.swarm.verdicts import check_verdict, genesis, tied_together
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.verdict_chain import check_verdict, genesis, tied_together
 
 STAGES, LAYERS, MICRO = 3, 6, 2
 BATCH = 12

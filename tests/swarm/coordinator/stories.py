@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.swarm.coordinator.world import SIGNER, World, attributes, run_file
 
-from shoal.swarm.coordinator.facts import Fact, RunSnapshot, VerdictGiven
+from shoal.swarm.coordinator.events import Fact, RunSnapshot, VerdictGiven
 from shoal.swarm.coordinator.machine import RunMachine
 
 RUN = run_file()

@@ -7,8 +7,8 @@ from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.grouping import Rules, lay_out
 from shoal.swarm.errors import WireError
-from shoal.swarm.messages import Delivery, PeerToCoordinatorRoundReport, PlanMember, RoundPlan
-from shoal.swarm.run_values import make_coding
+from shoal.swarm.protocol.messages import Delivery, PeerToCoordinatorRoundReport, PlanMember, RoundPlan
+from shoal.swarm.protocol.run_values import make_coding
 
 
 def cut(plan: RoundPlan, *chunks: int) -> RoundPlan:

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, run_file
 
 from shoal.swarm.coordinator.leases import count, subtract, to_wire
-from shoal.swarm.messages import KeptState, SampleRange
+from shoal.swarm.protocol.messages import KeptState, SampleRange
 
 NUMBERS = st.integers(0, 3)
 FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)

@@ -3,11 +3,11 @@
 import pytest
 from tests.swarm.coordinator.world import MODEL, SIGNER, TOKENS_PER_SAMPLE, World, run_file
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.coverage import Again, coverage_of, epochs_covered
 from shoal.swarm.coordinator.leases import LeaseLedger, covers
 from shoal.swarm.coordinator.machine import RunMachine
-from shoal.swarm.messages import MAX_EPOCHS
+from shoal.swarm.protocol.messages import MAX_EPOCHS
 
 
 def of(ledger: LeaseLedger, samples: int = 10) -> list[tuple[int, int, int, int]]:

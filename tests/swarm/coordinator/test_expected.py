@@ -3,7 +3,7 @@
 import pytest
 from tests.swarm.coordinator.world import MODEL, World, run_file
 
-from shoal.swarm.messages import RoundPlan, TensorSpec
+from shoal.swarm.protocol.messages import RoundPlan, TensorSpec
 
 
 def closing(world: World, members: int = 4, bps: float = 0.0) -> RoundPlan | None:

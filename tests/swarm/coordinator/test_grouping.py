@@ -4,8 +4,8 @@ from tests.swarm.coordinator.world import CPU, INITIAL, entry, peer_name
 
 from shoal.swarm.coordinator.grouping import Rules, lay_out, plan_round
 from shoal.swarm.coordinator.membership import Member
-from shoal.swarm.messages import MAX_MEMBERS, MAX_STAND_INS, PeerToCoordinatorRoundReady, RoundPlan
-from shoal.swarm.wire import MAX_MESSAGE_BYTES, _packb
+from shoal.swarm.protocol.messages import MAX_MEMBERS, MAX_STAND_INS, PeerToCoordinatorRoundReady, RoundPlan
+from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, _packb
 
 
 def plan(

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from tests.swarm.coordinator.world import CPU, World, entry, heartbeat, run_file
 
-from shoal.swarm.coordinator.facts import VerdictGiven
+from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.coordinator.history import PAGE_BYTES, read_page
 from shoal.swarm.coordinator.sent_bytes import SentBytes
-from shoal.swarm.messages import MAX_VERDICTS, CoordinatorToPeerVerdicts, Verdict
-from shoal.swarm.wire import MAX_MESSAGE_BYTES, Envelope, encode
+from shoal.swarm.protocol.messages import MAX_VERDICTS, CoordinatorToPeerVerdicts, Verdict
+from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, encode
 
 ABORTED = Verdict(
     round=0,

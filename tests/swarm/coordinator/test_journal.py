@@ -13,7 +13,7 @@ from tests.swarm.coordinator.stories import RUN, facts_in, state, state_after, s
 from tests.swarm.coordinator.world import entry
 from tests.swarm.samples import records
 
-from shoal.swarm.coordinator.facts import (
+from shoal.swarm.coordinator.events import (
     FACTS,
     Fact,
     LeaseGranted,
@@ -28,7 +28,7 @@ from shoal.swarm.coordinator.journal_files import FACTS as FACTS_KIND
 from shoal.swarm.coordinator.journal_files import JOURNAL, VERDICTS, JournalFiles
 from shoal.swarm.coordinator.records import pack_file
 from shoal.swarm.errors import RunFileError, StorageError
-from shoal.swarm.messages import SampleRange
+from shoal.swarm.protocol.messages import SampleRange
 
 
 def lost(number: int) -> MemberLost:

@@ -3,10 +3,10 @@
 from tests.swarm.coordinator.test_rounds import CPU
 from tests.swarm.coordinator.world import World, entry, run_file
 
-from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
+from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.coordinator.tally import COUNTED_S, EXACT_MEMBERS, Tally
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     CoordinatorToPeerView,
     Part,
     PeerToCoordinatorHeartbeat,
@@ -15,7 +15,7 @@ from shoal.swarm.messages import (
     RunView,
     Verdict,
 )
-from shoal.swarm.wire import Envelope, encode
+from shoal.swarm.protocol.wire import Envelope, encode
 
 _LETTERS = str.maketrans("0189", "ghij")
 

@@ -15,7 +15,7 @@ from tests.swarm.coordinator.world import (
     run_file,
 )
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.admission import first_difference
 from shoal.swarm.errors import (
     CorpusError,
@@ -27,7 +27,7 @@ from shoal.swarm.errors import (
     TryLater,
     WireError,
 )
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.messages import (
     MAX_MEMBERS,
     MAX_TROUBLE,
     PeerToCoordinatorRequestLease,
@@ -35,7 +35,7 @@ from shoal.swarm.messages import (
     SampleRange,
     TensorSpec,
 )
-from shoal.swarm.run_file import AccessSection
+from shoal.swarm.protocol.run_file import AccessSection
 
 
 def until(world: World, phase: str, members: int = 2, within_s: float = 60.0) -> None:

@@ -9,14 +9,14 @@ from tests.fakes.virtual_clock import run_virtual
 from tests.swarm.coordinator.stories import RUN, facts_in, story
 from tests.swarm.coordinator.world import SIGNER, attributes
 
-from shoal.swarm.averaging.outcomes import Committed
-from shoal.swarm.coordinator.facts import Fact, RoundPlanned, VerdictGiven
+from shoal.swarm.averaging.outcome import Committed
+from shoal.swarm.coordinator.events import Fact, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.outdated import check_ours
 from shoal.swarm.errors import WireError
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import Verdict
-from shoal.swarm.verdicts import chain_hash, signed_bytes
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.verdict_chain import chain_hash, signed_bytes
 
 FACTS = facts_in(len(story()))
 GIVEN = [number for number, fact in enumerate(FACTS) if isinstance(fact, VerdictGiven)]

@@ -3,9 +3,9 @@
 import pytest
 from tests.swarm.coordinator.world import TOKENS_PER_SAMPLE, Worker, World, run_file
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.leases import count, subtract
-from shoal.swarm.coordinator.rounds import Judgement
+from shoal.swarm.coordinator.round_rules import Judgement
 
 
 def closing(members: int = 2, **settings: float) -> World:

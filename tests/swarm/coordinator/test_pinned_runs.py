@@ -7,8 +7,8 @@ from tests.swarm.coordinator.world import CPU, MODEL, SIGNER, entry, heartbeat, 
 
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.errors import CorpusError, ModelMismatch
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel, TensorSpec
-from shoal.swarm.pins import PinsSection, layout_digest
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.pins import PinsSection, layout_digest
 
 RIGHT, FORGED = b"r" * 32, b"f" * 32
 PINS = PinsSection(

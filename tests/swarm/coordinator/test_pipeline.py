@@ -21,14 +21,14 @@ from tests.swarm.coordinator.pipeline_world import (
 )
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, peer_name
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.leases import Ranges, to_wire
 from shoal.swarm.coordinator.pipeline_drives import Batch, Drives
 from shoal.swarm.coordinator.pipeline_planner import planner_of
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
-from shoal.swarm.messages import Capability, LayerSize, PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
-from shoal.swarm.verdicts import chain_hash, genesis, tied_together
+from shoal.swarm.protocol.messages import Capability, LayerSize, PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, tied_together
 
 CELLS = [(start, start + MICRO) for start in range(0, BATCH, MICRO)]
 

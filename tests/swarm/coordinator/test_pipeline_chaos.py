@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.swarm.coordinator.pipeline_world import MICRO, STAGES, WHOLE, Peer, PipelineWorld, run_file
 from tests.swarm.coordinator.world import CPU, entry
 
-from shoal.swarm.messages import PeerToCoordinatorClaim, SampleRange
+from shoal.swarm.protocol.messages import PeerToCoordinatorClaim, SampleRange
 
 NUMBERS = st.integers(0, 5)
 STAGE = st.integers(0, STAGES - 1)

@@ -5,10 +5,10 @@ from tests.swarm.coordinator.pipeline_world import SMALL, STAGES, Peer, Pipeline
 from tests.swarm.coordinator.test_pipeline import holder, rounds, training
 from tests.swarm.coordinator.world import CPU, entry
 
-from shoal.swarm.coordinator import facts as f
-from shoal.swarm.coordinator.pipeline_places import _span_s
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.pipeline_view import optimizer_values
-from shoal.swarm.start import StartSection, StartTensor
+from shoal.swarm.coordinator.stall_detector import _span_s
+from shoal.swarm.protocol.start_section import StartSection, StartTensor
 
 
 def turn(world: PipelineWorld, seconds: float = 0.25) -> None:

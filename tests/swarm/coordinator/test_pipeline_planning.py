@@ -5,9 +5,9 @@ from tests.swarm.coordinator.test_pipeline import holder, rounds, training, unti
 from tests.swarm.coordinator.world import heartbeat
 
 from shoal.swarm.coordinator.pipeline_question import Question
-from shoal.swarm.messages import Capability, Headway, PeerToCoordinatorShowCapability, PipelineView
-from shoal.swarm.pipeline.replanning import Rebalancing
-from shoal.swarm.pipeline.stage_plan import Infeasible, StagePlan
+from shoal.swarm.pipeline.planner.replanning import Rebalancing
+from shoal.swarm.pipeline.planner.stage_plan import Infeasible, StagePlan
+from shoal.swarm.protocol.messages import Capability, Headway, PeerToCoordinatorShowCapability, PipelineView
 
 
 def asked(world: PipelineWorld) -> Question:

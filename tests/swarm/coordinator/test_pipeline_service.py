@@ -13,18 +13,18 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, heartbeat, rep
 from tests.swarm.network import HOST, LONG_S, Member
 from tests.swarm.test_transport import run
 
-from shoal.swarm.control import Channel
 from shoal.swarm.coordinator import service as service_module
-from shoal.swarm.coordinator.facts import Fact, verdicts_in
+from shoal.swarm.coordinator.events import Fact, verdicts_in
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.leases import count, from_wire
 from shoal.swarm.coordinator.pipeline_planner import planner_of
 from shoal.swarm.coordinator.pipeline_question import Planner
-from shoal.swarm.coordinator.rounds import Judgement
+from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError, WireError
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import (
+from shoal.swarm.pipeline.planner.stage_plan import Infeasible, StagePlan
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import (
     Acknowledged,
     Capability,
     CoordinatorToPeerClaimed,
@@ -48,9 +48,9 @@ from shoal.swarm.messages import (
     RunView,
     SampleRange,
 )
-from shoal.swarm.pipeline.stage_plan import Infeasible, StagePlan
-from shoal.swarm.run_file import RunFile, parse_run_file
-from shoal.swarm.verdicts import chain_hash, check_verdict, genesis, signed_bytes
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.verdict_chain import chain_hash, check_verdict, genesis, signed_bytes
+from shoal.swarm.transport.control import Channel
 
 TOML = """
 algorithm = "virtual_batch"

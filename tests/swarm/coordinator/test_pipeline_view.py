@@ -4,8 +4,8 @@ import pytest
 from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, PipelineWorld, run_file
 
 from shoal.swarm.coordinator.pipeline_view import PipelineViews
-from shoal.swarm.messages import Capability, PipelineView, Span
-from shoal.swarm.pipeline.stage_plan import StagePlan
+from shoal.swarm.pipeline.planner.stage_plan import StagePlan
+from shoal.swarm.protocol.messages import Capability, PipelineView, Span
 
 PLAN = StagePlan((0, 2, 4, 6), {"b" * 16: (0, 0), "a" * 16: (1, 2)})
 MEMORY_BYTES = 10**9

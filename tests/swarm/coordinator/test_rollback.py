@@ -3,11 +3,11 @@
 import pytest
 from tests.swarm.coordinator.world import INITIAL, Worker, World, next_state, peer_name, run_file
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.leases import count, merge
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.errors import StorageError
-from shoal.swarm.messages import KeptState
+from shoal.swarm.protocol.messages import KeptState
 
 RETURN_S = 12.0
 """``return_s`` of the world's patience."""

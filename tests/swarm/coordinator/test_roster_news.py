@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.swarm.coordinator.world import CPU, entry
 
-from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
+from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import _LOGGED_CHANGES, Membership
-from shoal.swarm.messages import RosterEntry
+from shoal.swarm.protocol.messages import RosterEntry
 
 
 class Reader:

@@ -3,12 +3,12 @@ from typing import Any
 import pytest
 from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer_name, report
 
-from shoal.swarm.coordinator.facts import MemberJoined, MemberLost
+from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.grouping import Rules, plan_round
 from shoal.swarm.coordinator.membership import Member, Membership, majority
-from shoal.swarm.coordinator.rounds import Goal, Work, closing_moment, judge, weighted_mean
+from shoal.swarm.coordinator.round_rules import Goal, Work, closing_moment, judge, weighted_mean
 from shoal.swarm.deadlines import Deadlines, Delays
-from shoal.swarm.messages import PeerToCoordinatorRoundReady, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, RoundPlan
 
 DEADLINES = Deadlines(30.0)
 """Heartbeats every 5 s, closings announced 10 s ahead."""

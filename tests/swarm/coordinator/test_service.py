@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tests.swarm.coordinator.world import CPU, MODEL, entry, heartbeat
 
-from shoal.swarm.coordinator.facts import Fact, LeaseGranted
+from shoal.swarm.coordinator.events import Fact, LeaseGranted
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import DeadlineExceeded, StorageError
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import CoordinatorToPeerLease, PeerToCoordinatorLeave, PeerToCoordinatorRequestLease
-from shoal.swarm.run_file import parse_run_file
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorLeave, PeerToCoordinatorRequestLease
+from shoal.swarm.protocol.run_file import parse_run_file
 
 TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[round]\ntokens = 100000\n'
 MEMBERS = 20

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from tests.swarm.coordinator.world import CPU, MODEL, SIGNER, entry, heartbeat, peer_name, run_file
 
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.pipeline_stage import StageMachine
 from shoal.swarm.errors import ModelMismatch
-from shoal.swarm.messages import PeerToCoordinatorDescribeModel, TensorSpec
-from shoal.swarm.run_file import PipelineSection, RunFile
-from shoal.swarm.start import StartSection, StartTensor
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.run_file import PipelineSection, RunFile
+from shoal.swarm.protocol.start_section import StartSection, StartTensor
 
 OTHER = TensorSpec(name="other", shape=(4,), dtype="float32")
 RIGHT, FORGED = "right", "forged"

@@ -8,11 +8,11 @@ import pytest
 from tests.swarm.coordinator.test_rounds import PLAN, A, B, C, plan
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, peer_name, report, run_file
 
-from shoal.swarm.averaging.groups import holders
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.averaging.chunk_header import holders
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.leases import count
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member, majority, witnesses
-from shoal.swarm.coordinator.rounds import Judgement, judge
+from shoal.swarm.coordinator.round_rules import Judgement, judge
 from shoal.swarm.coordinator.trust import (
     DETOUR_ROUNDS,
     NEWCOMERS_SHARE,
@@ -23,8 +23,8 @@ from shoal.swarm.coordinator.trust import (
     outvotes,
     owners,
 )
-from shoal.swarm.messages import PeerToCoordinatorRoundReport, Verdict
-from shoal.swarm.run_file import RunFile
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, Verdict
+from shoal.swarm.protocol.run_file import RunFile
 
 TURN_S = 0.25
 ROUND_S = 5.0

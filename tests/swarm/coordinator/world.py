@@ -10,12 +10,12 @@ from typing import Any
 from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_of
 
 from shoal.swarm.averaging.norm_claims import pack, ranges
-from shoal.swarm.coordinator import facts as f
+from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork
-from shoal.swarm.identity import Identity
-from shoal.swarm.messages import (
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import (
     Certificate,
     DeviceInfo,
     KeptState,
@@ -31,8 +31,8 @@ from shoal.swarm.messages import (
     TensorSpec,
     Verdict,
 )
-from shoal.swarm.run_file import RunFile
-from shoal.swarm.verdicts import check_verdict, genesis
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 
 CPU = DeviceInfo(kind="cpu", name="some CPU", memory_bytes=2**33)
 SIGNER = Identity.generate()

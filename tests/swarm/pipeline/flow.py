@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from shoal.swarm.pipeline.routing import Router
+from shoal.swarm.pipeline.engine.routing import Router
 
 Key = tuple[str, int]
 

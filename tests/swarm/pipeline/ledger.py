@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.coordinator.leases import Ranges, merge
 from shoal.swarm.coordinator.pipeline_drives import fair_samples
-from shoal.swarm.pipeline.effects import AskToDrive, Claim, Release
+from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, Release
 
 if TYPE_CHECKING:
     from tests.swarm.pipeline.simulator import SimulatedPeer, Simulation

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.swarm.pipeline.ledger import Ledger
 
-from shoal.swarm.pipeline.effects import (
+from shoal.swarm.pipeline.engine.effects import (
     Answer,
     AskToDrive,
     Claim,
@@ -36,9 +36,9 @@ from shoal.swarm.pipeline.effects import (
     Reply,
     Send,
 )
-from shoal.swarm.pipeline.hops import NextHop, Settings, Span
-from shoal.swarm.pipeline.routing import Router
-from shoal.swarm.pipeline.stage import StageEngine
+from shoal.swarm.pipeline.engine.hops import NextHop, Settings, Span
+from shoal.swarm.pipeline.engine.routing import Router
+from shoal.swarm.pipeline.engine.stage import StageEngine
 
 Tensor = tuple[str, MicroBatch, int]
 """("activation", whose, the stage that it is the input of) or ("gradient", whose, the stage whose input's it is)."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.swarm.pipeline.ledger import check_exactly_once
 from tests.swarm.pipeline.simulator import Fault, Network, Simulation, Speed, World
 
-from shoal.swarm.pipeline.effects import ComputeBackward, MicroBatch
+from shoal.swarm.pipeline.engine.effects import ComputeBackward, MicroBatch
 
 STAGES = {"first": 0, "middle": 1, "last": 2}
 LONGER_THAN_PATIENCE_S = 50.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.swarm.pipeline.simulator import Network, SimulatedPeer, Simulation, Speed, World
 
-from shoal.swarm.pipeline.effects import ComputeForward
+from shoal.swarm.pipeline.engine.effects import ComputeForward
 
 EQUAL = Speed(1.0, 2.0)
 

@@ -14,9 +14,9 @@ from tests.swarm.pipeline.plan_cases import (
     swarm_of,
 )
 
-from shoal.swarm.pipeline.exact import Budget, best_of
-from shoal.swarm.pipeline.plan import Infeasible, LayerCost, PeerCapability, StagePlan, plan_rate, plan_stages
-from shoal.swarm.pipeline.span_rates import Swarm as SpanRates
+from shoal.swarm.pipeline.planner.exact import Budget, best_of
+from shoal.swarm.pipeline.planner.plan import Infeasible, LayerCost, PeerCapability, StagePlan, plan_rate, plan_stages
+from shoal.swarm.pipeline.planner.span_rates import Swarm as SpanRates
 
 Swarm = tuple[Layers, list[PeerCapability]]
 

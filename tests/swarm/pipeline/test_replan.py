@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.swarm.pipeline.plan_cases import LIMITS, Layers, assignments, member, rate, small_swarms, span_rate, swarm_of
 
-from shoal.swarm.pipeline.plan import (
+from shoal.swarm.pipeline.planner.plan import (
     Infeasible,
     LayerCost,
     PeerCapability,

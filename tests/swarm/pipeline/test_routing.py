@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.swarm.pipeline.flow import Flow, Replica, steady
 
-from shoal.swarm.pipeline.routing import Router
+from shoal.swarm.pipeline.engine.routing import Router
 
 PATIENCE_S = 12.0
 

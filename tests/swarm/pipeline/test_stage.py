@@ -8,8 +8,8 @@ import pytest
 from tests.swarm.pipeline.turns import Turns
 
 from shoal.swarm.coordinator.leases import Ranges
-from shoal.swarm.pipeline.driving import cut
-from shoal.swarm.pipeline.effects import (
+from shoal.swarm.pipeline.engine.driving import cut
+from shoal.swarm.pipeline.engine.effects import (
     AskToDrive,
     Claim,
     Compute,
@@ -27,8 +27,8 @@ from shoal.swarm.pipeline.effects import (
     Reply,
     Send,
 )
-from shoal.swarm.pipeline.hops import Settings, Span
-from shoal.swarm.pipeline.stage import StageEngine
+from shoal.swarm.pipeline.engine.hops import Settings, Span
+from shoal.swarm.pipeline.engine.stage import StageEngine
 
 ROUND = 5
 RETRY_S, PATIENCE_S = 2.0, 30.0

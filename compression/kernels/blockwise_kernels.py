@@ -1,0 +1,314 @@
+"""Block-wise int8 and int4 as numba kernels: each block is read once from memory and worked on in the cache.
+
+Bit for bit as ``blockwise.py``: see ``blockwise_blocks.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+
+from shoal.compression.kernels import int8_kernels as int8
+from shoal.compression.kernels.blockwise_blocks import (
+    ABSOLUTE,
+    LARGEST_FINITE,
+    SMALLEST_NORMAL,
+    ZERO,
+    absmax_bits,
+    key_of,
+    quantize,
+    read_codes,
+    scale_of,
+    write_codes,
+)
+from shoal.compression.kernels.jit import njit
+from shoal.compression.kernels.past_caches import bytes_at, finish_streaming, floats_at, lines, put_past_caches
+
+ONE = np.float32(1.0)
+PIECE = 4096
+"""float32 that are made, within the first cache, before they are written past all of them: each turn from reading to
+that and back takes time."""
+
+FEW = 2**16
+"""Codes, an even number, whose squares an int32 can sum."""
+
+
+@njit
+def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any) -> Any:
+    """Returns -1, or the first block with a value that is not finite."""
+    largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
+    done = int8.blocks_in_strips(values.size, block, bits, seed)
+    bad = int8.encode(values, scales[:done], codes, block)
+    if bad >= 0:
+        return bad
+    work = np.empty(min(block, values.size), np.float32)
+    for b in range(done, scales.size):
+        part = values[b * block : min((b + 1) * block, values.size)]
+        top = absmax_bits(part.view(np.int32))
+        if top > LARGEST_FINITE:
+            return b
+        scale, inverse = scale_of(top, largest)
+        scales[b] = scale
+        rounded = work[: part.size]
+        quantize(part, inverse, largest, key_of(seed, top, b), rounded)
+        write_codes(rounded, codes, b * block, bits)
+    return -1
+
+
+@njit
+def first_bad_sum(values: Any, residual: Any, block: Any) -> Any:
+    """-1, or the first block with a sum that is not finite."""
+    corrected = np.empty(min(block, values.size), np.float32)
+    for start in range(0, values.size, block):
+        stop = min(start + block, values.size)
+        if add(values[start:stop], residual[start:stop], corrected[: stop - start]) > LARGEST_FINITE:
+            return start // block
+    return -1
+
+
+@njit
+def encode_residual(
+    values: Any, residual: Any, left: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any
+) -> Any:
+    """Returns -1, or the first block with a sum that is not finite: nothing of it and after it is written then.
+
+    ``left`` may be ``residual``: what is written has been read before.
+    """
+    done = int8.blocks_in_strips(values.size, block, bits, seed)
+    bad = int8.encode_residual(values, residual, left, scales[:done], codes, block)
+    if bad >= 0:
+        return bad
+    n, several, how = values.size, max(1, PIECE // block) * block, (block, bits, seed)
+    work, rounded = lines(min(several, n)), np.empty(min(block, n), np.float32)
+    is_apart = left.ctypes.data != residual.ctypes.data
+    for first in range(done * block, n, several):
+        end = min(first + several, n)
+        for start in range(first, end, block):
+            stop, b = min(start + block, n), start // block
+            corrected = work[start - first : stop - first]
+            top = add(values[start:stop], residual[start:stop], corrected)
+            if top > LARGEST_FINITE:
+                return b
+            split(b, corrected, top, ONE, scales, codes, rounded, how)
+        if is_apart:
+            put_past_caches(work[: end - first], left[first:end])
+        else:
+            put(work[: end - first], left[first:end])
+    finish_streaming()
+    return -1
+
+
+@njit
+def put(values: Any, target: Any) -> Any:
+    """Copy; an assignment of slices takes twice as long, as they might overlap."""
+    for i in range(values.size):
+        target[i] = values[i]
+
+
+@njit
+def split(b: Any, corrected: Any, top: Any, times: Any, scales: Any, codes: Any, rounded_all: Any, how: Any) -> Any:
+    """Block ``b`` into its scale and its codes; ``corrected`` becomes what they lose, so many times over. ``top``: the
+    bits of its absolute maximum."""
+    block, bits, seed = how
+    largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
+    start = b * block
+    scale, inverse = scale_of(top, largest)
+    scales[b] = scale
+    rounded = rounded_all[: corrected.size]
+    quantize(corrected, inverse, largest, key_of(seed, top, b), rounded)
+    write_codes(rounded, codes, start, bits)
+    for i in range(corrected.size):
+        # Plus zero, as a code has no sign of zero.
+        corrected[i] = np.float32(corrected[i] - np.float32(np.float32(rounded[i] + ZERO) * scale)) * times
+
+
+@njit
+def encode_mean(
+    addresses: Any, weights: Any, own: Any, factors: Any, left: Any, scales: Any, codes: Any, how: Any
+) -> Any:
+    """The sum of packed vectors at ``addresses``, times ``weights``, over the first of ``factors``; what it loses,
+    times the second, is ``left``. Returns as ``encode_residual``.
+
+    ``own``: the index of the one that is not packed but the sum of two, below 0 if none is, and those two.
+    """
+    (block, bits, seed), n, several = how, left.size, max(1, PIECE // how[0]) * how[0]
+    done = int8.blocks_in_strips(n, block, bits, seed)
+    bad = int8.encode_mean(addresses, weights, own, factors, left, scales, codes, (block, done))
+    if bad >= 0:
+        return bad
+    over, times = np.float32(factors[0]), np.float32(factors[1])
+    means, work = lines(min(several, n)), np.empty(min(block, n), np.float32)
+    for first in range(done * block, n, several):
+        end = min(first + several, n)
+        for start in range(first, end, block):
+            mean, b = means[start - first : min(start + block, n) - first], start // block
+            sum_up(b, mean, addresses, weights, own, (scales.size, codes.size), work, how)
+            top = np.int32(0)
+            for i in range(mean.size):
+                mean[i] = value = np.float32(mean[i] / over) + ZERO
+                top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
+            if top > LARGEST_FINITE:
+                return b
+            split(b, mean, top, times, scales, codes, work, how)
+        put_past_caches(means[: end - first], left[first:end])
+    finish_streaming()
+    return -1
+
+
+@njit
+def sum_up(b: Any, mean: Any, addresses: Any, weights: Any, own: Any, sizes: Any, work: Any, how: Any) -> Any:
+    """``mean`` becomes the sum of block ``b`` of all, of ``sizes`` as many scales and codes."""
+    (block, bits, _), (blocks, code_bytes), (index, values, residual) = how, sizes, own
+    start = b * block
+    stop = start + mean.size
+    mean[:] = ZERO
+    for k in range(addresses.size):
+        if k == index:
+            add_sum(values[start:stop], residual[start:stop], weights[k], mean)
+            continue
+        scale = carray(floats_at(addresses[k]), blocks)[b]
+        packed = carray(bytes_at(addresses[k] + 4 * blocks), code_bytes)
+        add_block(packed, start, bits, scale, weights[k], mean, work)
+
+
+@njit
+def add_sum(first: Any, second: Any, factor: Any, total: Any) -> Any:
+    for i in range(total.size):
+        total[i] = total[i] + np.float32(np.float32(first[i] + second[i]) * factor)
+
+
+@njit
+def add_block(codes: Any, start: Any, bits: Any, scale: Any, factor: Any, total: Any, work: Any) -> Any:
+    """Add a block that begins at value ``start``."""
+    if bits == 8:
+        signed = codes[start : start + total.size].view(np.int8)
+        for i in range(total.size):
+            total[i] = total[i] + np.float32(np.float32(np.float32(signed[i]) * scale) * factor)
+        return
+    decoded = work[: total.size]
+    read_codes(codes, start, bits, decoded)
+    for i in range(total.size):
+        total[i] = total[i] + np.float32(np.float32(decoded[i] * scale) * factor)
+
+
+@njit
+def add(first: Any, second: Any, out: Any) -> Any:
+    """Returns the bits of the largest absolute sum: found in passing, as each pass costs as much as the other."""
+    top = np.int32(0)
+    for i in range(out.size):
+        out[i] = value = np.float32(first[i] + second[i])
+        top = max(top, np.float32(value).view(np.int32) & ABSOLUTE)
+    return top
+
+
+@njit
+def are_plain(scales: Any, safe_bits: Any) -> Any:
+    """Whether each scale is 0, or normal and at most the one with ``safe_bits``: all but a few hostile ones."""
+    bits = scales.view(np.int32)
+    odd = np.int32(0)
+    for i in range(bits.size):
+        odd |= np.int32((bits[i] < 0) | (bits[i] > safe_bits) | ((bits[i] > 0) & (bits[i] < SMALLEST_NORMAL)))
+    return odd == 0
+
+
+@njit
+def decode(scales: Any, codes: Any, out: Any, block: Any, bits: Any) -> Any:
+    for b in range(scales.size):
+        part = out[b * block : min((b + 1) * block, out.size)]
+        if bits == 8:
+            signed, scale = codes[b * block : b * block + part.size].view(np.int8), scales[b]
+            for i in range(part.size):
+                part[i] = np.float32(signed[i]) * scale
+            continue
+        read_codes(codes, b * block, bits, part)
+        scale = scales[b]
+        for i in range(part.size):
+            part[i] = part[i] * scale
+
+
+@njit
+def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: Any, block: Any, bits: Any) -> Any:
+    """Decode packed vectors at addresses ``sources``, of ``sizes`` values, to addresses ``rooms``. ``is_left`` becomes
+    whether one is left as it is, as its scales are not plain."""
+    for k in range(sizes.size):
+        n = sizes[k]
+        blocks = (n + block - 1) // block
+        scales = carray(floats_at(sources[k]), blocks)
+        is_left[k] = not are_plain(scales, safe_bits)
+        if is_left[k]:
+            continue
+        codes = carray(bytes_at(sources[k] + 4 * blocks), n if bits == 8 else (n + 1) // 2)
+        out = carray(floats_at(rooms[k]), n)
+        done = int8.blocks_in_strips(n, block, bits, -1)
+        int8.decode(scales[:done], codes, out, block)
+        at = done * block
+        decode(scales[done:], codes[at if bits == 8 else 0 :], out[at:], block, bits)
+    finish_streaming()
+
+
+@njit
+def squared_norm(scales: Any, codes: Any, n: Any, block: Any, bits: Any) -> Any:
+    """Of ``n`` values; the sum over a block's codes is exact."""
+    total = 0.0
+    for b in range(scales.size):
+        scale = np.float64(scales[b])
+        start, stop = b * block, min((b + 1) * block, n)
+        total += scale * scale * (squares_8(codes, start, stop) if bits == 8 else squares_4(codes, start, stop))
+    return total
+
+
+@njit
+def squares_8(codes: Any, start: Any, stop: Any) -> Any:
+    total = 0.0
+    for first in range(start, stop, FEW):
+        signed, part = codes[first : min(first + FEW, stop)].view(np.int8), np.int32(0)
+        for i in range(signed.size):
+            code = np.int32(signed[i])
+            part = np.int32(part + np.int32(code * code))
+        total += np.float64(part)
+    return total
+
+
+@njit
+def squares_4(codes: Any, start: Any, stop: Any) -> Any:
+    total = 0.0
+    for first in range(start, stop, FEW):
+        end, part = min(first + FEW, stop), np.int32(0)
+        pairs = codes[first // 2 : end // 2]
+        for i in range(pairs.size):
+            low, high = np.int32(np.int32(pairs[i] & 15) - 8), np.int32(np.int32(pairs[i] >> 4) - 8)
+            part = np.int32(part + np.int32(np.int32(low * low) + np.int32(high * high)))
+        total += np.float64(part)
+        if end % 2:
+            last = np.float64(np.int32(codes[end // 2] & 15) - 8)
+            total += last * last
+    return total
+
+
+@njit
+def accumulate(scales: Any, codes: Any, total: Any, weight: Any, block: Any, bits: Any) -> Any:
+    factor = np.float32(weight)
+    work = np.empty(min(block, total.size), np.float32)
+    for b in range(scales.size):
+        part = total[b * block : min((b + 1) * block, total.size)]
+        add_block(codes, b * block, bits, scales[b], factor, part, work)
+
+
+def warm_up() -> None:
+    """Compile for the types that the codec uses."""
+    values, scales, codes = np.ones(4, np.float32), np.empty(1, np.float32), np.empty(4, np.uint8)
+    for bits, seed in ((8, -1), (4, 7)):
+        encode(values, scales, codes, 4, bits, seed)
+        first_bad_sum(values, values, 4)
+        encode_residual(values, np.zeros(4, np.float32), np.empty(4, np.float32), scales, codes, 4, bits, seed)
+        packed = np.zeros(8, np.uint8)
+        addresses, weights = np.array([packed.ctypes.data], np.int64), np.ones(1, np.float32)
+        encode_mean(addresses, weights, (-1, values, values), (1.0, 1.0), values, scales, codes, (4, bits, seed))
+        are_plain(scales, int(LARGEST_FINITE))
+        decode(scales, codes, values, 4, bits)
+        rooms, sizes = np.array([values.ctypes.data], np.int64), np.array([values.size])
+        decode_all(addresses, rooms, sizes, np.zeros(1, np.bool_), int(LARGEST_FINITE), 4, bits)
+        accumulate(scales, codes, values, 1.0, 4, bits)
+        squared_norm(scales, codes, 4, 4, bits)

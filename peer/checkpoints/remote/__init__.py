@@ -1,0 +1,1 @@
+"""Copies of checkpoints at an ``fsspec`` URL."""

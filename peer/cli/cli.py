@@ -1,0 +1,255 @@
+"""The command line: ``host prepare join status doctor demo`` and those of ``cli_files``; errors become exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shoal.peer.checkpoints.retention import parse_retention
+from shoal.peer.cli.command import UNSUPERVISED
+from shoal.peer.cli.consent import Consent
+from shoal.peer.cli.descriptors import allow_descriptors, warn_host
+from shoal.peer.cli.doctor import examine, report
+from shoal.peer.cli.files import IdentityOption, console, start_of
+from shoal.peer.cli.files import app as file_commands
+from shoal.peer.cli.hosting import DEFAULT_PORT, Hosting, HostOptions, host
+from shoal.peer.cli.join import STOPPED_AT_ONCE, Work, run_member
+from shoal.peer.cli.prepare import prepare, say_pins
+from shoal.peer.cli.restore import parse_copy_to
+from shoal.peer.demo.run import DemoOptions, run_demo
+from shoal.peer.options import SHOAL_HOME, SessionOptions
+from shoal.peer.terminal.reporter import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
+from shoal.peer.training.device import parse_memory
+from shoal.swarm.client.observer import get_status
+from shoal.swarm.coordinator.events import Fact
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.protocol.invite import Invite, parse_address, parse_addresses
+from shoal.swarm.protocol.messages import Role
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train one model together, on machines that nobody owns together.",
+)
+app.add_typer(file_commands)
+errors = Console(stderr=True)
+
+
+class JoinRole(StrEnum):
+    """What a member does in a run, as the command line names it."""
+
+    full = "full"
+    contribute_only = "contribute-only"
+    observe = "observe"
+
+
+_ROLES: dict[JoinRole, Role] = {
+    JoinRole.full: "trainer",
+    JoinRole.contribute_only: "contributor",
+    JoinRole.observe: "validator",
+}
+
+InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=…&run=… (quote it, for its ? and &)")]
+DataOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--data", metavar="FOLDER", help="The run may read the files that it names below it, and no others; repeatable."
+    ),
+]
+LogJson = Annotated[Path | None, typer.Option(help="Write one JSON event a line to this file.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
+
+
+@app.command("host")
+def host_command(
+    run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0: any free one.")] = (
+        f"0.0.0.0:{DEFAULT_PORT}"
+    ),
+    advertise: Annotated[
+        str, typer.Option(help="HOST[:PORT] that the invite shall name; several with commas: A:1,B:2.")
+    ] = "",
+    state: Annotated[Path, typer.Option(help="Where journal and identity are kept, in a folder per run.")] = (
+        SHOAL_HOME / "host"
+    ),
+    backup: Annotated[Path | None, typer.Option(help="Keep all of that in this folder, too, up to date.")] = None,
+    identity: Annotated[Path | None, typer.Option(help="The host's keys; the run's own in --state by default.")] = None,
+    start_from: Annotated[
+        Path | None, typer.Option("--from", help="Start from this checkpoint, or the newest in this folder.")
+    ] = None,
+    parameters_only: Annotated[
+        bool, typer.Option(help="Of --from: schedule, samples and outer optimizer begin anew.")
+    ] = False,
+    no_pins: Annotated[
+        bool, typer.Option("--no-pins", help="Let the first member define model, data and first state.")
+    ] = False,
+    data: DataOption = None,
+    log_json: LogJson = None,
+    verbose: Verbose = False,
+    _: Annotated[
+        bool, typer.Option(UNSUPERVISED, help="One process, for service managers: they start it again if it dies.")
+    ] = False,
+) -> None:
+    """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
+    setup_logging(console, verbose)
+    warn_host(allow_descriptors())
+    start = start_of(start_from, identity, only_parameters=parameters_only)
+    addresses = parse_address(bind, DEFAULT_PORT), parse_addresses(advertise)
+    options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins, data=tuple(data or ()))
+
+    def on_start(hosting: Hosting) -> None:
+        console.print(f"Run     [bold]{hosting.invite.run}[/]  hash {hosting.run_hash.hex()[:16]}")
+        console.print(f"Files   {hosting.state}")
+        if backup is not None:
+            console.print(f"Backup  {backup / hosting.invite.run}")
+        console.print(f"Pins    {say_pins(hosting.pins)}", soft_wrap=True)
+        if hosting.start is not None:
+            where = "where its checkpoint is, join with --from FOLDER"
+            console.print(f"Start   {hosting.start.source}; {where}", soft_wrap=True)
+        if hosting.resumed_round:
+            console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
+        console.print("Invite  (one command joins a machine)")
+        console.print(f"\n  shoal join '{hosting.invite}'\n", soft_wrap=True, highlight=False)
+
+    with Reporter(console, log_json) as reporter:
+
+        def on_fact(fact: Fact) -> None:
+            event = describe_fact(fact)
+            if event is not None:
+                reporter.record(event)
+                console.print(plain_line(event), markup=False, highlight=False, soft_wrap=True)
+
+        asyncio.run(host(run, options, on_start, on_fact))
+
+
+@app.command("prepare")
+def prepare_command(
+    run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    out: Annotated[Path, typer.Option(help="The run file to write, for `shoal host`.")],
+    data: DataOption = None,
+) -> None:
+    """Build a run's model here and pin what its members have to bring; another machine can host the file then."""
+    prepared = prepare(run, out, console.print, data or ())
+    console.print(f"Pins    {say_pins(prepared.pins)}", soft_wrap=True)
+
+
+@app.command("join")
+def join_command(
+    invite: InviteArgument,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    max_memory: Annotated[str, typer.Option(help="At most so much memory, such as 8G.")] = "",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for training; 0: all.")] = 0,
+    name: Annotated[str, typer.Option(help="How others see this machine; its host name by default.")] = "",
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; data goes over the next port.")] = "0.0.0.0",
+    advertise: Annotated[str, typer.Option(help="HOST[:PORT] at which other peers reach this one.")] = "",
+    role: Annotated[
+        JoinRole, typer.Option(help="full; contribute-only: train, reduce nothing; observe: follow the model only.")
+    ] = JoinRole.full,
+    state: Annotated[Path, typer.Option(help="Where checkpoints are kept.")] = SHOAL_HOME / "runs",
+    keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="So many of the newest are kept.")] = "3",
+    keep_every: Annotated[int, typer.Option(min=0, help="Also one of each so many rounds, for ever; 0: none.")] = 0,
+    copy_to: Annotated[str, typer.Option(metavar="URL", help="Also copy checkpoints there, by fsspec.")] = "",
+    start_from: Annotated[
+        Path | None,
+        typer.Option("--from", help="Where this run's start is: a checkpoint, or a folder above it."),
+    ] = None,
+    copy_every: Annotated[int, typer.Option(min=1, metavar="K", help="Copy after so many rounds or more.")] = 1,
+    data: DataOption = None,
+    accept: Annotated[
+        str,
+        typer.Option(metavar="RUNHASH", help="Agree to this run without a question: its hash, or 16 digits of it."),
+    ] = "",
+    identity: IdentityOption = SHOAL_HOME / "identity",
+    log_json: LogJson = None,
+    verbose: Verbose = False,
+) -> None:
+    """Join a run and train until it ends. Ctrl-C leaves gracefully, a second one at once.
+
+    A run that trains on files of this machine is shown first, and joined if you agree."""
+    setup_logging(console, verbose)
+    work = Work(device, _memory(max_memory), threads or None)
+    retention = parse_retention(keep_checkpoints, keep_every)
+    with Reporter(console, log_json) as reporter:
+        options = SessionOptions(
+            identity=identity,
+            state=state,
+            name=name,
+            bind=parse_address(bind),
+            advertise=parse_address(advertise) if advertise else ("", 0),
+            role=_ROLES[role],
+            checkpoints=retention,
+            copy_to=parse_copy_to(copy_to, copy_every, retention),
+            start_from=start_from,
+            data=tuple(data or ()),
+            on_event=reporter.on_event,
+        )
+        run_member(invite, options, work, Consent(console, accept), reporter.watch)
+
+
+@app.command("status")
+def status_command(
+    invite: InviteArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show a run: round, loss, and its members with device, speed and share of the work."""
+    status = asyncio.run(get_status(Invite.parse(invite)))
+    if as_json:
+        console.print_json(data=status_json(status))
+    else:
+        console.print(status_table(status))
+
+
+@app.command("doctor")
+def doctor_command(
+    run: Annotated[Path | None, typer.Argument(help="A run file, for its model; a small gpt by default.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    max_memory: Annotated[str, typer.Option(help="As for `shoal join`, such as 8G.")] = "",
+    data: DataOption = None,
+) -> None:
+    """Show what this machine can do for a run: memory, speed layer by layer, and what would make it better."""
+    with console.status("Looking at this machine, and measuring the model's layers"):
+        found = examine(run, device, _memory(max_memory), data=data or ())
+    console.print(report(found))
+
+
+@app.command("demo")
+def demo_command(
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="A model in stages, which no peer can hold as a whole.")
+    ] = False,
+    peers: Annotated[
+        int | None, typer.Option(min=2, max=16, help="Peers at the start; 4, or 5 with --pipeline.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.2, help="How long to train, about.")] = 3.0,
+    preset: Annotated[str | None, typer.Option(help="The algorithm: diloco, as by default, or sparseloco.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("shoal-demo"),
+) -> None:
+    """A whole run on this machine: one peer is killed, one comes late, a model is trained.
+
+    With --pipeline two are killed, the second one alone in its stage: it comes back, and so does the stage."""
+    raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, pipeline, json_file, out), console))
+
+
+def _memory(text: str) -> int | None:
+    return parse_memory(text) if text else None
+
+
+def main() -> None:
+    """The ``shoal`` command."""
+    allow_descriptors()
+    try:
+        app(prog_name="shoal")
+    except ShoalError as error:
+        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED_AT_ONCE)

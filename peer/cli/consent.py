@@ -1,0 +1,203 @@
+"""The summary of a run that a volunteer sees before anything of it happens here, and the consent to go on.
+
+An invite names the run's hash, so whoever pastes it has agreed to that run: no question for one that reads no files.
+For one that does, the owner of the machine agrees to the files: at the terminal, or with ``--accept`` where there is
+none. That is remembered beside the run's checkpoints, for this run file and these folders.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.peer.recipes import Recipe
+from shoal.peer.terminal.events import bytes_text, count_text, number_of, printable
+from shoal.peer.training.data_files import DataFile, find_files, named_folders
+from shoal.swarm import durable
+from shoal.swarm.errors import NotAccepted, StorageError
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.run_sources import file_pattern
+
+log = logging.getLogger(__name__)
+
+ACCEPTED_FILE = "accepted.json"
+"""In a peer's folder of a run."""
+
+_LEAST_DIGITS = 16
+"""Of a hash, in hexadecimal: 64 bits are too many to try for a second run file with the same."""
+
+_SHOWN_FILES = 3
+_SHOWN_LETTERS = 160
+
+
+@dataclass(frozen=True)
+class RunTerms:
+    """Summary of what the run would do on this machine. ``files``: those that it would read; none for one that reads
+    none."""
+
+    run: RunFile
+    recipe: Recipe
+    folders: tuple[Path, ...] = ()
+    files: tuple[DataFile, ...] = ()
+
+    @classmethod
+    def of(cls, run: RunFile, recipe: Recipe, data: Sequence[Path]) -> RunTerms:
+        """Look which files these are; none is opened. ``data``: what ``--data`` says.
+
+        Raises ``UserError`` for what is no folder, ``CorpusError`` for files that are not there."""
+        folders, named = named_folders(data), file_pattern(run.data.source)
+        return cls(run, recipe, folders, find_files(*named, folders) if named is not None else ())
+
+
+class Consent:
+    """Asks for it. ``accept``: what ``--accept`` says, empty without it."""
+
+    def __init__(self, console: Console, accept: str = "") -> None:
+        self._console = console
+        self._accept = accept
+
+    def __call__(self, terms: RunTerms, folder: Path) -> None:
+        """Show the terms, and return if the owner of this machine has agreed, here or earlier. ``folder``: the peer's.
+
+        Raises ``NotAccepted``, and ``StorageError`` where the answer cannot be kept."""
+        digest = terms.run.hash.hex()
+        self._console.print(terms_table(terms))
+        kept = _Accepted(run=digest, folders=[str(one) for one in terms.folders])
+        if self._accept:
+            _check_accepted(self._accept, digest)
+        elif not terms.files or _read(folder) == kept:
+            return
+        elif not (sys.stdin.isatty() and self._console.is_terminal):
+            raise NotAccepted(
+                f"the run would train on the files that are shown above: if you agree, join with --accept "
+                f"{digest[:_LEAST_DIGITS]}"
+            )
+        else:
+            self._ask()
+        if terms.files:
+            _keep(folder, kept)
+
+    def _ask(self) -> None:
+        try:
+            answer = self._console.input("Join? [y/N] ", markup=False)
+        except (EOFError, KeyboardInterrupt):
+            answer = ""
+        if answer.strip().lower() not in ("y", "yes"):
+            raise NotAccepted("not joined: nothing was read, and nothing was told to the host")
+
+
+def _check_accepted(given: str, digest: str) -> None:
+    if not re.fullmatch(rf"[0-9a-f]{{{_LEAST_DIGITS},64}}", given.lower()):
+        raise NotAccepted(f"--accept {given}: expected the run's hash, at least its first {_LEAST_DIGITS} hex digits")
+    if not digest.startswith(given.lower()):
+        raise NotAccepted(
+            f"--accept {given}: the invite is of another run, {digest[:_LEAST_DIGITS]}, which is shown above"
+        )
+
+
+# What is shown ----------------------------------------------------------------------------------------------
+
+
+def terms_table(terms: RunTerms) -> Table:
+    """For people, before they agree. What the run file says is shown without what could move the cursor."""
+    run, table = terms.run, Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [
+        ("Run", f"{run.run.name}, hash {run.hash.hex()[:_LEAST_DIGITS]}"),
+        ("Trains", _model(terms)),
+        ("How", f"{run.algorithm}, {_end(run)}"),
+        ("On", _data(terms)),
+        (
+            "Gives",
+            "what training changes in the model, a digest of the data, and this machine's name, device and speed; no "
+            "files and nothing of their names",
+        ),
+    ]
+    if terms.files:
+        rows.append(("Mind", "who gets the model may get parts of these files out of it again"))
+    for label, words in rows:
+        table.add_row(label, Text(printable(words)))
+    return table
+
+
+def _model(terms: RunTerms) -> str:
+    recipe = terms.run.recipe
+    settings = ", ".join(f"{name} {value}" for name, value in recipe.settings.items())
+    parameters = _parameters(terms.recipe)
+    size = "" if parameters is None else f", {count_text(parameters)} parameters"
+    return f"recipe {recipe.name}{size}{f' ({_short(settings)})' if settings else ''}"
+
+
+def _parameters(recipe: Recipe) -> int | None:
+    """Without memory for them; None where the model cannot be made so."""
+    try:
+        with torch.device("meta"):
+            return sum(one.numel() for one in recipe.model_from_config(recipe.config()).parameters())
+    except (RuntimeError, NotImplementedError) as error:
+        log.debug("how many parameters there are is not known before: %s", error)
+        return None
+
+
+def _end(run: RunFile) -> str:
+    section = run.run
+    ends = [
+        f"{count_text(section.tokens)} tokens" if section.tokens else "",
+        number_of(section.rounds, "round") if section.rounds else "",
+        f"{section.max_s / 3600:.3g} hours" if section.max_s else "",
+    ]
+    words = " or ".join(one for one in ends if one)
+    return f"until {words}" if words else "until the host ends it"
+
+
+def _data(terms: RunTerms) -> str:
+    source, files = terms.run.data.source, terms.files
+    if not files:
+        return "the standard library of this Python" if source == "stdlib" else f"{source}; no files of this machine"
+    names = ", ".join(_short(file.name) for file in files[:_SHOWN_FILES])
+    more = f" and {len(files) - _SHOWN_FILES:,} more" if len(files) > _SHOWN_FILES else ""
+    size = bytes_text(sum(file.size_bytes for file in files))
+    places = ", ".join(str(folder) for folder in dict.fromkeys(file.folder for file in files))
+    return f"{number_of(len(files), 'file')} of this machine, {size}, {source} below {places}: {names}{more}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…"
+
+
+# What is remembered -----------------------------------------------------------------------------------------
+
+
+class _Accepted(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    run: str
+    folders: list[str]
+
+
+def _read(folder: Path) -> _Accepted | None:
+    try:
+        return _Accepted.model_validate_json((folder / ACCEPTED_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        log.warning("whether this run was agreed to before cannot be read: %s", error)
+        return None
+
+
+def _keep(folder: Path, accepted: _Accepted) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        durable.put(folder / ACCEPTED_FILE, accepted.model_dump_json().encode())
+    except OSError as error:
+        raise StorageError(f"{folder / ACCEPTED_FILE}: cannot be written: {error}") from error

@@ -1,0 +1,252 @@
+"""What ``shoal doctor`` shows: what this machine can do for a run, and what would make it better."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from shoal.peer.cli.hosting import DEFAULT_PORT
+from shoal.peer.pipeline.measured import CACHE, MeasuredModel, measured_model
+from shoal.peer.recipes import load_recipe
+from shoal.peer.training.device import autocast, choose_device, describe_device, usable_bytes
+from shoal.peer.training.model_memory import check_layers_fit, held_copies
+from shoal.swarm.errors import DeviceError, RecipeError
+from shoal.swarm.pipeline.planner.plan import LayerCost
+from shoal.swarm.protocol.messages import DeviceInfo
+from shoal.swarm.protocol.run_file import PipelineSection, RunFile, load_run_file, parse_run_file
+
+_USUAL = """\
+algorithm = "virtual_batch"
+
+[run]
+name = "small-gpt"
+
+[recipe]
+name = "gpt"
+settings = { layers = 6, width = 384, heads = 6, context = 256, tie_embedding = false }
+
+[data]
+source = "stdlib"
+
+[pipeline]
+micro_batch = 8
+
+[outer]
+optimizer = "adamw"
+lr = 1e-3
+
+[round]
+tokens = 2_048_000
+"""
+"""The model of examples/stdlib.toml, in layers."""
+
+_WAITING = PipelineSection(micro_batch=1).in_flight
+"""Micro-batches that a peer of a run without ``[pipeline]`` is supposed to have under way: that section's default."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """``layer_bytes``: what holding each layer takes here; ``span``: the layers [first, stop) that it could hold with
+    the most parameters; ``port_is_free``: that of ``shoal host``."""
+
+    run: str
+    device: DeviceInfo
+    usable_bytes: int
+    limit_bytes: int | None
+    precision: str
+    model: MeasuredModel
+    layer_bytes: tuple[int, ...]
+    span: tuple[int, int]
+    has_numba: bool
+    has_idle_gpu: bool
+    port_is_free: bool
+
+    @property
+    def share(self) -> float:
+        """Of the model's parameters, those of ``span``."""
+        costs = [layer.cost.parameters_bytes for layer in self.model.layers]
+        return sum(costs[slice(*self.span)]) / max(1, sum(costs))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.span == (0, len(self.model.layers))
+
+
+def examine(
+    run_path: Path | None,
+    device_name: str,
+    limit_bytes: int | None,
+    cache: Path = CACHE,
+    *,
+    data: Sequence[Path] = (),
+) -> Diagnosis:
+    """Look at the machine and measure the run's model on it; ``data``: what ``--data`` says.
+
+    Raises ``DeviceError``, ``RunFileError``, ``RecipeError`` or ``CorpusError``."""
+    device = choose_device(device_name)
+    run = load_run_file(run_path)[1] if run_path else parse_run_file(_USUAL)
+    if run.recipe.name == "own":
+        raise RecipeError(f"{run_path}: the members of this run bring their own model, which cannot be measured here")
+    usable = usable_bytes(device, limit_bytes)  # before anything of ours is in it
+    if usable <= 0:
+        raise DeviceError(f"no memory of {device} is free: end other programs that use it")
+    recipe = load_recipe(run, data)
+    check_layers_fit(run, recipe, usable)
+    model = measured_model(run, recipe, device, time.time(), cache)
+    costs = [layer.cost for layer in model.layers]
+    layer_bytes = tuple(held_bytes(cost, run, device) for cost in costs)
+    return Diagnosis(
+        run=run.run.name,
+        device=describe_device(str(device)),
+        usable_bytes=usable,
+        limit_bytes=limit_bytes,
+        precision="float32" if autocast(device, run.inner.precision) is nullcontext else "bfloat16",
+        model=model,
+        layer_bytes=layer_bytes,
+        span=largest_span(costs, layer_bytes, usable),
+        has_numba=importlib.util.find_spec("numba") is not None,
+        has_idle_gpu=device.type == "cpu" and (torch.cuda.is_available() or torch.backends.mps.is_available()),
+        port_is_free=_is_free(DEFAULT_PORT),
+    )
+
+
+def held_bytes(cost: LayerCost, run: RunFile, device: torch.device) -> int:
+    """What a layer takes of the memory of the device: its parameters, gradients and inner optimizer, and what autograd
+    keeps of all micro-batches under way; on the CPU the anchor, the outer optimizer and the averaging, too. Of a
+    pipeline's layer the state counts as the plan has it."""
+    waiting = run.pipeline.in_flight if run.pipeline else _WAITING
+    return int(held_copies(run, device) * cost.parameters_bytes) + waiting * cost.kept_bytes
+
+
+def largest_span(costs: Sequence[LayerCost], layer_bytes: Sequence[int], memory_bytes: int) -> tuple[int, int]:
+    """The consecutive layers [first, stop) that fit into memory and have the most parameters; (0, 0): none does."""
+    best, best_parameters = (0, 0), -1
+    first, taken, parameters = 0, 0, 0
+    for stop, (cost, size) in enumerate(zip(costs, layer_bytes, strict=True), 1):
+        taken += size
+        parameters += cost.parameters_bytes
+        while taken > memory_bytes:
+            taken -= layer_bytes[first]
+            parameters -= costs[first].parameters_bytes
+            first += 1
+        if first < stop and parameters > best_parameters:
+            best, best_parameters = (first, stop), parameters
+    return best
+
+
+def advice(found: Diagnosis) -> Iterator[str]:
+    """What somebody should know or do, the most important first."""
+    layers = len(found.model.layers)
+    first, stop = found.span
+    if found.is_whole and found.model.whole:
+        yield "The whole model fits: this machine can train alone."
+    elif found.is_whole:
+        yield "The whole model fits: this machine can train alone, or hold any stage of a pipeline."
+    elif stop:
+        yield (
+            f"It can hold {stop - first} of {layers} layers, {found.share:.0%} of the parameters: join a run with "
+            f"\\[pipeline], as a stage."
+        )
+    else:
+        need = min(found.layer_bytes)
+        more = "allow a larger --max-memory" if found.limit_bytes else "end other programs"
+        yield f"Not one layer fits, the smallest takes {size(need)}: {more}, or join a run with smaller layers."
+    if found.model.whole:
+        yield f"Measured as a whole, since it cannot be cut into stages: {escape(found.model.whole)}."
+    if found.limit_bytes is not None and found.limit_bytes > found.usable_bytes:
+        yield f"Of the {size(found.limit_bytes)} of --max-memory only {size(found.usable_bytes)} are free now."
+    if found.limit_bytes is None and found.usable_bytes < found.device.memory_bytes / 2:
+        yield "More than half of the memory is in use: other programs take it."
+    if found.has_idle_gpu:
+        yield "There is a GPU, and it was not asked for: leave --device out."
+    if not found.has_numba:
+        yield "Rounds of large models cost less time with compiled kernels: pip install 'shoal\\[fast]'."
+    if not found.port_is_free:
+        yield f"Port {DEFAULT_PORT} is in use: `shoal host` needs another one here, --bind 0.0.0.0:PORT."
+
+
+def report(found: Diagnosis) -> RenderableType:
+    """For a terminal of 80 columns or more. Of each kind of layer: how many there are, and of one its parameters, the
+    time of a micro-batch there and back, what it sends on of one, keeps of one, and takes of the memory in all."""
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    capped = " (--max-memory)" if found.limit_bytes == found.usable_bytes else ""
+    facts.add_row("device", escape(f"{found.device.name} ({found.device.kind})"))
+    facts.add_row("memory", f"{size(found.usable_bytes)} usable{capped} of {size(found.device.memory_bytes)}")
+    facts.add_row("precision", found.precision)
+    facts.add_row("kernels", "compiled (numba)" if found.has_numba else "PyTorch's, numba is not installed")
+    port = "free" if found.port_is_free else "in use"
+    facts.add_row("ports", f"{DEFAULT_PORT}, that of `shoal host`, is {port}; `shoal join` takes any")
+    parameters = sum(layer.cost.parameters_bytes for layer in found.model.layers) // 4
+    layers = "in one piece" if found.model.whole else f"{len(found.model.layers)} layers"
+    facts.add_row("model", escape(f"{found.run}: {parameters:,} parameters, {layers}"))
+    facts.add_row("share", f"{found.share:.0%} of it can be held here")
+    facts.add_row("speed", f"{1 / found.model.seconds:.3g} micro-batches of {_samples(found)} a second, whole model")
+    lines = Table(box=None, pad_edge=False, show_header=False)
+    lines.add_column(style="yellow", no_wrap=True)
+    lines.add_column()
+    for line in advice(found):
+        lines.add_row("•", line)
+    return Group(facts, _kinds(found), lines)
+
+
+def _kinds(found: Diagnosis) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table.add_column("layers", overflow="ellipsis", no_wrap=True)
+    for title in ("number", "parameters", "time", "sends", "keeps", "takes"):
+        table.add_column(title, justify="right", no_wrap=True)
+    numbers: dict[str, list[int]] = {}
+    for number, layer in enumerate(found.model.layers):
+        numbers.setdefault(layer.kind, []).append(number)
+    for same in numbers.values():
+        layer = found.model.layers[same[0]]
+        ends = dict.fromkeys((found.model.names[same[0]], found.model.names[same[-1]]))
+        table.add_row(
+            escape(" … ".join(ends)),
+            str(len(same)),
+            f"{layer.cost.parameters_bytes // 4:,}",
+            duration(layer.seconds),
+            size(layer.cost.activation_bytes),
+            size(layer.cost.kept_bytes),
+            size(found.layer_bytes[same[0]]),
+        )
+    return table
+
+
+def size(size_bytes: int) -> str:
+    """1.5 GiB, 12 MiB, 0.3 MiB."""
+    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
+    value = size_bytes / unit
+    return f"{value:.0f} {name}" if value >= 10 else f"{value:.1f} {name}"
+
+
+def duration(seconds: float) -> str:
+    """12 s, 1.5 s, 250 ms, 0.3 ms."""
+    value, name = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
+    return f"{value:.0f} {name}" if value >= 10 else f"{value:.1f} {name}"
+
+
+def _samples(found: Diagnosis) -> str:
+    return "1 sample" if found.model.micro_batch == 1 else f"{found.model.micro_batch} samples"
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True

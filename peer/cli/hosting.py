@@ -1,0 +1,178 @@
+"""What ``shoal host`` runs: a coordinator with its journal, until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.peer.cli.prepare import pinned_run_file
+from shoal.peer.cli.start_section import RUN_FILE, StartFrom, started_run_file
+from shoal.peer.history.chain import Origin, pack_head
+from shoal.swarm import durable
+from shoal.swarm.coordinator.backup import Backup
+from shoal.swarm.coordinator.events import Fact
+from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.journal_files import JOURNAL
+from shoal.swarm.coordinator.service import CoordinatorService
+from shoal.swarm.errors import IdentityError, StorageError, UserError, WireError
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Address, Invite
+from shoal.swarm.protocol.pins import PinsSection
+from shoal.swarm.protocol.run_file import load_run_file
+from shoal.swarm.protocol.start_section import StartSection
+from shoal.swarm.protocol.verdict_chain import check_verdict
+
+DEFAULT_PORT = 7707
+IDENTITY_FILE = "identity"
+ORIGIN_FILE = "origin.msgpack"
+"""Whose history the folder has: the head of a history's file, without verdicts."""
+
+_PORT_FILE = "port.txt"
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """``identity``: the file with the host's keys, by default the run's own in its folder under ``state``.
+    ``bind``: where to listen; port 0 takes any free one, and the same one again after a restart.
+    ``advertise``: what the invite says, by default this machine's address and the bound port; port 0: the bound one.
+    ``backup``: another place for all that is kept in ``state``. ``start_from``: the checkpoint that the run starts
+    from, if its file does not name one. ``pin``: fix what members have to bring, if the run file does not yet;
+    ``data``: the folders that the run's data is looked for in, for that."""
+
+    identity: Path | None
+    state: Path
+    bind: tuple[str, int] = ("0.0.0.0", DEFAULT_PORT)
+    advertise: tuple[Address, ...] = ()
+    backup: Path | None = None
+    start_from: StartFrom | None = None
+    pin: bool = True
+    data: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """What the host's person has to know."""
+
+    invite: Invite
+    run_hash: bytes
+    state: Path
+    start: StartSection | None
+    pins: PinsSection | None
+    resumed_round: int
+    resumed_version: int
+
+
+async def host(
+    run_path: Path,
+    options: HostOptions,
+    on_start: Callable[[Hosting], None],
+    on_fact: Callable[[Fact], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …"""
+    text, run = load_run_file(run_path)
+    state = options.state / run.run.name
+    if options.start_from is not None:
+        text, run = await asyncio.to_thread(started_run_file, run_path, state, options.start_from)
+    text, run = await pinned_run_file(text, run, state, pin=options.pin, folders=options.data)
+    if options.backup is not None and options.backup.resolve() == options.state.resolve():
+        raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
+    identity, pem = host_identity(options.identity, state)
+    backup = Backup(options.backup / run.run.name) if options.backup else None
+    journal = Journal(state, run.hash, text, backup)
+    try:
+        check_keys(identity, journal, options.identity or state / IDENTITY_FILE)
+    except BaseException:
+        journal.close()
+        raise
+    if backup is not None:  # not before the check: it may have the only copy of the right keys
+        backup.keep(RUN_FILE, text.encode())
+        backup.keep(IDENTITY_FILE, pem, 0o600)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        address = (options.bind[0], options.bind[1] or _earlier_port(state))
+        async with CoordinatorService.serve(text, run, identity, address, journal) as service:
+            port = service.node.control_port
+            advertised = options.advertise or ((_own_address(options.bind[0]), port),)
+            addresses = tuple((one, its_port or port) for one, its_port in advertised)
+            invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash)
+            origin = Origin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
+            about = {
+                _PORT_FILE: f"{port}\n".encode(),
+                "invite.txt": f"{invite}\n".encode(),
+                ORIGIN_FILE: pack_head(origin),
+            }
+            for name, data in about.items():
+                _write(state / name, data)
+                if backup is not None:
+                    backup.keep(name, data)
+            _write(state / RUN_FILE, text.encode())
+            service.observe(on_fact)
+            machine = service.machine
+            resumed = machine.round_number, machine.anchor_version
+            on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed))
+            await service.wait(stop)
+    finally:
+        journal.close()
+
+
+def _earlier_port(state: Path) -> int:
+    """The port of the time before, so that invites stay valid; 0 when there was none."""
+    try:
+        return int((state / _PORT_FILE).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def host_identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
+    """The host's keys and their file's bytes.
+
+    A run's own are in its folder, so that the folder is all that another machine needs."""
+    path = given or state / IDENTITY_FILE
+    try:
+        if given is None and not path.exists() and (state / JOURNAL).exists():
+            raise IdentityError(
+                f"{path} is missing, and members trust no other: restore it from the backup, or name the file with "
+                "--identity"
+            )
+        identity = Identity.load_or_create(path)
+        return identity, path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be used as identity file: {error}") from error
+
+
+def check_keys(identity: Identity, journal: Journal, path: Path) -> None:
+    """Raises ``IdentityError`` when the journal's newest verdict has another host's signature."""
+    for fact in journal.verdicts(max(0, journal.rounds - 1), 1):
+        try:
+            check_verdict(fact.verdict, identity.public_key)
+        except WireError as error:
+            raise IdentityError(
+                f"{path} has not the keys of this run's host, and members trust no other ({error}): restore it from "
+                "the backup, or name the file with --identity"
+            ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        durable.put(path, data)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error}") from error
+
+
+def _own_address(bind: str) -> str:
+    """The address that the invite names: the bound one, or that of the interface that leads outside."""
+    if bind not in ("0.0.0.0", "::", "*"):
+        return bind
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); UDP connects without a packet
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

@@ -1,0 +1,158 @@
+"""What ``shoal join`` runs: recipe, model and data from the run file, trained in a ``Session`` until the end, or
+in stages, by a ``PipelinePeer``.
+
+All that can be wrong with a run on this machine is found before it is joined: until then the coordinator has only been
+asked for the run file, by nobody in particular."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shoal.peer.cli.consent import RunTerms
+from shoal.peer.member.connection import Connection
+from shoal.peer.member.replica import Brought
+from shoal.peer.network_thread import Interrupted
+from shoal.peer.options import SessionOptions
+from shoal.peer.pipeline.peer import PipelinePeer
+from shoal.peer.recipes import Recipe, load_recipe
+from shoal.peer.session import Session
+from shoal.peer.terminal.snapshot import Watched
+from shoal.peer.training.data import DataAbout
+from shoal.peer.training.device import autocast, choose_device, free_bytes, samples_that_fit
+from shoal.peer.training.inner_loop import InnerLoop, make_inner
+from shoal.peer.training.model_memory import check_model_fits, held_copies
+from shoal.swarm.client.observer import look_up_run
+from shoal.swarm.errors import RecipeError
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.run_file import RunFile
+
+log = logging.getLogger(__name__)
+
+STOPPED_AT_ONCE = 130
+_SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
+
+
+@dataclass(frozen=True)
+class Work:
+    """``max_memory_bytes`` None: nine tenths of the device's. ``threads`` None: as many as torch likes."""
+
+    device: str = "auto"
+    max_memory_bytes: int | None = None
+    threads: int | None = None
+
+
+Agree = Callable[[RunTerms, Path], None]
+"""Returns if the owner of this machine agrees to the terms, raises ``NotAccepted`` otherwise; the path is that of the
+peer's folder."""
+
+
+def run_member(
+    invite: str,
+    options: SessionOptions,
+    work: Work,
+    agree: Agree,
+    watch: Callable[[Watched], None] = lambda _: None,
+) -> None:
+    """Join and train until the run ends or Ctrl-C: the first leaves gracefully, the second stops at once.
+
+    ``agree`` is called before any file that the run names is opened, and before it is joined; ``watch`` once with what
+    trains, before it does. Raises the errors of joining and training.
+    """
+    device = choose_device(work.device)
+    if work.threads is not None:
+        torch.set_num_threads(work.threads)
+    run = asyncio.run(look_up_run(Invite.parse(invite))).run_file
+    recipe = _prepare(run, options, agree)
+    if run.pipeline is None:
+        check_model_fits(run, recipe, device, work.max_memory_bytes)
+    connection = Connection(invite, options, str(device))
+    try:
+        peer = (
+            PipelinePeer(connection, recipe, device, work.max_memory_bytes)
+            if run.pipeline is not None
+            else Session(connection)
+        )
+    except BaseException:
+        connection.close()
+        raise
+    with peer:
+        earlier = _handle_signals(peer.request_stop)
+        try:
+            watch(peer)
+            if isinstance(peer, PipelinePeer):
+                peer.train()
+            else:
+                _train(peer, recipe, device, work.max_memory_bytes)
+        except Interrupted:
+            log.info("stopped before the run had a state to give")
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+
+def _prepare(run: RunFile, options: SessionOptions, agree: Agree) -> Recipe:
+    """The run's recipe with its data opened, once the owner of this machine has agreed.
+
+    Raises ``RecipeError``, ``CorpusError``, ``RunFileError`` and what ``agree`` raises."""
+    if run.recipe.name == "own":
+        raise RecipeError("the members of this run bring their own training loop: start the host's script instead")
+    recipe = load_recipe(run, options.data)
+    terms = RunTerms.of(run, recipe, options.data)
+    agree(terms, options.folder(run, Identity.load_or_create(options.identity).peer_id))
+    if run.pins is not None:  # so whoever has other data is told so here, and the host learns nothing of it
+        run.pins.check_data(recipe.tokens_per_sample, recipe.corpus_digest, len(recipe.training_data()))
+    log.info("data: %s", recipe.corpus_about)
+    return recipe
+
+
+def _train(session: Session, recipe: Recipe, device: torch.device, max_memory: int | None) -> None:
+    run = session.run_file
+    model = recipe.build_model(run.run.seed).to(device)
+    optimizer = None if run.algorithm == "virtual_batch" else make_inner(model, run.inner)
+    cast = autocast(device, run.inner.precision)
+    room = free_bytes(device, model, max_memory, held_copies(run, device))
+    data = recipe.training_data()
+    about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data))
+
+    def one_sample() -> torch.Tensor:
+        with cast():
+            return recipe.loss(model, data.batch([0]).to(device))
+
+    micro_batch = samples_that_fit(model, one_sample, run.inner.batch_samples, room)
+    if micro_batch < run.inner.batch_samples:
+        log.warning(
+            "batches of %d samples are taken in pieces of %d, to fit memory",
+            run.inner.batch_samples,
+            micro_batch,
+        )
+    session.start(Brought(model, optimizer, about, recipe.config()))
+    loop = InnerLoop(model, recipe.loss, cast, micro_batch)
+    for batch in session.batches(data):
+        session.step(loop.backward(batch))
+
+
+def _handle_signals(request_stop: Callable[[], None]) -> dict[int, Any]:
+    stops = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stops
+        stops += 1
+        if stops > 1:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), _SHOW_CURSOR)
+            os._exit(STOPPED_AT_ONCE)
+        request_stop()
+
+    return {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

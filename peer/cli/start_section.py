@@ -1,0 +1,155 @@
+"""What `shoal host --from` does: the run file's ``[start]`` is made of a checkpoint, and stays what it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
+from shoal.peer.checkpoints.source import Source
+from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
+from shoal.peer.recipes import layered_recipe, load_recipe
+from shoal.peer.state_transfer.start_files import hash_of, run_of, whole_checkpoints
+from shoal.peer.training.model_memory import check_start_fits
+from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.coordinator.journal_files import JOURNAL
+from shoal.swarm.errors import DeviceError, ModelMismatch, RecipeError, RunFileError, StateFileError
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
+from shoal.swarm.protocol.start_section import StartSection, StartTensor
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.toml"
+"""In a host's folder."""
+
+
+@dataclass(frozen=True)
+class StartFrom:
+    """``folder``: with a checkpoint, or any above; ``reader``: opens sealed ones; ``only_parameters``: schedule, order
+    of the samples and outer optimizer begin anew."""
+
+    folder: Path
+    reader: Identity | None = None
+    only_parameters: bool = False
+
+
+def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tuple[str, RunFile]:
+    """The run file at ``path`` with its ``[start]``: text, and validated. Where the run is being hosted already, in the
+    folder ``kept``, its section stays what it is, and the checkpoint is not needed any more. Blocks.
+
+    Raises ``StateFileError``, ``RunFileError``, and ``ModelMismatch`` for a checkpoint of another model."""
+    text, run = load_run_file(path)
+    if (kept / JOURNAL).exists() and (kept / RUN_FILE).exists():
+        before_text, before = load_run_file(kept / RUN_FILE)
+        if before.start is not None and before.model_copy(update={"start": None, "pins": run.pins}) == run:
+            return before_text, before
+    section = start_section(start_from, run)
+    _check_model(run, section)
+    return with_section(text, section, str(path))
+
+
+def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
+    """What makes ``run`` start from the newest checkpoint there that is whole; all of it is read, a few files at a
+    time. The outer optimizer's vectors are taken over where the run has the same outer optimizer.
+
+    Raises ``StateFileError``."""
+    found = _newest_first(start_from.folder, start_from.reader)
+    for source, manifest in found:
+        try:
+            section, spoilt = _section_of(source, manifest, start_from, run)
+        except StateFileError as error:
+            if manifest is found[-1][1]:
+                raise
+            log.warning("a checkpoint cannot be used, an older one may do: %s", error)
+            continue
+        if spoilt:
+            raise StateFileError(
+                f"{source.place(MANIFEST)}: tensor {spoilt[0]!r} has values that are infinite or not a number: the run "
+                "had diverged; give the checkpoint of an earlier round"
+            )
+        return section
+    raise AssertionError("there is one, and the last one returns or raises")
+
+
+def _section_of(
+    source: Source, manifest: Manifest, start_from: StartFrom, run: RunFile
+) -> tuple[StartSection, list[str]]:
+    """Of that checkpoint; and the tensors that no training can go on from."""
+    before = parse_run_file(manifest.run_toml, f"{source.place(MANIFEST)}: run_toml")
+    tokens, steps = manifest.tokens, manifest.anchor_version
+    if before.start is not None:
+        tokens += before.start.tokens
+        steps += before.start.outer_steps
+    goes_on = before.outer.optimizer == run.outer.optimizer and manifest.outer_vectors == outer_of(run.outer).slots
+    if start_from.only_parameters:
+        tokens, goes_on = 0, False
+    read, tensors, spoilt = CheckpointTensors(source, manifest), dict[str, StartTensor](), list[str]()
+    for spec in manifest.layout:
+        rows = read.rows(spec.name, 1 + (manifest.outer_vectors if goes_on else 0))
+        if not bool(torch.isfinite(rows).all()):
+            spoilt.append(spec.name)
+        tensors[spec.name] = StartTensor(shape=spec.shape, sha256=hash_of(spec.shape, rows))
+    section = StartSection(
+        run=run_of(manifest),
+        round=manifest.round,
+        state=manifest.state_digest,
+        tokens=tokens,
+        outer_steps=steps if goes_on else 0,
+        tensors=tensors,
+    )
+    return section, spoilt
+
+
+def with_section(text: str, start: StartSection, where: str) -> tuple[str, RunFile]:
+    """A run file's text with that section, validated. Raises ``RunFileError``, as for a file that has one already."""
+    if parse_run_file(text, where).start is not None:
+        raise RunFileError(f"{where}: has a [start] already: leave out --from, or that section")
+    lines = ["", "# Written by `shoal host --from`.", "[start]", f"run = {json.dumps(start.run)}"]
+    lines += [f"round = {start.round}", f'state = "{start.state}"']
+    lines += [f"tokens = {start.tokens}", f"outer_steps = {start.outer_steps}", "", "[start.tensors]"]
+    lines += [
+        f'{json.dumps(name)} = {{ shape = {list(one.shape)}, sha256 = "{one.sha256}" }}'
+        for name, one in start.tensors.items()
+    ]
+    whole = text.rstrip("\n") + "\n" + "\n".join(lines) + "\n"
+    return whole, parse_run_file(whole, f"{where} with the [start] of a model of {len(start.tensors)} tensors")
+
+
+def _check_model(run: RunFile, start: StartSection) -> None:
+    """As far as the recipe is installed here; otherwise the peers find out."""
+    if run.recipe.name == "own":
+        return
+    try:
+        recipe = load_recipe(run)
+        if run.pipeline is None:
+            check_start_fits(run, recipe)
+    except (RecipeError, DeviceError) as error:
+        log.warning("whether the checkpoint fits the model, the first peer will say: %s", error)
+        return
+    if run.pipeline is not None:
+        layout = layered_recipe(recipe, run).layers(run.run.seed).layout
+    else:
+        layout = ParameterVector(recipe.build_model(run.run.seed)).layout
+    difference = start.difference(layout, whole=True)
+    if difference:
+        raise ModelMismatch(f"the run's model is not that of {start.source}: {difference}")
+
+
+def _newest_first(folder: Path, identity: Identity | None) -> list[tuple[Source, Manifest]]:
+    """At least one, all of one run."""
+    refused: list[str] = []
+    found = sorted(whole_checkpoints(folder, identity, refused), key=lambda one: -one[1].round)
+    if not found:
+        raise StateFileError(
+            f"{folder}: no checkpoint of a whole model here{f'; {refused[0]}' if refused else ''}; give a run's folder "
+            "(~/.shoal/runs/RUN-HASH) or a checkpoint's"
+        )
+    if len({manifest.run_hash for _, manifest in found}) > 1:
+        raise StateFileError(f"{folder}: checkpoints of several runs are here; give the folder of one")
+    return found

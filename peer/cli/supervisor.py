@@ -1,0 +1,133 @@
+"""Keeping the host's process going: `shoal host` starts it, and starts it anew when a signal has ended it.
+
+A journal makes that safe: a coordinator goes on where its journal ends, on the same port, under the same invite.
+Nothing heavy is imported here, so that the process that waits stays small and is there at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import FrameType
+
+from shoal.swarm.errors import HostCrashed
+
+_MOST_RESTARTS, _WITHIN_S = 10, 600.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+_ASKED = (signal.SIGINT, signal.SIGTERM)
+"""Signals by which people and service managers end a host."""
+
+
+class Restarts:
+    """Decides how long to wait before each restart, longer each time, and when there were too many."""
+
+    def __init__(
+        self, most: int = _MOST_RESTARTS, within_s: float = _WITHIN_S, first_pause_s: float = _FIRST_PAUSE_S
+    ) -> None:
+        self.most = most
+        self.within_s = within_s
+        self._first_pause_s = first_pause_s
+        self._ended_s: deque[float] = deque()
+
+    def pause_s(self, now_s: float) -> float | None:
+        """The host has ended just now: until it is started again; None if it is not worth it any more."""
+        while self._ended_s and self._ended_s[0] <= now_s - self.within_s:
+            self._ended_s.popleft()
+        earlier = len(self._ended_s)
+        self._ended_s.append(now_s)
+        if earlier >= self.most:
+            return None
+        return min(_LONGEST_PAUSE_S, self._first_pause_s * 2.0**earlier)
+
+
+class Supervisor:
+    """Runs the host's process until it ends by itself, or is asked to. Use it once, on the main thread."""
+
+    def __init__(self, arguments: Sequence[str], restarts: Restarts) -> None:
+        """``arguments``: of ``shoal``, from ``host`` on."""
+        self._arguments = arguments
+        self._restarts = restarts
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_asked = False
+        # Only we hold the end that is written to: when we are gone, however, the child reads that there is no more.
+        self._lifeline, self._held = os.pipe()
+
+    def run(self) -> int:
+        """Returns the exit code. Raises ``HostCrashed`` when signals end the host again and again."""
+        for number in _ASKED:
+            signal.signal(number, self._pass_on)
+        signal.signal(signal.SIGTSTP, self._stop_for_a_while)
+        try:
+            while True:
+                code = self._run_child()
+                if code >= 0:
+                    return code
+                if self._is_asked or -code in _ASKED:
+                    _end_by(-code)
+                self._wait_before_restart(signal.Signals(-code).name)
+        except _Asked as asked:
+            return asked.exit_code
+
+    def _run_child(self) -> int:
+        command = [sys.executable, "-m", "shoal.peer.cli.supervised", str(self._lifeline), *self._arguments]
+        # In a group of its own a Ctrl-C in the terminal is for us alone, and reaches it once.
+        self._child = subprocess.Popen(command, pass_fds=[self._lifeline], process_group=0)
+        code = self._child.wait()
+        self._child = None
+        return code
+
+    def _wait_before_restart(self, name: str) -> None:
+        pause_s = self._restarts.pause_s(time.monotonic())
+        if pause_s is None:
+            raise HostCrashed(
+                f"the host was ended by {name}, and {self._restarts.most} times before that within "
+                f"{self._restarts.within_s / 60:.0f} minutes: it is not started again. Its journal is kept; look for "
+                "the cause in what was said above and in the system's log (memory, disk), then give the same command"
+            )
+        print(
+            f"The host was ended by {name}; it goes on from its journal in {pause_s:g} s", file=sys.stderr, flush=True
+        )
+        time.sleep(pause_s)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+        if self._child is None:
+            raise _Asked(number)  # nobody else is there to end
+        self._child.send_signal(number)
+
+    def _stop_for_a_while(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z, until ``fg`` or ``bg``."""
+        child = self._child
+        if child is not None:
+            child.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if child is not None:
+            child.send_signal(signal.SIGCONT)
+
+
+class _Asked(Exception):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+def _end_by(number: int) -> None:
+    """End as the child has, for whoever looks at how we ended."""
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def supervise(arguments: Sequence[str], restarts: Restarts) -> int:
+    """Host with those arguments of ``shoal``; returns the exit code."""
+    try:
+        return Supervisor(arguments, restarts).run()
+    except HostCrashed as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code

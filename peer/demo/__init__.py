@@ -1,0 +1,1 @@
+"""Demonstration runs with several peers on this machine."""

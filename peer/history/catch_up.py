@@ -1,0 +1,156 @@
+"""From one state of the run to a later one by what its rounds committed: the same outer steps as everybody's.
+
+``next_state`` is the only place where a round's mean becomes the next state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from shoal.compression.coding import Coding
+from shoal.peer.history.round_records import RoundRecords
+from shoal.peer.training.anchor import State
+from shoal.peer.training.lr_schedule import run_lr_factor
+from shoal.peer.training.outer_optimizer import OuterOptimizer
+from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.errors import LinkError, StateFileError, WireError
+from shoal.swarm.protocol.messages import RoundPlan, Verdict
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.tasks import task_scope
+from shoal.swarm.transport.links import in_thread
+
+log = logging.getLogger(__name__)
+
+_ROUNDS_AT_ONCE = 2
+"""Fetched at the same time: the next one while the one before is decoded and applied."""
+
+GetResults = Callable[[Verdict], Coroutine[Any, Any, ResultStore]]
+"""The results that a verdict has committed, from wherever they are; raises ``LinkError`` when they cannot be had."""
+
+
+def next_state(state: State, mean: Tensor, verdict: Verdict, outer: OuterOptimizer, run: RunFile) -> State:
+    """The state after a committed round. ``mean``: (n,) float32, as its committed bytes decode."""
+    factor = 1.0
+    if run.algorithm == "virtual_batch":
+        before = verdict.tokens_total - verdict.tokens
+        # Coarse, so that no two mathematical libraries disagree on it.
+        factor = round(run_lr_factor(run, before) * 2**16) / 2**16
+    steps = state.version + (run.start.outer_steps if run.start else 0)
+    anchor, slots = outer.step(state.anchor, state.outer, mean, steps, factor)
+    return State.make(anchor, slots, verdict.anchor_version)
+
+
+def path(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdict]:
+    """The committed rounds that lead on from a state, as far as these verdicts know; none if it is not one of the
+    run's. Verdicts may be missing, and come in any order.
+
+    A round counts only if the run has not gone back behind it since: a later verdict with its anchor version or a lower
+    one undoes it."""
+    standing: list[tuple[RoundPlan, Verdict]] = []
+    for verdict in sorted(verdicts, key=lambda one: one.round):
+        plan = verdict.plan if verdict.committed else None
+        before = plan.anchor_version if plan is not None else verdict.anchor_version
+        while standing and standing[-1][1].anchor_version > before:
+            standing.pop()
+        if plan is not None:
+            standing.append((plan, verdict))
+    found: list[Verdict] = []
+    for plan, verdict in standing:
+        if plan.anchor_version == version and (found or plan.state_digest == digest):
+            found.append(verdict)
+            version = verdict.anchor_version
+    return found
+
+
+def follows(state: State, verdict: Verdict) -> bool:
+    """Whether this round went from this state."""
+    plan = verdict.plan
+    assert plan is not None
+    is_its = (plan.anchor_version, plan.state_digest) == (state.version, state.digest)
+    return is_its and plan.parts[-1].stop == state.anchor.numel()
+
+
+class Steps:
+    """What makes means of committed bytes and states of means, in one run."""
+
+    def __init__(self, run: RunFile, coding: Coding, outer: OuterOptimizer) -> None:
+        self.coding = coding
+        self._run = run
+        self._outer = outer
+
+    def after(self, state: State, verdict: Verdict, mean: Tensor) -> State:
+        return next_state(state, mean, verdict, self._outer, self._run)
+
+    def results_bytes(self, verdict: Verdict) -> int:
+        """At most so many have to be fetched for a round's results."""
+        store = ResultStore.of(verdict, self.coding)
+        bounds = [store.bounds(chunk) for chunk in range(store.chunks)]
+        return sum(
+            store.group.result_bytes(store.codec(chunk), stop - start) for chunk, (start, stop) in enumerate(bounds)
+        )
+
+    def recorded(self, records: RoundRecords, verdict: Verdict) -> ResultStore:
+        """What that round's record holds. Raises ``StateFileError`` naming the file, also where its round is one of
+        another history of the run."""
+        record = records.open(verdict.round)
+        if record.verdict.chain != verdict.chain:
+            raise StateFileError(
+                f"{record.path}: field verdict: expected that of the run's chain; it is of another history"
+            )
+        store = ResultStore.of(record.verdict, self.coding)
+        try:
+            store.adopt(record.read())
+        except WireError as error:
+            raise StateFileError(f"{record.path}: field lengths: {error}; it is damaged") from error
+        return store
+
+
+def roll_forward(state: State, records: RoundRecords, steps: Steps, newest: int) -> State:
+    """The state that the records here lead to from this one, up to anchor version ``newest``; as far as they are there
+    and whole."""
+    verdicts = []
+    for number in records.numbers():
+        try:
+            verdicts.append(records.open(number).verdict)
+        except StateFileError as error:
+            log.warning("a round that was kept here cannot be used: %s", error)
+    for verdict in path(verdicts, state.version, state.digest):
+        if state.version == newest:
+            break
+        if not follows(state, verdict):
+            log.warning("round %d was averaged on another state than the one that its records lead to", verdict.round)
+            break
+        try:
+            mean = steps.recorded(records, verdict).mean()
+        except StateFileError as error:
+            log.warning("a round that was kept here cannot be used: %s", error)
+            break
+        state = steps.after(state, verdict, mean)
+    return state
+
+
+async def catch_up(state: State, verdicts: Sequence[Verdict], get_results: GetResults, steps: Steps) -> State:
+    """The state after these committed rounds, of which the first one follows on ``state``.
+
+    Raises ``LinkError`` when results cannot be had, or a state on the way is not the one that the others had."""
+    todo = iter(verdicts)
+    async with task_scope() as tasks:
+        under_way = deque(
+            (verdict, tasks.create_task(get_results(verdict))) for verdict in islice(todo, _ROUNDS_AT_ONCE)
+        )
+        while under_way:
+            verdict, fetching = under_way.popleft()
+            store = await fetching
+            if not follows(state, verdict):
+                raise LinkError(f"round {verdict.round} went from another state than the rounds before it lead to")
+            mean = await in_thread(store.mean)
+            del store
+            state = await in_thread(steps.after, state, verdict, mean)
+            under_way.extend((later, tasks.create_task(get_results(later))) for later in islice(todo, 1))
+    return state

@@ -1,0 +1,181 @@
+"""A member's round records while it takes part: written beside everything else, offered to others, kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from shoal.peer.history.round_records import RoundRecord, RoundRecords
+from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError
+from shoal.swarm.protocol.messages import Blob, Verdict
+from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+KEPT_RECORDS = 3
+"""At least so many, whatever has been saved since."""
+
+MOST_FOR_OTHERS = 64
+"""However small they are: with rounds that tiny, whoever missed more can as well fetch the state."""
+
+MOST_MODELS = 32
+MOST_BYTES = 2**30
+"""Whatever needs them, they do not take more than so many times the anchor's bytes, or a GiB: checkpoints that can no
+longer be written must not fill the disk with records."""
+
+_WAITING_ROUNDS = 2
+"""A disk that is slower than the rounds gets no more of them at a time: they wait in memory."""
+
+
+class RecordSource:
+    """A record's chunks, read from its file as they are asked for (a ``ChunkSource``). ``on_damage`` is told of it."""
+
+    def __init__(self, record: RoundRecord, on_damage: Callable[[StateFileError], None]) -> None:
+        self.chunks = len(record.lengths)
+        self._record = record
+        self._on_damage = on_damage
+        self._is_whole = False
+        self._checking = asyncio.Lock()
+
+    async def chunk(self, index: int) -> memoryview:
+        """Raises ``BlobUnavailable`` for a void chunk, and for every one of a damaged record."""
+        try:
+            async with self._checking:  # only now: most records are never asked for
+                if not self._is_whole:
+                    await in_thread(self._record.read)
+                    self._is_whole = True
+            return await in_thread(self._record.chunk, index)
+        except StateFileError as error:
+            self._on_damage(error)
+            raise BlobUnavailable(f"the record of round {self._record.verdict.round} is damaged here") from error
+
+
+class RecordKeeper:
+    """Writes what was committed and offers it (an ``Archive``). On the event loop; files are read and written in
+    threads.
+
+    ``state_vectors``: of how many vectors of the model's size a state is: records that are fewer bytes together stay,
+    as whoever lacks those rounds fetches them. ``needed_since``: the round that made the oldest state that this peer
+    may go on from, None for none: later records stay, as far as there is room for them."""
+
+    def __init__(
+        self,
+        records: RoundRecords,
+        endpoint: Endpoint,
+        tasks: asyncio.TaskGroup,
+        state_vectors: int,
+        needed_since: Callable[[], int | None],
+    ) -> None:
+        self.records = records
+        self._state_vectors = state_vectors
+        self.needed_since = needed_since
+        self._endpoint = endpoint
+        self._tasks = tasks
+        self._writing = asyncio.Lock()
+        self._waiting = 0
+        self._is_full = False
+        self._from_memory: set[int] = set()
+        self._offered: dict[int, RoundRecord] = {}
+
+    async def start(self) -> None:
+        """Offer what an earlier process wrote."""
+        for record in await in_thread(self._open_all):
+            self._offer(record)
+
+    def _open_all(self) -> list[RoundRecord]:
+        self.records.clean()
+        found = []
+        for number in self.records.numbers():
+            try:
+                found.append(self.records.open(number))
+            except StateFileError as error:
+                log.warning("a round that was kept here cannot be used: %s", error)
+        return found
+
+    def keep(self, store: ResultStore, verdict: Verdict) -> None:
+        """See ``Archive.keep``."""
+        self._from_memory.add(verdict.round)
+        if self._waiting >= _WAITING_ROUNDS:
+            log.debug("round %d is not kept: the disk is busy with those before", verdict.round)
+            return
+        self._waiting += 1
+        # As a list: the store may be closed before they are written, and its memory is used again then.
+        self._tasks.create_task(self._write(verdict, store.held_chunks))
+
+    def take_over(self, number: int) -> None:
+        """See ``Archive.take_over``."""
+        self._from_memory.discard(number)
+        if number in self._offered:
+            self._publish(self._offered[number])
+
+    def add(self, store: ResultStore, verdict: Verdict) -> None:
+        """Results of an earlier round, which are not offered from memory here."""
+        self.keep(store, verdict)
+        self.take_over(verdict.round)
+
+    async def _write(self, verdict: Verdict, chunks: list[memoryview | None]) -> None:
+        async with self._writing:
+            started_s = time.monotonic()
+            try:
+                record = await in_thread(self.records.write, verdict, chunks)
+            except (StorageError, StateFileError) as error:
+                log.log(logging.DEBUG if self._is_full else logging.WARNING, "going on without: %s", error)
+                self._is_full = True
+            else:
+                self._is_full = False
+                seconds = time.monotonic() - started_s
+                log.debug("round %d: %d bytes kept in %.3f s", verdict.round, record.result_bytes, seconds)
+                self._offer(record)
+                await self._tidy()
+            finally:
+                self._waiting -= 1
+
+    async def _tidy(self) -> None:
+        numbers, since = await in_thread(self.records.numbers), self.needed_since()
+        worth = max(KEPT_RECORDS, min(self._newest_within(numbers, self._state_vectors), MOST_FOR_OTHERS))
+        most = max(worth, self._newest_within(numbers, MOST_MODELS, MOST_BYTES))
+        older, too_old = numbers[:-worth], set(numbers[:-most])
+        old = [number for number in older if since is None or number <= since or number in too_old]
+        for number in old:
+            if self._offered.pop(number, None) is not None and number not in self._from_memory:
+                self._endpoint.retract(_blob(number))
+        await in_thread(self.records.remove, old)
+
+    def _newest_within(self, numbers: list[int], models: int, size_bytes: int = 0) -> int:
+        """How many of the newest are together fewer bytes than so many anchors, or than ``size_bytes``."""
+        count, together_bytes = 0, 0
+        for number in reversed(numbers):
+            record = self._offered.get(number)
+            if record is not None and record.verdict.plan is not None:
+                together_bytes += record.result_bytes
+                if together_bytes >= max(4 * models * record.verdict.plan.parts[-1].stop, size_bytes):
+                    break
+            count += 1
+        return count
+
+    # Serving ------------------------------------------------------------------------------------------------
+
+    def _offer(self, record: RoundRecord) -> None:
+        number = record.verdict.round
+        self._offered[number] = record
+        if number not in self._from_memory:
+            self._publish(record)
+
+    def _publish(self, record: RoundRecord) -> None:
+        number = record.verdict.round
+
+        def on_damage(error: StateFileError) -> None:
+            if self._offered.get(number) is record:
+                log.warning("a round that was kept here cannot be offered: %s", error)
+                del self._offered[number]
+                self._endpoint.retract(_blob(number))
+
+        self._endpoint.publish(_blob(number), RecordSource(record, on_damage))
+
+
+def _blob(number: int) -> Blob:
+    return Blob(kind="result", number=number)

@@ -1,0 +1,296 @@
+"""Round records: the committed bytes of a round and its signed verdict, one safetensors file a round.
+
+What they are is checked whenever they are read: by the coordinator's signature, and by the digests that it signed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from shoal.peer.regular_file import open_regular
+from shoal.swarm.averaging.part_digest import is_committed
+from shoal.swarm.averaging.results import chunks_of
+from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
+from shoal.swarm.protocol.messages import MAX_TENSORS, Part, Verdict
+from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict
+
+RECORDS = "rounds"
+"""The folder's name, beside the checkpoints'."""
+
+_FORMAT = "shoal-round-1"
+_MAX_HEADER_BYTES = 2**20
+_PIECES_AT_ONCE = 256
+"""Written by one call of the kernel, which takes a limited number of them (1,024 on Linux)."""
+
+Chunks = Sequence[memoryview | None]
+"""A round's result chunks in their order, header and all; None in void parts."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What records belong to: the run by its hash, and the identity key of its coordinator, which signs verdicts."""
+
+    run_hash: bytes
+    coordinator_key: bytes
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """A record whose verdict and layout have been checked, but not yet its bytes: ``read`` does that."""
+
+    path: Path
+    verdict: Verdict
+    owner: Owner
+    lengths: tuple[int, ...]
+    """Of every chunk, in bytes; 0 in void parts."""
+    _starts: tuple[int, ...] = field(repr=False)
+
+    @property
+    def result_bytes(self) -> int:
+        return sum(self.lengths)
+
+    def chunk(self, index: int) -> memoryview:
+        """One chunk as it is in the file now. Raises ``BlobUnavailable`` for one that is in no mean."""
+        if not self.lengths[index]:
+            raise BlobUnavailable(f"chunk {index} of round {self.verdict.round} is void")
+        with _refusing(self.path), open_regular(self.path) as file:
+            data = os.pread(file.fileno(), self.lengths[index], self._starts[index])
+        if len(data) != self.lengths[index]:
+            raise StateFileError(f"{self.path}: ends in the middle of chunk {index}; it is damaged")
+        return memoryview(data)
+
+    def read(self) -> Chunks:
+        """All chunks, once their bytes are known to be the committed ones. Raises ``StateFileError``."""
+        chunks: list[memoryview | None] = [None] * len(self.lengths)
+        assert self.verdict.plan is not None
+        with _refusing(self.path), open_regular(self.path) as file:
+            for index, (part, digest) in enumerate(zip(self.verdict.plan.parts, self.verdict.digests, strict=True)):
+                if digest is None:
+                    continue
+                its = chunks_of(self.verdict.plan, part)
+                file.seek(self._starts[its.start])
+                data = memoryview(file.read(sum(self.lengths[its.start : its.stop])))
+                if not is_committed([data], digest):
+                    raise StateFileError(
+                        f"{self.path}: field {_part_name(index)}: expected the bytes that the verdict of round "
+                        f"{self.verdict.round} names; it is damaged"
+                    )
+                for chunk in its:
+                    chunks[chunk], data = data[: self.lengths[chunk]], data[self.lengths[chunk] :]
+        return chunks
+
+
+class RoundRecords:
+    """The records in one folder. For any thread; every call reads the disk."""
+
+    def __init__(self, folder: Path, owner: Owner) -> None:
+        self.folder = folder
+        self.owner = owner
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}.safetensors"
+
+    def numbers(self) -> list[int]:
+        """The rounds that there are files of, lowest first; none where the folder cannot be read."""
+        with suppress(OSError):
+            return sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdecimal())
+        return []
+
+    def open(self, number: int) -> RoundRecord:
+        """Raises ``StateFileError`` naming the file and what is wrong with it."""
+        return open_record(self.path(number), self.owner)
+
+    def write(self, verdict: Verdict, chunks: Chunks) -> RoundRecord:
+        """Write a record as a whole or not at all. ``chunks``: those of the verdict's digests, which the caller has
+        checked. Raises ``StorageError`` when the disk refuses."""
+        path = self.path(verdict.round)
+        temporary = path.with_name(f".{path.name}.new")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write(temporary, verdict, chunks, self.owner)
+            _publish(temporary, path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise StorageError(f"{path}: the round cannot be kept: {error}; free some space on that disk") from error
+        return self.open(verdict.round)
+
+    def remove(self, numbers: Sequence[int]) -> None:
+        """What cannot be removed stays; it does no harm."""
+        for number in numbers:
+            with suppress(OSError):
+                self.path(number).unlink(missing_ok=True)
+
+    def clean(self) -> None:
+        """Remove what killed writers left."""
+        with suppress(OSError):
+            for path in self.folder.glob(".*.safetensors.new"):
+                path.unlink(missing_ok=True)
+
+
+def open_record(path: Path, owner: Owner | None = None) -> RoundRecord:
+    """``owner`` is None where nobody knows the coordinator's key but the record itself. Raises ``StateFileError``."""
+    with _refusing(path), open_regular(path) as file:
+        header, fields = _read_header(path, file.read(8 + _MAX_HEADER_BYTES))
+        start = 8 + len(header)
+        found = Owner(_digest_of(path, fields, "run_hash"), _digest_of(path, fields, "coordinator"))
+        raw_lengths = _tensor(path, fields, "lengths", file.fileno(), start)
+        raw_verdict = _tensor(path, fields, "verdict", file.fileno(), start)
+        size_bytes = os.fstat(file.fileno()).st_size
+    for name, value, expected in _differences(found, owner):
+        raise StateFileError(f"{path}: field {name}: expected {expected}, not {value}: it is of another run")
+    verdict = _unpack_verdict(path, raw_verdict)
+    try:
+        check_verdict(verdict, found.coordinator_key)
+    except WireError as error:
+        raise StateFileError(f"{path}: field verdict: {error}; it is damaged") from error
+    plan = verdict.plan
+    if not verdict.committed or plan is None or path.stem != f"{verdict.round:08d}":
+        raise StateFileError(f"{path}: field verdict: expected a committed round, of the file's number")
+    chunks = -(-plan.parts[-1].stop // plan.chunk_elements)
+    lengths = tuple(np.frombuffer(raw_lengths, "<i8").tolist()) if len(raw_lengths) == 8 * chunks else ()
+    if len(lengths) != chunks or min(lengths) < 0:
+        raise StateFileError(f"{path}: field lengths: expected the lengths of {chunks} chunks")
+    expected_header, starts, stop = _layout(verdict, lengths, len(raw_verdict), found)
+    if expected_header != header or size_bytes != start + stop:
+        raise StateFileError(f"{path}: expected {start + stop} bytes with one tensor a part; it is damaged")
+    return RoundRecord(path, verdict, found, lengths, tuple(start + at for at in starts))
+
+
+# The format -------------------------------------------------------------------------------------------------
+
+
+def _read_header(path: Path, data: bytes) -> tuple[bytes, dict[str, Any]]:
+    """The header at the beginning of a safetensors file, as it stands there and read."""
+    text = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    try:
+        fields = json.loads(text)
+        if fields["__metadata__"]["format"] == _FORMAT:
+            return text, fields
+    except (KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise StateFileError(f"{path}: not a whole Shoal round record (format: expected {_FORMAT})")
+
+
+def _digest_of(path: Path, fields: dict[str, Any], name: str) -> bytes:
+    try:
+        return bytes.fromhex(fields["__metadata__"][name])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateFileError(f"{path}: field {name}: expected a digest; it is damaged") from error
+
+
+def _tensor(path: Path, fields: dict[str, Any], name: str, descriptor: int, start: int) -> bytes:
+    try:
+        begin, end = fields[name]["data_offsets"]
+        if 0 <= begin <= end <= os.fstat(descriptor).st_size:
+            return os.pread(descriptor, end - begin, start + begin)
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise StateFileError(f"{path}: field {name}: expected a tensor; it is damaged")
+
+
+def _layout(verdict: Verdict, lengths: Sequence[int], verdict_bytes: int, owner: Owner) -> tuple[bytes, list[int], int]:
+    """The one header that such a record has, where each chunk begins in the data after it, and the data's end.
+
+    There is only this one form, so that a header with anything else in it is seen to be damaged."""
+    assert verdict.plan is not None
+    metadata = {"format": _FORMAT, "run_hash": owner.run_hash.hex(), "coordinator": owner.coordinator_key.hex()}
+    sizes = [("lengths", "I64", len(lengths), 8 * len(lengths)), ("verdict", "U8", verdict_bytes, verdict_bytes)]
+    starts = [0] * len(lengths)
+    at = sum(size for *_, size in sizes)
+    for index, (part, digest) in enumerate(zip(verdict.plan.parts, verdict.digests, strict=True)):
+        if digest is None:
+            continue
+        begin = at
+        for chunk in chunks_of(verdict.plan, part):
+            starts[chunk], at = at, at + lengths[chunk]
+        sizes.append((_part_name(index), "U8", at - begin, at - begin))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    place = 0
+    for name, kind, count, size in sizes:
+        header[name] = {"dtype": kind, "shape": [count], "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8), starts, at
+
+
+def _write(path: Path, verdict: Verdict, chunks: Chunks, owner: Owner) -> None:
+    assert verdict.plan is not None
+    kept = [chunk for part in _committed_parts(verdict) for chunk in chunks_of(verdict.plan, part)]
+    pieces = {index: chunk for index in kept if (chunk := chunks[index]) is not None}
+    assert len(pieces) == len(kept), "all committed chunks are here"
+    lengths = [pieces[index].nbytes if index in pieces else 0 for index in range(len(chunks))]
+    packed = pack_verdict(verdict)
+    header, _, _ = _layout(verdict, lengths, len(packed), owner)
+    with path.open("wb", buffering=0) as file:
+        start = [len(header).to_bytes(8, "little"), header, np.array(lengths, "<i8").tobytes(), packed]
+        _write_all(file.fileno(), [memoryview(piece) for piece in start])
+        _write_all(file.fileno(), [pieces[index] for index in kept])
+        os.fsync(file.fileno())
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Give a whole file its name, for good."""
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, pieces: list[memoryview]) -> None:
+    left = deque(pieces)
+    while left:
+        written = os.writev(descriptor, list(islice(left, _PIECES_AT_ONCE)))
+        while left and written >= left[0].nbytes:
+            written -= left.popleft().nbytes
+        if left:
+            left[0] = left[0][written:]
+
+
+def _committed_parts(verdict: Verdict) -> list[Part]:
+    assert verdict.plan is not None
+    return [part for part, digest in zip(verdict.plan.parts, verdict.digests, strict=True) if digest is not None]
+
+
+def _part_name(index: int) -> str:
+    return f"part-{index:05d}"
+
+
+def _unpack_verdict(path: Path, data: bytes) -> Verdict:
+    try:
+        fields = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_array_len=MAX_TENSORS, max_map_len=64)
+        return Verdict.model_validate(fields)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise StateFileError(f"{path}: field verdict: not a verdict; it is damaged") from error
+
+
+def _differences(found: Owner, expected: Owner | None) -> list[tuple[str, str, str]]:
+    if expected is None:
+        return []
+    fields = [
+        ("run_hash", found.run_hash, expected.run_hash),
+        ("coordinator", found.coordinator_key, expected.coordinator_key),
+    ]
+    return [(name, one.hex()[:16], other.hex()[:16]) for name, one, other in fields if one != other]
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """What the disk says while a file is read, as our error that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise StateFileError(f"{path}: cannot be read: {error}") from error

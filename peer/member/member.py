@@ -1,0 +1,368 @@
+"""A trainer's life in the run, or in a stage of it, on the event loop: heartbeats, leases, state, rounds.
+``session.py`` drives it; ``stage_members.py`` holds one for each stage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.compression.kernels import loader as fast
+from shoal.peer.history.catch_up import Steps
+from shoal.peer.history.missed_rounds import MissedRounds
+from shoal.peer.history.record_writer import RecordKeeper
+from shoal.peer.history.round_records import Owner, RoundRecords
+from shoal.peer.history.sync import HistoryKeeper, fetch_verdicts
+from shoal.peer.member.tenure import Tenure, during
+from shoal.peer.state_transfer.chunk_format import form_named
+from shoal.peer.state_transfer.donor import DonorState
+from shoal.peer.state_transfer.joining import CatchUp, Downloads, agree_on_state
+from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.state_transfer.start_state import RunStart, StartState
+from shoal.peer.state_transfer.state_fetch import Report
+from shoal.peer.training.anchor import State
+from shoal.peer.training.outer_optimizer import outer_of
+from shoal.swarm.averaging.averager import Averager
+from shoal.swarm.averaging.outcome import Offer, Outcome
+from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
+from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, Superseded
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerLease,
+    CoordinatorToPeerModelAccepted,
+    DivergenceWord,
+    Headway,
+    KeptState,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorHeartbeat,
+    PeerToCoordinatorRequestLease,
+    SampleRange,
+    TensorSpec,
+    Verdict,
+)
+from shoal.swarm.tasks import task_scope
+from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.scoped_endpoint import ScopedEndpoint
+from shoal.swarm.transport.transport import Endpoint, Node
+
+log = logging.getLogger(__name__)
+
+_COMPILED_ELEMENTS = 2**19
+"""From this size of a model on it pays to compile the codecs: below, a round's coding takes milliseconds anyway."""
+
+
+@dataclass
+class Progress:
+    """What the training thread is doing; written there, read by the heartbeat."""
+
+    activity: str = "joining"
+    round: int = 0
+    tokens_done: int = 0
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    loss: float | None = None
+    prepared: float = 0.0
+    computed: int = 0
+    has_work: bool = False
+
+
+class Member:
+    """Made with ``open``. Its coroutines run on the loop; the training thread awaits them by ``NetworkThread``.
+
+    ``compression``: float32 bytes of a contribution for each of its bytes as sent."""
+
+    def __init__(
+        self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup, tenure: Tenure | None = None
+    ) -> None:
+        """``tenure``: of a stage; its end ends, by ``NotAdmitted``, whatever others are waited for."""
+        self.node = node
+        self.client = client
+        self.endpoint: Endpoint = ScopedEndpoint(node, client.scope) if client.scope else node
+        self.progress = Progress()
+        self.state: State | None = None
+        self.compression = 1.0
+        self._keeper: RecordKeeper | None = None
+        self._averager: Averager | None = None
+        self.history: HistoryKeeper | None = None
+        self._tasks = tasks
+        self._tenure = tenure
+        self._background: list[asyncio.Task[None]] = []
+        self._beat_now = asyncio.Event()
+        self._form = form_named(client.run_file.checkpoints.transfer)
+        self._donor = DonorState(self.endpoint, client.deadlines.patience_s, self._form)
+        self._downloads: Downloads | None = None
+        self._earlier: State | None = None
+        self._kept: tuple[KeptState, ...] = ()
+        self._diverged: KeptState | None = None
+        self.rejoined = False
+        self.start: RunStart | None = None
+        """What the run starts from, where that is a checkpoint."""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
+    ) -> AsyncIterator[Member]:
+        """Bind, join the run, and heartbeat until the context ends; leaves it then."""
+        keys = CurveKeys.fresh()
+        client: CoordinatorClient | None = None
+
+        async def admit(key: bytes) -> bool:
+            return client is not None and await client.admit(key)
+
+        ports = (bind[1], bind[1] + 1 if bind[1] else 0)
+        async with Node.open(keys, bind[0], ports, admit) as node:
+            client = CoordinatorClient(node, identity, keys, invite, describe())
+            async with cls.joined(client) as member:
+                node.connections_per_link = client.run_file.averaging.streams
+                node.publish(PROBE, ProbeSource())
+                probing = probe_link(client, member.endpoint, member._probed)
+                member._background.append(member._tasks.create_task(probing))
+                yield member
+
+    @classmethod
+    @asynccontextmanager
+    async def joined(cls, client: CoordinatorClient, tenure: Tenure | None = None) -> AsyncIterator[Member]:
+        """Join what the client is for, on its node, and heartbeat until the context ends; leaves it then."""
+        await client.join_in_time()
+        async with task_scope() as tasks:
+            member = cls(client.node, client, tasks, tenure)
+            member._background.append(tasks.create_task(member._beat()))
+            try:
+                yield member
+            finally:
+                for task in member._background:
+                    task.cancel()
+                await client.leave(*client.farewell)
+
+    # Heartbeats ---------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            self._beat_now.clear()
+            try:
+                await self.beat()
+            except (Superseded, RunEnded):
+                raise
+            except LinkError as error:
+                log.warning("heartbeat: %s", error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.client.deadlines.heartbeat_s):
+                    await self._beat_now.wait()
+
+    def _probed(self, probed_bps: float) -> None:
+        self.node.meter.probed_bps = probed_bps
+        if probed_bps:
+            self._beat_now.set()
+            log.info("the link carries about %.0f Mbit/s", probed_bps / 1e6)
+
+    def _others(self) -> list[str]:
+        return witnesses(self.node.trainers(self.client.scope), self.client.peer)
+
+    @property
+    def activity(self) -> str:
+        """What this peer is doing, in a word or two."""
+        done = self._downloads.done if self._downloads else None
+        if done is not None:
+            return f"{self.progress.activity} {done:.0%}"
+        return (self._averager.activity if self._averager else "") or self.progress.activity
+
+    def beat_soon(self) -> None:
+        """Something has changed that the coordinator waits for."""
+        self._beat_now.set()
+
+    async def beat(self) -> None:
+        """Tell the coordinator how we are, now. A coordinator that forgot us gets us anew, without our work."""
+        progress, state, averager, meter = self.progress, self.state, self._averager, self.node.meter
+        sent_bytes, received_bytes = meter.of(self.client.scope)
+        heartbeat = PeerToCoordinatorHeartbeat(
+            round=progress.round,
+            activity=self.activity,
+            anchor_version=state.version if state else None,
+            state_digest=state.digest if state else None,
+            tokens_done=progress.tokens_done,
+            tokens_per_s=progress.tokens_per_s,
+            step_s=progress.step_s,
+            loss=progress.loss,
+            chunks_moved=averager.chunks_moved if averager else 0,
+            bytes_sent=sent_bytes,
+            bytes_received=received_bytes,
+            bandwidth_bps=max(meter.bandwidth_bps, meter.probed_bps),
+            roster_version=0,
+            kept=self._kept if state is None else (),
+            diverged=self._diverged,
+            headway=self._headway(),
+        )
+        try:
+            await self.client.heartbeat(heartbeat)
+        except NotAdmitted:
+            log.warning("the coordinator had given us up; joining again")
+            await self._come_back()
+
+    def _headway(self) -> Headway:
+        """In the run how far this process is, in a stage how much of its state is here."""
+        one, done = self.progress, self._downloads.done if self._downloads else None
+        if self.client.scope:
+            return Headway(prepared=1.0 if self.state else done or 0.0)
+        return Headway(prepared=one.prepared, computed=one.computed, has_work=one.has_work)
+
+    async def _come_back(self) -> None:
+        try:
+            await self.client.come_back()
+        except NotAdmitted as error:
+            if not self.client.scope:
+                raise
+            # A stage that is not ours any more, or whose run has to be joined first: the next beat tries again.
+            log.info("not in stage %d: %s", self.client.scope - 1, error)
+        else:
+            self.rejoined = True
+
+    # Joining ------------------------------------------------------------------------------------------------
+
+    def keep_history(self, path: Path) -> None:
+        """From now on, beside everything else."""
+        self.history = HistoryKeeper(self.client, path)
+        self._background.append(self._tasks.create_task(self.history.run()))
+
+    async def describe(self, model: PeerToCoordinatorDescribeModel) -> None:
+        """Raises ``ModelMismatch`` or ``CorpusError`` naming the difference to the run's."""
+        await during(self._tenure, self._describe(model))
+
+    async def _describe(self, model: PeerToCoordinatorDescribeModel) -> None:
+        while True:
+            try:
+                await self.client.ask(model, CoordinatorToPeerModelAccepted)
+            except NotAdmitted:  # it has been started again meanwhile, from a journal without us
+                await self.beat()
+            else:
+                return
+
+    def hold(self, state: State) -> None:
+        """This is our state now: offer it to joiners and tell the coordinator."""
+        self._donor.hold(state)
+        self.state, self._earlier = state, None
+        self._beat_now.set()
+
+    async def agreed_state(
+        self,
+        own: OwnStates,
+        shape: tuple[int, int],
+        folder: Path | None,
+        report: Report,
+        catch_up: CatchUp | None = None,
+        start: StartState | None = None,
+    ) -> State:
+        """The run's current state: one of our own, or what we held before we started afresh, where it is that, else
+        fetched from others. Waits for a donor, or until the run goes back to what somebody has.
+
+        ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor;
+        ``start``: what version 0 is, where the run starts from a checkpoint."""
+        own.earlier = self._earlier
+        silent_s = self.client.deadlines.patience_s / 2
+        self._downloads = Downloads(self.endpoint, self._others, silent_s, folder, report, self._form)
+        self._downloads.start = start
+        try:
+            return await during(self._tenure, agree_on_state(self, own, shape, self._downloads, catch_up))
+        finally:
+            self._downloads.close()
+            self._downloads = None
+
+    def let_go(self) -> None:
+        """What we hold is not the run's state: we hold none."""
+        self.state = None
+
+    async def tell(self, kept: tuple[KeptState, ...]) -> None:
+        """Say what we could go back to: it may be that nobody has anything newer."""
+        self._kept = kept
+        await self.beat()
+
+    async def await_word(self, bad: KeptState, kept: Callable[[], tuple[KeptState, ...]]) -> DivergenceWord:
+        """Say that local work from that state on is of no use, and what we could go back to (``kept``, which reads and
+        hashes), until there is an answer; after ``start_afresh``, so that nobody waits for our work."""
+        self._kept = tuple(one for one in await in_thread(kept) if one.anchor_version < bad.anchor_version)
+        self._diverged = bad
+        try:
+            while True:
+                await self.beat()
+                if self.client.view.divergence:
+                    return self.client.view.divergence
+                await self.client.wait_for(lambda view: view.divergence != "", self.client.deadlines.heartbeat_s)
+        finally:
+            self._diverged = None
+
+    async def start_afresh(self) -> None:
+        """Give everything back and join again, as somebody new with an old name.
+
+        The state is kept until we know a newer one: it may be that nobody has it but those who start afresh."""
+        self._earlier, self.state = self.state or self._earlier, None
+        await self.client.rejoin()
+        self.rejoined = False
+
+    # Work ---------------------------------------------------------------------------------------------------
+
+    async def lease(self, samples: int) -> tuple[SampleRange, ...]:
+        """Samples to train on, about so many; none when there is nothing to do now. Waits for the coordinator."""
+        ask = PeerToCoordinatorRequestLease(
+            round=self.progress.round, samples=samples, tokens_done=self.progress.tokens_done
+        )
+        try:
+            return (await self.client.ask(ask, CoordinatorToPeerLease)).ranges
+        except NotAdmitted:
+            return ()  # the next heartbeat joins again
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Until the round, its phase or its closing moment changes."""
+        before = self.client.view
+        await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
+
+    # Records of rounds --------------------------------------------------------------------------------------
+
+    async def keep_records(self, folder: Path, needed_since: Callable[[], int | None]) -> None:
+        """Keep what rounds commit there, and offer what is there. Before ``prepare_averaging``."""
+        owner = Owner(self.client.run_file.hash, self.client.coordinator_key)
+        vectors = 1 + outer_of(self.client.run_file.outer).slots
+        self._keeper = RecordKeeper(RoundRecords(folder, owner), self.endpoint, self._tasks, vectors, needed_since)
+        await self._keeper.start()
+
+    @property
+    def records(self) -> RoundRecords:
+        """Those in our folder, for any thread."""
+        assert self._keeper is not None, "keep_records first"
+        return self._keeper.records
+
+    def missed_rounds(self, steps: Steps) -> MissedRounds:
+        """What brings an earlier state up to the run's, by rounds from the others."""
+        assert self._keeper is not None, "keep_records first"
+        client, donors = self.client, self._others
+
+        async def verdicts_from(first: int) -> list[Verdict]:
+            return await (self.history.since(first) if self.history else fetch_verdicts(client, first))
+
+        progress_s = client.deadlines.request_s
+        return MissedRounds(steps, self.endpoint, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)
+
+    # Rounds -------------------------------------------------------------------------------------------------
+
+    def prepare_averaging(self, layout: tuple[TensorSpec, ...]) -> None:
+        """Once, when the model's tensors are known."""
+        coding = self.client.run_file.coding([(spec.name, spec.shape) for spec in layout])
+        elements = sum(spec.elements for spec in layout)
+        self.compression = 4 * elements / coding.contribution(0, elements).packed_bytes(elements)
+        if elements >= _COMPILED_ELEMENTS:
+            fast.compile_ahead(coding.kernels)
+        self._averager = Averager(self.client, self.endpoint, coding, elements, self._keeper)
+        self._averager.on_exchange = self._donor.pause
+        self._background.append(self._tasks.create_task(self._averager.lookout.run()))
+
+    @property
+    def averager(self) -> Averager:
+        assert self._averager is not None, "prepare_averaging first"
+        return self._averager
+
+    async def average(self, offer: Offer) -> Outcome:
+        return await during(self._tenure, self.averager.average(offer))

@@ -1,0 +1,137 @@
+"""A process in a pipeline: a member of the run, and of each stage that it holds, all on one node and one connection.
+
+A stage is averaged like a run of its own, so whoever holds it is a ``Member`` of that stage, with heartbeats, state,
+records and history of its own. Stages are entered and left at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+from shoal.peer.member.member import Member
+from shoal.peer.member.tenure import Tenure
+from shoal.swarm.client.coordinator_client import MemberInfo
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import RunView
+from shoal.swarm.tasks import task_scope
+
+log = logging.getLogger(__name__)
+
+
+def scope_of(stage: int) -> int:
+    """The scope of a stage: 0 is the run's."""
+    return stage + 1
+
+
+def stage_folder(folder: Path, stage: int) -> Path:
+    """Where in a peer's folder of the run that stage's checkpoints, records and history are."""
+    return folder / f"stage-{stage:05}"
+
+
+def is_stage_folder(folder: Path) -> bool:
+    """Whether it has the name of one."""
+    return re.fullmatch(r"stage-[0-9]{5}", folder.name) is not None
+
+
+class StageMembers:
+    """``run``: the membership of the run itself. Made with ``open``; on the network thread."""
+
+    def __init__(self, run: Member, tasks: asyncio.TaskGroup) -> None:
+        self.run = run
+        self._tasks = tasks
+        self._stays: dict[int, _Stay] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
+    ) -> AsyncIterator[StageMembers]:
+        """Bind and join the run, as ``Member.open``; all stages are left when the context ends, and then the run."""
+        async with Member.open(invite, identity, bind, describe) as run, task_scope() as tasks:
+            members = cls(run, tasks)
+            try:
+                yield members
+            finally:
+                await members.leave_all()
+
+    @property
+    def stages(self) -> Mapping[int, Member]:
+        """Those that were entered and not left, by number."""
+        entered = {stage: stay.member for stage, stay in self._stays.items() if stay.member is not None}
+        return MappingProxyType(dict(sorted(entered.items())))
+
+    async def enter(self, stage: int, is_ours: Callable[[RunView], bool] = lambda view: True) -> Member:
+        """Join that stage. While the run's view says that it ``is_ours``, the member waits for others as long as it
+        takes; else it gives way. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of
+        them."""
+        assert stage not in self._stays, f"stage {stage} was entered already"
+        stay = _Stay()
+        life = self._stay(stage, stay, is_ours)
+        try:
+            stay.task = self._tasks.create_task(life)
+        except RuntimeError:  # all of it is ending, and whoever waits here is told why when it has
+            life.close()
+            await asyncio.Event().wait()
+            raise
+        self._stays[stage] = stay
+        try:
+            return await asyncio.shield(stay.entered)
+        except asyncio.CancelledError:
+            stay.over.set()
+            raise
+
+    async def leave(self, stage: int) -> None:
+        """Once no round of that stage is under way here: give back what was held of it and forget all of it. The other
+        stages go on."""
+        stay = self._stays[stage]
+        stay.over.set()
+        assert stay.task is not None
+        await asyncio.wait([stay.task])
+
+    async def leave_all(self) -> None:
+        """Every stage at once."""
+        tasks = []
+        for stay in self._stays.values():
+            assert stay.task is not None
+            tasks.append(stay.task)
+            stay.over.set()
+            if not stay.entered.done():
+                stay.task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _stay(self, stage: int, stay: _Stay, is_ours: Callable[[RunView], bool]) -> None:
+        client = self.run.client.in_scope(scope_of(stage))
+        tenure = Tenure(self.run.client, is_ours, f"stage {stage}")
+        try:
+            async with Member.joined(client, tenure) as member:
+                stay.member, member.start = member, self.run.start
+                stay.entered.set_result(member)
+                log.debug("in stage %d", stage)
+                await stay.over.wait()
+        except ShoalError as error:
+            if stay.entered.done():
+                raise
+            stay.entered.set_exception(error)
+        finally:
+            stay.entered.cancel()
+            client.withdraw()
+            del self._stays[stage]
+
+
+class _Stay:
+    """In one stage, from ``entered`` until it is ``over``."""
+
+    def __init__(self) -> None:
+        self.member: Member | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.entered: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        self.over = asyncio.Event()

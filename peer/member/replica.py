@@ -1,0 +1,388 @@
+"""This peer's copy of the run, or of a stage: the state it holds, the local work on it, how a round changes both.
+
+On the training thread; everything asynchronous is done by ``member.py`` on the network thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.compression.norms import norms_of
+from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
+from shoal.peer.checkpoints.manifest import StageAbout
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.history.catch_up import Steps, roll_forward
+from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.missed_rounds import MissedRounds
+from shoal.peer.member.member import Member
+from shoal.peer.member.own_part import OwnPart
+from shoal.peer.network_thread import Interrupted, NetworkThread
+from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.training.algorithms import LocalWork, local_work
+from shoal.peer.training.anchor import State
+from shoal.peer.training.data import DataAbout, LeasedSamples
+from shoal.peer.training.divergence import Divergence
+from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.averaging.norm_claims import ranges
+from shoal.swarm.averaging.outcome import CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.errors import CorpusError, NotAdmitted
+from shoal.swarm.protocol.messages import KeptState, PeerToCoordinatorDescribeModel, Verdict
+from shoal.swarm.protocol.run_file import RunFile
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a member brings to the run. ``inner_optimizer`` is needed by ``diloco``; ``data`` may come later;
+    ``recipe_config`` is None for own training loops. ``make_work``: local work of another kind than the algorithm's;
+    ``on_mean``: called with every committed mean, (n,) float32, and whether our contribution is in it; ``stage``: which
+    one the model is, in a pipeline; ``build``: makes the model anew, as it is at the run's start; ``divergence``: this
+    peer's."""
+
+    model: nn.Module
+    inner_optimizer: Optimizer | None = None
+    data: DataAbout | None = None
+    recipe_config: dict[str, Any] | None = None
+    make_work: Callable[[ParameterVector], LocalWork] | None = None
+    on_mean: Callable[[Tensor, bool], None] | None = None
+    stage: StageAbout | None = None
+    build: Callable[[], nn.Module] | None = None
+    divergence: Divergence = field(default_factory=Divergence)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What was offered to ``round`` is on its way; ``outcome`` is awaited on the network thread."""
+
+    round: int
+    outcome: futures.Future[Outcome]
+
+
+class Replica:
+    """``take_part`` before anything else. ``round`` is the round that the local work is for: with ``overlap`` the one
+    after the round that is being averaged."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        brought: Brought,
+        network: NetworkThread[Any],
+        member: Member,
+        folder: Path,
+        store: CheckpointStore | None,
+        emit: Emit,
+    ) -> None:
+        """``member``: of the run, or of the stage whose module is brought, living on ``network``; ``folder``: of this
+        peer in that; ``store``: None to keep no checkpoints.
+
+        Raises ``ModelMismatch`` and ``UserError`` for a model or optimizer that cannot take part."""
+        self.vector = ParameterVector(brought.model)
+        self.tokens_per_sample = (brought.data.tokens_per_sample if brought.data else run.data.tokens_per_sample) or 1
+        self.samples = LeasedSamples(self.tokens_per_sample)
+        make_work, inner = brought.make_work, brought.inner_optimizer
+        self.work = make_work(self.vector) if make_work else local_work(run, self.vector, inner)
+        self._on_mean = brought.on_mean
+        self._build = brought.build
+        self._divergence, self._stage = brought.divergence, brought.stage
+        self.round = 0
+        self.recipe_config = brought.recipe_config
+        self._run = run
+        self._outer = outer_of(run.outer)
+        self._folder = folder
+        coding = run.coding([(spec.name, spec.shape) for spec in self.vector.layout])
+        self._steps = Steps(run, coding, self._outer)
+        self._network = network
+        self._member = member
+        self._missed: MissedRounds = self._member.missed_rounds(self._steps)
+        self._start = member.start.of(self.vector.layout) if member.start is not None else None
+        self._emit = emit
+        self._exchange: _Exchange | None = None
+        self._is_other_start_said = False
+        self._state: State
+        self._verdict: Verdict | None = None
+        """What made the state, where we know it."""
+        self._own = OwnPart(brought.model, brought.inner_optimizer, self.samples, self._member)
+        subject = self._subject(brought.stage)
+        self._keeper = CheckpointKeeper(store, network, subject, self._own.tree) if store else None
+
+    @property
+    def state(self) -> State | None:
+        """The state held now; None before ``sync``."""
+        return getattr(self, "_state", None)
+
+    def take_part(self, data: DataAbout | None) -> None:
+        """Agree on the model and get the current state; once, and before anything else. Raises as ``describe`` and
+        ``sync``."""
+        self.describe(data)
+        self._network.tell(lambda: self._member.keep_history(self._folder / HISTORY_FILE))
+        self._member.prepare_averaging(self.vector.layout)
+        self.sync()
+
+    def describe(self, data: DataAbout | None) -> None:
+        """Raises ``ModelMismatch`` naming the first difference to the run's, or ``CorpusError``, which says here, and
+        nowhere else, what the data is."""
+        model = PeerToCoordinatorDescribeModel(
+            layout=self.vector.layout,
+            corpus_digest=data.digest if data else None,
+            tokens_per_sample=self.tokens_per_sample,
+            samples=data.samples if data else None,
+        )
+        if self._run.pins is not None and self._stage is None:  # whatever the coordinator says
+            self._run.pins.check_model(model)
+        try:
+            self._network.call(self._member.describe(model), interruptible=True)
+        except CorpusError as error:
+            raise CorpusError(f"{error}\n  here: {data.about if data else 'no data'}") from error
+
+    def sync(self, *, afresh: bool = False) -> None:
+        """Get the run's current state: what we hold if it is that, else by the rounds that we missed, else from others.
+        Raises ``Interrupted``."""
+        self._member.progress.activity = "syncing"
+        own = self._own_states(is_first=not afresh)
+        shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
+        rounds_before, before = self._missed.rounds, self.state
+        self._state = self._network.call(
+            self._member.agreed_state(own, shape, folder, self._emit, self._missed, self._start), interruptible=True
+        )
+        if before is not None and _is_undone(before, self._state):
+            self._member.averager.forget_residual()
+        found = None if afresh else own.checkpoint
+        view = self._member.client.view
+        self._verdict = view.verdict if view.anchor_version == self._state.version else None
+        if view.verdict is not None:
+            self._heard(view.verdict)
+        carries = found is not None and self._own.take_up(found, self._state)
+        self.work.restart(self._state.anchor)
+        self._enter_round(view.round)
+        self._emit(
+            "synced",
+            anchor_version=self._state.version,
+            digest=self._state.digest.hex(),
+            residual=carries,
+            checkpoint=found.manifest.round if found else None,
+            caught_up=self._missed.rounds - rounds_before,
+        )
+
+    def start_afresh(self, reason: str, bad: KeptState | None = None) -> None:
+        """Drop the local work and begin again from the run's current state, once a round under way has ended. ``bad``:
+        a state that nothing comes of; the others are asked first, see ``begin_anew``."""
+        if self.exchanging and not self.conclude():
+            return
+        log.warning("starting again from the anchor: %s", reason)
+        self._emit("resync", reason=reason)
+        self.samples.forget()
+        self._network.call(self._member.start_afresh(), interruptible=True)
+        if bad is not None:
+            self._await_word(bad)
+        self.sync(afresh=True)
+
+    def begin_anew(self, reason: str) -> None:
+        """``start_afresh``, as the local work is of no use to anybody. When that was so several times in a row, the
+        others are asked first: raises ``Diverged`` unless the run goes back, and ``Interrupted``."""
+        number = self._stage.number if self._stage is not None else None
+        bad = self._divergence.spoilt(number, self._state, reason)
+        if bad is not None and self._stage is not None:  # stages go back together, and no one of them has a say in that
+            raise self._divergence.error("")
+        self.work.forget_steps()
+        self.start_afresh(reason, bad)
+
+    def _await_word(self, bad: KeptState) -> None:
+        """Returns when the run has gone back behind that state; raises ``Diverged`` where it does not."""
+        log.warning(
+            "nothing comes of the work from version %d: asking whether it is the same for all", bad.anchor_version
+        )
+        self._emit("diverged", anchor_version=bad.anchor_version, digest=bad.digest.hex())
+        self._member.progress.activity = "diverged"
+        own = self._own_states(is_first=False)
+        word = self._network.call(self._member.await_word(bad, own.tell), interruptible=True)
+        if word != "go on":
+            raise self._divergence.error(word)
+        self._divergence.counted()
+        self._member.averager.forget_residual()  # what it has of the rounds that are undone may be as bad as those
+
+    def step(self, samples: int, lr_factor: float) -> None:
+        """The gradients of so many samples are there: the local step."""
+        self.work.step(samples, lr_factor)
+        if self._keeper is not None:
+            self._keeper.prepare()
+
+    def trained(self, start: int, stop: int, loss: Tensor | None) -> None:
+        """In a pipeline: the gradients of these samples are in ``work``."""
+        self.samples.trained(start, stop, loss)
+        if self._keeper is not None:
+            self._keeper.prepare()
+
+    # Rounds -------------------------------------------------------------------------------------------------
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether a round that was closed here has not been concluded."""
+        return self._exchange is not None
+
+    @property
+    def verdict_is_known(self) -> bool:
+        """Whether ``conclude`` would not wait."""
+        return self._exchange is not None and self._exchange.outcome.done()
+
+    def close_round(self) -> None:
+        """Offer the local work, and ``conclude``; with ``overlap`` that is due later, and work for the next round may
+        go on. Raises ``Interrupted``, ``Diverged``."""
+        if self.offer() and not self._run.averaging.overlap:
+            self.conclude()
+
+    def offer(self) -> bool:
+        """The first half of ``close_round``: who holds several stages offers them all before it concludes any, as their
+        rounds end together. False when the local work was lost instead, and there is nothing to conclude."""
+        if self.exchanging and not self.conclude():
+            return False
+        self._member.progress.activity = "ready"
+        contribution = self.work.contribution(self._state.anchor)
+        norms = norms_of(contribution, ranges(contribution.numel()))
+        if not math.isfinite(math.fsum(norms)):
+            self.begin_anew("the local work had become infinite or not a number")
+            return False
+        tokens, samples, loss = self.samples.tokens_done, self.samples.done_ranges(), self.samples.mean_loss()
+        state = self._state
+        offer = Offer(self.round, state.version, state.digest, contribution, norms, tokens, samples, loss)
+        self._exchange = _Exchange(self.round, self._network.begin(self._member.average(offer)))
+        self.samples.offer()
+        if self._run.averaging.overlap:
+            self._enter_round(self.round + 1)
+        return True
+
+    def conclude(self) -> bool:
+        """Await the verdict of the closed round and act on it; False when that cost the local work. Raises
+        ``Interrupted``, and ``NotAdmitted`` for a stage that is not this peer's any more."""
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None, "close_round() comes first"
+        try:
+            # Without a coordinator there may be no verdict for a long time: who wants to go, need not wait for it.
+            outcome = self._network.finish(exchange.outcome, interruptible=self._coordinator_is_away)
+        except (Interrupted, NotAdmitted):
+            self._carry_on(exchange.round, CarryOn("stopped"))
+            raise
+        match outcome:
+            case Committed():
+                self._apply(outcome)
+            case CarryOn():
+                self._carry_on(exchange.round, outcome)
+            case OutOfDate(is_spoilt=True):
+                self.begin_anew(outcome.reason)
+            case OutOfDate():
+                self.start_afresh(outcome.reason)
+        return not isinstance(outcome, OutOfDate)
+
+    def _carry_on(self, offered_round: int, outcome: CarryOn) -> None:
+        self.samples.take_back()
+        if outcome.verdict is None:
+            self._enter_round(offered_round)
+        else:
+            if self._run.pipeline is not None:  # every round has a batch of its own, which is given out anew
+                self.samples.forget()
+                self.work.restart(self._state.anchor)
+            self._heard(outcome.verdict)
+            self._enter_round(outcome.verdict.round + 1)
+            self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
+
+    def _apply(self, outcome: Committed) -> None:
+        verdict = outcome.verdict
+        self._state = self._steps.after(self._state, verdict, outcome.mean)
+        self.work.go_on(self._state.anchor)
+        if outcome.included:
+            self.samples.committed()
+            self._divergence.counted()
+        else:
+            self.samples.take_back()
+        if self._on_mean is not None:
+            self._on_mean(outcome.mean, outcome.included)
+        self._enter_round(verdict.round + 1)
+        self._network.tell(lambda: self._member.hold(self._state))
+        self._verdict = verdict
+        self._heard(verdict)
+        if self._keeper is not None and not self._divergence.is_doubtful:  # older ones may be what the run goes back to
+            self._keeper.keep(self._state, verdict)
+        self._emit(
+            "committed",
+            round=verdict.round,
+            anchor_version=verdict.anchor_version,
+            loss=verdict.loss,
+            tokens=verdict.tokens_total,
+            members=len(verdict.plan.members) if verdict.plan else 0,
+            included=outcome.included,
+            digest=self._state.digest.hex(),
+            bytes_sent=self._member.node.meter.sent_bytes,
+            bytes_received=self._member.node.meter.received_bytes,
+        )
+
+    def _coordinator_is_away(self) -> bool:
+        return self._member.client.coordinator_is_away
+
+    def _enter_round(self, number: int) -> None:
+        self.round = number
+        progress = self._member.progress
+        progress.tokens_done = self.samples.tokens_done
+        progress.round = number
+
+    # Checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Have a checkpoint of the state on disk, and drop what is on its way."""
+        if self._exchange is not None:
+            self._exchange.outcome.cancel()
+        if self._keeper is not None and self.state is not None:
+            self._keeper.finish(self._state, self._verdict)
+
+    def _roll_forward(self, state: State, newest: int) -> State:
+        """That state, and the rounds since that are kept here, up to that version."""
+        found = roll_forward(state, self._member.records, self._steps, newest)
+        if found is not state:
+            log.info("rolled forward from version %d to %d by rounds that were kept here", state.version, found.version)
+        return found
+
+    def _own_states(self, *, is_first: bool) -> OwnStates:
+        start = self._start
+        if start is not None:
+            make, digest = (start.read if start.is_here else None), start.digest
+        else:  # what the model was made with is gone once it has trained
+            make, digest = (self._initial_state if is_first or self._build else None), None
+        return OwnStates(self._keeper, make, self._roll_forward, is_first=is_first, initial_digest=digest)
+
+    def _initial_state(self) -> State:
+        vector = ParameterVector(self._build()) if self._build else self.vector
+        state = State.make(vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
+        pins = self._run.pins
+        if pins is not None and pins.state not in (None, state.digest.hex()) and not self._is_other_start_said:
+            self._is_other_start_said = True
+            log.warning(
+                "this machine makes another first state of the model than the run file pins, as another version of "
+                "PyTorch or of the recipe may; the pinned one has to come from a peer that makes it"
+            )
+        return state
+
+    def _heard(self, verdict: Verdict) -> None:
+        if self._keeper is not None:
+            self._keeper.heard(verdict)
+
+    def _subject(self, stage: StageAbout | None) -> Subject:
+        client = self._member.client
+        layout, slots = self.vector.layout, self._outer.slots
+        return Subject(self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key, stage)
+
+
+def _is_undone(before: State, now: State) -> bool:
+    """Whether the run has gone back, and so what the residual stems from is to be done again by others."""
+    return now.version <= before.version and now.digest != before.digest

@@ -1,0 +1,1 @@
+"""Commands on what a run has left behind: verify, replay, export."""

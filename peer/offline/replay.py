@@ -1,0 +1,252 @@
+"""``shoal replay``: a peer's finished rounds made again from what it kept, and compared with what the run had.
+
+Offline. A checkpoint's state and a round's committed bytes give the next state; the next round's plan, which the
+coordinator has signed, says which digest that one had.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from shoal.peer.checkpoints.checkpoint import read_checkpoint, read_verdicts
+from shoal.peer.checkpoints.manifest import VERDICTS_FILE, Manifest, read_manifest
+from shoal.peer.checkpoints.sealed_folder import opened
+from shoal.peer.checkpoints.source import FolderSource, Source
+from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_of
+from shoal.peer.history.catch_up import Steps, follows, path
+from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
+from shoal.peer.member.memberships import is_stage_folder
+from shoal.peer.training.outer_optimizer import outer_of
+from shoal.swarm.errors import StateFileError, WireError
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.verdict_chain import check_verdict
+
+log = logging.getLogger(__name__)
+
+_EQUAL = {True: Text("✓ equal", style="green"), False: Text("✗ differs", style="red"), None: Text("not known here")}
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A round made again. ``stage``: whose it is, of a pipeline; ``expected``: the digest that the state after it had
+    in the run, None where nothing here says; ``vouched_by``: what says so."""
+
+    stage: int | None
+    round: int
+    anchor_version: int
+    digest: bytes
+    expected: bytes | None
+    vouched_by: str
+    seconds: float
+
+    @property
+    def equal(self) -> bool | None:
+        return None if self.expected is None else self.expected == self.digest
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **({} if self.stage is None else {"stage": self.stage}),
+            "round": self.round,
+            "anchor_version": self.anchor_version,
+            "digest": self.digest.hex(),
+            "expected": None if self.expected is None else self.expected.hex(),
+            "vouched_by": self.vouched_by,
+            "equal": self.equal,
+            "seconds": round(self.seconds, 6),
+        }
+
+
+def replay(folder: Path, number: int | None = None, identity: Identity | None = None) -> Iterator[Replayed]:
+    """Every round from the oldest checkpoint on, or from the newest one before round ``number`` to that round; of a
+    pipeline's peer, those of each stage that it has kept; ``identity`` opens sealed checkpoints.
+
+    Raises ``StateFileError`` when something is missing or damaged, naming it, and, after having shown it, for a round
+    from which another state comes out than the run had; of several stages once all others have been shown."""
+    refused: StateFileError | None = None
+    for place in kept_folders(folder):
+        try:
+            yield from _replay(place, number, identity)
+        except StateFileError as error:
+            if refused is not None:
+                log.warning("%s", error)
+            refused = refused or error
+    if refused is not None:
+        raise refused
+
+
+def _replay(place: Path, number: int | None, identity: Identity | None) -> Iterator[Replayed]:
+    """Those whose records are in that folder."""
+    sources = {one: opened(FolderSource(one), identity) for one in checkpoint_folders(place / CHECKPOINTS)}
+    checkpoints = _manifests(place / CHECKPOINTS, sources)
+    about = next(iter(checkpoints.values()))
+    owner = Owner(bytes.fromhex(about.run_hash), bytes.fromhex(about.coordinator_key))
+    records = RoundRecords(place / RECORDS, owner)
+    verdicts = _verdicts(records, [(sources[one], its) for one, its in checkpoints.items()], owner)
+    start, way = _way(checkpoints, verdicts, records, number)
+    run = _run_file(about, start)
+    steps = Steps(run, run.coding([(spec.name, spec.shape) for spec in about.layout]), outer_of(run.outer))
+    state = read_checkpoint(sources[start], owner.run_hash).state
+    vouched = _vouched(verdicts, way, checkpoints.values())
+    stage = about.stage.number if about.stage is not None else None
+    for verdict in way:
+        began_s = time.perf_counter()
+        if not follows(state, verdict):
+            raise StateFileError(f"{records.path(verdict.round)}: went from another state than the rounds before give")
+        if not records.path(verdict.round).exists():
+            raise _missing(records, verdict.round)
+        state = steps.after(state, verdict, steps.recorded(records, verdict).mean())
+        expected, by = vouched.get((verdict.round, state.version), (None, ""))
+        took_s = time.perf_counter() - began_s
+        done = Replayed(stage, verdict.round, state.version, state.digest, expected, by, took_s)
+        yield done
+        if done.equal is False:
+            raise StateFileError(
+                f"{place}: round {done.round}: its committed bytes give another state than the {by} says the run had; "
+                "either this machine computes otherwise than the run's, or the checkpoint before it is not the run's"
+            )
+    later = [one for one, verdict in sorted(verdicts.items()) if verdict.committed and one > way[-1].round]
+    if number is None and later:
+        raise _missing(records, way[-1].round + 1, later[0])
+
+
+def kept_folders(folder: Path) -> list[Path]:
+    """Where the one peer in ``folder``, which is that or further down, keeps checkpoints and rounds: its own folder, or
+    those of its stages. Raises ``StateFileError``."""
+    found: list[Path] = []
+    for above in ("", "*/", "*/*/", "*/*/*/"):  # no deeper than needed: a peer that runs may be writing further down
+        found = found or sorted(one.parent for one in folder.glob(above + CHECKPOINTS) if one.is_dir())
+    peers = sorted({one.parent if is_stage_folder(one) else one for one in found})
+    if len(peers) == 1:
+        return found
+    if peers:
+        raise StateFileError(f"{folder}: holds what {len(peers)} peers kept; give one's folder, such as {peers[0]}")
+    raise StateFileError(f"{folder}: no checkpoints here; give a run's folder, such as ~/.shoal/runs/RUN-HASH")
+
+
+def table(rows: Sequence[Replayed]) -> Table:
+    """For people."""
+    shown = Table(box=None, pad_edge=False)
+    has_stages = any(row.stage is not None for row in rows)
+    for name in (*(("stage",) if has_stages else ()), "round", "version", "state", "in the run", "by", "seconds"):
+        shown.add_column(name, justify="right" if name in ("stage", "round", "version", "seconds") else "left")
+    for row in rows:
+        digest, equal = row.digest.hex()[:12], _EQUAL[row.equal]
+        stage = (str(row.stage),) if has_stages else ()
+        numbers = (*stage, str(row.round), str(row.anchor_version))
+        shown.add_row(*numbers, digest, equal, row.vouched_by, f"{row.seconds:.3f}")
+    return shown
+
+
+# What there is ----------------------------------------------------------------------------------------------
+
+
+def _manifests(folder: Path, sources: Mapping[Path, Source]) -> dict[Path, Manifest]:
+    """By folder, oldest round first; at least one, and all of one run."""
+    found: dict[Path, Manifest] = {}
+    for one, source in sources.items():
+        run_hash = bytes.fromhex(next(iter(found.values())).run_hash) if found else None
+        found[one] = read_manifest(source, run_hash)
+    if not found:
+        raise StateFileError(f"{folder}: no checkpoint here: rounds are made again from one")
+    return found
+
+
+def _way(
+    checkpoints: dict[Path, Manifest], verdicts: dict[int, Verdict], records: RoundRecords, number: int | None
+) -> tuple[Path, list[Verdict]]:
+    """Where to begin, and the rounds to make again from there; at least one. Raises ``StateFileError``."""
+    ways = {
+        one: path(verdicts.values(), about.anchor_version, bytes.fromhex(about.state_digest))
+        for one, about in checkpoints.items()
+        if number is None or about.round < number
+    }
+    if number is None:
+        for one, way in ways.items():
+            if way and records.path(way[0].round).exists():
+                return one, way
+        newest = max(about.round for about in checkpoints.values())
+        raise StateFileError(
+            f"{records.folder}: none of the rounds after those of the checkpoints (the newest is of "
+            f"round {newest}) is kept here; they are while the run goes on"
+        )
+    for one, way in reversed(ways.items()):
+        upto = [verdict for verdict in way if verdict.round <= number]
+        if upto and upto[-1].round == number:
+            return one, upto
+    verdict = verdicts.get(number)
+    if verdict is not None and not verdict.committed:
+        raise StateFileError(f"round {number} was aborted ({verdict.reason}): there is nothing to make again")
+    if verdict is None or not ways:
+        oldest = min(about.round for about in checkpoints.values())
+        raise StateFileError(
+            f"{records.path(number)}: round {number} cannot be made again from what is here: that needs its record and "
+            f"a checkpoint from before it (the oldest is of round {oldest})"
+        )
+    if verdict.plan is None or verdict not in path(
+        verdicts.values(), verdict.plan.anchor_version, verdict.plan.state_digest
+    ):
+        raise StateFileError(f"round {number} was undone: the run went back behind it")
+    last = max((way[-1].round for way in ways.values() if way), default=max(map(round_of, ways)))
+    raise _missing(records, last + 1, number)
+
+
+def _run_file(about: Manifest, place: Path) -> RunFile:
+    run = parse_run_file(about.run_toml, f"{place}: the run file")
+    if run.hash.hex() != about.run_hash:
+        raise StateFileError(f"{place}: field run_toml: hashes differently here: install the release that wrote it")
+    return run
+
+
+def _verdicts(
+    records: RoundRecords, checkpoints: Iterable[tuple[Source, Manifest]], owner: Owner
+) -> dict[int, Verdict]:
+    """All that are here, by round, signatures checked."""
+    found = {}
+    for number in records.numbers():
+        try:
+            found[number] = records.open(number).verdict
+        except StateFileError as error:
+            log.warning("a round's record cannot be used: %s", error)
+    for source, about in checkpoints:
+        for verdict in read_verdicts(source, about):
+            try:
+                check_verdict(verdict, owner.coordinator_key)
+            except WireError as error:
+                raise StateFileError(f"{source.place(VERDICTS_FILE)}: {error}") from error
+            found.setdefault(verdict.round, verdict)
+    return found
+
+
+def _missing(records: RoundRecords, first: int, stop: int | None = None) -> StateFileError:
+    which = f"round {first}" if stop is None or stop == first + 1 else f"a round from {first} to {stop - 1}"
+    return StateFileError(
+        f"{records.path(first)}: the record of {which} is missing; copy it from the folder {RECORDS} of another member"
+    )
+
+
+def _vouched(
+    verdicts: dict[int, Verdict], way: Sequence[Verdict], checkpoints: Iterable[Manifest]
+) -> dict[tuple[int, int], tuple[bytes, str]]:
+    """By round and anchor version, which digest the state after a round had, and who says so."""
+    vouched = {
+        (about.round, about.anchor_version): (bytes.fromhex(about.state_digest), f"checkpoint of {about.peer}")
+        for about in checkpoints
+    }
+    for verdict in way:
+        for later in sorted(one for one in verdicts if one > verdict.round):
+            plan = verdicts[later].plan
+            if plan is not None:  # the next one that there was, of an aborted round too: it was made on this state
+                if plan.anchor_version == verdict.anchor_version:
+                    vouched[verdict.round, verdict.anchor_version] = (plan.state_digest, f"plan of round {later}")
+                break
+    return vouched

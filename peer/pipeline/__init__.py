@@ -1,0 +1,1 @@
+"""A peer that holds stages of a model: computing, activations, claims, measured layers."""

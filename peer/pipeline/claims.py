@@ -1,0 +1,119 @@
+"""What a pipeline's peer asks its coordinator: which samples count here, and which it is to drive.
+
+On the event loop; answers go to callbacks. Requests outlive the coordinator's absence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shoal.swarm.client.coordinator_client import CoordinatorClient
+from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, overlap, subtract, to_wire
+from shoal.swarm.errors import LinkError, RunEnded, Superseded
+from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, Release, as_range
+from shoal.swarm.protocol.messages import (
+    Acknowledged,
+    CoordinatorToPeerClaimed,
+    CoordinatorToPeerLease,
+    PeerToCoordinatorClaim,
+    PeerToCoordinatorDrive,
+    PeerToCoordinatorRelease,
+)
+
+log = logging.getLogger(__name__)
+
+_CLAIMS_AT_ONCE = 64
+
+
+class ClaimLine:
+    """The claims and releases of one stage, one after the other; claims that wait together are asked together."""
+
+    def __init__(self, client: CoordinatorClient, answered: Callable[[Claim, Ranges], None]) -> None:
+        """``client``: in the stage's scope; ``answered``: is called once for each claim."""
+        self._client = client
+        self._answered = answered
+        self._waiting: asyncio.Queue[Claim | Release] = asyncio.Queue()
+
+    def put(self, asked: Claim | Release) -> None:
+        self._waiting.put_nowait(asked)
+
+    async def run(self) -> None:
+        """For ever."""
+        following: Claim | Release | None = None
+        while True:
+            first = following or await self._waiting.get()
+            following = None
+            if isinstance(first, Release):
+                await self._release(first)
+                continue
+            together = [first]
+            while not self._waiting.empty() and len(together) < _CLAIMS_AT_ONCE:
+                following = self._waiting.get_nowait()
+                if not isinstance(following, Claim) or not _fits(following, together):
+                    break
+                together.append(following)
+                following = None
+            await self._claim(together)
+
+    async def _claim(self, claims: list[Claim]) -> None:
+        wanted = merge(one for claim in claims for one in as_range(claim.micro_batch))
+        ask = PeerToCoordinatorClaim(
+            round=claims[0].micro_batch.round,
+            ranges=tuple(one for claim in claims for one in to_wire(as_range(claim.micro_batch))),
+        )
+        granted: Ranges = []
+        try:
+            answer = await self._client.ask(ask, CoordinatorToPeerClaimed)
+            granted = overlap(wanted, merge(from_wire(answer.ranges)))
+        except (RunEnded, Superseded):
+            raise
+        except LinkError as error:  # we are not in this stage any more, and its round is lost here
+            log.debug("samples of round %d were not granted: %s", ask.round, error)
+        for claim in claims:
+            self._answered(claim, overlap(as_range(claim.micro_batch), granted))
+
+    async def _release(self, release: Release) -> None:
+        ranges = to_wire(merge(release.ranges))
+        try:
+            await self._client.ask(PeerToCoordinatorRelease(round=release.round, ranges=ranges), Acknowledged)
+        except (RunEnded, Superseded):
+            raise
+        except LinkError as error:  # then they are not ours
+            log.debug("samples of round %d were not given back: %s", release.round, error)
+
+
+def _fits(claim: Claim, others: list[Claim]) -> bool:
+    mine = as_range(claim.micro_batch)
+    return claim.micro_batch.round == others[0].micro_batch.round and not any(
+        overlap(mine, as_range(other.micro_batch)) for other in others
+    )
+
+
+class DriveLine:
+    """The samples that this peer is to drive. The coordinator names all of them each time, the engine wants to hear of
+    new ones only."""
+
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
+        self._round = -1
+        self._held: Ranges = []
+
+    async def ask(self, ask: AskToDrive) -> Ranges:
+        """What is to be driven now besides what is under way here; nothing when there is nothing."""
+        if ask.round != self._round:
+            self._round, self._held = ask.round, []
+        under_way = subtract(self._held, merge(ask.done))
+        samples = ask.samples + count(under_way)
+        message = PeerToCoordinatorDrive(round=ask.round, samples=samples, done=to_wire(merge(ask.done)))
+        try:
+            answer = await self._client.ask(message, CoordinatorToPeerLease)
+        except (RunEnded, Superseded):
+            raise
+        except LinkError as error:
+            log.debug("nothing to drive in round %d: %s", ask.round, error)
+            self._held = []
+            return []
+        self._held = merge(from_wire(answer.ranges))
+        return subtract(self._held, under_way)

@@ -1,0 +1,213 @@
+"""What this machine has measured of the layers of a run's model, kept on its disk: measuring takes some seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+
+from shoal.compression.codec import Codec
+from shoal.peer.options import SHOAL_HOME
+from shoal.peer.pipeline.layer_costs import Bench, LayerMeasure, measure_layers
+from shoal.peer.recipes import Recipe, layered_recipe
+from shoal.peer.training.device import autocast, describe_device
+from shoal.swarm import durable
+from shoal.swarm.errors import RecipeError
+from shoal.swarm.pipeline.planner.plan import LayerCost, PeerCapability
+from shoal.swarm.protocol.run_file import RunFile
+
+log = logging.getLogger(__name__)
+
+CACHE = SHOAL_HOME / "measured.json"
+_KEPT_S = 7 * 86400.0
+"""Drivers, power settings and what else runs on a machine change; older figures are measured again."""
+_MOST = 64
+_USUAL_MICRO_BATCH = 8
+
+_Bytes = Annotated[int, Field(ge=0)]
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Layer(_Checked):
+    kind: Annotated[str, Field(min_length=1, max_length=64)]
+    parameters_bytes: _Bytes
+    activation_bytes: _Bytes
+    kept_bytes: _Bytes
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Entry(_Checked):
+    measured_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    layers: Annotated[list[_Layer], Field(min_length=1)]
+
+
+class _File(_Checked):
+    """By key. Anything else than this is no such file, and measured anew."""
+
+    entries: dict[str, _Entry] = {}
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """``names`` and ``layers`` are as long as the model. ``whole``: why it is measured as one layer, if it is."""
+
+    micro_batch: int
+    names: tuple[str, ...]
+    layers: tuple[LayerMeasure, ...]
+    whole: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of one micro-batch through the whole model."""
+        return sum(layer.seconds for layer in self.layers)
+
+    def capability(self, peer: str, memory_bytes: int, bandwidth_bps: float, rtt_s: float = 0.0) -> PeerCapability:
+        """What the planner is told of this machine."""
+        layer_s = tuple(layer.seconds for layer in self.layers)
+        return PeerCapability(peer, memory_bytes, layer_s, bandwidth_bps, rtt_s)
+
+
+def micro_batch_of(run: RunFile) -> int:
+    """Samples; of runs without a pipeline as many as a batch has, and eight at most."""
+    return run.pipeline.micro_batch if run.pipeline else min(run.inner.batch_samples, _USUAL_MICRO_BATCH)
+
+
+def measured_model(
+    run: RunFile, recipe: Recipe, device: torch.device, now_s: float, cache: Path = CACHE
+) -> MeasuredModel:
+    """Measured on this device, now or some days ago at most. ``now_s``: the wall clock's.
+
+    Raises ``DeviceError`` when a layer does not fit, ``RecipeError`` when a run with a pipeline has a recipe that gives
+    no layers, or layers that share weights.
+    """
+    micro_batch = micro_batch_of(run)
+    codec = run.pipeline.codec if run.pipeline else None
+    batch = recipe.training_data().batch([0] * micro_batch).to(device)
+    bench = Bench(device, autocast(device, run.inner.precision), _sent_bytes(codec))
+    names, whole, measure = _ways_to_measure(run, recipe, batch, bench)
+    about = {
+        "device": describe_device(str(device)).name,
+        "torch": torch.__version__,
+        "recipe": recipe.config(),
+        "micro_batch": micro_batch,
+        "precision": run.inner.precision,
+        "activations": run.pipeline.activations if run.pipeline else None,
+        "threads": torch.get_num_threads(),
+        "layers": list(names),
+    }
+    layers = cached(cache, cache_key(about), now_s, len(names), measure)
+    return MeasuredModel(micro_batch, names, layers, whole)
+
+
+def cache_key(about: Mapping[str, Any]) -> str:
+    """SHA-256 of all that the figures depend on, in hexadecimal."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def cached(
+    path: Path, key: str, now_s: float, count: int, measure: Callable[[], tuple[LayerMeasure, ...]]
+) -> tuple[LayerMeasure, ...]:
+    """The ``count`` layers that ``path`` has under ``key``, or those that ``measure`` gives, and the file has then."""
+    entries = _read(path)
+    found = entries.get(key)
+    if found is not None and 0 <= now_s - found.measured_s < _KEPT_S and len(found.layers) == count:
+        return tuple(_measure_of(layer) for layer in found.layers)
+    layers = measure()
+    entries[key] = _Entry(measured_s=now_s, layers=[_layer_of(layer) for layer in layers])
+    newest = sorted(entries, key=lambda one: entries[one].measured_s, reverse=True)[:_MOST]
+    _write(path, _File(entries={one: entries[one] for one in sorted(newest)}))
+    return layers
+
+
+def _ways_to_measure(
+    run: RunFile, recipe: Recipe, batch: Tensor, bench: Bench
+) -> tuple[tuple[str, ...], str, Callable[[], tuple[LayerMeasure, ...]]]:
+    """Names, why it is one layer if it is, and how to measure."""
+    try:
+        in_layers = layered_recipe(recipe, run)
+        layered = in_layers.layers(run.run.seed)
+        stages = run.pipeline.stages if run.pipeline else "auto"
+        layered.check_stages(2 if stages == "auto" else stages)
+        layered.check_boundaries(range(len(layered) + 1))
+    except RecipeError as error:
+        if run.pipeline is not None:
+            raise
+        model = _WithLoss(recipe, run.run.seed)
+        return (
+            ("the whole model",),
+            str(error),
+            lambda: measure_layers([(model,)], lambda _: model, batch, lambda loss: loss, bench),
+        )
+    given, targets = in_layers.input_of(batch), in_layers.targets_of(batch)
+    outlines = [layered.outline(number) for number in range(len(layered))]
+    return (
+        layered.names,
+        "",
+        lambda: measure_layers(
+            outlines,
+            lambda number: layered.build(number, number + 1),
+            given,
+            lambda output: in_layers.loss_of(output, targets),
+            bench,
+        ),
+    )
+
+
+class _WithLoss(nn.Module):
+    """A model that cannot be cut, with its loss."""
+
+    def __init__(self, recipe: Recipe, seed: int) -> None:
+        super().__init__()
+        self.model = recipe.build_model(seed)
+        self._recipe = recipe
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """``(b, …)`` to ``()``."""
+        return self._recipe.loss(self.model, batch)
+
+
+def _sent_bytes(codec: Codec | None) -> Callable[[int], int]:
+    return codec.packed_bytes if codec else lambda values: 4 * values
+
+
+def _read(path: Path) -> dict[str, _Entry]:
+    try:
+        return _File.model_validate_json(path.read_bytes()).entries
+    except (OSError, ValidationError) as error:
+        log.debug("nothing is known of earlier measurements: %s", error)
+        return {}
+
+
+def _write(path: Path, content: _File) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.put(path, content.model_dump_json(indent=1).encode())
+    except OSError as error:
+        log.warning("what was measured could not be kept, and is measured again next time: %s", error)
+
+
+def _layer_of(layer: LayerMeasure) -> _Layer:
+    cost = layer.cost
+    return _Layer(
+        kind=layer.kind,
+        parameters_bytes=cost.parameters_bytes,
+        activation_bytes=cost.activation_bytes,
+        kept_bytes=cost.kept_bytes,
+        seconds=layer.seconds,
+    )
+
+
+def _measure_of(layer: _Layer) -> LayerMeasure:
+    cost = LayerCost(layer.parameters_bytes, layer.activation_bytes, layer.kept_bytes)
+    return LayerMeasure(layer.kind, cost, layer.seconds)

@@ -1,0 +1,349 @@
+"""A peer of a pipeline run: it shows what it can do, is given stages, and trains them until the run ends.
+
+On the training thread; everything asynchronous is done on the network thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.member.connection import Connection
+from shoal.peer.member.memberships import StageMembers
+from shoal.peer.network_thread import Interrupted
+from shoal.peer.pipeline.measured import MeasuredModel, measured_model
+from shoal.peer.pipeline.showing import Showing
+from shoal.peer.pipeline.span import HeldSpan, SpanWork
+from shoal.peer.pipeline.staging import Staging
+from shoal.peer.pipeline.tasks import LookUp, Made
+from shoal.peer.pipeline.training import Samples
+from shoal.peer.pipeline.view_watch import Attention, Place, place_of
+from shoal.peer.recipes import Recipe, layered_recipe
+from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
+from shoal.peer.training.data import DataAbout
+from shoal.peer.training.device import has_all_state, usable_bytes
+from shoal.peer.training.model_memory import check_layers_fit
+from shoal.peer.training.sample_order import run_order
+from shoal.swarm.coordinator.pipeline_view import optimizer_values
+from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
+from shoal.swarm.pipeline.planner.answers import no_place
+from shoal.swarm.pipeline.planner.plan import PeerCapability
+from shoal.swarm.pipeline.planner.span_rates import Swarm
+from shoal.swarm.protocol.messages import Acknowledged, Capability, LayerSize, PeerToCoordinatorShowCapability, RunView
+
+log = logging.getLogger(__name__)
+
+_USUAL_BPS = 1e8
+"""What a link is supposed to carry while nobody has been there to try it with."""
+
+_LOOK_S = 15.0
+"""Between two looks at what this machine can do by now."""
+
+
+class PipelinePeer:
+    """A context manager that leaves the run at its end; ``train`` in it."""
+
+    def __init__(
+        self, connection: Connection, recipe: Recipe, device: torch.device, max_memory_bytes: int | None
+    ) -> None:
+        """Raises ``RecipeError`` for a recipe that cannot be cut into stages, and ``UserError`` for options that a
+        pipeline's peer does not have."""
+        self._connection = connection
+        self._recipe = recipe
+        self._device = device
+        self._max_memory_bytes = max_memory_bytes
+        self._memory_bytes = 0
+        self._network = connection.network
+        self._members: StageMembers = connection.members
+        self._stopping = False
+        self._held: HeldSpan | None = None
+        self._left_with: list[dict[str, Any]] = []
+        self._tokens_trained = 0
+        self._measured: MeasuredModel
+        self._slowdown = 1.0
+        self._showing = Showing()
+        self._look_s = 0.0
+        self._telling: Future[None] | None = None
+        self._said = ""
+        if connection.options.role == "validator":
+            raise UserError("a pipeline's members hold stages: join it as full, or with --role contribute-only")
+
+    # The run --------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Until the run ends, or ``request_stop``. Raises the errors of joining and training."""
+        try:
+            work = self._prepare()
+            self._show()
+            with work.staging.computing():
+                self._hold_places(work)
+        except Interrupted:
+            log.info("stopped before there was anything to train")
+        except RunEnded as error:  # while this peer was still getting ready for it
+            log.info("%s", error)
+
+    def _prepare(self) -> SpanWork:
+        run, connection, recipe = self._connection.run_file, self._connection, self._recipe
+        assert run.pipeline is not None
+        layers = layered_recipe(recipe, run)
+        layered, data = layers.layers(run.run.seed), recipe.training_data()
+        if self._members.run.start is not None:
+            self._members.run.start.check(layered.layout, whole=True)
+        if run.pins is not None:
+            run.pins.check_layout(layered.layout)
+            run.pins.check_data(recipe.tokens_per_sample, recipe.corpus_digest, len(data))
+        self._members.run.progress.activity = "measuring"
+        self._memory_bytes = usable_bytes(self._device, self._max_memory_bytes)  # before anything of ours is in it
+        if self._max_memory_bytes is not None and self._memory_bytes < self._max_memory_bytes:
+            log.warning("of --max-memory only %.0f MB are free now, and count", self._memory_bytes / 1e6)
+        check_layers_fit(run, recipe, self._memory_bytes)
+        self._measured = measured_model(run, recipe, self._device, time.time())
+        return SpanWork(
+            run=run,
+            layered=layered,
+            samples=Samples(layers, data, run_order(run, len(data), recipe.tokens_per_sample)),
+            about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
+            recipe_config=recipe.config(),
+            staging=Staging(self._device, run.pipeline.codec),
+            folder=connection.folder,
+            store=self._open_store,
+            emit=connection.emit,
+            layer_s=tuple(layer.seconds for layer in self._measured.layers),
+        )
+
+    def _open_store(self, folder: Path) -> CheckpointStore | None:
+        """Of a stage; its checkpoints are copied from now on, also while the stage is not held any more."""
+        store = self._connection.open_store(folder)
+        if store is not None:
+            self._connection.copy(store)
+        return store
+
+    # What this machine can do ---------------------------------------------------------------------------------
+
+    def _capability(self) -> tuple[PeerCapability, bool]:
+        """As far as it is known by now, and whether its bandwidth is a guess. Its memory stays what it was before
+        anything of ours was in it."""
+        node, peer = self._members.run.node, self._connection.peer
+        probed_bps = node.meter.probed_bps
+        # What moves otherwise may be far less than the link carries, but not more.
+        bandwidth_bps = max(node.meter.bandwidth_bps, probed_bps or _USUAL_BPS)
+        one = self._measured.capability(peer, self._memory_bytes, bandwidth_bps, node.round_trip_s)
+        layer_s = tuple(seconds * self._slowdown for seconds in one.layer_s)
+        holds_all = has_all_state(self._device)
+        return dataclasses.replace(one, layer_s=layer_s, holds_all=holds_all), not probed_bps
+
+    def _show(self) -> None:
+        """Tell the coordinator what this machine can do; it answers with a span, in the view."""
+        self._members.run.rejoined = False
+        self._network.call(self._tell(), interruptible=True)
+
+    def _show_again(self) -> None:
+        """When it has become something else for some time; the work goes on meanwhile."""
+        now_s = time.monotonic()
+        if now_s < self._look_s or (self._telling is not None and not self._telling.done()):
+            return
+        self._look_s = now_s + _LOOK_S
+        if self._telling is not None:
+            self._network.finish(self._telling)
+            self._telling = None
+        one, is_guess = self._capability()
+        if self._showing.is_due(one, now_s, is_guess=is_guess):
+            log.info(
+                "shown anew: %.3g s a micro-batch, %.0f Mbit/s, %.0f ms to the others",
+                sum(one.layer_s),
+                one.bandwidth_bps / 1e6,
+                1000 * one.rtt_s,
+            )
+            self._telling = self._network.begin(self._tell())
+
+    async def _tell(self) -> None:
+        one, is_guess = self._capability()
+        self._showing.shown(one, time.monotonic(), is_guess=is_guess)
+        shown = PeerToCoordinatorShowCapability(
+            capability=Capability(
+                memory_bytes=one.memory_bytes,
+                holds_all=one.holds_all,
+                layer_s=one.layer_s,
+                bandwidth_bps=one.bandwidth_bps,
+                rtt_s=one.rtt_s,
+            ),
+            layers=tuple(
+                LayerSize(
+                    parameters_bytes=layer.cost.parameters_bytes,
+                    activation_bytes=layer.cost.activation_bytes,
+                    kept_bytes=layer.cost.kept_bytes,
+                )
+                for layer in self._measured.layers
+            ),
+        )
+        try:
+            await self._members.run.client.ask(shown, Acknowledged)
+        except NotAdmitted as error:  # the next heartbeat joins again, and then it is shown anew
+            log.info("what this machine can do was not heard: %s", error)
+
+    def _wait_for_place(self) -> Place | None:
+        """What this peer is to hold; None when the run has ended or this peer stops."""
+        client = self._members.run.client
+        self._members.run.progress.activity = "waiting"
+
+        def is_over(view: RunView) -> bool:
+            return self._members.run.rejoined or view.phase == "ended" or place_of(view, client.peer) is not None
+
+        while not self._stopping:
+            view = self._network.call(client.wait_for(is_over, client.deadlines.heartbeat_s), interruptible=True)
+            if self._members.run.rejoined:
+                self._show()
+                continue
+            if view.phase == "ended":
+                return None
+            if (place := place_of(view, client.peer)) is not None:
+                return place
+            if view.pipeline is not None:
+                self._say_why_it_waits(view.pipeline.boundaries)
+            self._show_again()
+        return None
+
+    def _say_why_it_waits(self, boundaries: tuple[int, ...]) -> None:
+        """Once for each reason."""
+        run = self._connection.run_file
+        assert run.pipeline is not None
+        costs = [layer.cost for layer in self._measured.layers]
+        one, _ = self._capability()
+        why = no_place(Swarm(costs, [one], run.pipeline.in_flight, optimizer_values(run.outer)), boundaries)
+        if why != self._said:
+            self._said = why
+            log.warning("%s", why)
+
+    # Stages ---------------------------------------------------------------------------------------------------
+
+    def _hold_places(self, work: SpanWork) -> None:
+        """One after the other, until there is none to come."""
+        while (place := self._wait_for_place()) is not None:
+            try:
+                held = HeldSpan.enter(work, self._network, self._members, place)
+            except NotAdmitted as error:
+                log.info("these stages are not ours any more: %s", error)
+                continue
+            try:
+                self._held = held
+                self._say_span(held, place.boundaries)
+                self._work_on(held)
+            finally:
+                self._leave(held)
+
+    def _work_on(self, held: HeldSpan) -> None:
+        """Until these stages are not ours any more, the run ends, or this peer stops."""
+        made: Made | None = None
+        try:
+            held.begin()
+            while not self._stopping:
+                task = held.next_task(made)
+                made = None
+                if not isinstance(task, LookUp):
+                    made = held.training.do(task)
+                    self._members.run.progress.computed += made is not None
+                    held.training.report_progress(self._members)
+                    self._slowdown = held.speed.factor or self._slowdown
+                    self._show_again()
+                elif not self._settle(held, task.reason):
+                    return
+            if any(member.client.view.phase == "closing" for member in self._members.stages.values()):
+                self._settle(held, "round")  # the others count on what was done here
+        except NotAdmitted as error:
+            log.info("these stages are not ours any more: %s", error)
+
+    def _settle(self, held: HeldSpan, reason: Attention) -> bool:
+        """What goes before computing; False when there is nothing more to compute on these stages."""
+        match reason:
+            case "round":
+                held.begin_round(goes_on=held.training.end_round())
+            case "afresh":
+                return self._start_afresh(held)
+            case "spoilt":
+                held.training.begin_anew(held.runner.trouble)
+                held.begin_round(goes_on=False)
+            case "ended":
+                # Others may still need results that we hold.
+                run = self._members.run
+                self._network.call(run.wait_for_change(run.client.deadlines.heartbeat_s))
+                return False
+            case "moved":
+                return False
+        return True
+
+    def _start_afresh(self, held: HeldSpan) -> bool:
+        """Somebody else has what we had claimed, or our state is not the run's."""
+        if self._members.run.rejoined:
+            self._show()
+            self._wait_for_place()
+        place = place_of(self._members.run.client.view, self._members.run.client.peer)
+        if place is None or place.span != held.span:
+            return False
+        held.training.start_afresh("the coordinator had given this peer up, or its state is not the run's")
+        held.begin_round(goes_on=False)
+        return True
+
+    # Around it ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The current state, from any thread."""
+        run = self._members.run
+        failure = self._network.failure
+        if failure is not None:
+            raise failure
+        taken, held = take_snapshot(run, run.client.view, run.client.peer, str(self._device)), self._held
+        return held.seen(taken) if held is not None else taken
+
+    def request_stop(self) -> None:
+        """Leave soon; what is not done goes back. Safe in signal handlers."""
+        self._stopping = True
+        self._network.interrupt()
+
+    def _say_span(self, held: HeldSpan, boundaries: tuple[int, ...]) -> None:
+        span = held.span
+        first_layer, stop_layer = boundaries[span.first], boundaries[span.last + 1]
+        layers = self._measured.layers[first_layer:stop_layer]
+        self._emit(
+            "span",
+            first=span.first,
+            last=span.last,
+            stages=len(boundaries) - 1,
+            first_layer=first_layer,
+            stop_layer=stop_layer,
+            parameters_bytes=sum(layer.cost.parameters_bytes for layer in layers),
+            anchor_version=self._members.run.client.view.anchor_version,
+        )
+
+    def _leave(self, held: HeldSpan) -> None:
+        self._held = None
+        self._left_with = held.states()
+        self._tokens_trained += max(one.samples.tokens_trained for one in held.training.replicas.values())
+        held.leave()
+
+    def _emit(self, event: str, **fields: object) -> None:
+        self._connection.emit(event, **fields)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        meter = self._members.run.node.meter
+        self._emit(
+            "left",
+            bytes_sent=meter.sent_bytes,
+            bytes_received=meter.received_bytes,
+            anchor_version=min((one["anchor_version"] for one in self._left_with), default=None),
+            held=self._left_with,
+            tokens_trained=self._tokens_trained,
+        )
+        self._connection.close(error)

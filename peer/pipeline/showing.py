@@ -1,0 +1,81 @@
+"""When a peer of a pipeline tells anew what it can do, and how fast it really is beside what it measured. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+from shoal.swarm.pipeline.planner.stage_plan import PeerCapability
+
+_CLEARLY = 1.5
+_EVERY_S = 180.0
+"""Not more often: the others would move for it."""
+_STEADY_S = 60.0
+"""It has to be so all the time for so long: what passes is not worth a plan."""
+_LEAST_TRIP_S = 0.005
+"""Round trips that differ by less are nothing beside a micro-batch."""
+
+_WINDOW, _FEWEST = 32, 8
+"""Micro-batches that the real speed is taken from."""
+
+
+class Showing:
+    """What was shown last, and whether what is so now is worth showing."""
+
+    def __init__(self) -> None:
+        self._shown: PeerCapability | None = None
+        self._is_guess = False
+        self._shown_s = 0.0
+        self._differs_since_s: float | None = None
+
+    def shown(self, one: PeerCapability, now_s: float, *, is_guess: bool) -> None:
+        """``is_guess``: its bandwidth had not been measured; what is measured then counts at once."""
+        self._shown, self._shown_s, self._is_guess = one, now_s, is_guess
+        self._differs_since_s = None
+
+    def is_due(self, now: PeerCapability, now_s: float, *, is_guess: bool) -> bool:
+        """Whether ``now`` is clearly something else, and has been at every look for a while."""
+        shown = self._shown
+        if shown is None:
+            return True
+        if self._is_guess and not is_guess and _is_clear(shown.bandwidth_bps, now.bandwidth_bps):
+            return True
+        if not _differ(shown, now):
+            self._differs_since_s = None
+            return False
+        if self._differs_since_s is None:
+            self._differs_since_s = now_s
+        return now_s >= max(self._differs_since_s + _STEADY_S, self._shown_s + _EVERY_S)
+
+
+def _differ(one: PeerCapability, other: PeerCapability) -> bool:
+    trips_differ = abs(one.rtt_s - other.rtt_s) >= _LEAST_TRIP_S and _is_clear(one.rtt_s, other.rtt_s)
+    return (
+        trips_differ
+        or _is_clear(one.bandwidth_bps, other.bandwidth_bps)
+        or _is_clear(sum(one.layer_s), sum(other.layer_s))
+    )
+
+
+def _is_clear(one: float, other: float) -> bool:
+    return max(one, other) >= _CLEARLY * min(one, other) > 0 or (min(one, other) == 0 < max(one, other))
+
+
+class RealSpeed:
+    """What micro-batches take beside what they would by the layers' measured seconds: other programs use the machine,
+    too. ``expected_s``: of the layers from one stage's first on to the last that is held."""
+
+    def __init__(self, expected_s: Callable[[int], float]) -> None:
+        self._expected_s = expected_s
+        self._factors: deque[float] = deque(maxlen=_WINDOW)
+
+    def took(self, from_stage: int, seconds: float) -> None:
+        """One micro-batch, forward and backward."""
+        if (expected_s := self._expected_s(from_stage)) > 0:
+            self._factors.append(seconds / expected_s)
+
+    @property
+    def factor(self) -> float | None:
+        """Measured seconds times this are real ones; None after too few micro-batches."""
+        return statistics.median(self._factors) if len(self._factors) >= _FEWEST else None

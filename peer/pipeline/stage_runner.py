@@ -1,0 +1,318 @@
+"""The engine of a pipeline's peer at work: its effects are executed on the event loop, what comes back are its events.
+
+Computations go to the training thread, which takes one task after the other; the engine has at most one of them out.
+What the training thread has computed it tells the engine itself (``next_at_once``): the next task need not wait for the
+loop, which does the rest of what follows when its turn comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+
+from shoal.compression.codec import CodecError
+from shoal.peer.member.memberships import StageMembers, scope_of
+from shoal.peer.pipeline.claims import ClaimLine, DriveLine
+from shoal.peer.pipeline.stage_engine import SharedEngine
+from shoal.peer.pipeline.stage_inbox import StageInbox
+from shoal.peer.pipeline.stage_shapes import StageShapes
+from shoal.peer.pipeline.staging import Staging
+from shoal.peer.pipeline.tasks import Backward, Forget, Forward, LookUp, Made, Task
+from shoal.peer.pipeline.tensor_store import StageTensors, offer_of
+from shoal.peer.pipeline.view_watch import Attention, StageWatch
+from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
+from shoal.swarm.pipeline.engine.effects import (
+    AskToDrive,
+    Claim,
+    Compute,
+    ComputeBackward,
+    ComputeForward,
+    Done,
+    Drop,
+    DropRound,
+    Effect,
+    Fetch,
+    Note,
+    Release,
+    Reply,
+    Send,
+    TensorKind,
+)
+from shoal.swarm.pipeline.engine.stage import StageEngine
+from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerNote
+from shoal.swarm.tasks import task_scope
+from shoal.swarm.transport.links import in_thread
+
+log = logging.getLogger(__name__)
+
+
+class StageRunner:
+    """``run`` is its life, from entering the engine's stages, which ``members`` has entered, until ``close``."""
+
+    def __init__(self, members: StageMembers, engine: StageEngine, shapes: StageShapes, staging: Staging) -> None:
+        self._members = members
+        self._engine = engine
+        self._shared = SharedEngine(engine, self._execute, self._begin)
+        self._shapes = shapes
+        self._node = members.run.node
+        self._deadlines = members.run.client.deadlines
+        self._tensors = StageTensors(self._node, staging)
+        self._drives = DriveLine(members.run.client)
+        self._watch = StageWatch(members, engine.span)
+        offered, noted = self._shared.offered, self._shared.noted
+        self._inbox = StageInbox(self._node, engine.span, shapes, self._tensors, offered, noted)
+        self._lines: dict[int, ClaimLine] = {
+            stage: ClaimLine(members.stages[stage].client, self._claim_answered)
+            for stage in range(engine.span.first, engine.span.last + 1)
+        }
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._jobs: set[int] = set()
+        """Those that were not dropped."""
+        self._due: deque[Task] = deque()
+        self._woken = asyncio.Event()
+        self._over = asyncio.Event()
+        self._failure: Exception | None = None
+        self._round = -1
+        self._is_closing = False
+        self.trouble = ""
+        """Why something computed here can go to nobody, as it is infinite or not a number."""
+        self._tasks: asyncio.TaskGroup
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that wait here for their forward, their gradient or their backward; from any thread."""
+        return self._engine.kept_activations
+
+    async def run(self) -> None:
+        """Take part until ``close``."""
+        self._shared.open()
+        self._inbox.open()
+        try:
+            with suppress(_Over):
+                async with task_scope() as self._tasks:
+                    self._tasks.create_task(self._shared.run())
+                    for line in self._lines.values():
+                        self._tasks.create_task(line.run())
+                    self._tasks.create_task(self._watch.run(self._look))
+                    self._tasks.create_task(self._tick())
+                    self._tasks.create_task(self._end())
+        except Exception as error:
+            self._failure = error  # the training thread may be waiting for something to do
+            self._woken.set()
+            raise
+        finally:
+            self._inbox.close()
+            self._tensors.drop_all()
+
+    async def _end(self) -> None:
+        await self._over.wait()
+        raise _Over
+
+    def close(self) -> None:
+        self._over.set()
+
+    # The training thread --------------------------------------------------------------------------------------
+
+    async def open_round(self, number: int) -> None:
+        """The anchor of this round is in place; what was computed for another one, or before, is of no use."""
+        self._round, self._is_closing = number, False
+        self._shared.tell(self._engine.round_opened, number)
+        self._look()
+
+    async def end_round(self) -> None:
+        """There is a verdict, or what was done here is lost."""
+        self._shared.tell(self._engine.round_over)
+
+    def next_at_once(self, made: Made | None) -> Task | None:
+        """On the training thread: what is to be done next, after what was ``made``; None: ``next_task`` knows. After
+        something was made the loop has to be woken (``wake``)."""
+        if made is not None:
+            self._shared.hand_in(made)
+        if not self._due or self._failure is not None or self._reason():
+            return None
+        self._members.run.progress.has_work = True
+        return self._due.popleft()
+
+    async def next_task(self) -> Task:
+        """What is to be done next, as soon as there is something."""
+        progress = self._members.run.progress
+        while True:
+            self._woken.clear()
+            reason = self._reason()
+            progress.has_work = bool(self._due) and not reason  # until it asks again, when this is done
+            if self._failure is not None:
+                raise self._failure
+            if reason:
+                return LookUp(reason)
+            if self._due:
+                return self._due.popleft()
+            if self._engine.is_settled:
+                self._watch.say_idle()
+            await self._woken.wait()
+
+    def wake(self) -> None:
+        """The training thread has made something."""
+        self._shared.wake()
+
+    def _reason(self) -> Attention:
+        return self._watch.attention(self._round) or ("spoilt" if self.trouble else "")
+
+    def _take(self, made: Made) -> None:
+        job = made.compute.job
+        if made.tensor is not None and job in self._jobs:
+            kind: TensorKind = "activation" if isinstance(made.compute, ComputeForward) else "gradient"
+            self._tensors.made(job, kind, made.tensor, made.targets)
+        if self._engine.is_settled:  # perhaps the last one of the batch: the coordinator waits to hear that
+            self._watch.tell_progress()
+
+    def _put(self, task: Task) -> None:
+        self._due.append(task)
+        self._woken.set()
+
+    def _forget_round(self) -> None:
+        """Nobody wants what is still to be computed."""
+        for fetch in self._fetches.values():
+            fetch.cancel()
+        waiting = [task.compute for task in self._due if isinstance(task, Forward | Backward)]
+        self._due.clear()
+        self._jobs.clear()
+        self.trouble = ""
+        self._inbox.forget()
+        self._tensors.drop_all()
+        self._put(Forget(None))
+        for compute in waiting:
+            self._shared.tell(self._engine.computed, compute)
+
+    # Effects --------------------------------------------------------------------------------------------------
+
+    def _execute(self, effects: Iterable[Effect | Made]) -> None:
+        for effect in effects:
+            match effect:
+                case Made():
+                    self._take(effect)
+                case Send():
+                    self._tasks.create_task(self._send(effect))
+                case Note():
+                    self._tasks.create_task(self._note(effect))
+                case Fetch():
+                    self._begin_fetch(effect)
+                case Claim(stage=stage) | Release(stage=stage):
+                    self._lines[stage].put(effect)
+                case ComputeForward() | ComputeBackward():
+                    self._begin(effect)
+                    self._woken.set()
+                case Drop():
+                    self._drop(effect.job)
+                case DropRound():
+                    self._forget_round()
+                case AskToDrive():
+                    self._tasks.create_task(self._drive(effect))
+                case Done():
+                    self._watch.driven += effect.micro_batch.samples
+                case Reply():
+                    raise AssertionError("an answer that nobody asked for")
+
+    def _begin(self, compute: Compute) -> None:
+        """On either thread: what it needs is here."""
+        if isinstance(compute, ComputeForward):
+            self._jobs.add(compute.job)
+            self._due.append(Forward(compute, *self._tensors.take_input(compute.job)))
+        else:
+            self._due.append(Backward(compute, self._tensors.take_gradient(compute.job)))
+
+    def _drop(self, job: int) -> None:
+        if fetch := self._fetches.get(job):
+            fetch.cancel()
+        self._jobs.discard(job)
+        self._tensors.drop(job)
+        self._put(Forget(job))
+
+    async def _send(self, send: Send) -> None:
+        engine = self._engine
+        try:
+            parcel = await self._tensors.parcel(send.number, send.kind)
+        except CodecError as error:
+            if send.number in self._jobs:  # sending it once more would end in the same
+                self.trouble = f"the {send.kind} of a micro-batch cannot be sent: {error}"
+                self._woken.set()
+            return
+        if parcel is None:
+            return
+        wait_s, scope = self._deadlines.request_s, scope_of(send.stage)
+        try:
+            await self._node.ask(send.peer, offer_of(send, parcel), Acknowledged, wait_s, scope)
+        except StaleWork:
+            self._shared.tell(engine.refused, send, "outdated")
+        except (Busy, WireError) as error:  # the latter, too, from one that has not entered its stage yet
+            log.debug("%s does not take %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
+            self._shared.tell(engine.refused, send, "busy")
+        except LinkError as error:
+            log.debug("%s was not offered %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
+            self._shared.tell(engine.send_failed, send)
+
+    async def _note(self, note: Note) -> None:
+        of = note.micro_batch
+        message = PeerToPeerNote(
+            kind=note.kind, round=of.round, start=of.start, stop=of.stop, stage=note.stage, attempt=note.attempt
+        )
+        with suppress(LinkError):  # nobody needs it for a result
+            await self._node.ask(note.peer, message, Acknowledged, self._deadlines.request_s)
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        self._jobs.add(fetch.job)
+        if earlier := self._fetches.get(fetch.job):
+            earlier.cancel()
+        task = self._fetches[fetch.job] = self._tasks.create_task(self._fetch(fetch))
+        task.add_done_callback(lambda done: self._fetched(fetch.job, done))
+
+    def _fetched(self, job: int, task: asyncio.Task[None]) -> None:
+        if self._fetches.get(job) is task:
+            del self._fetches[job]
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        try:
+            await self._tensors.fetch(fetch, self._inbox.offer_for(fetch), self._deadlines.request_s)
+            if self._engine.is_last:
+                _, targets = self._tensors.take_input(fetch.job)
+                await in_thread(self._shapes.check_targets, targets, fetch.micro_batch.samples)
+        except LinkError as error:
+            log.debug("%s of %s cannot be had from %s: %s", fetch.kind, fetch.micro_batch, fetch.peer, error)
+            self._shared.tell(self._engine.fetch_failed, fetch)
+        else:
+            self._shared.tell(self._engine.tensor_arrived, fetch)
+
+    async def _drive(self, ask: AskToDrive) -> None:
+        ranges = await self._drives.ask(ask)
+        self._shared.tell(self._engine.driving_granted, ask, ranges)
+
+    def _claim_answered(self, claim: Claim, granted: Ranges) -> None:
+        self._shared.tell(self._engine.claim_answered, claim, granted)
+
+    # Time and views -------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """A view has changed: of the run, or of a stage."""
+        engine = self._engine
+        for peer in self._watch.take_gone():
+            self._shared.tell(engine.replica_gone, peer)
+        if (replicas := self._watch.take_replicas()) is not None and not engine.is_last:
+            self._shared.tell(engine.replicas_changed, engine.span.last + 1, replicas)
+        is_closing = self._watch.is_closing(self._round)
+        if is_closing and not self._is_closing:
+            self._shared.tell(engine.round_closing)
+        self._is_closing = is_closing
+        self._woken.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._engine.settings.retry_s)
+            self._shared.tell(self._engine.tick)
+            self._look()
+
+
+class _Over(ShoalError):
+    """Ends a runner's tasks."""

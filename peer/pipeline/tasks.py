@@ -1,0 +1,56 @@
+"""What the event loop hands to the training thread of a pipeline's peer, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.peer.pipeline.staging import Computed
+from shoal.peer.pipeline.view_watch import Attention
+from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward
+
+
+@dataclass(frozen=True)
+class Forward:
+    """``given``: the input of ``from_stage``, ``(b, …)``, and ``targets``, where they came from the stage before; None:
+    this peer drives the micro-batch, and has its samples."""
+
+    compute: ComputeForward
+    given: Tensor | None = None
+    targets: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """``gradient``: of the output that ``Forward`` gave; None at the last stage, where the targets end it."""
+
+    compute: ComputeBackward
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A job that is not needed any more; all of them, for None."""
+
+    job: int | None
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Something else goes before computing: why."""
+
+    reason: Attention
+
+
+Task = Forward | Backward | Forget | LookUp
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a computation gave: an activation and the targets that go with it, or a gradient; None where nobody wants
+    one."""
+
+    compute: ComputeForward | ComputeBackward
+    tensor: Computed | None = None
+    targets: Tensor | None = None

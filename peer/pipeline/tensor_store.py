@@ -1,0 +1,196 @@
+"""The tensors of a pipeline's peer, by job: those that came from others, and those that others may fetch here, packed.
+
+On the event loop; packing and unpacking run in worker threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shoal.peer.pipeline.activations import TensorForm, pack, unpack
+from shoal.peer.pipeline.staging import Computed, Staging
+from shoal.swarm.errors import BlobUnavailable, WireError
+from shoal.swarm.pipeline.engine.effects import Fetch, Send, TensorKind
+from shoal.swarm.protocol.messages import Blob, PeerToPeerOfferTensor
+from shoal.swarm.protocol.messages import TensorForm as WireForm
+from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.transport import Endpoint
+
+CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A packed tensor of that form, ``size_bytes`` of ``data``, and behind it the targets' raw bytes, if there are any
+    (a ``ChunkSource``)."""
+
+    form: TensorForm
+    targets: TensorForm | None
+    size_bytes: int
+    data: memoryview
+
+    @property
+    def chunks(self) -> int:
+        return _chunks(self.data.nbytes)
+
+    async def chunk(self, index: int) -> memoryview:
+        if index >= self.chunks:
+            raise BlobUnavailable(f"there are only {self.chunks} chunks")
+        return self.data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+
+
+@dataclass
+class _Kept:
+    """Of one job. ``given`` came with an activation, ``gradient`` with one; ``made`` is still to be packed."""
+
+    given: Tensor | None = None
+    targets: Tensor | None = None
+    gradient: Tensor | None = None
+    made: dict[TensorKind, Computed] = field(default_factory=dict)
+    parcels: dict[TensorKind, Parcel] = field(default_factory=dict)
+    packing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class StageTensors:
+    """Numbers are the engine's jobs."""
+
+    def __init__(self, endpoint: Endpoint, staging: Staging) -> None:
+        self._endpoint = endpoint
+        self._staging = staging
+        self._kept: dict[int, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    # Ours, for others -----------------------------------------------------------------------------------------
+
+    def made(self, job: int, kind: TensorKind, tensor: Computed, targets: Tensor | None = None) -> None:
+        """What a job has computed; what came for it is not needed any more, but for its targets, which go on with an
+        activation, nor what it had made before."""
+        earlier = self._kept.get(job, _Kept())
+        if targets is None and kind == "activation":
+            targets = earlier.targets
+        self._retract(job)
+        self._kept[job] = _Kept(targets=targets, made={kind: tensor})
+
+    async def parcel(self, job: int, kind: TensorKind) -> Parcel | None:
+        """Pack it, once, and have it ready to be fetched; None when the job is forgotten by now. Raises ``CodecError``
+        when a value is infinite or not a number."""
+        kept = self._kept.get(job)
+        if kept is None:
+            return None
+        async with kept.packing:
+            if kind in kept.made:
+                made = kept.made[kind]
+                kept.parcels[kind] = await in_thread(_packed, made, kept.targets, self._staging)
+                del kept.made[kind]
+            if self._kept.get(job) is not kept:
+                return None
+            parcel = kept.parcels[kind]
+            self._endpoint.publish(Blob(kind=kind, number=job), parcel)
+            return parcel
+
+    # Others', for us ------------------------------------------------------------------------------------------
+
+    def check(self, offer: PeerToPeerOfferTensor, shape: tuple[int, ...], targets: TensorForm | None) -> None:
+        """Raises ``WireError`` unless the tensor that is offered has that shape, and targets of that form with it."""
+        form = _form(offer)
+        form.check(shape)
+        if offer.size_bytes != (expected := form.packed_bytes(self._staging.codec)):
+            raise WireError(f"a tensor of {offer.size_bytes} bytes; expected {expected}")
+        if _targets_form(offer) != targets:
+            raise WireError(f"targets of {offer.targets}; expected {targets}")
+
+    async def fetch(self, fetch: Fetch, offer: PeerToPeerOfferTensor, progress_s: float) -> None:
+        """Get what was offered, as the input or the gradient of ``fetch.job``. Raises ``LinkError``."""
+        form, targets = _form(offer), _targets_form(offer)
+        target_bytes = targets.packed_bytes(self._staging.codec) if targets else 0
+        room = self._staging.room(offer.size_bytes + target_bytes)
+        place = room.numpy().data
+
+        def sink(chunk: int, size: int) -> memoryview:
+            piece = place[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+            if size != piece.nbytes:
+                raise WireError(f"chunk {chunk} of a tensor has {size} bytes; expected {piece.nbytes}")
+            return piece
+
+        blob, chunks = Blob(kind=fetch.kind, number=fetch.number), range(_chunks(place.nbytes))
+        async with aclosing(self._endpoint.fetch(fetch.peer, blob, chunks, sink, progress_s)) as stream:
+            async for _ in stream:
+                pass
+        tensor = await in_thread(self._staging.unpacked, room[: offer.size_bytes], form)
+        kept = self._kept.setdefault(fetch.job, _Kept())
+        if fetch.kind == "gradient":
+            kept.gradient = tensor
+            return
+        kept.given = tensor
+        if targets is not None:
+            kept.targets = unpack(room[offer.size_bytes :], targets, self._staging.codec)
+
+    def take_input(self, job: int) -> tuple[Tensor | None, Tensor | None]:
+        """Input and targets that came for this job; the training thread keeps them from now on."""
+        kept = self._kept.get(job, _Kept())
+        return kept.given, kept.targets
+
+    def take_gradient(self, job: int) -> Tensor | None:
+        """The gradient that came for this job."""
+        return self._kept.get(job, _Kept()).gradient
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def drop(self, job: int) -> None:
+        """Nobody needs it any more."""
+        if self._kept.pop(job, None) is not None:
+            self._retract(job)
+
+    def drop_all(self) -> None:
+        for job in list(self._kept):
+            self.drop(job)
+
+    def _retract(self, job: int) -> None:
+        self._endpoint.retract(Blob(kind="activation", number=job))
+        self._endpoint.retract(Blob(kind="gradient", number=job))
+
+
+def _packed(made: Computed, targets: Tensor | None, staging: Staging) -> Parcel:
+    form = TensorForm.of(made.tensor)
+    data = staging.packed(made, None if targets is None else pack(targets.cpu(), staging.codec))
+    targets_form = None if targets is None else TensorForm.of(targets)
+    return Parcel(form, targets_form, form.packed_bytes(staging.codec), data.numpy().data)
+
+
+def _form(offer: PeerToPeerOfferTensor) -> TensorForm:
+    return TensorForm(offer.shape, offer.dtype)
+
+
+def _targets_form(offer: PeerToPeerOfferTensor) -> TensorForm | None:
+    return None if offer.targets is None else TensorForm(offer.targets.shape, offer.targets.dtype)
+
+
+def offer_of(send: Send, parcel: Parcel) -> PeerToPeerOfferTensor:
+    """What is told of a parcel to whom it is for."""
+    return PeerToPeerOfferTensor(
+        kind=send.kind,
+        round=send.micro_batch.round,
+        start=send.micro_batch.start,
+        stop=send.micro_batch.stop,
+        attempt=send.attempt,
+        shape=parcel.form.shape,
+        dtype=parcel.form.dtype,
+        size_bytes=parcel.size_bytes,
+        number=send.number,
+        targets=wire_form(parcel.targets),
+    )
+
+
+def wire_form(form: TensorForm | None) -> WireForm | None:
+    """The same, as messages have it."""
+    return None if form is None else WireForm(shape=form.shape, dtype=form.dtype)
+
+
+def _chunks(size_bytes: int) -> int:
+    return -(-size_bytes // CHUNK_BYTES)

@@ -1,1 +1,0 @@
-"""Checkpoints on other machines' storage: copied there in the background, and restored from there."""

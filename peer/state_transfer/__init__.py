@@ -1,0 +1,1 @@
+"""Transfer of the anchor and the outer state between peers, in hashed chunks."""

@@ -1,0 +1,87 @@
+"""A run's anchor in bfloat16, for exports: half the bytes, and two donors' word in place of the run's digest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from torch import Tensor
+
+from shoal.peer.state_transfer.chunk_format import BFLOAT16
+from shoal.peer.state_transfer.donor import rounded_digests_blob
+from shoal.peer.state_transfer.partial_state import PartialState, Wanted
+from shoal.peer.state_transfer.state_fetch import StateFetch
+from shoal.peer.training.anchor import DIGEST_BYTES, chunks_in, state_digest
+from shoal.swarm.errors import LinkError, ShoalError, WireError
+from shoal.swarm.tasks import task_scope
+from shoal.swarm.transport.transport import Endpoint
+
+_ASKED = 8
+
+
+async def fetch_rounded_anchor(
+    endpoint: Endpoint, donors: Sequence[str], version: int, elements: int, progress_s: float
+) -> Tensor:
+    """(n,) float32, rounded to bfloat16. Its digests are those that two donors give alike; of a single donor, its own.
+
+    Raises ``LinkError``."""
+    shape = (1, elements)
+    digests = await _agreed_digests(endpoint, donors[:_ASKED], version, elements, progress_s)
+    partial = PartialState(Wanted(version, state_digest(version, shape, digests), shape))
+    assert partial.learn_digests(digests)
+    await StateFetch(endpoint, partial, lambda: donors, progress_s, form=BFLOAT16).run()
+    return partial.values[0]
+
+
+async def _agreed_digests(
+    endpoint: Endpoint, donors: Sequence[str], version: int, elements: int, progress_s: float
+) -> bytes:
+    size = DIGEST_BYTES * chunks_in(4 * elements)
+    answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def ask(donor: str) -> None:
+        answer = None
+        try:
+            answer = await _digests_of(endpoint, donor, version, size, progress_s)
+        except ShoalError as error:  # the donor's errors come out of here, too
+            trouble.append(f"{donor}: {error}")
+        answers.put_nowait(answer)
+
+    said: Counter[bytes] = Counter()
+    trouble: list[str] = []
+    enough = min(2, len(donors))
+    async with task_scope() as tasks:
+        asked = [tasks.create_task(ask(donor)) for donor in donors]
+        for _ in asked:
+            answer = await answers.get()
+            said.update([answer] if answer else [])
+            if answer and said[answer] >= enough:
+                for task in asked:
+                    task.cancel()
+                return answer
+    why = "; ".join(trouble) or "they differ"
+    raise LinkError(
+        f"too few members give the same rounded anchor of version {version} ({why}); "
+        "export it in float32, which the run's digest vouches for"
+    )
+
+
+async def _digests_of(endpoint: Endpoint, donor: str, version: int, size: int, progress_s: float) -> bytes:
+    digests: dict[int, bytearray] = {}
+
+    def sink(chunk: int, size_bytes: int) -> memoryview:
+        if size_bytes > size:
+            raise WireError(f"{size_bytes} bytes of digests do not fit")
+        digests[chunk] = bytearray(size_bytes)
+        return memoryview(digests[chunk])
+
+    blob = rounded_digests_blob(version)
+    async with aclosing(endpoint.fetch(donor, blob, range(chunks_in(size)), sink, progress_s)) as stream:
+        async for _ in stream:
+            pass
+    found = b"".join(digests[chunk] for chunk in sorted(digests))
+    if len(found) != size:
+        raise WireError(f"{len(found)} bytes of digests do not fit")
+    return found

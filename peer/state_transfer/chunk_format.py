@@ -1,0 +1,133 @@
+"""The forms in which chunks of a state travel: as they are, losslessly smaller for slow links, or rounded."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from shoal.swarm.errors import WireError
+from shoal.swarm.protocol.messages import Blob
+
+_PLANES = 4
+_SAMPLE_BYTES = 2**14
+_WORTHWHILE = 0.95
+"""A plane whose sample does not get smaller than that is sent as it is."""
+
+
+class Form(Protocol):
+    """How chunks of float32 values become bytes and the same bits again; for threads. Hashes are of the values."""
+
+    name: str
+
+    def pack(self, values: memoryview) -> memoryview: ...
+
+    def unpack(self, packed: memoryview, size: int) -> memoryview:
+        """``size``: the bytes of the values. Raises ``WireError`` for what is not a packed chunk of that size."""
+        ...
+
+    def blob(self, version: int) -> Blob: ...
+
+
+class Raw:
+    """As they are in memory."""
+
+    name = "raw"
+
+    def pack(self, values: memoryview) -> memoryview:
+        return values
+
+    def unpack(self, packed: memoryview, size: int) -> memoryview:
+        return packed
+
+    def blob(self, version: int) -> Blob:
+        return Blob(kind="state", number=version)
+
+
+class Lossless:
+    """All first bytes of the values, all second ones, and so on: four planes, each deflated if that makes it smaller.
+
+    Signs and exponents of trained values are alike, low bits of mantissas are noise: one plane of four gets smaller.
+    Runs and Huffman codes alone (no search for repeated strings) take half the time and make it no larger.
+    Format: the four planes' lengths as they are sent, little-endian uint32, then the planes."""
+
+    name = "lossless"
+
+    def pack(self, values: memoryview) -> memoryview:
+        planes = np.frombuffer(values, np.uint8).reshape(-1, _PLANES)
+        sent = [_deflated(np.ascontiguousarray(planes[:, number]).data) for number in range(_PLANES)]
+        lengths = np.array([plane.nbytes for plane in sent], "<u4").tobytes()
+        return memoryview(b"".join([lengths, *sent]))
+
+    def unpack(self, packed: memoryview, size: int) -> memoryview:
+        head = 4 * _PLANES
+        if packed.nbytes < head:
+            raise WireError(f"a packed chunk of {packed.nbytes} bytes")
+        lengths = np.frombuffer(packed[:head], "<u4").tolist()
+        if head + sum(lengths) != packed.nbytes:
+            raise WireError("the planes of a packed chunk are not as long as it says")
+        values = np.empty((size // _PLANES, _PLANES), np.uint8)
+        at = head
+        for number, length in enumerate(lengths):
+            values[:, number] = np.frombuffer(_inflated(packed[at : at + length], len(values)), np.uint8)
+            at += length
+        return values.data.cast("B")
+
+    def blob(self, version: int) -> Blob:
+        return Blob(kind="state_lossless", number=version)
+
+
+class Bfloat16:
+    """Anchors rounded to bfloat16, half the bytes: for those that contribute nothing, as exports. Hashes are of the
+    rounded values, so the run's digest does not vouch for them."""
+
+    name = "bfloat16"
+
+    def pack(self, values: memoryview) -> memoryview:
+        return torch.frombuffer(values, dtype=torch.float32).bfloat16().view(torch.int16).numpy().data.cast("B")
+
+    def unpack(self, packed: memoryview, size: int) -> memoryview:
+        if 2 * packed.nbytes != size:
+            raise WireError(f"a chunk of {packed.nbytes} bytes in bfloat16")
+        return torch.frombuffer(packed, dtype=torch.bfloat16).float().numpy().data.cast("B")
+
+    def blob(self, version: int) -> Blob:
+        return Blob(kind="anchor_bfloat16", number=version)
+
+
+RAW, LOSSLESS, BFLOAT16 = Raw(), Lossless(), Bfloat16()
+
+
+def form_named(transfer: Literal["raw", "lossless"]) -> Form:
+    """As a run file's ``[checkpoints] transfer`` says."""
+    return LOSSLESS if transfer == "lossless" else RAW
+
+
+def _deflated(plane: memoryview) -> memoryview:
+    """Smaller, or as it is."""
+    sample = plane[:_SAMPLE_BYTES]
+    if len(_deflate(sample)) > _WORTHWHILE * sample.nbytes:
+        return plane
+    smaller = _deflate(plane)
+    return memoryview(smaller) if len(smaller) < plane.nbytes else plane
+
+
+def _deflate(data: memoryview) -> bytes:
+    deflating = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
+    return deflating.compress(data) + deflating.flush()
+
+
+def _inflated(plane: memoryview, size: int) -> memoryview:
+    """Never makes more than ``size`` bytes. Raises ``WireError``."""
+    if plane.nbytes == size:
+        return plane
+    inflating = zlib.decompressobj()
+    try:
+        data = inflating.decompress(plane, size + 1)
+    except zlib.error as error:
+        raise WireError(f"a packed chunk that cannot be unpacked: {error}") from error
+    if len(data) != size or not inflating.eof or inflating.unused_data:
+        raise WireError("a plane of a packed chunk has another size")
+    return memoryview(data)

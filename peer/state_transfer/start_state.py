@@ -1,0 +1,227 @@
+"""The state that a run starts from, where that is a checkpoint: who has its files serves all tensors of the model,
+whatever stages it holds itself; who has not gets those that it needs from them. All are checked by the run file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import torch
+from torch import Tensor
+
+from shoal.peer.state_transfer.start_files import StartFiles, hash_of
+from shoal.peer.training.anchor import CHUNK_BYTES, State, bytes_of, chunks_in
+from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, ModelMismatch, ShoalError, StateFileError
+from shoal.swarm.protocol.messages import Blob, TensorSpec
+from shoal.swarm.protocol.start_section import StartSection
+from shoal.swarm.tasks import task_scope
+from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+_MOST_TENSORS_SERVED = 8
+"""So many are in memory for others at once; who asks for another one has to ask again."""
+
+_DONORS_AT_ONCE = 16
+_ASK_AGAIN_S = 0.25
+_LOOK_AGAIN_S = 2.0
+
+Layout = Sequence[TensorSpec]
+
+
+class RunStart:
+    """Of one process. ``files``: None where it has none; ``donors``: whom to ask for tensors, in this order.
+    ``slots``: of the outer optimizer. A donor that is silent for ``progress_s`` is given up for a while.
+
+    Whoever has files calls ``offer``, on the event loop."""
+
+    def __init__(
+        self,
+        start: StartSection,
+        slots: int,
+        files: StartFiles | None,
+        endpoint: Endpoint,
+        donors: Callable[[], Sequence[str]],
+        progress_s: float,
+    ) -> None:
+        """``endpoint``: of the run's own scope, where all of its peers are."""
+        self.start = start
+        self.slots = slots
+        self.rows = start.rows(slots)
+        self.files = files
+        self.endpoint = endpoint
+        self.donors = donors
+        self.progress_s = progress_s
+        self._names = sorted(start.tensors)
+        self._serving = 0
+
+    def offer(self) -> None:
+        """Serve every tensor of the model from the files."""
+        assert self.files is not None
+        for name in self._names:
+            self.endpoint.publish(self.blob(name), _TensorSource(self, name))
+
+    def of(self, layout: Layout) -> StartState:
+        """That of a whole model or of a stage. Raises ``ModelMismatch`` naming the first difference to the run's."""
+        self.check(layout, whole=False)
+        return StartState(self, tuple(layout))
+
+    def check(self, layout: Layout, *, whole: bool) -> None:
+        """Raises ``ModelMismatch`` unless the checkpoint has these tensors; for ``whole`` these and no others."""
+        difference = self.start.difference(layout, whole=whole)
+        if difference:
+            raise ModelMismatch(f"this model is not that of {self.start.source}, where the run starts: {difference}")
+
+    def blob(self, name: str) -> Blob:
+        return Blob(kind="start", number=self._names.index(name))
+
+    def begin_serving(self) -> None:
+        """Raises ``Busy``."""
+        if self._serving >= _MOST_TENSORS_SERVED:
+            raise Busy("other tensors of the start are being served here; ask again")
+        self._serving += 1
+
+    def end_serving(self) -> None:
+        self._serving -= 1
+
+
+class StartState:
+    """The state of some tensors that the run starts from: version 0 of its scope."""
+
+    def __init__(self, run: RunStart, layout: tuple[TensorSpec, ...]) -> None:
+        self.digest = run.start.state_digest(layout)
+        self._run = run
+        self._places: dict[str, Tensor] = {}
+        self._values = torch.zeros(0)
+        self._layout = layout
+        self._missing: list[TensorSpec] = []
+        self._coming = 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether ``read`` can be called: the files are here."""
+        return self._run.files is not None
+
+    def read(self) -> State:
+        """From the files here; blocks. Raises ``StateFileError``."""
+        assert self._run.files is not None
+        self._begin()
+        for spec in self._layout:
+            self._places[spec.name].copy_(self._run.files.rows(spec.name, self._run.rows))
+        return self._made()
+
+    async def fetch(self) -> State:
+        """From those in the run who have the files, several at once; goes on from what an earlier try has brought.
+        Raises ``LinkError`` while nobody has them."""
+        if not self._missing:
+            self._begin()
+            self._missing = [spec for spec in reversed(self._layout) if spec.elements]
+        donors = list(self._run.donors())
+        trouble = LinkError(self._run.start.outlook)
+        for at in range(0, len(donors), _DONORS_AT_ONCE):
+            async with task_scope() as tasks:
+                asked = [tasks.create_task(self._take_from(peer)) for peer in donors[at : at + _DONORS_AT_ONCE]]
+            errors = [error for task in asked if (error := task.result()) is not None]
+            if not self._missing:
+                return await in_thread(self._made)
+            trouble = next((error for error in errors if not isinstance(error, BlobUnavailable)), trouble)
+        await asyncio.sleep(_LOOK_AGAIN_S)
+        raise trouble
+
+    def _begin(self) -> None:
+        at, run = 0, self._run
+        self._values = torch.zeros(1 + run.slots, sum(spec.elements for spec in self._layout))
+        for spec in self._layout:
+            self._places[spec.name] = self._values[: run.rows, at : at + spec.elements]
+            at += spec.elements
+
+    def _made(self) -> State:
+        values, self._values, self._places = self._values, torch.zeros(0), {}
+        return State.of(values, 0, self.digest)
+
+    async def _take_from(self, peer: str) -> LinkError | None:
+        """Until everything is here; else why not. What others are at is waited for: it may become ours."""
+        while self._missing or self._coming:
+            if not self._missing:
+                await asyncio.sleep(_ASK_AGAIN_S)
+                continue
+            spec = self._missing.pop()
+            self._coming += 1
+            has_come = False
+            try:
+                await self._take(peer, spec)
+                has_come = True
+            except Busy:
+                pass
+            except ShoalError as error:  # the donor's errors come out of here, too
+                log.info("no more of the start from %s for now: %s", peer, error)
+                return error if isinstance(error, LinkError) else LinkError(f"{peer}: {error}")
+            finally:
+                self._coming -= 1
+                if not has_come:
+                    self._missing.append(spec)
+            if not has_come:
+                await asyncio.sleep(_ASK_AGAIN_S)
+        return None
+
+    async def _take(self, peer: str, spec: TensorSpec) -> None:
+        """One tensor. Raises ``LinkError``; also where it is not the run's."""
+        run = self._run
+        rows = torch.empty(run.rows, spec.elements)
+        place = bytes_of(rows)
+
+        def sink(chunk: int, size: int) -> memoryview:
+            piece = place[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+            if size != piece.nbytes:
+                raise LinkError(f"{peer} sent {size} bytes as chunk {chunk} of {spec.name!r}, not {piece.nbytes}")
+            return piece
+
+        chunks = range(chunks_in(place.nbytes))
+        async with aclosing(run.endpoint.fetch(peer, run.blob(spec.name), chunks, sink, run.progress_s)) as stream:
+            async for _ in stream:
+                pass
+        if await in_thread(hash_of, spec.shape, rows) != run.start.tensors[spec.name].sha256:
+            log.warning("%s sent another tensor %r than the run starts from", peer, spec.name)
+            raise LinkError(f"{peer} sent another tensor {spec.name!r} than the run starts from")
+        self._places[spec.name].copy_(rows)
+
+
+class _TensorSource:
+    """One tensor from the files, in memory only while somebody reads it (a ``CountedSource``)."""
+
+    def __init__(self, run: RunStart, name: str) -> None:
+        elements = torch.Size(run.start.tensors[name].shape).numel()
+        self.chunks = chunks_in(4 * elements * run.rows)
+        self._run = run
+        self._name = name
+        self._readers = 0
+        self._rows: Tensor | None = None
+        self._reading = asyncio.Lock()
+
+    def begin(self, reader: bytes) -> None:
+        if not self._readers:
+            self._run.begin_serving()
+        self._readers += 1
+
+    def end(self, reader: bytes) -> None:
+        self._readers -= 1
+        if not self._readers:
+            self._rows = None
+            self._run.end_serving()
+
+    async def chunk(self, index: int) -> memoryview:
+        async with self._reading:
+            if self._rows is None:
+                self._rows = await in_thread(self._read)
+            return bytes_of(self._rows)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+
+    def _read(self) -> Tensor:
+        assert self._run.files is not None
+        try:
+            return self._run.files.rows(self._name, self._run.rows)
+        except StateFileError as error:
+            log.warning("others cannot get what the run starts from: %s", error)
+            raise BlobUnavailable(f"the tensor {self._name!r} cannot be read here") from error

@@ -1,0 +1,232 @@
+"""What a joiner does: one state from several donors at once, each chunk checked as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.peer.state_transfer.chunk_format import RAW, Form
+from shoal.peer.state_transfer.chunk_shares import ChunkShares, Run
+from shoal.peer.state_transfer.donor import digests_blob
+from shoal.peer.state_transfer.partial_state import PartialState
+from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, chunks_in
+from shoal.swarm.errors import Busy, LinkError, ShoalError, WireError
+from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.tasks import task_scope
+from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+MOST_DONORS = 16
+_RUNS_AT_ONCE = 2
+"""Of each donor: while one run is on its way, the next one has been asked for."""
+
+MOST_CHUNKS_A_RUN = 4
+"""With ``_RUNS_AT_ONCE``, 8 MiB are under way from one donor at most; from a slow one, what takes it seconds."""
+
+_BUFFER_BYTES = CHUNK_BYTES + 2**12  # packed, noise is a little longer
+_RUN_S = 0.5
+_ASK_AGAIN_S = 0.5
+_LOOK_S = 1.0
+
+Report = Callable[..., Any]
+"""``report(event, **fields)``."""
+
+
+class _Wrong(Exception):
+    """A donor sent something that is not of this state; the text says what."""
+
+
+@dataclass
+class _Donor:
+    """How a donor does. ``chunks_a_run``: what it delivered lately in about half a second."""
+
+    peer: str
+    chunks_a_run: int = 1
+    spare: list[bytearray] = field(default_factory=list)
+
+    def took(self, run_s: float, whole: bool) -> None:
+        if run_s > 2 * _RUN_S:
+            self.chunks_a_run = max(1, self.chunks_a_run // 2)
+        elif whole and run_s < _RUN_S:
+            self.chunks_a_run = min(MOST_CHUNKS_A_RUN, 2 * self.chunks_a_run)
+
+
+class StateFetch:
+    """Brings what is missing of ``partial``. ``run`` once; for another try there is another ``StateFetch``.
+
+    ``donors``: whom to ask, in this order; looked at again and again, as members come and go. A donor that is silent
+    for ``progress_s`` is given up for a while; one that is ``Busy`` lives, and that is no silence."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        partial: PartialState,
+        donors: Callable[[], Sequence[str]],
+        progress_s: float,
+        report: Report | None = None,
+        form: Form = RAW,
+    ) -> None:
+        self._endpoint = endpoint
+        self._partial = partial
+        self._donors = donors
+        self._progress_s = progress_s
+        self._report = report or say_nothing
+        self._form = form
+        self._shares = ChunkShares(partial.missing)
+        self._asked: dict[str, asyncio.Task[None]] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._trouble = LinkError(f"nobody in the run offers the state of version {partial.wanted.version} yet")
+        self._changed = asyncio.Event()
+        self.delivered: dict[str, int] = {}
+        """Chunks by donor."""
+
+    async def run(self) -> None:
+        """Raises the last ``LinkError`` when there is no donor left that has not failed."""
+        async with task_scope() as tasks:
+            writing = tasks.create_task(self._write())
+            try:
+                while self._partial.missing:
+                    self._ask_more(tasks)
+                    if not self._asked:
+                        raise self._trouble
+                    await self._change()
+            finally:
+                for task in [*self._asked.values(), writing]:
+                    task.cancel()
+
+    def _ask_more(self, tasks: asyncio.TaskGroup) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for peer in self._donors():
+            if len(self._asked) >= MOST_DONORS:
+                return
+            if peer in self._asked or peer in self._partial.refused or now_s < self._not_before_s.get(peer, now_s):
+                continue
+            self._asked[peer] = tasks.create_task(self._take_from(peer))
+
+    async def _take_from(self, peer: str) -> None:
+        donor = _Donor(peer)
+        try:
+            if not self._partial.chunk_digests:
+                await self._learn_digests(donor)
+            async with task_scope() as tasks:
+                for _ in range(_RUNS_AT_ONCE):
+                    tasks.create_task(self._take_runs(donor))
+        except _Wrong as error:
+            self._refuse(peer, str(error))
+        except ShoalError as error:  # the donor's errors come out of here, too
+            self._trouble = LinkError(f"{peer}: {error}")
+            self._not_before_s[peer] = asyncio.get_running_loop().time() + 2 * self._progress_s
+            log.info("no more of the state from %s for now: %s", peer, error)
+        finally:
+            del self._asked[peer]
+            self._changed.set()
+
+    def _refuse(self, peer: str, why: str) -> None:
+        version = self._partial.wanted.version
+        self._partial.refused.add(peer)
+        self._trouble = LinkError(f"{peer} {why}")
+        log.warning("%s is not asked for version %d of the state any more: it %s", peer, version, why)
+        self._report("donor_refused", donor=peer, anchor_version=version, reason=why)
+
+    async def _learn_digests(self, donor: _Donor) -> None:
+        partial = self._partial
+        size = DIGEST_BYTES * partial.wanted.chunks
+        digests = bytearray()
+        async for _, data in self._received(donor, digests_blob(partial.wanted.version), range(chunks_in(size))):
+            digests += data
+        if not await in_thread(partial.learn_digests, bytes(digests)):
+            raise _Wrong("has another state of that version than the run agreed on")
+
+    async def _take_runs(self, donor: _Donor) -> None:
+        """Until all chunks are here."""
+        while self._partial.missing:
+            run = self._shares.take(donor.peer, donor.chunks_a_run)
+            if run is None:
+                await self._change()
+                continue
+            is_busy = False
+            try:
+                await self._take_run(donor, run)
+            except Busy as error:
+                log.debug("%s: %s", donor.peer, error)
+                is_busy = True
+            finally:
+                if self._shares.end(run):
+                    self._changed.set()
+            if is_busy:
+                await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _take_run(self, donor: _Donor, run: Run) -> None:
+        loop, partial = asyncio.get_running_loop(), self._partial
+        began_s = loop.time()
+        async for index, data in self._received(donor, self._form.blob(partial.wanted.version), run.chunks):
+            if self._shares.wants(index):
+                if not await in_thread(self._put, index, data):
+                    raise _Wrong(f"sent a wrong chunk {index}")
+                self._arrived(donor, index)
+            if index != run.chunks[-1] and not any(map(self._shares.wants, run.chunks)):
+                break  # others had the rest sooner
+        donor.took(loop.time() - began_s, len(run.chunks) == donor.chunks_a_run)
+
+    def _put(self, index: int, packed: memoryview) -> bool:
+        """In a thread."""
+        try:
+            values = self._form.unpack(packed, self._partial.chunk(index).nbytes)
+        except WireError as error:
+            log.debug("chunk %d: %s", index, error)
+            return False
+        return self._partial.put(index, values)
+
+    def _arrived(self, donor: _Donor, index: int) -> None:
+        if index in self._partial.missing:
+            self._partial.missing.discard(index)
+            self._shares.arrived(index)
+            self.delivered[donor.peer] = self.delivered.get(donor.peer, 0) + 1
+            self._partial.unwritten.append(index)
+            self._changed.set()
+
+    async def _received(self, donor: _Donor, blob: Blob, chunks: range) -> AsyncGenerator[tuple[int, memoryview], None]:
+        """Each chunk with its bytes, in memory that is used again as soon as the caller goes on."""
+        places: dict[int, memoryview] = {}
+
+        def sink(chunk: int, size_bytes: int) -> memoryview:  # on the data plane's thread
+            # Whoever sends more than a chunk is found out by its hash.
+            fits = size_bytes <= _BUFFER_BYTES
+            buffer = donor.spare.pop() if fits and donor.spare else bytearray(max(size_bytes, _BUFFER_BYTES))
+            places[chunk] = memoryview(buffer)[:size_bytes]
+            return places[chunk]
+
+        async with aclosing(self._endpoint.fetch(donor.peer, blob, chunks, sink, self._progress_s)) as stream:
+            async for index in stream:
+                place = places.pop(index)
+                yield index, place
+                if isinstance(place.obj, bytearray) and len(place.obj) == _BUFFER_BYTES:
+                    donor.spare.append(place.obj)
+
+    async def _write(self) -> None:
+        """Keep what has come for another process, behind everything else. A disk that refuses is a warning."""
+        partial = self._partial
+        try:
+            while partial.folder is not None:
+                while partial.unwritten:
+                    await in_thread(partial.write_next)
+                await self._change()
+        except OSError as error:
+            log.warning("the state is fetched into memory only, and begins anew after a restart: %s", error)
+
+    async def _change(self) -> None:
+        """Something has happened, or might have."""
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await self._changed.wait()
+
+
+def say_nothing(event: str, **fields: Any) -> None:
+    log.debug("%s: %s", event, fields)

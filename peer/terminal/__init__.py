@@ -1,0 +1,1 @@
+"""Output for people and machines: events in words, the live panel, JSON lines."""

@@ -1,0 +1,124 @@
+"""A session at a glance: plain values, taken from any thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from shoal.peer.member.member import Member
+from shoal.swarm.protocol.messages import PipelineView, RunView, Verdict
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Micro-batches at a pipeline's peer: those that wait there, of ``max_in_flight``, and those that it has computed
+    since it holds its stages."""
+
+    in_flight: int
+    max_in_flight: int
+    forwards: int
+    backwards: int
+
+
+@dataclass(frozen=True)
+class HeldStages:
+    """What a pipeline's peer holds: the stages ``first`` to ``last`` of ``stages``, with the layers
+    ``first_layer <= l < stop_layer``; the one that fewest hold has so many ``replicas``. ``empty``: stages of the run
+    that nobody holds."""
+
+    first: int
+    last: int
+    stages: int
+    first_layer: int
+    stop_layer: int
+    replicas: int
+    flow: Flow
+    empty: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A session at a glance, for live views. ``loss``: of late here, or, where this peer does not compute it, the one
+    of the newest committed round. ``compression``: float32 bytes of a contribution for each of its bytes as sent.
+    ``held``: of a pipeline's peer that has a place."""
+
+    run: str
+    peer: str
+    device: str
+    round: int
+    anchor_version: int
+    phase: str
+    activity: str
+    coordinator_is_away: bool
+    loss: float | None
+    tokens_per_s: float
+    tokens_done: int
+    tokens_in_round: int
+    tokens_target: int
+    tokens_committed: int
+    members: int
+    bytes_sent: int
+    bytes_received: int
+    compression: float
+    closes_in_s: float | None
+    held: HeldStages | None = None
+
+
+class Watched(Protocol):
+    """What live views look at: a ``Session`` or a ``PipelinePeer``."""
+
+    def snapshot(self) -> Snapshot:
+        """From any thread. Raises what has ended the network thread."""
+        ...
+
+
+def take_snapshot(member: Member, view: RunView, peer: str, device: str) -> Snapshot:
+    """What ``member`` knows of itself and, by ``view``, of the run."""
+    client, progress, meter, run = member.client, member.progress, member.node.meter, member.client.run_file
+    closes_at_s = client.closes_at_s
+    return Snapshot(
+        run=run.run.name,
+        peer=peer,
+        device=device,
+        round=view.round,
+        anchor_version=view.anchor_version,
+        phase=view.phase,
+        activity=member.activity,
+        coordinator_is_away=client.coordinator_is_away,
+        loss=progress.loss,
+        tokens_per_s=progress.tokens_per_s,
+        tokens_done=progress.tokens_done,
+        tokens_in_round=view.tokens_in_round,
+        tokens_target=run.round.tokens,
+        tokens_committed=view.tokens_committed,
+        members=view.members,
+        bytes_sent=meter.sent_bytes,
+        bytes_received=meter.received_bytes,
+        compression=member.compression,
+        closes_in_s=None if closes_at_s is None else max(0.0, closes_at_s - time.monotonic()),
+    )
+
+
+def held_stages(pipeline: PipelineView, span: tuple[int, int], flow: Flow) -> HeldStages:
+    """What whoever holds the stages of ``span`` sees of the run's, in this view."""
+    first, last = span
+    stages = range(len(pipeline.boundaries) - 1)
+    replicas = [sum(one.first <= stage <= one.last for one in pipeline.spans) for stage in stages]
+    return HeldStages(
+        first=first,
+        last=last,
+        stages=len(stages),
+        first_layer=pipeline.boundaries[first],
+        stop_layer=pipeline.boundaries[last + 1],
+        replicas=min(replicas[first : last + 1]),
+        flow=flow,
+        empty=tuple(stage for stage in stages if not replicas[stage]),
+    )
+
+
+def with_stages(run: Snapshot, first: Member, held: HeldStages) -> Snapshot:
+    """Of a pipeline's peer: ``run`` is what its membership of the run says, ``first`` that of its first stage."""
+    verdict: Verdict | None = first.client.view.verdict
+    loss = verdict.loss if run.loss is None and verdict is not None else run.loss
+    return replace(run, activity=first.activity, compression=first.compression, loss=loss, held=held)

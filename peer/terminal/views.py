@@ -1,0 +1,285 @@
+"""What people look at in a terminal: a member's live panel and the run's status. Pure: values in, renderables out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.peer.terminal.events import bytes_text, count_text, duration_text, loss_text, number_of, printable
+from shoal.peer.terminal.stage_views import empty_text, flow_text, held_text, stages_drawing
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus, Coverage, MemberStatus
+
+if TYPE_CHECKING:
+    from shoal.peer.terminal.snapshot import Snapshot
+
+_BARS = "▁▂▃▄▅▆▇█"
+_ONE_LINE: Any = {"no_wrap": True, "overflow": "ellipsis"}
+_PHASE_STYLES = {
+    "waiting": "yellow",
+    "training": "green",
+    "closing": "cyan",
+    "averaging": "magenta",
+    "ended": "bold green",
+}
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last ``width`` values as bars, the lowest of them the shortest."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in shown)
+
+
+def phase_text(phase: str) -> Text:
+    return Text(phase, style=_PHASE_STYLES.get(phase, ""))
+
+
+# A member's live view ---------------------------------------------------------------------------------------
+
+
+def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[str]) -> Panel:
+    """``losses`` of late and ``lines`` on the last events, both the oldest first."""
+    rows: list[RenderableType] = [_headline(snapshot), _round_bar(snapshot), _figures(snapshot, losses)]
+    if snapshot.held is not None:
+        rows.insert(1, Text(held_text(snapshot.held), style="bold", **_ONE_LINE))
+        if empty := empty_text(snapshot.held):
+            rows.append(Text(empty, "bold yellow"))
+    if snapshot.coordinator_is_away:
+        rows.append(Text("the coordinator is away: training goes on, the round ends when it is back", "bold yellow"))
+    if lines:
+        rows.append(Text("\n".join(lines), style="dim", no_wrap=True, overflow="ellipsis"))
+    return Panel(
+        Group(*rows),
+        title=Text.assemble(("shoal", "bold"), " · ", (snapshot.run, "bold cyan")),
+        title_align="left",
+        subtitle=Text(f"{snapshot.peer} · {snapshot.device}", style="dim"),
+        subtitle_align="right",
+        box=box.ROUNDED,
+        border_style="cyan",
+        padding=(0, 1),
+    )
+
+
+def _headline(snapshot: Snapshot) -> Table:
+    left = Text.assemble("round ", (str(snapshot.round), "bold"), "  ", phase_text(snapshot.phase))
+    if snapshot.activity not in ("", snapshot.phase):
+        left.append(f"  {printable(snapshot.activity)}", style="dim")
+    members = (number_of(snapshot.members, "peer"), "bold")
+    right = Text.assemble(members, f" · {count_text(snapshot.tokens_committed)} tokens committed")
+    return _two_sides(left, right)
+
+
+def _round_bar(snapshot: Snapshot) -> Table:
+    done = min(snapshot.tokens_in_round, snapshot.tokens_target)
+    bar = ProgressBar(total=max(1, snapshot.tokens_target), completed=done)
+    words = Text(f"{count_text(snapshot.tokens_in_round)} / {count_text(snapshot.tokens_target)} tokens")
+    if snapshot.closes_in_s is not None:
+        words.append(f" · closes in {duration_text(snapshot.closes_in_s)}", style="cyan")
+    return _two_sides(bar, words)
+
+
+def _figures(snapshot: Snapshot, losses: Sequence[float]) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(4):
+        grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_row(
+        _figure("loss", loss_text(snapshot.loss)),
+        Text(sparkline(losses, 24), style="green"),
+        _figure("tokens/s", count_text(snapshot.tokens_per_s)),
+        _figure("here", f"{count_text(snapshot.tokens_done)} tokens"),
+    )
+    grid.add_row(
+        _figure("sent", bytes_text(snapshot.bytes_sent)),
+        _figure("received", bytes_text(snapshot.bytes_received)),
+        _figure("packed", f"{snapshot.compression:.1f}×"),
+        _figure("anchor", f"v{snapshot.anchor_version}"),
+    )
+    if snapshot.held is not None:
+        flow = snapshot.held.flow
+        grid.add_row(
+            _figure("forward", count_text(flow.forwards)),
+            _figure("backward", count_text(flow.backwards)),
+            _figure("in flight", f"{flow.in_flight} of {flow.max_in_flight}"),
+        )
+    return grid
+
+
+def _figure(name: str, value: str) -> Text:
+    return Text.assemble((f"{name} ", "dim"), (value, "bold"))
+
+
+def _two_sides(left: RenderableType, right: RenderableType) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid
+
+
+def status_line(snapshot: Snapshot) -> str:
+    """The same in one plain line, for logs."""
+    words = [
+        f"round {snapshot.round} {snapshot.phase}",
+        f"{count_text(snapshot.tokens_in_round)}/{count_text(snapshot.tokens_target)} tokens",
+        f"loss {loss_text(snapshot.loss)}",
+        f"{count_text(snapshot.tokens_per_s)} tokens/s",
+        number_of(snapshot.members, "peer"),
+        f"{bytes_text(snapshot.bytes_sent)} out, {bytes_text(snapshot.bytes_received)} in",
+    ]
+    if snapshot.held is not None:
+        words[1:1] = [held_text(snapshot.held), flow_text(snapshot.held.flow)]
+        words += [empty] if (empty := empty_text(snapshot.held)) else []
+    if snapshot.activity not in ("", snapshot.phase):
+        words.insert(1, printable(snapshot.activity))
+    if snapshot.coordinator_is_away:
+        words.append("the coordinator is away")
+    return " · ".join(words)
+
+
+# The run's status -------------------------------------------------------------------------------------------
+
+
+def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
+    """What ``shoal status`` shows."""
+    rounds = f"{status.rounds_committed} committed, {status.rounds_aborted} aborted"
+    if status.rounds_undone:
+        rounds += f", {status.rounds_undone} undone"
+    closes = "" if status.closes_in_s is None else f", closes in {duration_text(status.closes_in_s)}"
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="dim", no_wrap=True)
+    head.add_column()
+    head.add_row("run", Text.assemble((status.run, "bold cyan"), (f"  {status.run_hash.hex()[:16]}", "dim")))
+    head.add_row("round", Text.assemble((str(status.round), "bold"), " ", phase_text(status.phase), closes))
+    head.add_row("rounds", rounds)
+    head.add_row("loss", Text(loss_text(status.loss), style="bold"))
+    tokens = f"{count_text(status.tokens_committed)} committed, {count_text(status.tokens_in_round)} in this round"
+    head.add_row("tokens", tokens)
+    head.add_row("anchor", f"version {status.anchor_version}, {_agreement(status)}")
+    if status.warning:
+        head.add_row("", Text(printable(status.warning), style="bold red"))
+    if status.outlook:
+        head.add_row("", Text(printable(status.outlook), style="bold yellow"))
+    for row in _coverage_rows(status.coverage):
+        head.add_row(*row)
+    head.add_row("running for", duration_text(status.elapsed_s))
+    shown: list[RenderableType] = [head]
+    if status.stages:
+        names = {member.peer: member.name for member in status.members}
+        shown += [Text(), stages_drawing(status.stages, names)]
+    shown.append(_members_table(status) if status.members else Text("\nnobody has joined yet", style="yellow"))
+    shown += [Text(line, style="red") for line in stopped_lines(status.members)]
+    return Group(*shown)
+
+
+def stopped_lines(members: Iterable[MemberStatus]) -> list[str]:
+    """Who left the run since it could not go on, and why; those with the same trouble together."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for member in members:
+        if member.trouble and not member.alive:
+            names.setdefault((member.left, member.trouble), []).append(f"{member.name} {member.peer[:8]}")
+    return [
+        printable(f"{', '.join(who[:3])}{f' and {len(who) - 3} more' if len(who) > 3 else ''} left ({left}): {trouble}")
+        for (left, trouble), who in names.items()
+    ]
+
+
+def _agreement(status: CoordinatorToPeerStatus) -> str:
+    """The state of a pipeline is that of its stages."""
+    if not status.stages:
+        return status.state_digest.hex()[:16] if status.state_digest else "not agreed yet"
+    agreed = sum(stage.state_digest is not None for stage in status.stages)
+    return (
+        "agreed on in all stages"
+        if agreed == len(status.stages)
+        else f"agreed on in {agreed} of {len(status.stages)} stages"
+    )
+
+
+def _members_table(status: CoordinatorToPeerStatus) -> Table:
+    members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    # Their cells do not wrap, but the columns may: those are the ones that rich makes narrower first.
+    for name in ("peer", "device", "doing"):
+        members.add_column(name)
+    if status.stages:
+        members.add_column("stage", justify="right", no_wrap=True)
+    # Of a pipeline only those who hold the last stage have a loss: it stands above.
+    for name in ("tok/s", "share", *(() if status.stages else ("loss",)), "sent", "recv"):
+        members.add_column(name, justify="right", no_wrap=True)
+    members.add_column("sync", justify="center", no_wrap=True)
+    for member in sorted(status.members, key=lambda one: (not one.alive, -one.share, one.name)):
+        row = _status_row(member, in_stages=bool(status.stages))
+        members.add_row(*row, style="" if member.alive else "dim strike")
+    return members
+
+
+def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableType]]:
+    """The newest epoch in full, those before it only where samples of theirs are not committed, and how many are."""
+    if not coverage:
+        return []
+    newest, before = coverage[-1], coverage[:-1]
+    left = newest.samples - newest.committed - newest.leased - newest.returned
+    done = Text.assemble(
+        (f"{newest.epoch}", "bold"),
+        f"  {newest.committed / newest.samples:.0%} of {count_text(newest.samples)} samples committed, "
+        f"{count_text(newest.leased)} leased, {count_text(newest.returned)} returned, {count_text(left)} not given out",
+    )
+    open_ones = [
+        Text(f"{one.epoch}  {count_text(one.samples - one.committed)} samples are not committed yet", style="yellow")
+        for one in before
+        if one.committed < one.samples
+    ]
+    return [*(("epoch", one) for one in open_ones), ("epoch", done)]
+
+
+def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType]:
+    synced = Text("✓", style="green") if member.synced else Text("–", style="yellow")
+    where = f" ({printable(member.left)})" if member.left else "" if member.reachable else " (unreachable)"
+    doing = printable(member.activity) + where
+    return [
+        Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),
+        Text(printable(member.device.name), **_ONE_LINE),
+        Text(doing, **_ONE_LINE),
+        *((Text(_stages_text(member.stages)),) if in_stages else ()),
+        Text(count_text(member.tokens_per_s) if member.alive else "–"),
+        Text(f"{100 * member.share:.0f}%"),
+        *(() if in_stages else (Text(loss_text(member.loss)),)),
+        Text(bytes_text(member.bytes_sent)),
+        Text(bytes_text(member.bytes_received)),
+        synced,
+    ]
+
+
+def _stages_text(stages: tuple[int, int] | None) -> str:
+    if stages is None:
+        return "–"
+    first, last = stages
+    return f"{first}" if first == last else f"{first}–{last}"
+
+
+def status_json(status: CoordinatorToPeerStatus) -> dict[str, Any]:
+    """All of it, digests as hexadecimal."""
+    plain: dict[str, Any] = jsonable(status.model_dump())
+    return plain
+
+
+def jsonable(value: Any) -> Any:
+    """Bytes as hexadecimal, tuples as lists."""
+    match value:
+        case bytes():
+            return value.hex()
+        case dict():
+            return {key: jsonable(one) for key, one in value.items()}
+        case list() | tuple():
+            return [jsonable(one) for one in value]
+        case _:
+            return value

@@ -1,0 +1,1 @@
+"""Local training without any network: algorithms, optimizers, data, device."""

@@ -1,0 +1,130 @@
+"""What a peer does between two rounds and what it brings to the next one: one class an algorithm."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.compression.scratch import spacious
+from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.errors import UserError
+from shoal.swarm.protocol.run_file import RunFile
+
+
+class LocalWork(Protocol):
+    """Local work since the anchor; ``vector`` is the model it works on."""
+
+    def step(self, samples: int, lr_factor: float) -> None:
+        """Take in the gradients of a mean loss over ``samples`` samples, and clear them."""
+
+    def contribution(self, anchor: Tensor) -> Tensor:
+        """(n,) float32 on the CPU, a new tensor; zeros when nothing was done."""
+
+    def restart(self, anchor: Tensor) -> None:
+        """Forget the work and begin again from ``anchor``."""
+
+    def forget_steps(self) -> None:
+        """The work was infinite or not a number: so may be what the inner optimizer remembers of its steps."""
+
+    def go_on(self, anchor: Tensor) -> None:
+        """A round that the last contribution was made for is committed: go on from its ``anchor``, with the work that
+        was done since, if any may be."""
+
+
+class PseudoGradient:
+    """Inner optimizer steps; contributes anchor - local (DiLoCo, arXiv:2311.08105)."""
+
+    def __init__(self, vector: ParameterVector, optimizer: Optimizer, clip_norm: float | None) -> None:
+        self._vector = vector
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def step(self, samples: int, lr_factor: float) -> None:
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._vector.parameters, self._clip_norm)
+        for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = lr * lr_factor
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def contribution(self, anchor: Tensor) -> Tensor:
+        local = self._vector.read()
+        return torch.sub(anchor, local, out=local)
+
+    def forget_steps(self) -> None:
+        self._optimizer.state.clear()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def restart(self, anchor: Tensor) -> None:
+        self._vector.write(anchor)
+
+    def go_on(self, anchor: Tensor) -> None:
+        self.restart(anchor)
+
+
+class OverlappedPseudoGradient(PseudoGradient):
+    """A ``PseudoGradient`` whose rounds are averaged while the inner optimizer steps on. What it does meanwhile is a
+    part of its next contribution, in full: the local parameters move by as much as the anchor did from what they were
+    when the contribution was made. (Streaming DiLoCo, arXiv:2501.18512, mixes local and global parameters instead.)"""
+
+    def __init__(self, vector: ParameterVector, optimizer: Optimizer, clip_norm: float | None) -> None:
+        super().__init__(vector, optimizer, clip_norm)
+        self._offered: Tensor | None = None
+
+    def contribution(self, anchor: Tensor) -> Tensor:
+        self._offered = self._vector.read()
+        return torch.sub(anchor, self._offered, out=spacious(anchor.numel()))
+
+    def restart(self, anchor: Tensor) -> None:
+        self._offered = None
+        super().restart(anchor)
+
+    def go_on(self, anchor: Tensor) -> None:
+        assert self._offered is not None, "contribution() comes first"
+        # In this order, so that whoever did nothing meanwhile is exactly at the anchor.
+        self._vector.write(self._vector.read().sub_(self._offered).add_(anchor))
+        self._offered = None
+
+
+class AccumulatedGradient:
+    """No inner step; contributes the mean gradient over all its samples, so that the round's weighted mean is the
+    gradient of the global batch."""
+
+    def __init__(self, vector: ParameterVector) -> None:
+        self._vector = vector
+        self._sum: Tensor | None = None
+        self._samples = 0
+
+    def step(self, samples: int, lr_factor: float) -> None:
+        gradient = self._vector.take_gradients().mul_(float(samples))
+        self._sum = gradient if self._sum is None else self._sum.add_(gradient)
+        self._samples += samples
+
+    def contribution(self, anchor: Tensor) -> Tensor:
+        if self._sum is None:
+            return torch.zeros_like(anchor)
+        return (self._sum / float(self._samples)).to("cpu", copy=True)
+
+    def forget_steps(self) -> None:
+        """There are none between two rounds."""
+
+    def restart(self, anchor: Tensor) -> None:
+        self._sum, self._samples = None, 0
+        self._vector.write(anchor)
+
+    def go_on(self, anchor: Tensor) -> None:
+        self.restart(anchor)
+
+
+def local_work(run: RunFile, vector: ParameterVector, inner: Optimizer | None) -> LocalWork:
+    """The algorithm's. Raises ``UserError`` where it needs an inner optimizer, and there is none."""
+    if run.algorithm == "virtual_batch":
+        return AccumulatedGradient(vector)
+    if inner is None:
+        raise UserError("the run's algorithm is diloco: give the session an inner_optimizer")
+    kind = OverlappedPseudoGradient if run.averaging.overlap else PseudoGradient
+    return kind(vector, inner, run.inner.clip_norm)

@@ -1,0 +1,191 @@
+"""What this machine trains on: the device, its memory and what is free of it, its precision, what fits at once."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.swarm.errors import DeviceError
+from shoal.swarm.protocol.messages import DeviceInfo
+
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def choose_device(asked: str) -> torch.device:
+    """``auto`` takes CUDA, then MPS, then the CPU. Raises ``DeviceError`` for one that is not here."""
+    if not _DEVICE.fullmatch(asked):
+        raise DeviceError(f"--device {asked}: expected auto, cpu, cuda, cuda:N or mps")
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if asked == "auto":
+        return torch.device("cuda" if has_cuda else "mps" if has_mps else "cpu")
+    device = torch.device(asked)
+    if device.type == "cuda" and not (has_cuda and (device.index or 0) < torch.cuda.device_count()):
+        raise DeviceError(f"--device {asked}: there are {torch.cuda.device_count()} CUDA devices here; try auto")
+    if device.type == "mps" and not has_mps:
+        raise DeviceError("--device mps: this is no Mac with Metal; try auto")
+    return device
+
+
+def parse_memory(text: str) -> int:
+    """``8G``, ``500M``, ``1.5 GiB`` to bytes. Raises ``DeviceError``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise DeviceError(f"--max-memory {text}: expected a size such as 8G or 500M")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All of the device's memory; the machine's for the CPU and MPS."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def available_bytes(device: torch.device) -> int:
+    """Of the device's memory, what nobody uses now; the machine's for the CPU and MPS, within a container's limit.
+
+    All of the memory where the system does not tell.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [
+        free
+        for free in (
+            _meminfo_bytes(_read("/proc/meminfo")),
+            _cgroup_bytes(_read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")),
+            _vm_stat_bytes(_vm_stat()) if platform.system() == "Darwin" else None,
+        )
+        if free is not None
+    ]
+    return min(found, default=memory_bytes(device))
+
+
+def has_all_state(device: torch.device) -> bool:
+    """Whether the memory that counts is the machine's, in which all copies of a state are: what is computed with, and
+    those of the averaging and the checkpoints."""
+    return device.type != "cuda"
+
+
+def usable_bytes(device: torch.device, limit: int | None) -> int:
+    """Of what is available as much as a member takes: all but a tenth, which others may want meanwhile, and at most
+    ``limit`` (``--max-memory``)."""
+    usable = int(0.9 * available_bytes(device))
+    return usable if limit is None else min(usable, limit)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _meminfo_bytes(text: str) -> int | None:
+    """Linux's ``/proc/meminfo``: what programs can have without swapping."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _cgroup_bytes(most: str, current: str) -> int | None:
+    """A container's limit (cgroup v2) less what it uses; None without a limit."""
+    if not (most.strip().isdecimal() and current.strip().isdecimal()):
+        return None
+    return max(0, int(most) - int(current))
+
+
+def _vm_stat_bytes(text: str) -> int | None:
+    """macOS's ``vm_stat``: pages that are free, or can be at once."""
+    page = re.search(r"page size of (\d+) bytes", text)
+    pages = re.findall(r"^Pages (?:free|inactive|speculative):\s+(\d+)\.$", text, re.MULTILINE)
+    return int(page[1]) * sum(map(int, pages)) if page and pages else None
+
+
+def _vm_stat() -> str:
+    try:
+        return subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def describe_device(name: str) -> DeviceInfo:
+    """For the others to read."""
+    device = torch.device(name)
+    match device.type:
+        case "cuda":
+            label = torch.cuda.get_device_name(device)
+        case "mps":
+            label = f"Apple {platform.machine()} GPU"
+        case _:
+            label = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return DeviceInfo(kind=device.type[:16], name=label[:100], memory_bytes=memory_bytes(device))
+
+
+def autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A maker of contexts for the forward pass: bfloat16 where the device has it (``auto``) or where asked for."""
+    if precision == "bfloat16" or (precision == "auto" and _has_bfloat16(device)):
+        return lambda: torch.autocast(device.type, torch.bfloat16)
+    return nullcontext
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    """In its circuits: older GPUs imitate it, and are slower so than in float32."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """What autograd keeps of ``forward`` for its backward pass, beside the parameters of ``model``."""
+    seen: dict[int, int] = {}
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = forward()
+    del output
+    return sum(seen.values())
+
+
+def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int) -> int:
+    """How many of ``batch`` samples may run at once, a divisor-free count of at least one.
+
+    Measured: the bytes that autograd keeps for one sample's backward pass, on any device. Raises ``DeviceError``
+    when even one sample does not fit.
+    """
+    # Half as much again for what the backward pass itself makes.
+    per_sample = max(1, int(1.5 * kept_bytes(model, sample_loss)))
+    fits = free_bytes // per_sample
+    if fits < 1:
+        raise DeviceError(
+            f"one sample needs about {per_sample / 2**20:.0f} MiB beside the model, "
+            f"{free_bytes / 2**20:.0f} MiB are left: allow more --max-memory or join a run with a smaller model"
+        )
+    return int(min(batch, fits))
+
+
+def free_bytes(device: torch.device, model: nn.Module, limit: int | None, copies: float) -> int:
+    """What is left for activations beside the state: of each parameter ``copies`` values, itself among them, which is
+    there already."""
+    static = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    total = available_bytes(device) + static
+    allowed = min(total, limit) if limit else int(0.9 * total)
+    return allowed - int(static * copies)

@@ -1,0 +1,254 @@
+"""A model as an ordered list of layers, of which a peer builds only those that it holds.
+
+A layer takes one tensor and gives one; run one after the other they are the model. Parameters keep the names that they
+have in the whole model, so that the whole's parameter vector is those of its stages, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shoal.peer.training.parameters import ParameterVector, layout_of
+from shoal.peer.training.rng import derived_seed, seeded
+from shoal.peer.training.stage_model import Layer, StageModel
+from shoal.swarm.errors import ModelMismatch, RecipeError
+from shoal.swarm.protocol.messages import TensorSpec
+
+Maker: TypeAlias = Callable[[], nn.Module]
+"""Makes a layer on torch's default device, with values from torch's global generators."""
+
+
+@dataclass(frozen=True)
+class _Tie:
+    parameter: str
+    first: int
+    second: int
+
+
+class Layered:
+    """What a pipeline needs to know of a model, and how any consecutive layers of it are built.
+
+    ``outline``: all layers, on the meta device where the whole would not fit; only names and shapes are read.
+    ``build(first, stop)``: layers first to stop - 1, float32 on the CPU, each time new ones unless they exist anyway,
+    with the values that they have in the whole model. ``untie``: what to do about weights that layers share.
+
+    Layers that share weights, and those between them, are one layer here: stages are averaged apart.
+    """
+
+    def __init__(
+        self,
+        outline: Sequence[Layer],
+        build: Callable[[int, int], Sequence[Layer]],
+        untie: str = "give each of them its own",
+    ) -> None:
+        StageModel(outline)  # raises for names in another order than the layers'
+        ties = tuple(_ties(outline))
+        self._untied = len(outline)
+        self._why_tied = "".join(
+            f"; layers {outline[tie.first].name} and {outline[tie.second].name} share the parameter {tie.parameter}, "
+            f"and stages are averaged apart: {untie}"
+            for tie in ties[:1]
+        )
+        self._starts = (*(at for at in range(len(outline)) if not _is_tied(ties, at)), len(outline))
+        self._build = build
+        self._outline = self._joined(outline, 0)
+        self.names = tuple(layer.name for layer in self._outline)
+        self.layouts = tuple(_layouts(self._outline))
+        """By layer: its trainable parameters as they follow each other in the parameter vector."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def layout(self) -> tuple[TensorSpec, ...]:
+        """That of the whole model."""
+        return tuple(spec for layout in self.layouts for spec in layout)
+
+    def outline(self, layer: int) -> tuple[nn.Module, ...]:
+        """What it is made of, perhaps on the meta device: for kinds and shapes only."""
+        return tuple(part for _, part in self._outline[layer].parts)
+
+    def parameters_bytes(self, layer: int) -> int:
+        """Of its trainable parameters, float32."""
+        return 4 * sum(spec.elements for spec in self.layouts[layer])
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The layers, but the first, that a stage may begin with: there are parameters on both sides."""
+        return tuple(at for at in range(1, len(self)) if any(self.layouts[:at]) and any(self.layouts[at:]))
+
+    def check_stages(self, stages: int) -> None:
+        """Raises ``RecipeError`` when the model cannot be cut into that many stages wherever it is cut."""
+        if len(self.cuts) + 1 < stages:
+            raise RecipeError(
+                f"pipeline.stages: a model of {self._untied} layers that can be cut at {len(self.cuts)} places gives "
+                f"no {stages} stages{self._why_tied}"
+            )
+
+    def check_boundaries(self, boundaries: Sequence[int]) -> None:
+        """Whether the model can be cut there (first layer of each stage, the number of layers last).
+
+        Raises ``RecipeError`` when a stage would have no parameters, ``ModelMismatch`` when the boundaries are not
+        those of a model with so many layers.
+        """
+        edges = list(boundaries)
+        if len(edges) < 2 or edges[0] != 0 or edges[-1] != len(self) or edges != sorted(set(edges)):
+            raise ModelMismatch(
+                f"the run's stages begin at the layers {edges}, and this model has {len(self)} layers: is the same "
+                f"version of the recipe installed here as on the other machines?"
+            )
+        for first, stop in pairwise(edges):
+            if not any(self.layouts[first:stop]):
+                raise RecipeError(
+                    f"a stage of the layers {', '.join(self.names[first:stop])} would have no trainable parameters: "
+                    f"make them a part of the layers beside them"
+                )
+
+    def build(self, first: int, stop: int) -> StageModel:
+        """Layers first to stop - 1, with the values of the whole model."""
+        assert 0 <= first < stop <= len(self), (first, stop, len(self))
+        model = StageModel(self._joined(self._build(self._starts[first], self._starts[stop]), first))
+        found = ParameterVector(model).layout if any(self.layouts[first:stop]) else ()
+        expected = tuple(spec for layout in self.layouts[first:stop] for spec in layout)
+        assert found == expected, (found, expected)
+        return model
+
+    def check_whole(self, model: nn.Module) -> None:
+        """Raises ``ModelMismatch`` unless the vector of ``model`` is those of the layers, one after the other."""
+        found = ParameterVector(model).layout
+        for ours, its in zip(self.layout, found, strict=False):
+            if ours != its:
+                raise ModelMismatch(
+                    f"the layers have {ours.name} {ours.shape} {ours.dtype} where the model has {its.name} {its.shape} "
+                    f"{its.dtype}: register its modules in the order of the layers"
+                )
+        if len(found) != len(self.layout):
+            raise ModelMismatch(f"the layers have {len(self.layout)} parameters and the model {len(found)}")
+
+    @torch.no_grad()
+    def activation_shapes(self, given: Tensor) -> tuple[tuple[int, ...], ...]:
+        """The shape of each layer's output for an input like ``given``, found without computing. Raises
+        ``RecipeError`` for a layer that needs values for that."""
+        shapes = []
+        flowing = given.to("meta")
+        for layer in self._outline:
+            for name, part in layer.parts:
+                stand_ins = {key: one.to("meta") for key, one in (*part.named_parameters(), *part.named_buffers())}
+                try:
+                    flowing = functional_call(part, stand_ins, (flowing,))
+                except (RuntimeError, NotImplementedError) as error:
+                    raise RecipeError(f"layer {layer.name}: {name} gives no shapes without values: {error}") from error
+            shapes.append(tuple(flowing.shape))
+        return tuple(shapes)
+
+    def _joined(self, given: Sequence[Layer], first: int) -> tuple[Layer, ...]:
+        """The recipe's layers as ours, from our layer ``first`` on."""
+        begin = self._starts[first]
+        edges = [at - begin for at in self._starts[first:] if at - begin <= len(given)]
+        return tuple(
+            Layer(
+                " + ".join(one.name for one in given[start:stop]),
+                tuple(part for one in given[start:stop] for part in one.parts),
+            )
+            for start, stop in pairwise(edges)
+        )
+
+
+@runtime_checkable
+class LayeredRecipe(Protocol):
+    """What a recipe has besides (``Recipe``) so that its models train in a pipeline. ``loss(model, batch)`` is
+    ``loss_of(model(input_of(batch)), targets_of(batch))``."""
+
+    def layers(self, seed: int) -> Layered:
+        """The layers of ``build_model(seed)``: each parameter has the same name and the same bits."""
+        ...
+
+    def input_of(self, batch: Tensor) -> Tensor:
+        """What the first layer takes, ``(b, …)``."""
+        ...
+
+    def targets_of(self, batch: Tensor) -> Tensor:
+        """What the loss needs of ``batch`` besides the output, ``(b, …)``: it travels to the last stage."""
+        ...
+
+    def check_targets(self, targets: Tensor, samples: int) -> None:
+        """Raises ``ValueError`` unless ``targets``, from somebody else and on the CPU, could be those of that many
+        samples: indices out of range would end the process on a GPU."""
+        ...
+
+    def loss_of(self, output: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss over the samples, ``() float32``, from the last layer's output."""
+        ...
+
+
+def layered_from_sequential(model: nn.Sequential) -> Layered:
+    """The children of ``model``, which is in memory already, are the layers; those without parameters belong to the
+    layer before them, or after where there is none. Built layers are the model's own, not copies."""
+    layers = _grouped([(name, part) for name, part in model._modules.items() if part is not None])
+    return Layered(layers, lambda first, stop: layers[first:stop])
+
+
+def layered_from_makers(makers: Sequence[tuple[str, Maker]], seed: int) -> Layered:
+    """A model larger than this machine: the name and the maker of each layer, grouped as above. Every layer has random
+    numbers of its own, a function of ``seed`` and its place, so that it can be built alone."""
+    with torch.device("meta"):
+        outline = _grouped([(name, make()) for name, make in makers])
+    places = {name: number for number, (name, _) in enumerate(makers)}
+
+    def build(first: int, stop: int) -> Sequence[Layer]:
+        return [Layer(one.name, tuple((name, made(name)) for name, _ in one.parts)) for one in outline[first:stop]]
+
+    def made(name: str) -> nn.Module:
+        place = places[name]
+        with torch.device("cpu"), seeded(torch.device("cpu"), derived_seed(seed, place)):
+            return makers[place][1]().float()
+
+    return Layered(outline, build)
+
+
+def _grouped(parts: Sequence[tuple[str, nn.Module]]) -> list[Layer]:
+    groups: list[list[tuple[str, nn.Module]]] = []
+    for part in parts:
+        open_group = groups and (
+            not any(True for _ in part[1].parameters())
+            or not any(True for _, earlier in groups[-1] for _ in earlier.parameters())
+        )
+        if open_group:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return [Layer(next(_named_for(group)), tuple(group)) for group in groups]
+
+
+def _named_for(group: list[tuple[str, nn.Module]]) -> Iterator[str]:
+    yield from (name for name, part in group if any(True for _ in part.parameters()))
+    yield group[0][0]
+
+
+def _ties(layers: Sequence[Layer]) -> Iterator[_Tie]:
+    seen: dict[nn.Parameter, tuple[int, str]] = {}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            first, known_as = seen.setdefault(parameter, (number, name))
+            if first != number:
+                yield _Tie(known_as, first, number)
+
+
+def _is_tied(ties: Sequence[_Tie], at: int) -> bool:
+    """Whether a parameter is used on both sides of where that layer begins."""
+    return any(tie.first < at <= tie.second for tie in ties)
+
+
+def _layouts(layers: Sequence[Layer]) -> Iterator[tuple[TensorSpec, ...]]:
+    seen: set[nn.Parameter] = set()
+    for layer in layers:
+        named = [(name, one) for name, one in layer.named_parameters() if one.requires_grad and one not in seen]
+        seen.update(one for _, one in named)
+        yield layout_of(named)

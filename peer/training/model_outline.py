@@ -1,0 +1,170 @@
+"""Size of a recipe's model, found before there is any memory for it.
+
+Its code runs with every tensor on the meta device, which has shapes and no values. Code that needs values ends with an
+error there; then another process builds the model, within a limit, and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from shoal.peer.recipes import Recipe, load_recipe
+from shoal.peer.training.layered import LayeredRecipe
+from shoal.swarm.errors import DeviceError, ShoalError
+from shoal.swarm.protocol.run_file import RunFile
+
+log = logging.getLogger(__name__)
+
+WHAT_HELPS = (
+    "allow more, take a machine with more memory, or give the run a [pipeline], whose members hold a part of the model "
+    "each"
+)
+"""Against a model that does not fit."""
+
+_CHILD_S = 600.0
+_OUT_OF_MEMORY = 3
+"""The child's exit code."""
+
+_NEEDS_VALUES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError),
+    *(TypeError, ValueError),
+)
+"""Errors that a recipe's code may raise where tensors have no values."""
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """``trained``: elements of the parameters that a run averages; ``other_bytes``: of all other parameters and
+    buffers; ``layers``: trained elements of each layer, of a recipe that gives layers."""
+
+    trained: int
+    other_bytes: int
+    layers: tuple[int, ...] = ()
+
+
+def outline_of(run: RunFile, recipe: Recipe, limit_bytes: int) -> ModelOutline:
+    """Of the run's model. Blocks, for some seconds at most where the recipe's code runs without values.
+
+    Raises ``DeviceError`` for a model that cannot be built within ``limit_bytes``, and what the recipe raises."""
+    try:
+        with _Weightless():  # type: ignore[no-untyped-call]
+            return _outline(recipe, run.run.seed)
+    except ShoalError:
+        raise
+    except _NEEDS_VALUES as error:
+        log.info("the model's size is found by another process, as its recipe needs values to build it: %s", error)
+    return _outline_by_child(run, limit_bytes)
+
+
+class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every operation inside happens on the meta device, whatever device it names and whatever generator it draws
+    from."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        names = {one.name for one in func._schema.arguments}
+        if "device" in names:
+            given["device"] = torch.device("meta")
+        if given.get("pin_memory"):
+            given["pin_memory"] = False
+        if "generator" in given:
+            given["generator"] = None
+        args, given = tree_map_only(Tensor, _without_values, (tuple(args), given))
+        return func(*args, **given)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """A stand-in for a tensor that was made elsewhere, from Python's numbers or numpy's."""
+    if tensor.device.type == "meta":
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _outline(recipe: Recipe, seed: int) -> ModelOutline:
+    if isinstance(recipe, LayeredRecipe):  # without the model's initial values, where it can do without
+        layered = recipe.layers(seed)
+        layers = tuple(layered.parameters_bytes(number) // 4 for number in range(len(layered)))
+        parts = [part for number in range(len(layered)) for part in layered.outline(number)]
+        return ModelOutline(sum(layers), _other_bytes(parts), layers)
+    model = recipe.build_model(seed)
+    trained = {one for one in model.parameters() if one.requires_grad}
+    return ModelOutline(sum(one.numel() for one in trained), _other_bytes([model]))
+
+
+def _other_bytes(parts: Iterable[nn.Module]) -> int:
+    others = {
+        one
+        for part in parts
+        for one in (*part.parameters(), *part.buffers())
+        if not (isinstance(one, nn.Parameter) and one.requires_grad)
+    }
+    return sum(one.numel() * one.element_size() for one in others)
+
+
+# The other process --------------------------------------------------------------------------------------------
+
+
+def _outline_by_child(run: RunFile, limit_bytes: int) -> ModelOutline:
+    ask = json.dumps({"run": run.model_dump(mode="json"), "limit_bytes": limit_bytes})
+    command = [sys.executable, "-m", "shoal.peer.training.model_outline"]
+    try:
+        done = subprocess.run(command, input=ask, capture_output=True, text=True, timeout=_CHILD_S)
+    except subprocess.TimeoutExpired as error:
+        raise DeviceError(f"building the model took longer than {_CHILD_S:.0f} s, and its size is not known") from error
+    if done.returncode == 0:
+        found = json.loads(done.stdout.splitlines()[-1])
+        return ModelOutline(found["trained"], found["other_bytes"], tuple(found["layers"]))
+    if done.returncode == _OUT_OF_MEMORY:
+        raise DeviceError(
+            f"the run's model cannot be built within {limit_bytes / 2**30:.1f} GiB of memory: {WHAT_HELPS}"
+        )
+    last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+    raise DeviceError(f"the run's model cannot be built here: {last[:500]}")
+
+
+def _answer() -> int:
+    """The child: builds the model from what its standard input names, and tells its size."""
+    ask = json.loads(sys.stdin.read())
+    run = RunFile.model_validate_json(json.dumps(ask["run"]))
+    recipe = load_recipe(run)
+    _limit_memory(ask["limit_bytes"])
+    try:
+        found = _outline(recipe, run.run.seed)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        return _OUT_OF_MEMORY
+    print(json.dumps(asdict(found)))
+    return 0
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    """To so much more than this process has by now; where the system has no such limit, not at all."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return
+    found = re.search(r"^VmData:\s+(\d+) kB$", status, re.MULTILINE)
+    if found is not None:
+        allowed = int(found[1]) * 1024 + limit_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+if __name__ == "__main__":
+    sys.exit(_answer())

@@ -1,0 +1,234 @@
+"""The outer step: from the anchor and the round's mean to the next anchor, bit for bit alike everywhere.
+
+float32, elementwise, one rounding an operation: only separate kernels whose result IEEE 754 fixes, and
+scalars that are rounded to float32 beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.compression.scratch import spacious_like
+from shoal.swarm.protocol.run_file import OuterSection
+
+_SLICE = 2**20
+"""Elements worked on at a time, so that temporaries stay small."""
+
+
+class OuterOptimizer(Protocol):
+    """Turns the mean of a round into the next anchor. Holds settings only; the state is passed in and out."""
+
+    @property
+    def slots(self) -> int:
+        """How many state vectors it keeps."""
+        ...
+
+    def step(
+        self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The next anchor ``(n,)`` and the next state ``(slots, n)``, both new tensors.
+
+        ``anchor`` ``(n,)``, ``state`` ``(slots, n)``, zeros at first, and ``mean`` ``(n,)`` are contiguous
+        float32 on one device and are left as they are: they may be being served. ``mean`` is the mean
+        pseudo-gradient (anchor - local) or gradient, so the step goes against it. ``version`` is how many
+        steps were committed before this one. ``lr_factor`` is the schedule's factor on the learning rate.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Plain gradient descent; with a pseudo-gradient and ``lr`` 1 it is federated averaging."""
+
+    slots: ClassVar[int] = 0
+    lr: float
+
+    def __post_init__(self) -> None:
+        _check_lr(self.lr)
+
+    @torch.no_grad()
+    def step(
+        self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """anchor - lr * mean. See OuterOptimizer."""
+        _check(self.slots, anchor, state, mean)
+        lr = f32(self.lr * lr_factor)
+        new_anchor, new_state = spacious_like(anchor), spacious_like(state)
+        for part in _slices(anchor.numel()):
+            torch.sub(anchor[part], mean[part] * lr, out=new_anchor[part])
+        return new_anchor, new_state
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """Nesterov momentum as in DiLoCo (arXiv:2311.08105), by the formula of ``torch.optim.SGD``.
+
+    buffer = momentum * buffer + mean; anchor = anchor - lr * (mean + momentum * buffer).
+    """
+
+    slots: ClassVar[int] = 1
+    lr: float
+    momentum: float
+
+    def __post_init__(self) -> None:
+        _check_lr(self.lr)
+        _check_fraction("momentum", self.momentum)
+
+    @torch.no_grad()
+    def step(
+        self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """One Nesterov step; the state is the momentum buffer. See OuterOptimizer."""
+        _check(self.slots, anchor, state, mean)
+        lr, momentum = f32(self.lr * lr_factor), f32(self.momentum)
+        new_anchor, new_state = spacious_like(anchor), spacious_like(state)
+        for part in _slices(anchor.numel()):
+            gradient, buffer = mean[part], new_state[0][part]
+            torch.mul(state[0][part], momentum, out=buffer)
+            buffer.add_(gradient)
+            direction = (buffer * momentum).add_(gradient)
+            torch.sub(anchor[part], direction.mul_(lr), out=new_anchor[part])
+        return new_anchor, new_state
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (arXiv:1711.05101), with the formula of ``torch.optim.AdamW``.
+
+    The state is the first and the second moment. Bias corrections are computed in double precision.
+    """
+
+    slots: ClassVar[int] = 2
+    lr: float
+    betas: Sequence[float]
+    eps: float
+    weight_decay: float
+
+    def __post_init__(self) -> None:
+        _check_lr(self.lr)
+        if len(self.betas) != 2:
+            raise ValueError(f"betas are two numbers, not {len(self.betas)}")
+        for beta in self.betas:
+            _check_fraction("each of betas", beta)
+        if not (math.isfinite(self.eps) and f32(self.eps) > 0):
+            raise ValueError(f"eps must be above 0 in float32, not {self.eps}")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"weight_decay must be 0 or more, not {self.weight_decay}")
+
+    @torch.no_grad()
+    def step(
+        self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """One AdamW step; ``version`` 0 is the first. See OuterOptimizer."""
+        _check(self.slots, anchor, state, mean)
+        lr, (beta1, beta2), t = self.lr * lr_factor, self.betas, version + 1
+        decay = f32(1.0 - lr * self.weight_decay)
+        step_size = f32(lr / (1.0 - _power(beta1, t)))
+        # No division by a scalar: CUDA multiplies with its reciprocal then, the CPU divides.
+        root_factor = f32(1.0 / math.sqrt(1.0 - _power(beta2, t)))
+        keep1, new1, keep2, new2 = f32(beta1), f32(1.0 - beta1), f32(beta2), f32(1.0 - beta2)
+        eps = f32(self.eps)
+        new_anchor, new_state = spacious_like(anchor), spacious_like(state)
+        for part in _slices(anchor.numel()):
+            gradient, first, second = mean[part], new_state[0][part], new_state[1][part]
+            torch.mul(state[0][part], keep1, out=first)
+            first.add_(gradient * new1)
+            torch.mul(state[1][part], keep2, out=second)
+            second.add_((gradient * gradient).mul_(new2))
+            denominator = _sqrt(second).mul_(root_factor).add_(eps)
+            change = (first * step_size).div_(denominator)
+            torch.mul(anchor[part], decay, out=new_anchor[part])
+            new_anchor[part].sub_(change)
+        return new_anchor, new_state
+
+
+def make_outer(
+    name: str, *, lr: float, momentum: float, betas: Sequence[float], eps: float, weight_decay: float
+) -> OuterOptimizer:
+    """The outer optimizer called ``name``: "nesterov", "sgd" or "adamw". It ignores settings it does not use.
+
+    Raises ValueError for another name, or for a setting out of range.
+    """
+    match name:
+        case "nesterov":
+            return Nesterov(lr, momentum)
+        case "sgd":
+            return SGD(lr)
+        case "adamw":
+            return AdamW(lr, tuple(betas), eps, weight_decay)
+    raise ValueError(f"no outer optimizer is called {name!r}; there are nesterov, sgd, adamw")
+
+
+def outer_of(outer: OuterSection) -> OuterOptimizer:
+    """The outer optimizer that a run file names."""
+    return make_outer(
+        outer.optimizer,
+        lr=outer.lr,
+        momentum=outer.momentum,
+        betas=outer.betas,
+        eps=outer.eps,
+        weight_decay=outer.weight_decay,
+    )
+
+
+def f32(x: float) -> float:
+    """``x`` rounded to float32: the value that a float32 kernel makes of it on any device."""
+    return float(np.float32(x))
+
+
+def _power(base: float, exponent: int) -> float:
+    """``base ** exponent`` by squaring, for C libraries differ in the last bit of ``pow``."""
+    power = 1.0
+    while exponent:
+        if exponent & 1:
+            power *= base
+        base *= base
+        exponent >>= 1
+    return power
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The correctly rounded float32 square root of ``x``, ``(n,)``, as a new tensor.
+
+    ``torch.sqrt`` is not that on the CPU: through MKL it is one bit off for every sixth value or so. NumPy's
+    is the processor's own, which is exact. Elsewhere: a float64 root with an error below one bit of float64
+    rounds to the right float32, for no root of a float32 comes that near to the middle of two float32.
+    """
+    if x.device.type == "cpu":
+        root = torch.empty_like(x)
+        np.sqrt(x.numpy(), out=root.numpy())
+        return root
+    return x.double().sqrt_().float()
+
+
+def _slices(n: int) -> Iterator[slice]:
+    for start in range(0, n, _SLICE):
+        yield slice(start, min(start + _SLICE, n))
+
+
+def _check(slots: int, anchor: Tensor, state: Tensor, mean: Tensor) -> None:
+    """What callers have promised of the arguments of ``step``."""
+    assert anchor.dim() == 1
+    assert mean.shape == anchor.shape
+    assert state.shape == (slots, anchor.numel()), (tuple(state.shape), slots, anchor.numel())
+    for tensor in (anchor, state, mean):
+        assert tensor.dtype == torch.float32
+        assert tensor.device == anchor.device
+        assert tensor.is_contiguous()
+
+
+def _check_lr(lr: float) -> None:
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"lr must be 0 or more, not {lr}")
+
+
+def _check_fraction(what: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{what} must be from 0 to below 1, not {value}")

@@ -1,0 +1,101 @@
+"""Who is in a mean, and how its bytes say so: the header in front of every result chunk and of every partial. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shoal.compression.codec import Codec
+from shoal.swarm.protocol.messages import Part, RoundPlan
+
+_OTHERS_FIRST = 2
+"""Who are asked before those that a detour leads round: each of them may cost the time that is waited for results."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """``included``: the members in the mean, in the plan's order; ``relayed``: the rows that came into it as their
+    relay's partial, its own contribution as it was."""
+
+    included: list[int] = field(default_factory=list)
+    relayed: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members whose contributions make one mean, row by row, as indices of the plan: all of it, or one of its rows.
+
+    ``weights`` are those of all members of the plan. A header has one bit a member and, if there are several rows, one
+    a row after them, whether that was relayed; the lowest bit of the first byte is the first member's.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    weights: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: RoundPlan) -> Group:
+        rows: list[list[int]] = [[] for _ in range(1 + max(member.row for member in plan.members))]
+        for index, member in enumerate(plan.members):
+            rows[member.row].append(index)
+        return cls(tuple(map(tuple, rows)), tuple(member.weight_tokens for member in plan.members))
+
+    def row(self, index: int) -> Group:
+        """One row as a group of its own: its mean is that row's partial."""
+        return Group((self.rows[index],), self.weights)
+
+    @cached_property
+    def members(self) -> list[int]:
+        return sorted(member for row in self.rows for member in row)
+
+    @cached_property
+    def header_bytes(self) -> int:
+        flags = len(self.rows) if len(self.rows) > 1 else 0
+        return (len(self.members) + flags + 7) // 8
+
+    def weight(self, included: Iterable[int]) -> int:
+        """Tokens that these members bring."""
+        return sum(self.weights[member] for member in included)
+
+    def pack_header(self, header: Header) -> bytes:
+        place = {member: bit for bit, member in enumerate(self.members)}
+        bits = sum(1 << place[member] for member in header.included)
+        bits |= sum(1 << len(place) + row for row in header.relayed)
+        return bits.to_bytes(self.header_bytes, "little")
+
+    def header(self, data: memoryview) -> Header:
+        """Of a result chunk, or of a partial."""
+        bits = int.from_bytes(data[: self.header_bytes], "little")
+        rows = bits >> len(self.members) if len(self.rows) > 1 else 0
+        return Header(
+            [member for bit, member in enumerate(self.members) if bits >> bit & 1],
+            [row for row in range(len(self.rows)) if rows >> row & 1],
+        )
+
+    def result_bytes(self, codec: Codec, elements: int) -> int:
+        """The length of a chunk that has anybody in it; without, it is the header alone."""
+        return self.header_bytes + codec.packed_bytes(elements)
+
+
+def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:
+    """Whom a member asks for the results of a part that it does not own: its row's relay, the owner, the stand-ins.
+
+    ``me`` among the stand-ins stands for making them oneself. Of those that the plan leads this member round by
+    ``detours``, others get the results all the same: they are asked before, and only then those, and oneself."""
+    relays = plan.relays(part)
+    first = relays[plan.members[me].row] if relays else part.owner
+    usual = list(dict.fromkeys([*([first] if first != me else []), part.owner, *part.stand_ins]))
+    avoided = [one for one in usual if one in plan.members[me].detours]
+    if not avoided or usual[0] not in avoided:
+        return usual
+    others = [one for one in usual if one != me and one not in avoided]
+    if not others:
+        others = [one for one in may_hold(plan, part) if one != me and one not in plan.members[me].detours]
+    return list(dict.fromkeys([*others[:_OTHERS_FIRST], *avoided, *usual]))
+
+
+def may_hold(plan: RoundPlan, part: Part) -> list[int]:
+    """Who gets results of a part from its owner, which may have died since: the relays, and all of the owner's row."""
+    row = plan.members[part.owner].row
+    served = [index for index, member in enumerate(plan.members) if member.row == row]
+    return list(dict.fromkeys([*plan.relays(part), *served]))

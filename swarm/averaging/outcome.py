@@ -1,0 +1,63 @@
+"""What a member brings to the end of a round, what comes of it, and what it keeps for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.swarm.protocol.messages import SampleRange, Verdict
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What we bring to a round. ``contribution``: (n,) float32 on the CPU; the averager may change it. ``norms``: of
+    its claimed ranges (``norms.norms_of``, ``norm_claims.ranges``); who made it has looked whether they are finite."""
+
+    round: int
+    anchor_version: int
+    state_digest: bytes
+    contribution: Tensor
+    norms: Sequence[float]
+    weight_tokens: int
+    ranges: tuple[SampleRange, ...]
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Apply ``mean`` (n,) float32. ``included``: our samples count as trained on; else they are in our next offer."""
+
+    mean: Tensor
+    verdict: Verdict
+    included: bool
+
+
+@dataclass(frozen=True)
+class CarryOn:
+    """Nothing changed (aborted, or reopened): keep the local work and go on training from where it is."""
+
+    reason: str
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class OutOfDate:
+    """We missed something: drop the local work, join afresh and fetch the state. ``is_spoilt``: what was offered was
+    at fault, as it cannot be packed."""
+
+    reason: str
+    is_spoilt: bool = False
+
+
+Outcome = Committed | CarryOn | OutOfDate
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a member goes into its next round with. ``residual``: (n,) float32;
+    ``weight_tokens``: of the contributions that it stems from, 0 for none."""
+
+    residual: Tensor
+    weight_tokens: int

@@ -1,0 +1,123 @@
+"""What a link carries: a few random bytes from other members, for a newcomer before its first round, and in a pipeline
+every few minutes, as its plan depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+
+from shoal.swarm.client.coordinator_client import CoordinatorClient
+from shoal.swarm.errors import ShoalError, WireError
+from shoal.swarm.protocol.messages import Blob, RunView
+from shoal.swarm.transport.transport import Endpoint
+
+PROBE = Blob(kind="probe", number=0)
+PROBE_CHUNKS = 16
+PROBE_CHUNK_BYTES = 2**16
+PROBE_S = 1.0
+"""No member is asked for longer, and for 1 MiB at most."""
+
+AGAIN_S, FIRST_S = 300.0, 10.0
+"""Between two probes, and until the next one where nobody answered."""
+
+_COUNTED = 3
+_WITNESSES = 2
+_ASKED = 4
+
+
+class ProbeSource:
+    """1 MiB that nothing on the way can compress (a ``ChunkSource``)."""
+
+    chunks = PROBE_CHUNKS
+
+    def __init__(self) -> None:
+        self._bytes = memoryview(os.urandom(PROBE_CHUNK_BYTES))
+
+    async def chunk(self, index: int) -> memoryview:
+        return self._bytes
+
+
+async def probe(endpoint: Endpoint, members: Sequence[str]) -> float:
+    """The faster of what the first two of these members that answer deliver, bits a second; 0 when none does."""
+    rates: list[float] = []
+    for member in members[:_ASKED]:
+        if len(rates) < _WITNESSES and (rate := await _probe_one(endpoint, member)):
+            rates.append(rate)
+    return max(rates, default=0.0)
+
+
+async def _probe_one(endpoint: Endpoint, member: str) -> float:
+    place = memoryview(bytearray(PROBE_CHUNK_BYTES))
+
+    def sink(chunk: int, size_bytes: int) -> memoryview:
+        if size_bytes != PROBE_CHUNK_BYTES:
+            raise WireError(f"a chunk of a probe of {size_bytes} bytes")
+        return place
+
+    loop = asyncio.get_running_loop()
+    began_s, arrived_s, arrived_bytes = 0.0, 0.0, 0
+    with suppress(ShoalError, TimeoutError):
+        async with (
+            asyncio.timeout(PROBE_S),
+            aclosing(endpoint.fetch(member, PROBE, range(PROBE_CHUNKS), sink, PROBE_S)) as stream,
+        ):
+            async for chunk in stream:
+                arrived_s = loop.time()
+                if chunk == 0:  # connecting and asking is not the link's speed
+                    began_s = arrived_s
+                else:
+                    arrived_bytes += PROBE_CHUNK_BYTES
+    return 8 * arrived_bytes / (arrived_s - began_s) if arrived_s > began_s else 0.0
+
+
+async def probe_link(client: CoordinatorClient, endpoint: Endpoint, found: Callable[[float], None]) -> None:
+    """For those that plan our first round, where who will reduce nothing need not; or, until the run ends, our
+    stages."""
+
+    def members() -> list[str]:
+        return witnesses(client.node.trainers(client.scope), client.peer)
+
+    if client.run_file.pipeline is not None:
+        await keep_probing(client, endpoint, members, found)
+    elif client.me.role == "trainer" and client.reachable:
+        found(await probe_between_rounds(client, endpoint, members()))
+
+
+async def keep_probing(
+    client: CoordinatorClient, endpoint: Endpoint, members: Callable[[], Sequence[str]], found: Callable[[float], None]
+) -> None:
+    """Until the run ends; ``found`` is told the highest of the last three probes, in bits a second: others use the
+    link, too, and hardly each time."""
+    rates: deque[float] = deque(maxlen=_COUNTED)
+    while client.view.phase != "ended":
+        if rate := await probe_between_rounds(client, endpoint, members()):
+            rates.append(rate)
+            found(max(rates))
+        await asyncio.sleep(AGAIN_S if rate else FIRST_S)
+
+
+async def probe_between_rounds(client: CoordinatorClient, endpoint: Endpoint, members: Sequence[str]) -> float:
+    """As ``probe``, but not while a round is averaging: its bytes come first, and would spoil the figure."""
+    view = await client.wait_for(lambda view: view.phase != "averaging")
+    if view.phase == "ended":
+        return 0.0
+    async with asyncio.TaskGroup() as tasks:
+        probing = tasks.create_task(probe(endpoint, members))
+        probing.add_done_callback(lambda _: client.wake())
+
+        def is_over(view: RunView) -> bool:
+            return probing.done() or view.phase == "averaging"
+
+        await client.wait_for(is_over)
+        probing.cancel()
+    return 0.0 if probing.cancelled() else probing.result()
+
+
+def witnesses(members: Sequence[str], me: str) -> list[str]:
+    """The other members, beginning with another one for each of them, so that they do not all ask the same."""
+    others = sorted(member for member in members if member != me)
+    first = sum(other < me for other in others)
+    return others[first:] + others[:first]

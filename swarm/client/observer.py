@@ -1,0 +1,109 @@
+"""A guest of a run: holds the invite, trains nothing; for `shoal status`, `shoal export`, and before `shoal join`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
+from shoal.swarm.client.coordinator_line import Line
+from shoal.swarm.errors import LinkError
+from shoal.swarm.protocol.identity import CurveKeys, Identity
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerStatus,
+    DeviceInfo,
+    PeerToCoordinatorGetStatus,
+    PeerToCoordinatorHeartbeat,
+)
+from shoal.swarm.protocol.published_run import PublishedRun, fetch_run
+from shoal.swarm.tasks import task_scope
+from shoal.swarm.transport.transport import Node
+
+_NOBODY = DeviceInfo(kind="none", name="observer", memory_bytes=0)
+
+
+@asynccontextmanager
+async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
+    """Join as an observer under a throw-away identity; leaves at the end. Raises the errors of a join.
+
+    Observers are on the roster, so members serve them; nobody journals or counts them.
+    """
+    keys, identity = CurveKeys.fresh(), Identity.generate()
+    me = MemberInfo("observer", "observer", _NOBODY, ports=(1, 1))
+    async with _stranger(keys) as node:
+        client = CoordinatorClient(node, identity, keys, invite, me)
+        await client.join()
+        async with task_scope() as tasks:
+            beats = tasks.create_task(_stay(client))
+            try:
+                yield client
+            finally:
+                beats.cancel()
+                await client.leave("observed")
+
+
+@asynccontextmanager
+async def _stranger(keys: CurveKeys) -> AsyncIterator[Node]:
+    """A node that calls, and that nobody has reason to call."""
+
+    async def admit(key: bytes) -> bool:
+        return False
+
+    async with Node.open(keys, "127.0.0.1", (0, None), admit) as node:
+        yield node
+
+
+async def look_up_run(invite: Invite) -> PublishedRun:
+    """The run of an invite, for who may join it; the coordinator keeps nothing of having been asked.
+
+    Raises as ``fetch_run``."""
+    async with _stranger(CurveKeys.fresh()) as node:
+        return await fetch_run(Line(node.control, invite), invite)
+
+
+@asynccontextmanager
+async def observe_stages(client: CoordinatorClient, stages: int) -> AsyncIterator[tuple[CoordinatorClient, ...]]:
+    """The same in each stage of a pipeline, for a guest of the run: a client for each. Raises the errors of a join."""
+    clients = [client.in_scope(stage + 1) for stage in range(stages)]
+    for one in clients:
+        await one.join()
+    async with task_scope() as tasks:
+        beats = [tasks.create_task(_stay(one)) for one in clients]
+        try:
+            yield tuple(clients)
+        finally:
+            for beat in beats:
+                beat.cancel()
+            for one in clients:
+                await one.leave("observed")
+
+
+async def _stay(client: CoordinatorClient) -> None:
+    """Heartbeats with nothing in them: fetching a large model takes longer than the run's patience."""
+    nothing = PeerToCoordinatorHeartbeat(
+        round=0,
+        activity="observing",
+        anchor_version=None,
+        state_digest=None,
+        tokens_done=0,
+        tokens_per_s=0.0,
+        step_s=0.0,
+        loss=None,
+        chunks_moved=0,
+        bytes_sent=0,
+        bytes_received=0,
+        bandwidth_bps=0.0,
+        roster_version=0,
+    )
+    while True:
+        await asyncio.sleep(client.deadlines.heartbeat_s)
+        with suppress(LinkError):
+            await client.heartbeat(nothing)
+
+
+async def get_status(invite: Invite) -> CoordinatorToPeerStatus:
+    """One look at the run. Raises the errors of a join."""
+    async with observe(invite) as client:
+        return await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)

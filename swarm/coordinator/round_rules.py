@@ -1,0 +1,250 @@
+"""The life of a round as decisions: when it closes, how long to wait, how it ends. Pure functions on plain values."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from shoal.swarm.coordinator.bandwidth import collectors
+from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.coordinator.trust import outvotes
+from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport, Phase, RoundPlan
+from shoal.swarm.protocol.run_file import RunSection
+
+
+@dataclass
+class Round:
+    """The one open round. Moments are on the coordinator's clock. ``ranges``: the samples behind the plan's
+    members; ``orphans``: those of them that were lost since, back or not. ``moves_left``: how often chunks that
+    were moved can still put the verdict off. ``expected``: the plan that was announced with the closing, until one of
+    its members leaves or another plan is made."""
+
+    number: int
+    phase: Phase = "waiting"
+    opened_s: float = 0.0
+    closes_s: float = 0.0
+    ready: dict[str, PeerToCoordinatorRoundReady] = field(default_factory=dict)
+    ready_s: float = math.inf
+    plan: RoundPlan | None = None
+    expected: RoundPlan | None = None
+    ranges: dict[str, Ranges] = field(default_factory=dict)
+    loss: float | None = None
+    median_loss: float | None = None
+    reports: dict[str, PeerToCoordinatorRoundReport] = field(default_factory=dict)
+    progress_s: float = 0.0
+    reported_s: float = 0.0
+    moves_left: int = 0
+    orphans: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When a round has enough: ``tokens`` reached or ``max_s`` passed. ``exact``: not one token more."""
+
+    tokens: int
+    max_s: float
+    exact: bool
+
+
+def is_over(ends: RunSection, tokens_committed: int, rounds_committed: int, elapsed_s: float) -> bool:
+    """Whether the run has all that its file asks for."""
+    return (
+        (ends.tokens is not None and tokens_committed >= ends.tokens)
+        or (ends.rounds is not None and rounds_committed >= ends.rounds)
+        or (ends.max_s is not None and elapsed_s >= ends.max_s)
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """One member's uncommitted work as it says, believed as far as its leases cover it."""
+
+    done_tokens: int
+    tokens_per_s: float
+    step_s: float
+    heard_s: float
+    leased_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return min(self.done_tokens, self.leased_tokens)
+
+    def tokens_at(self, now_s: float, opened_s: float) -> float:
+        """Extrapolated from the last heartbeat; before the round was opened, nobody trained for it."""
+        passed_s = min(now_s - max(self.heard_s, opened_s), 5.0)
+        return min(self.done_tokens + self.tokens_per_s * passed_s, self.leased_tokens)
+
+    def speed(self, lease_s: float) -> float:
+        """Tokens a second; whoever is fast has asked for leases that last."""
+        return min(self.tokens_per_s, self.leased_tokens / lease_s)
+
+
+def closing_moment(
+    opened_s: float, goal: Goal, works: Collection[Work], now_s: float, deadlines: Deadlines
+) -> float | None:
+    """The moment to announce, or None while it is too early to tell.
+
+    Announced about ``announce_s`` ahead, or the slowest member's step, so that everybody can finish a step.
+    """
+    at_limit = opened_s + goal.max_s
+    slowest_s = max((work.step_s for work in works), default=0.0)
+    ahead_s = min(max(deadlines.announce_s, slowest_s), deadlines.patience_s)
+    if goal.exact:
+        if sum(work.tokens for work in works) >= goal.tokens:
+            return now_s
+        return max(now_s, at_limit) if at_limit <= now_s + ahead_s else None
+    speed = sum(work.speed(deadlines.lease_s) for work in works)
+    missing = goal.tokens - sum(work.tokens_at(now_s, opened_s) for work in works)
+    at_goal = now_s + missing / speed if speed else (now_s if missing <= 0 else at_limit)
+    moment = min(at_goal, at_limit)
+    return max(moment, now_s + deadlines.announce_s / 2) if moment <= now_s + ahead_s else None
+
+
+def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
+    """Of (value, weight); never outside the values, whatever the rounding; None of none."""
+    total = sum(weight for _, weight in values)
+    if not total:
+        return None
+    known = [value for value, _ in values]
+    return min(max(sum(value * (weight / total) for value, weight in values), min(known)), max(known))
+
+
+def lost_work(ended: Round, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
+    """Dead members whose contribution did not get into every chunk: others train on their samples again.
+
+    Of a part that is void, what the living offered is offered again; what the dead did is gone."""
+    if ended.plan is not None and None in digests:
+        return tuple(sorted(ended.orphans))
+    return tuple(peer for peer in left_out(ended, digests) if peer in ended.orphans)
+
+
+def left_out(ended: Round, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
+    """Members whose contribution did not get into every chunk of a round without void parts, in the plan's order.
+
+    Who is missing in the committed bytes is known to those that hold them all, of whom two have to say so; where there
+    is nobody, all are believed, for samples are better trained on twice than never."""
+    if ended.plan is None:
+        return ()
+    reports = ended.reports.values()
+    holders = [report for report in reports if report.digests == digests]
+    said = Counter(index for report in holders or reports for index in set(report.dropped))
+    needed = min(2, max(1, len(holders)))
+    return tuple(ended.plan.members[index].peer for index in sorted(said) if said[index] >= needed)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How the round ends: with digests when committed (None: a void part), with a reason when aborted. ``failed``: the
+    owners and relays that others did not get from what they had to; ``missing``: the members whose contributions did
+    not come; ``accused_by``: by member, of which owners and relays it says so."""
+
+    digests: tuple[bytes | None, ...] = ()
+    reason: str = ""
+    failed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    accused_by: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+    @property
+    def committed(self) -> bool:
+        return bool(self.digests)
+
+
+def judge(
+    plan: RoundPlan,
+    reports: Mapping[str, PeerToCoordinatorRoundReport],
+    live: Collection[str],
+    *,
+    overdue: bool,
+    enough: bool,
+    whole: bool = False,
+    work: Mapping[str, int] = MappingProxyType({}),
+) -> Judgement | None:
+    """The verdict, or None while it is worth waiting.
+
+    Of each part those bytes are committed that most live members hold, if two of them do (one, if it is the last), so
+    that the next death does not take committed bytes away; a part without such bytes is void. Committed when any part
+    is, or, of a ``whole`` round, when all are. Waits for all live members of the plan, or until ``overdue``; those who
+    only lack what others hold can fetch it later: ``enough`` (time for the others' sake) ends the wait for them.
+
+    ``work``: of the members with a record, what was committed of each. Where there are any, it is they who decide on
+    bytes and owners, by that work (``trust.outvotes``).
+    """
+    heard = {peer: report for peer, report in reports.items() if peer in live}
+    present = [member.peer for member in plan.members if member.peer in live]
+    can_wait = len(heard) < len(present) and not overdue
+    if can_wait and not enough:
+        return None  # whatever the reports say: counting a thousand of them takes a while
+    deciding = not work.keys().isdisjoint(present if can_wait else heard)
+    digests: list[bytes | None] = []
+    failed: set[str] = set()
+    accusers: defaultdict[str, set[str]] = defaultdict(set)
+    for index, part in enumerate(plan.parts):
+        held = Counter(one for one in (report.digests[index] for report in heard.values()) if one is not None)
+        worked = _work_behind(heard, index, work) if deciding else {}
+        # Of equally many the smallest, so that any two judges agree.
+        ranked = sorted(held.items(), key=lambda one: (-worked.get(one[0], 0), -one[1], one[0]))
+        digest, holders = ranked[0] if ranked else (None, 0)
+        is_kept = holders >= min(2, len(present)) and (not deciding or digest in worked)
+        kept = digest if is_kept else None
+        if can_wait and kept is None:
+            return None
+        digests.append(kept)
+        owner = plan.members[part.owner].peer
+        if not work:
+            # One that holds other bytes than the rest may have made them up; of two the owner is the likelier source.
+            if kept is None or held.total() - holders >= 2:
+                failed.add(owner)
+        elif kept is None:
+            accusers[owner].update(heard)
+        elif len(held) > 1:
+            others = {peer for peer, report in heard.items() if report.digests[index] not in (None, kept)}
+            accusers[owner].update(heard.keys() - others if owner in others else others)
+    void = digests.count(None)
+    accused_by = {
+        peer: {plan.members[index].peer for index in report.failed} for peer, report in heard.items() if report.failed
+    }
+    for peer, accused in accused_by.items():
+        for one in accused:
+            accusers[one].add(peer)
+    failed.update(peer for peer in accusers if outvotes(accusers[peer] - {peer}, peer, present, work))
+    ended = Judgement(
+        failed=tuple(sorted(failed)),
+        missing=tuple(peer for peer in _missing(plan, heard, work) if peer in live),
+        accused_by=accused_by,
+    )
+    if void < len(digests) and not (void and whole):
+        return replace(ended, digests=tuple(digests))
+    troubles = sorted({report.trouble for report in heard.values() if report.trouble})
+    why = f"; {troubles[0]}" if troubles else ""
+    return replace(ended, reason=f"{void} of {len(plan.parts)} parts did not arrive{why}")
+
+
+def _work_behind(
+    heard: Mapping[str, PeerToCoordinatorRoundReport], part: int, work: Mapping[str, int]
+) -> dict[bytes, int]:
+    """The recorded work of those who hold each digest of a part."""
+    worked: dict[bytes, int] = {}
+    for peer in heard.keys() & work.keys():
+        digest = heard[peer].digests[part]
+        if digest is not None:
+            worked[digest] = worked.get(digest, 0) + work[peer]
+    return worked
+
+
+def _missing(plan: RoundPlan, heard: Mapping[str, PeerToCoordinatorRoundReport], work: Mapping[str, int]) -> list[str]:
+    """Members whose contributions did not come, as most of those say who had to collect them."""
+    said: defaultdict[int, set[str]] = defaultdict(set)
+    for peer, report in heard.items():
+        for index in report.undelivered:
+            said[index].add(peer)
+    missing = []
+    for index in sorted(said):
+        collecting = {plan.members[one].peer for one in collectors(plan, index)}
+        peer, saying = plan.members[index].peer, said[index] & collecting
+        if saying and 2 * len(saying) > len(collecting) and outvotes(saying, peer, collecting, work):
+            missing.append(peer)
+    return missing

@@ -1,0 +1,84 @@
+"""Which gradients may count here: what one peer has claimed and counted, by stage. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from shoal.swarm.coordinator.leases import Ranges, covers, merge, within
+from shoal.swarm.pipeline.engine.effects import Claim, MicroBatch, Release, as_range
+
+_State = Literal["asked", "granted", "refused"]
+
+
+class Claims:
+    """Of one round. No sample counts twice here: what overlaps anything that we counted or claim already passes
+    through, even when the coordinator would grant it, since it holds us for the one that has it."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, Ranges] = {}
+        self._states: dict[tuple[int, MicroBatch], _State] = {}
+
+    def counted(self, stage: int) -> Ranges:
+        """What this stage's accumulated gradient is made of."""
+        return list(self._counted.get(stage, []))
+
+    def ask(self, micro_batch: MicroBatch, stages: Iterable[int]) -> list[Claim]:
+        """The claims that are still to be made; nothing is asked twice."""
+        claims = []
+        for stage in stages:
+            key = (stage, micro_batch)
+            if key in self._states:
+                continue
+            if self._is_ours(stage, micro_batch):
+                self._states[key] = "refused"
+            else:
+                self._states[key] = "asked"
+                claims.append(Claim(stage, micro_batch))
+        return claims
+
+    def answered(self, claim: Claim, granted: Ranges, is_wanted: bool) -> list[Release]:
+        """``is_wanted``: it is under way in that stage still. A part of a micro-batch cannot count, and goes back."""
+        key = (claim.stage, claim.micro_batch)
+        if self._states.get(key) != "asked":
+            return []
+        whole = covers(merge(granted), as_range(claim.micro_batch))
+        if whole and is_wanted:
+            self._states[key] = "granted"
+            return []
+        if is_wanted:
+            self._states[key] = "refused"
+        else:
+            del self._states[key]
+        return [Release(claim.stage, claim.micro_batch.round, tuple(granted))] if granted else []
+
+    def is_settled(self, micro_batch: MicroBatch, stages: Iterable[int]) -> bool:
+        return all(self._states.get((stage, micro_batch)) in ("granted", "refused") for stage in stages)
+
+    def count(self, micro_batch: MicroBatch, stages: Iterable[int]) -> frozenset[int]:
+        """Its gradient is accumulated now, in the stages returned; the claims stay."""
+        granted = frozenset(stage for stage in stages if self._states.pop((stage, micro_batch), "refused") == "granted")
+        for stage in granted:
+            self._counted[stage] = merge([*self._counted.get(stage, []), *as_range(micro_batch)])
+        return granted
+
+    def give_up(self, micro_batch: MicroBatch) -> list[Release]:
+        """Nobody works on it here any more. What is not answered yet goes back when it is."""
+        releases = []
+        for stage, other in [key for key in self._states if key[1] == micro_batch]:
+            state = self._states[stage, other]
+            if state == "granted":
+                releases.append(Release(stage, other.round, tuple(as_range(other))))
+            if state != "asked":
+                del self._states[stage, other]
+        return releases
+
+    def _is_ours(self, stage: int, micro_batch: MicroBatch) -> bool:
+        claimed = [
+            (other.start, other.stop)
+            for (where, other), state in self._states.items()
+            if where == stage and state != "refused"
+        ]
+        return any(
+            within(ranges, micro_batch.start, micro_batch.stop) for ranges in (claimed, self._counted.get(stage, []))
+        )

@@ -1,0 +1,107 @@
+"""Gradients to hand back: kept until the one before has them, or, when it is gone, for the next one who asks. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.swarm.pipeline.engine.effects import Drop, MicroBatch, Send
+
+
+@dataclass
+class _Waiting:
+    """One who shall have it. ``since_s``: when it was offered last; ``failed``: that offer did not get there."""
+
+    attempt: int
+    since_s: float
+    failed: bool = False
+
+
+@dataclass
+class Handback:
+    """The gradient of the input of ``from_stage``, kept under ``number``. Without anybody waiting it is an orphan."""
+
+    number: int
+    micro_batch: MicroBatch
+    from_stage: int
+    waiting: dict[str, _Waiting] = field(default_factory=dict)
+
+
+class Handbacks:
+    """At most ``limit``. Whoever is fetching one is given the patience for that; others make way, the oldest first:
+    without it a micro-batch that comes again is computed again, and counts no second time."""
+
+    def __init__(self, limit: int, patience_s: float) -> None:
+        self._limit = limit
+        self._patience_s = patience_s
+        self._kept: dict[int, Handback] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def has_room(self, now_s: float) -> bool:
+        return len(self._kept) < self._limit or self._least_needed(now_s) is not None
+
+    def make_room(self, now_s: float) -> list[Drop]:
+        """For one more; there must be room."""
+        if len(self._kept) < self._limit:
+            return []
+        oldest = self._least_needed(now_s)
+        assert oldest is not None
+        return self._drop(oldest)
+
+    def add(self, handback: Handback) -> None:
+        self._kept[handback.number] = handback
+        assert len(self._kept) <= self._limit
+
+    def find(self, micro_batch: MicroBatch, from_stage: int) -> Handback | None:
+        for one in self._kept.values():
+            if (one.micro_batch, one.from_stage) == (micro_batch, from_stage):
+                return one
+        return None
+
+    def offer(self, handback: Handback, peer: str, attempt: int, now_s: float) -> Send:
+        handback.waiting[peer] = _Waiting(attempt, now_s)
+        stage = handback.from_stage - 1
+        return Send("gradient", peer, handback.micro_batch, stage, attempt, handback.number)
+
+    def settled(self, peer: str, micro_batch: MicroBatch, attempt: int) -> list[Drop]:
+        """It has the gradient, or does not want it: of this attempt and those before."""
+        drops = []
+        for one in [one for one in self._kept.values() if one.micro_batch == micro_batch]:
+            waiting = one.waiting.get(peer)
+            if waiting is not None and waiting.attempt <= attempt:
+                del one.waiting[peer]
+                if not one.waiting:
+                    drops += self._drop(one)
+        return drops
+
+    def failed(self, send: Send) -> None:
+        one = self._kept.get(send.number)
+        waiting = one.waiting.get(send.peer) if one else None
+        if waiting is not None and waiting.attempt == send.attempt:
+            waiting.failed = True
+
+    def gone(self, peer: str) -> None:
+        """Kept all the same: who drives the micro-batch again may come to us."""
+        for one in self._kept.values():
+            one.waiting.pop(peer, None)
+
+    def again(self, now_s: float, retry_s: float) -> list[Send]:
+        """The offers that did not get there, once more."""
+        return [
+            self.offer(one, peer, waiting.attempt, now_s)
+            for one in self._kept.values()
+            for peer, waiting in list(one.waiting.items())
+            if waiting.failed and now_s >= waiting.since_s + retry_s
+        ]
+
+    def _least_needed(self, now_s: float) -> Handback | None:
+        late_s = now_s - self._patience_s
+        for one in self._kept.values():
+            if all(waiting.failed or waiting.since_s <= late_s for waiting in one.waiting.values()):
+                return one
+        return None
+
+    def _drop(self, handback: Handback) -> list[Drop]:
+        del self._kept[handback.number]
+        return [Drop(handback.number)]

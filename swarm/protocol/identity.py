@@ -1,0 +1,190 @@
+"""Who is who: Ed25519 identities, the peer ids derived from them, and certificates for CURVE keys."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from zmq.utils import z85
+
+from shoal.swarm.errors import IdentityError, NotAdmitted, StorageError
+from shoal.swarm.protocol.messages import Certificate
+
+_CERTIFICATE_CONTEXT = b"shoal curve key, version 1\0"
+_COORDINATOR_CONTEXT = b"shoal coordinator curve key, version 1"
+_MAX_FILE_BYTES = 65_536
+_FIELD = 2**255 - 19
+_CURVE_D = -121665 * pow(121666, -1, _FIELD)
+
+
+def peer_id(identity_key: bytes) -> str:
+    """The printable id of a raw Ed25519 public key: 16 base32 characters, 80 bits of its SHA-256."""
+    return base64.b32encode(hashlib.sha256(identity_key).digest()[:10]).decode().lower()
+
+
+def key_text(identity_key: bytes) -> str:
+    """A raw Ed25519 public key as run files name it: 52 base32 characters."""
+    return base64.b32encode(identity_key).decode().rstrip("=").lower()
+
+
+def parse_key(text: str) -> bytes:
+    """The raw Ed25519 public key that ``key_text`` wrote. Raises ``IdentityError`` for anything else."""
+    try:
+        key = base64.b32decode(text.upper() + "====")
+    except (ValueError, binascii.Error) as error:
+        raise IdentityError(f"{text[:60]!r} is no public key: expected the 52 letters of `shoal identity`") from error
+    if len(key) != 32 or key_text(key) != text:
+        raise IdentityError(f"{text[:60]!r} is no public key: expected the 52 letters of `shoal identity`")
+    agreement_key(key)
+    return key
+
+
+def agreement_key(identity_key: bytes) -> X25519PublicKey:
+    """The X25519 key of the same secret as this Ed25519 public key, by the birational map u = (1 + y) / (1 - y)
+    (RFC 7748, section 4.1). Raises ``IdentityError`` for bytes that are no point of the curve, or one of small order.
+    """
+    y = int.from_bytes(identity_key, "little") & (1 << 255) - 1
+    # A point: x² = (y² - 1) / (d y² + 1) has to be a square (Euler's criterion).
+    x_squared = (y * y - 1) * pow(_CURVE_D * y * y + 1, -1, _FIELD) % _FIELD
+    if len(identity_key) == 32 and 1 < y < _FIELD - 1 and pow(x_squared, (_FIELD - 1) // 2, _FIELD) == 1:
+        u = (1 + y) * pow(1 - y, -1, _FIELD) % _FIELD
+        public = X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
+        with suppress(ValueError):  # a secret of all zeros: every key agrees on it with a point of small order
+            X25519PrivateKey.generate().exchange(public)
+            return public
+    raise IdentityError(f"{identity_key.hex()} is no Ed25519 public key of any identity")
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """One process's X25519 transport key pair, raw 32 bytes each."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def fresh(cls) -> CurveKeys:
+        public, secret = zmq.curve_keypair()
+        return cls(z85.decode(public), z85.decode(secret))
+
+    @classmethod
+    def from_secret(cls, secret: bytes) -> CurveKeys:
+        return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
+
+
+class Identity:
+    """An Ed25519 key pair. Sign with it; never send the private half anywhere."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+        self.public_key = private.public_key().public_bytes_raw()
+        self.peer_id = peer_id(self.public_key)
+
+    @classmethod
+    def generate(cls) -> Identity:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """Read the identity file, or make one with mode 0600.
+
+        Raises ``IdentityError`` when others may read it or it is not an unencrypted PKCS#8 Ed25519 key.
+        """
+        try:
+            if not path.exists():
+                return cls._create(path)
+            with path.open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                text = file.read(_MAX_FILE_BYTES)
+        except OSError as error:
+            raise IdentityError(f"{path}: cannot be used as identity file: {error}") from error
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise IdentityError(
+                f"{path}: others may read this identity (mode {stat.S_IMODE(mode):o}); run: chmod 600 {path}"
+            )
+        try:
+            key = serialization.load_pem_private_key(text, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise IdentityError(f"{path}: not an identity file; move it away to get a new identity") from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise IdentityError(f"{path}: holds another kind of key; expected Ed25519")
+        return cls(key)
+
+    @classmethod
+    def _create(cls, path: Path) -> Identity:
+        identity = cls.generate()
+        pem = identity._private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # A temporary name and link(2): of two processes that start at once, the second uses the first's key.
+        # A random one: process ids repeat in containers, and a killed process leaves its file behind.
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)
+        except FileExistsError:
+            return cls.load_or_create(path)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot write the identity file: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return identity
+
+    def sign(self, data: bytes) -> bytes:
+        """64-byte Ed25519 signature (RFC 8032)."""
+        return self._private.sign(data)
+
+    def agree(self, public: X25519PublicKey) -> bytes:
+        """32 bytes that only this identity and the holder of the other X25519 secret can compute: to be put through
+        a key derivation. Raises ``ValueError`` for a public key of small order."""
+        # What RFC 8032, section 5.1.5, makes of the seed is the secret of the point that ``agreement_key`` maps.
+        secret = hashlib.sha512(self._private.private_bytes_raw()).digest()[:32]
+        return X25519PrivateKey.from_private_bytes(secret).exchange(public)
+
+    def certify(self, keys: CurveKeys) -> Certificate:
+        """Vouch for a transport key."""
+        return Certificate(
+            identity_key=self.public_key,
+            curve_key=keys.public,
+            signature=self.sign(_CERTIFICATE_CONTEXT + keys.public),
+        )
+
+    def coordinator_keys(self) -> CurveKeys:
+        """The CURVE keys of a coordinator with this identity: always the same, so that invites stay valid."""
+        seed = self._private.private_bytes_raw()
+        return CurveKeys.from_secret(HKDF(hashes.SHA256(), 32, None, _COORDINATOR_CONTEXT).derive(seed))
+
+
+def verify_signature(identity_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether ``identity_key`` signed ``data``."""
+    try:
+        Ed25519PublicKey.from_public_bytes(identity_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def verify_certificate(certificate: Certificate) -> str:
+    """The peer id that the certificate proves. Raises ``NotAdmitted`` when it proves none."""
+    data = _CERTIFICATE_CONTEXT + certificate.curve_key
+    if not verify_signature(certificate.identity_key, certificate.signature, data):
+        raise NotAdmitted("the certificate's signature does not match its keys")
+    return peer_id(certificate.identity_key)

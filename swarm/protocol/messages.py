@@ -1,0 +1,365 @@
+"""Every message of the protocol, named by direction, with the range of every field; those that peers send each other
+are in ``message_peers.py``.
+
+All are frozen and strict: a wrong type, an unknown field or a value out of range is refused when the bytes
+are decoded (``wire.py``), so handlers never see one. Tuples, not lists: they are what msgpack decodes to.
+"""
+
+# ruff: noqa: I001 - sorted, each name that is passed on would have an import of its own
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from shoal.swarm.protocol.message_peers import (
+    PeerToPeerCheckLink as PeerToPeerCheckLink,
+    PeerToPeerCloseStream as PeerToPeerCloseStream,
+    PeerToPeerLinkOpened as PeerToPeerLinkOpened,
+    PeerToPeerMemoryOpened as PeerToPeerMemoryOpened,
+    PeerToPeerNote as PeerToPeerNote,
+    PeerToPeerOfferMemory as PeerToPeerOfferMemory,
+    PeerToPeerOfferTensor as PeerToPeerOfferTensor,
+    PeerToPeerOpenLink as PeerToPeerOpenLink,
+    PeerToPeerOpenStream as PeerToPeerOpenStream,
+    PeerToPeerPing as PeerToPeerPing,
+    PeerToPeerPong as PeerToPeerPong,
+    PeerToPeerStreamEnded as PeerToPeerStreamEnded,
+)
+from shoal.swarm.protocol.rounds import (
+    Part as Part,
+    PlanMember as PlanMember,
+    RoundPlan as RoundPlan,
+    RunView as RunView,
+    Verdict as Verdict,
+)
+from shoal.swarm.protocol.types import (
+    MAX_CLAIM_BYTES as MAX_CLAIM_BYTES,
+    MAX_DELIVERIES as MAX_DELIVERIES,
+    MAX_DETOURS as MAX_DETOURS,
+    MAX_DIMENSIONS as MAX_DIMENSIONS,
+    MAX_EPOCHS as MAX_EPOCHS,
+    MAX_KEPT as MAX_KEPT,
+    MAX_LAYERS as MAX_LAYERS,
+    MAX_MEMBERS as MAX_MEMBERS,
+    MAX_PARTS as MAX_PARTS,
+    MAX_RANGES as MAX_RANGES,
+    MAX_STAGES as MAX_STAGES,
+    MAX_STAND_INS as MAX_STAND_INS,
+    MAX_TENSORS as MAX_TENSORS,
+    MAX_TROUBLE as MAX_TROUBLE,
+    MAX_VERDICTS as MAX_VERDICTS,
+    Blob as Blob,
+    Capability as Capability,
+    Certificate as Certificate,
+    Column as Column,
+    Count as Count,
+    Coverage as Coverage,
+    Delivery as Delivery,
+    DeviceInfo as DeviceInfo,
+    Digest as Digest,
+    DivergenceWord as DivergenceWord,
+    Dtype as Dtype,
+    Headway as Headway,
+    Host as Host,
+    Index as Index,
+    KeptState as KeptState,
+    Key as Key,
+    LayerSize as LayerSize,
+    LeaveReason as LeaveReason,
+    Loss as Loss,
+    MemberStatus as MemberStatus,
+    Message as Message,
+    NormClaim as NormClaim,
+    PeerId as PeerId,
+    Phase as Phase,
+    PipelineView as PipelineView,
+    Port as Port,
+    Rate as Rate,
+    Record as Record,
+    Role as Role,
+    RosterDelta as RosterDelta,
+    RosterEntry as RosterEntry,
+    SampleRange as SampleRange,
+    Scope as Scope,
+    Seconds as Seconds,
+    Shape as Shape,
+    Span as Span,
+    Stage as Stage,
+    StageStatus as StageStatus,
+    TensorForm as TensorForm,
+    TensorSpec as TensorSpec,
+    Text as Text,
+    Trouble as Trouble,
+    UnixTime as UnixTime,
+)
+
+PROTOCOL_VERSION = 7
+"""Raised whenever a message changes meaning; both sides must agree exactly."""
+
+
+# Peer to coordinator ------------------------------------------------------------------------------------
+
+
+class PeerToCoordinatorJoinRun(Message):
+    """One of the two requests that a stranger may make. ``host`` is empty to be known by the address we come from."""
+
+    run: Annotated[str, Field(max_length=100)]
+    certificate: Certificate
+    name: Annotated[str, Field(max_length=64)]
+    role: Role
+    device: DeviceInfo
+    host: Annotated[str, Field(max_length=255)]
+    control_port: Port
+    data_port: Port
+
+
+class PeerToCoordinatorGetRun(Message):
+    """Ask for the run file, without becoming a member: whoever joins knows before what it joins."""
+
+    run: Annotated[str, Field(max_length=100)]
+
+
+class PeerToCoordinatorDescribeModel(Message):
+    """What this peer built from the run file; the run's first one defines it, later ones must agree.
+
+    ``corpus_digest`` and ``samples`` (of one epoch) are None before the data is known: an own training loop brings
+    them with its first batch. Nothing else is told of a machine's data: no names, paths or sizes of files."""
+
+    layout: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS)]
+    corpus_digest: Digest | None
+    tokens_per_sample: Annotated[int, Field(ge=1, le=2**31)]
+    samples: Annotated[int, Field(ge=1, le=2**62)] | None = None
+
+    @property
+    def elements(self) -> int:
+        """Of the whole model."""
+        return sum(spec.elements for spec in self.layout)
+
+
+class PeerToCoordinatorHeartbeat(Message):
+    """Liveness and progress. ``anchor_version`` and ``state_digest`` say which state the peer holds, if any; ``kept``,
+    of a peer that holds none yet, which ones it could go back to, newest first; ``roster_version`` and
+    ``verdict_chain`` what the answer need not tell it again. ``diverged``: the state from which its local work is of no
+    use any more; it waits for what the others say, and tells what it has ``kept`` as well."""
+
+    round: Count
+    activity: Annotated[str, Field(max_length=32)]
+    anchor_version: Count | None
+    state_digest: Digest | None
+    tokens_done: Count
+    tokens_per_s: Rate
+    step_s: Seconds
+    loss: Loss | None
+    chunks_moved: Count
+    bytes_sent: Count
+    bytes_received: Count
+    bandwidth_bps: Rate
+    roster_version: Count
+    verdict_chain: Digest | None = None
+    kept: Annotated[tuple[KeptState, ...], Field(max_length=MAX_KEPT)] = ()
+    headway: Headway = Headway()
+    diverged: KeptState | None = None
+
+
+class PeerToCoordinatorRequestLease(Message):
+    """Ask for samples to train on; ``tokens_done`` as in the heartbeat, so that the answer is fresh."""
+
+    round: Count
+    samples: Annotated[int, Field(ge=1, le=2**31)]
+    tokens_done: Count
+
+
+class PeerToCoordinatorRoundReady(Message):
+    """Local work has stopped; a contribution over these sample ranges is waiting to be averaged. ``norms``: what it
+    claims of that contribution, before any of it is sent (``averaging/norm_claims.py``)."""
+
+    round: Count
+    anchor_version: Count
+    state_digest: Digest
+    weight_tokens: Count
+    ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+    loss: Loss | None
+    norms: NormClaim = b""
+
+
+class PeerToCoordinatorRoundReport(Message):
+    """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
+
+    ``dropped`` are the members (indices of the plan) that some chunk of the results that we hold does without;
+    ``failed`` the owners and relays that did not give us what they had to; ``undelivered`` the members whose
+    contributions are missing in what we reduced ourselves; ``deliveries`` what others' links gave."""
+
+    round: Count
+    digests: Annotated[tuple[Digest | None, ...], Field(max_length=MAX_PARTS)]
+    dropped: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
+    failed: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
+    undelivered: Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)] = ()
+    deliveries: Annotated[tuple[Delivery, ...], Field(max_length=MAX_DELIVERIES)] = ()
+    trouble: Text
+
+
+class PeerToCoordinatorShowCapability(Message):
+    """What this peer could do for the run's pipeline, and what each of the recipe's layers takes."""
+
+    capability: Capability
+    layers: Annotated[tuple[LayerSize, ...], Field(min_length=1, max_length=MAX_LAYERS)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PeerToCoordinatorShowCapability:
+        if len(self.capability.layer_s) != len(self.layers):
+            raise ValueError("every layer has its seconds")
+        return self
+
+
+class PeerToCoordinatorDrive(Message):
+    """Ask for samples to drive through the stages: about ``samples`` in hand in all, with those that this peer drives
+    already. ``done``: those of this round that it has driven to their end, since it asked last at least. Answered with
+    a lease of all that it is to drive, one range a micro-batch: the same question has the same answer. What it has
+    named as done and stands there all the same is to be driven once more, as a stage has lost it."""
+
+    round: Count
+    samples: Annotated[int, Field(ge=1, le=2**31)]
+    done: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+
+
+class PeerToCoordinatorClaim(Message):
+    """In a stage's scope: the gradient of these samples shall count here, and in no other replica of the stage."""
+
+    round: Count
+    ranges: Annotated[tuple[SampleRange, ...], Field(min_length=1, max_length=MAX_RANGES)]
+
+
+class PeerToCoordinatorRelease(Message):
+    """In a stage's scope: what was claimed here will not be done here; any replica may claim it again."""
+
+    round: Count
+    ranges: Annotated[tuple[SampleRange, ...], Field(min_length=1, max_length=MAX_RANGES)]
+
+
+class PeerToCoordinatorLeave(Message):
+    """Going away on purpose; unfinished leases are free again at once. ``trouble``: of who could not go on."""
+
+    reason: LeaveReason
+    trouble: Trouble = ""
+
+
+class PeerToCoordinatorShowVerdict(Message):
+    """The newest verdict here, to a coordinator that speaks of an earlier round: its journal must be an old copy."""
+
+    verdict: Verdict
+
+
+class PeerToCoordinatorGetStatus(Message):
+    """Ask for the run's status."""
+
+
+class PeerToCoordinatorGetVerdicts(Message):
+    """Ask for the verdicts from round ``first`` on."""
+
+    first: Count
+
+
+# Coordinator to peer ------------------------------------------------------------------------------------
+
+
+class CoordinatorToPeerRun(Message):
+    """The run file as its host wrote it: TOML text, whose hash the peer checks against its invite's."""
+
+    run_toml: Annotated[str, Field(max_length=200_000)]
+    run_hash: Digest
+    coordinator: Certificate
+
+
+class CoordinatorToPeerJoinAccepted(Message):
+    """A member now, with the first view of the run. ``run_hash``: of the run file that is hosted by now."""
+
+    peer: PeerId
+    run_hash: Digest
+    observed_host: Host
+    reachable: bool
+    view: RunView
+
+
+class CoordinatorToPeerView(Message):
+    """The view, pushed on change and in answer to heartbeats, readies and reports."""
+
+    view: RunView
+
+
+class CoordinatorToPeerModelAccepted(Message):
+    """The model agrees with the run's."""
+
+
+class CoordinatorToPeerLease(Message):
+    """Samples that nobody else trains on. Empty: there is nothing to do right now, watch the view."""
+
+    ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+
+
+class CoordinatorToPeerClaimed(Message):
+    """Those of the claimed samples that are this peer's. The others are another live replica's: pass them through."""
+
+    ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
+
+
+class CoordinatorToPeerSuperseded(Message):
+    """The same identity joined from another process: this one must stop."""
+
+
+class CoordinatorToPeerVerdicts(Message):
+    """A page of the run's history, oldest first, without gaps; ``more`` of it follows. Empty at its end."""
+
+    verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_VERDICTS)]
+    more: bool
+
+
+class CoordinatorToPeerStatus(Message):
+    """The run at a glance. ``rounds_undone``: committed ones that the run went back behind; they count as committed no
+    longer. ``outlook``: a sentence on what the run waits for while nobody holds its newest state, else empty.
+    ``warning``: a sentence on a loss that has risen far above what it was, else empty.
+    ``coverage``: of the newest epochs, the oldest first; none while nobody has told how long one is. ``stages``: of a
+    pipeline, once they are planned."""
+
+    run: Annotated[str, Field(max_length=100)]
+    run_hash: Digest
+    round: Count
+    phase: Phase
+    closes_in_s: Seconds | None
+    anchor_version: Count
+    rounds_committed: Count
+    rounds_aborted: Count
+    rounds_undone: Count = 0
+    tokens_committed: Count
+    tokens_in_round: Count
+    loss: Loss | None
+    chain: Digest
+    state_digest: Digest | None
+    elapsed_s: Seconds
+    outlook: Text = ""
+    warning: Text = ""
+    coverage: Annotated[tuple[Coverage, ...], Field(max_length=MAX_EPOCHS)] = ()
+    members: Annotated[tuple[MemberStatus, ...], Field(max_length=MAX_MEMBERS * 4)]
+    stages: Annotated[tuple[StageStatus, ...], Field(max_length=MAX_STAGES)] = ()
+
+
+# Either way ---------------------------------------------------------------------------------------------
+
+
+class Acknowledged(Message):
+    """Done; nothing more to say."""
+
+
+class RequestFailed(Message):
+    """The typed error in place of a reply; ``code`` is a class name in ``errors.REMOTE_ERRORS``."""
+
+    code: Annotated[str, Field(max_length=64)]
+    message: Text
+
+
+def _all_messages() -> dict[str, type[Message]]:
+    return {cls.__name__: cls for cls in Message.__subclasses__()}
+
+
+MESSAGES: dict[str, type[Message]] = _all_messages()
+"""Every message class by its name on the wire."""

@@ -1,0 +1,386 @@
+"""The run file: everything a run does, validated, with a hash that every peer of the run shares.
+
+The hash is over the validated content with its defaults filled in, so comments, order and spacing do not
+matter, and a new default in a later version shows as another hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+
+from shoal.compression.codec import Codec, CodecError
+from shoal.compression.coding import Coding, Shapes
+from shoal.swarm.errors import IdentityError, RunFileError
+from shoal.swarm.protocol.identity import parse_key
+from shoal.swarm.protocol.pins import PinsSection
+from shoal.swarm.protocol.run_sources import check_source
+from shoal.swarm.protocol.run_values import check_plain, make_codec, make_coding
+from shoal.swarm.protocol.start_section import StartSection
+
+MAX_RUN_FILE_BYTES = 200_000
+
+RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+"""Also a part of folders' names."""
+
+_MAX_DOTS = 64
+_PIECES = re.compile(r"[=\[\]{},]")
+
+PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+"""Arrays of TOML are lists."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunSection(_Section):
+    """``[run]``. The run ends after ``tokens`` committed tokens, ``rounds`` committed rounds or ``max_s``
+    seconds, whichever comes first; without any of them it goes on until the host stops it."""
+
+    name: RunName
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    tokens: PositiveInt | None = None
+    rounds: PositiveInt | None = None
+    max_s: Annotated[float, Field(gt=0)] | None = None
+
+
+class RecipeSection(_Section):
+    """``[recipe]``: the entry point in ``shoal.recipes`` and its own settings, which the recipe validates.
+
+    ``name = "own"`` is for people who bring model, loss and data themselves (``Session``)."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("settings")
+    @classmethod
+    def _plain(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        check_plain(settings, "")
+        return settings
+
+
+class DataSection(_Section):
+    """``[data]``. ``source``: ``stdlib``, ``text:GLOB``, ``tokens:FILE``, or ``own`` with an own loop. Files are named
+    relative to the folders that each volunteer gives with ``--data`` (``run_sources.py``).
+
+    ``tokens_per_sample`` is set for own loops that count something else than one unit a sample."""
+
+    source: Annotated[str, Field(min_length=1, max_length=500)] = "stdlib"
+    tokens_per_sample: PositiveInt | None = None
+    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
+
+    @field_validator("source")
+    @classmethod
+    def _harmless(cls, source: str) -> str:
+        check_source(source)
+        return source
+
+
+class InnerSection(_Section):
+    """``[inner]``: the local optimizer of ``diloco``; with ``virtual_batch`` only ``batch_samples`` counts.
+
+    ``schedule`` scales the learning rate by global tokens: a linear warm-up, then ``constant``, or ``cosine``
+    or ``linear`` down to ``final_lr_factor`` at the run's ``tokens``."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: Rate = 4e-4
+    betas: Betas = (0.9, 0.95)
+    momentum: Fraction = 0.0
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    batch_samples: Annotated[int, Field(gt=0, le=2**20)] = 8
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class ScheduleSection(_Section):
+    """``[schedule]``: the learning-rate factor on global tokens; applies to the inner optimizer of ``diloco``
+    and to the outer one of ``virtual_batch``."""
+
+    kind: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_tokens: Annotated[int, Field(ge=0, le=2**62)] = 0
+    final_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class OuterSection(_Section):
+    """``[outer]``: turns the mean contribution into the next anchor."""
+
+    optimizer: Literal["nesterov", "sgd", "adamw"] = "nesterov"
+    lr: Rate = 0.7
+    momentum: Fraction = 0.9
+    betas: Betas = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+
+
+class AveragingSection(_Section):
+    """``[averaging]``. ``codec``: a name, or a table of its ``name`` and options, as in
+    ``codec = { name = "int8", block = 4096 }``. ``residual_decay``: what is kept, from round to round, of what
+    encoding lost; 1 keeps all of it. ``group_size``: up to so many members average in one flat group, more in a
+    grid. ``streams``: TCP connections that a link's chunks are spread over. ``robust``: ``norm`` bounds how far one
+    member may move a round's mean (``coordinator/influence.py``), ``none`` does not. ``overlap``: the exchange of a
+    round runs under the local work of the next one, and its result is applied one round late; not for
+    ``virtual_batch``, whose gradients are all of one anchor."""
+
+    codec: str | dict[str, Any] = "int8"
+    residual_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
+    group_size: Annotated[int, Field(ge=2, le=1024)] = 32
+    streams: Annotated[int, Field(ge=1, le=16)] = 1
+    robust: Literal["norm", "none"] = "norm"
+    overlap: bool = False
+
+    @field_validator("codec")
+    @classmethod
+    def _known(cls, codec: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            make_coding(codec, ())
+        except CodecError as error:
+            raise ValueError(str(error)) from error
+        return codec
+
+
+class RoundSection(_Section):
+    """``[round]``: a round closes at ``tokens`` or after ``max_s``. ``patience_s`` is how long anybody waits
+    for a silent machine; every deadline is derived from it (``deadlines.py``)."""
+
+    tokens: PositiveInt
+    max_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    patience_s: Annotated[float, Field(ge=1, le=600)] = 20.0
+
+
+class CheckpointsSection(_Section):
+    """``[checkpoints]``. ``transfer``: how joiners get the state: ``raw``, or ``lossless``, fewer bytes for some of the
+    processors' time, for slow links. ``sealed``: each peer encrypts what it saves, for itself and for ``readers``:
+    other peers' public keys, as ``shoal identity`` prints them."""
+
+    transfer: Literal["raw", "lossless"] = "raw"
+    sealed: bool = False
+    readers: Annotated[tuple[str, ...], Field(strict=False, max_length=256)] = ()
+
+    @field_validator("readers")
+    @classmethod
+    def _keys(cls, readers: tuple[str, ...]) -> tuple[str, ...]:
+        for reader in readers:
+            try:
+                parse_key(reader)
+            except IdentityError as error:
+                raise ValueError(str(error)) from error
+        if len(set(readers)) != len(readers):
+            raise ValueError("names a public key twice")
+        return readers
+
+    @model_validator(mode="after")
+    def _of_use(self) -> CheckpointsSection:
+        if self.readers and not self.sealed:
+            raise ValueError("readers are of use with sealed = true only")
+        return self
+
+    @property
+    def sealed_for(self) -> tuple[bytes, ...] | None:
+        """The readers' raw Ed25519 public keys, 32 bytes each; None where checkpoints are not sealed."""
+        return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
+
+
+class AccessSection(_Section):
+    """``[access]``: how many may come. A network is an IPv4 /24 or an IPv6 /48; all machines behind one router are of
+    one. ``joins_per_minute`` newcomers are let in, in all, and ``joins_per_minute_per_network``; as many may come at
+    once. Who has a record of committed work, or is a member already, comes back beside these.
+    ``members_per_network``: without a record. ``members_without_record``: in all; without it 128, or twice the members
+    with a record if that is more."""
+
+    joins_per_minute: Annotated[int, Field(gt=0, le=10**6)] = 600
+    joins_per_minute_per_network: Annotated[int, Field(gt=0, le=10**6)] = 60
+    members_per_network: Annotated[int, Field(gt=0, le=4096)] = 128
+    members_without_record: Annotated[int, Field(gt=0, le=4096)] | None = None
+
+    def newcomers(self, with_record: int) -> int:
+        """How many members without a record may be here, beside so many with one."""
+        return self.members_without_record or max(_FEWEST_NEWCOMERS, 2 * with_record)
+
+
+_FEWEST_NEWCOMERS = 128
+_USUAL_STAGES, _SPARE_IN_FLIGHT = 3, 4
+
+
+class PipelineSection(_Section):
+    """``[pipeline]``: the model is cut into stages, each held by some peers. ``stages``: how many, or ``auto``: by what
+    the first peers can hold. ``micro_batch``: samples that go through the stages together. ``activations``: the codec
+    of activations and their gradients, a name or a table as in ``averaging.codec``. ``max_in_flight``: up to so many
+    micro-batches wait at a peer for their gradients; ``auto``: ``in_flight``."""
+
+    stages: Literal["auto"] | Annotated[int, Field(ge=2, le=1024)] = "auto"
+    micro_batch: Annotated[int, Field(gt=0, le=2**20)]
+    activations: str | dict[str, Any] = "int8"
+    max_in_flight: Literal["auto"] | Annotated[int, Field(gt=0, le=1024)] = "auto"
+
+    @field_validator("activations")
+    @classmethod
+    def _known(cls, activations: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            make_codec(activations)
+        except CodecError as error:
+            raise ValueError(str(error)) from error
+        return activations
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that may wait at a peer. For ``auto`` two for each stage of a chain, one at work and one on its
+        way, and some more, as replicas of a stage do not take turns exactly (docs/decisions.md)."""
+        if self.max_in_flight != "auto":
+            return self.max_in_flight
+        stages = _USUAL_STAGES if self.stages == "auto" else self.stages
+        return _SPARE_IN_FLIGHT + 2 * stages
+
+    @property
+    def codec(self) -> Codec:
+        """What activations and their gradients are packed with."""
+        return make_codec(self.activations)
+
+
+_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "sparseloco": {
+        "averaging": {"codec": "topk", "residual_decay": 0.95},
+        "outer": {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0},
+    }
+}
+"""What an algorithm sets where the run file does not, by section. sparseloco: Sarfi et al. 2025, arXiv:2508.15706."""
+
+
+class RunFile(_Section):
+    """A whole run file. ``algorithm = "sparseloco"`` is ``diloco`` with other defaults (``_PRESETS``)."""
+
+    run: RunSection
+    recipe: RecipeSection
+    data: DataSection = DataSection()
+    algorithm: Literal["diloco", "sparseloco", "virtual_batch"] = "diloco"
+    averaging: AveragingSection = AveragingSection()
+    inner: InnerSection = InnerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    outer: OuterSection = OuterSection()
+    round: RoundSection
+    checkpoints: CheckpointsSection = CheckpointsSection()
+    access: AccessSection = AccessSection()
+    pipeline: PipelineSection | None = None
+    start: StartSection | None = None
+    pins: PinsSection | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, content: Any) -> Any:
+        """Fill in what the algorithm sets and the file does not."""
+        if not isinstance(content, dict):
+            return content
+        filled = dict(content)
+        for section, settings in _PRESETS.get(str(content.get("algorithm")), {}).items():
+            own = filled.get(section, {})
+            if isinstance(own, dict):
+                filled[section] = {**settings, **own}
+        return filled
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunFile:
+        if self.averaging.overlap and self.algorithm == "virtual_batch":
+            raise ValueError(
+                'averaging.overlap = true needs algorithm = "diloco" or "sparseloco", whose members train on without '
+                'the mean; "virtual_batch" has nothing to train on before it'
+            )
+        if self.schedule.kind != "constant" and self.run.tokens is None:
+            raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, to know where it ends")
+        if self.pipeline is not None and self.algorithm != "virtual_batch":
+            raise ValueError(
+                f'[pipeline] needs algorithm = "virtual_batch", not {self.algorithm!r}: with local optimizers the '
+                f"stages that a micro-batch goes through would hold weights of different moments"
+            )
+        if self.data.tokens_per_sample is not None:
+            self._check_micro_batches(self.data.tokens_per_sample)
+        self._check_pins()
+        return self
+
+    def _check_pins(self) -> None:
+        pins = self.pins
+        if pins is None:
+            return
+        if self.start is not None and pins.state is not None:
+            raise ValueError("pins.state: the run starts from a checkpoint, and [start] says which state that is")
+        if (pins.layers is None) == (self.pipeline is not None):
+            raise ValueError("pins.layers: expected in a run with a [pipeline], and in no other")
+
+    def _check_micro_batches(self, tokens_per_sample: int) -> None:
+        if self.pipeline is None:
+            return
+        micro_batch_tokens = self.pipeline.micro_batch * tokens_per_sample
+        if self.round.tokens % micro_batch_tokens:
+            fewer = self.round.tokens // micro_batch_tokens * micro_batch_tokens
+            raise ValueError(
+                f"round.tokens: expected a whole number of micro-batches, of {self.pipeline.micro_batch} samples of "
+                f"{tokens_per_sample} tokens each, such as {fewer or micro_batch_tokens}, not {self.round.tokens}"
+            )
+
+    def check_micro_batches(self, tokens_per_sample: int) -> None:
+        """Raises ``RunFileError`` unless a pipeline's round is a whole number of micro-batches; for callers who know
+        from the recipe what a sample is."""
+        try:
+            self._check_micro_batches(tokens_per_sample)
+        except ValueError as error:
+            raise RunFileError(f"run {self.run.name}: {error}") from error
+
+    @property
+    def most_in_a_chunk(self) -> int:
+        """Values: as many as packed are no larger than 4 MiB of float32, which a frame can hold."""
+        return self.coding(()).most_in_a_chunk
+
+    def coding(self, shapes: Shapes) -> Coding:
+        """What contributions and results are packed with, for a model of these tensors."""
+        return make_coding(self.averaging.codec, shapes)
+
+    @property
+    def hash(self) -> bytes:
+        """SHA-256 of the canonical JSON of the validated content."""
+        # Runs without these sections have the hash that they had before there were any.
+        absent = {name for name in ("pipeline", "start", "pins") if getattr(self, name) is None}
+        content = self.model_dump(mode="json", exclude=absent)
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).digest()
+
+
+def parse_run_file(text: str, where: str = "run file") -> RunFile:
+    """Validate TOML text. Raises ``RunFileError`` that names the file, the field and what was expected."""
+    if len(text.encode()) > MAX_RUN_FILE_BYTES:
+        raise RunFileError(f"{where}: larger than {MAX_RUN_FILE_BYTES} bytes; that is no run file")
+    for line in text.splitlines():
+        # The parser takes memory quadratic in the dots of one key; run files come from other machines too.
+        if not line.lstrip().startswith("#") and any(piece.count(".") > _MAX_DOTS for piece in _PIECES.split(line)):
+            raise RunFileError(f"{where}: a key with more than {_MAX_DOTS} dots: {line[:40]!r}…")
+    try:
+        return RunFile.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise RunFileError(f"{where}: not valid TOML: {error}") from error
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            field = ".".join(str(step) for step in problem["loc"])
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{field}: {message}" if field else message)
+        raise RunFileError(f"{where}: " + "; ".join(lines)) from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, arrays of thousands of levels
+        raise RunFileError(f"{where}: not valid TOML: {error}") from error
+
+
+def load_run_file(path: Path) -> tuple[str, RunFile]:
+    """Read and validate; returns the text as written and the validated run file."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_RUN_FILE_BYTES + 1).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunFileError(f"{path}: cannot be read: {error}") from error
+    return text, parse_run_file(text, str(path))

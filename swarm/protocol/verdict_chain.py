@@ -1,0 +1,68 @@
+"""The chain of verdicts: what is hashed and signed, and how anybody checks it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgpack
+
+from shoal.swarm.errors import WireError
+from shoal.swarm.protocol.identity import verify_signature
+from shoal.swarm.protocol.messages import Verdict
+
+_CONTEXT = b"shoal verdict, version 1\0"
+
+
+_TOGETHER = b"shoal verdicts of all stages, version 1\0"
+
+
+def genesis(run_hash: bytes, scope: int = 0) -> bytes:
+    """The chain before the first round: of the run, or of its stage ``scope - 1``."""
+    stage = b"stage" + (scope - 1).to_bytes(4, "big") if scope else b""
+    return hashlib.sha256(b"shoal chain, version 1\0" + run_hash + stage).digest()
+
+
+def chain_hash(verdict: Verdict) -> bytes:
+    """SHA-256 over the previous chain and everything the verdict says, but for its own hash and signature."""
+    # Verdicts of runs without stages have the hash that they had before there were any.
+    content = verdict.model_dump(exclude={"chain", "signature", *(("together",) if verdict.together is None else ())})
+    packed: bytes = msgpack.packb([sorted(content), [content[key] for key in sorted(content)]])
+    return hashlib.sha256(_CONTEXT + packed).digest()
+
+
+def tied_together(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of all stages on one round, in their order, each with ``together``: SHA-256 over what all of them
+    say. So each one's signature covers the others."""
+    together = _together(verdicts)
+    return [verdict.model_copy(update={"together": together}) for verdict in verdicts]
+
+
+def are_all_stages(verdicts: Sequence[Verdict]) -> bool:
+    """Whether these are the verdicts of all stages on one round, in their order: as each of them says."""
+    together = _together(verdicts)
+    return bool(verdicts) and all(verdict.together == together for verdict in verdicts)
+
+
+def _together(verdicts: Sequence[Verdict]) -> bytes:
+    bare = [verdict.model_copy(update={"together": None}) for verdict in verdicts]
+    return hashlib.sha256(_TOGETHER + b"".join(chain_hash(verdict) for verdict in bare)).digest()
+
+
+def signed_bytes(chain: bytes) -> bytes:
+    """What the coordinator signs: the chain hash covers the rest."""
+    return _CONTEXT + chain
+
+
+def pack_verdict(verdict: Verdict) -> bytes:
+    """As it is kept and sent: msgpack of all its fields."""
+    data: bytes = msgpack.packb(verdict.model_dump())
+    return data
+
+
+def check_verdict(verdict: Verdict, coordinator_key: bytes) -> None:
+    """Raises ``WireError`` when the hash or the coordinator's signature is wrong."""
+    if chain_hash(verdict) != verdict.chain:
+        raise WireError(f"the verdict of round {verdict.round} does not match its own hash")
+    if not verify_signature(coordinator_key, verdict.signature, signed_bytes(verdict.chain)):
+        raise WireError(f"the verdict of round {verdict.round} is not signed by the coordinator")

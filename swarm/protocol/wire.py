@@ -1,0 +1,280 @@
+"""msgpack bytes to messages and back: one envelope, one size limit, one error for anything malformed."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgpack
+from pydantic import ValidationError
+
+from shoal.swarm.errors import ProtocolMismatch, WireError
+from shoal.swarm.protocol.messages import (
+    MAX_STAGES,
+    MAX_TENSORS,
+    MESSAGES,
+    PROTOCOL_VERSION,
+    CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerView,
+    Message,
+    PeerToCoordinatorDescribeModel,
+    PipelineView,
+    Record,
+    RosterDelta,
+    RosterEntry,
+    RoundPlan,
+    RunView,
+    TensorSpec,
+    Verdict,
+)
+
+MAX_MESSAGE_BYTES = 8 * 2**20
+"""Of an encoded control message to whoever has dialed us, and trusts our key; ZeroMQ refuses larger ones before it
+allocates them."""
+
+MAX_REQUEST_BYTES = 2**20
+"""Of one to whoever we have dialed, who accepts connections from anybody. The largest, a full run's verdict, has less
+than half of that."""
+
+MAX_FRAME_BYTES = 2**15
+"""Of a frame of such a message: more is sent in pieces, so that ZeroMQ refuses larger ones from everybody."""
+
+_IS_PIECE = 0xC1
+"""The one byte that msgpack never uses."""
+
+_PIECE = struct.Struct(">BII")
+"""That byte, the size of the whole message, and where in it the piece begins."""
+
+_PIECE_BYTES = MAX_FRAME_BYTES - _PIECE.size
+
+MAX_LAYOUT_BYTES = 2**23
+"""Of a model's layout once it is unpacked: 65,536 tensors with names of a hundred letters."""
+
+_MAX_PROBLEMS = 100
+
+Kind = Literal["request", "reply", "notice"]
+_KINDS: tuple[Kind, ...] = ("request", "reply", "notice")
+
+
+_ARRAY_OF_6 = bytes(msgpack.Packer().pack_array_header(6))
+_SHARED = 32
+_shared: tuple[tuple[tuple[Record, ...], bytes], ...] = ()
+"""The records that were packed last, and their bytes: of each scope a plan, a verdict, a roster, and one that is on its
+way out."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """``number`` pairs a reply with its request; it is 0 in a notice, which has no reply. ``scope``: 0 for the run,
+    s + 1 for its stage s; a reply has its request's."""
+
+    kind: Kind
+    number: int
+    message: Message
+    scope: int = 0
+
+
+def encode(envelope: Envelope, limit_bytes: int | None = None) -> bytes:
+    """``limit_bytes``: ``MAX_MESSAGE_BYTES`` by default. Raises ``WireError`` when the message is larger than the other
+    side would accept."""
+    message = envelope.message
+    kind = _KINDS.index(envelope.kind)
+    head = [PROTOCOL_VERSION, kind, envelope.number, envelope.scope, type(message).__name__]
+    data = b"".join([_ARRAY_OF_6, *map(_packb, head), _pack(message)])
+    if len(data) > (MAX_MESSAGE_BYTES if limit_bytes is None else limit_bytes):
+        raise WireError(f"{type(message).__name__} of {len(data)} bytes is too large to send")
+    return data
+
+
+def cut(data: bytes) -> list[bytes]:
+    """Frames of an encoded message, for whoever accepts only small ones: the message, or its pieces.
+
+    Not one ZeroMQ message of several frames: their number has no limit, and libzmq ends the process that closes a
+    socket at the moment when the connection is lost in the middle of one (``session_base.cpp``, ``clean_pipes``)."""
+    if len(data) <= MAX_FRAME_BYTES:
+        return [data]
+    return [
+        _PIECE.pack(_IS_PIECE, len(data), start) + data[start : start + _PIECE_BYTES]
+        for start in range(0, len(data), _PIECE_BYTES)
+    ]
+
+
+class Assembly:
+    """Puts the pieces of one sender's messages together; messages that are whole may come between them."""
+
+    def __init__(self) -> None:
+        self._whole = bytearray()
+        self._bytes = 0
+
+    def take(self, frame: memoryview) -> memoryview | None:
+        """The message that the frame is or completes, if any. Pieces that do not follow each other are dropped: they
+        are left over from a connection that was lost."""
+        if len(frame) < _PIECE.size or frame[0] != _IS_PIECE:
+            return frame
+        _, size, start = _PIECE.unpack_from(frame)
+        piece = frame[_PIECE.size :]
+        if start == 0:
+            self._whole, self._bytes = bytearray(), size
+        fits = (size, start) == (self._bytes, len(self._whole)) and size <= MAX_REQUEST_BYTES
+        if not fits or len(piece) != min(_PIECE_BYTES, size - start):
+            self._whole, self._bytes = bytearray(), 0
+            return None
+        self._whole += piece
+        if len(self._whole) < size:
+            return None
+        whole, self._whole, self._bytes = self._whole, bytearray(), 0
+        return memoryview(whole)
+
+
+def _pack(value: Any) -> bytes:
+    """msgpack of a field. What views share, which is nearly all of them, is packed once for everybody."""
+    match value:
+        case None | int() | float() | str() | bytes():
+            return _packb(value)
+        case CoordinatorToPeerView() | CoordinatorToPeerJoinAccepted() | RunView():
+            header, names = _packed_names(type(value))
+            return header + b"".join([packed + _pack(getattr(value, name)) for name, packed in names])
+        case RoundPlan() | Verdict() | PipelineView() | RosterDelta():
+            return _pack_shared((value,), value.model_dump)
+        case (RosterEntry(), *_):
+            return _pack_shared(value, lambda: tuple(entry.model_dump() for entry in value))
+        case PeerToCoordinatorDescribeModel():
+            return _packb(value.model_dump(exclude={"layout"}) | {"layout": _pack_layout(value.layout)})
+        case Record():
+            return _packb(value.model_dump())
+    return _packb(value)
+
+
+@functools.cache
+def _packed_names(kind: type[Record]) -> tuple[bytes, list[tuple[str, bytes]]]:
+    """The header of a record's map, and its fields' names as they are and packed."""
+    header = bytes(msgpack.Packer().pack_map_header(len(kind.model_fields)))
+    return header, [(name, _packb(name)) for name in kind.model_fields]
+
+
+def _pack_shared(records: tuple[Record, ...], dump: Callable[[], Any]) -> bytes:
+    """Frozen records are the same as last time when they are the same objects."""
+    global _shared
+    for known, data in _shared:
+        if len(known) == len(records) and all(map(operator.is_, known, records)):
+            return data
+    data = _packb(dump())
+    _shared = (*_shared[1 - _SHARED :], (records, data))
+    return data
+
+
+def _pack_layout(layout: tuple[TensorSpec, ...]) -> bytes:
+    """Compressed, as names of tensors repeat each other: 65,536 of them have 6 MB, and 0.3 MB so."""
+    fields = []
+    for spec in layout:
+        name, dtype = spec.name.encode(), spec.dtype.encode()
+        sizes = struct.pack(f">HBB{len(spec.shape)}Q", len(name), len(dtype), len(spec.shape), *spec.shape)
+        fields += [sizes, name, dtype]
+    data = b"".join(fields)
+    if len(data) > MAX_LAYOUT_BYTES:
+        raise WireError(f"the layout of a model of {len(layout)} tensors has {len(data)} bytes, which is too large")
+    return zlib.compress(data, 6)
+
+
+@functools.lru_cache(maxsize=2)
+def _unpack_layout(packed: bytes) -> tuple[TensorSpec, ...]:
+    """Not msgpack, of which each byte may become an object: this takes no more memory than its tensors do. All members
+    of a run say the same, so it is remembered.
+
+    Raises ``WireError`` and ``ValidationError``."""
+    unpacker, at = zlib.decompressobj(), 0
+    layout: list[TensorSpec] = []
+    try:
+        data = unpacker.decompress(packed, MAX_LAYOUT_BYTES)
+        while at < len(data) and len(layout) < MAX_TENSORS:
+            name_bytes, dtype_bytes, dimensions = struct.unpack_from(">HBB", data, at)
+            shape = struct.unpack_from(f">{dimensions}Q", data, at + 4)
+            at += 4 + 8 * dimensions
+            name, dtype = data[at : at + name_bytes], data[at + name_bytes : at + name_bytes + dtype_bytes]
+            at += name_bytes + dtype_bytes
+            layout.append(TensorSpec(name=name.decode(), shape=shape, dtype=dtype.decode()))
+    except (zlib.error, struct.error, UnicodeDecodeError) as error:
+        raise WireError(f"malformed layout: {type(error).__name__}") from error
+    if at != len(data) or not unpacker.eof or unpacker.unused_data:
+        raise WireError("malformed layout: it has not the length that it says")
+    return tuple(layout)
+
+
+def _packb(value: Any) -> bytes:
+    data: bytes = msgpack.packb(value)
+    return data
+
+
+def decode(data: bytes | memoryview) -> Envelope:
+    """Raises ``ProtocolMismatch`` for another version and ``WireError`` for everything else that is wrong."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes is too large")
+    try:
+        # Deep nesting makes msgpack raise StackError (a ValueError). Arrays are allocated by their declared
+        # length: unlimited, each of many nested headers could claim eight times the size of the whole input.
+        fields: Any = msgpack.unpackb(
+            data,
+            use_list=False,
+            strict_map_key=True,
+            max_array_len=MAX_TENSORS,
+            max_map_len=64,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack: {type(error).__name__}") from error
+    if not isinstance(fields, tuple) or not fields or type(fields[0]) is not int:
+        raise WireError("not a Shoal message")
+    if fields[0] != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"the other side speaks protocol version {fields[0]}, this one speaks {PROTOCOL_VERSION}: "
+            "install the same release of shoal on both machines"
+        )
+    match fields:
+        case (_, int(kind), int(number), int(scope), str(name), dict(body)):
+            return Envelope(_kind(kind), _number(number), _message(name, body), _scope(scope))
+    raise WireError("not a Shoal message")
+
+
+def _kind(index: int) -> Kind:
+    if isinstance(index, bool) or not 0 <= index < len(_KINDS):
+        raise WireError("unknown kind of envelope")
+    return _KINDS[index]
+
+
+def _number(number: int) -> int:
+    if isinstance(number, bool) or not 0 <= number < 2**63:
+        raise WireError("request number out of range")
+    return number
+
+
+def _scope(scope: int) -> int:
+    if isinstance(scope, bool) or not 0 <= scope <= MAX_STAGES:
+        raise WireError("scope out of range")
+    return scope
+
+
+def _message(name: str, body: dict[Any, Any]) -> Message:
+    cls = MESSAGES.get(name)
+    if cls is None:
+        raise WireError(f"unknown message type {name[:64]!r}")
+    try:
+        if cls is PeerToCoordinatorDescribeModel and isinstance(body.get("layout"), bytes):
+            body["layout"] = _unpack_layout(body["layout"])
+        return cls.model_validate(body)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(f"malformed {name}: {_first_problem(error)}") from error
+
+
+def _first_problem(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return type(error).__name__
+    if error.error_count() > _MAX_PROBLEMS:
+        return f"{error.error_count()} problems"  # pydantic would spell them all out to name the first
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    # The place may be made of the sender's own bytes, on the way to a log.
+    return ascii(f"{'.'.join(str(step)[:100] for step in first['loc'])}: {first['msg']}")[:300]

@@ -1,0 +1,1 @@
+"""Connections between machines: encrypted control messages and sealed bulk frames."""

@@ -1,0 +1,80 @@
+"""Who may talk to us: the rosters of the run and of the stages that this process is a member of, by scope. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from shoal.swarm.errors import NotAdmitted
+from shoal.swarm.protocol.identity import verify_certificate
+from shoal.swarm.protocol.messages import RosterEntry
+
+log = logging.getLogger(__name__)
+
+_Address = tuple[bytes, str, int, int]
+
+
+class Rosters:
+    """Whoever is on any of them is known."""
+
+    def __init__(self) -> None:
+        self._by_scope: dict[int, dict[str, RosterEntry]] = {}
+        self._peers_by_key: dict[bytes, str] = {}
+
+    def update(self, roster: tuple[RosterEntry, ...], scope: int) -> set[bytes]:
+        """Replace a scope's; returns the keys to part from: of those who are on none any more, or elsewhere.
+
+        Entries whose certificate is wrong are left out."""
+        return self._replace({**self._by_scope, scope: {entry.peer: entry for entry in self._checked(roster)}})
+
+    def leave(self, scope: int) -> set[bytes]:
+        """Forget a scope's; returns the keys to part from."""
+        return self._replace({of: entries for of, entries in self._by_scope.items() if of != scope})
+
+    def entry(self, peer: str, scope: int) -> RosterEntry | None:
+        """As that scope knows it, else as another one does, the run's first."""
+        own = self._by_scope.get(scope, {}).get(peer)
+        return own or next((entries[peer] for entries in self._in_order() if peer in entries), None)
+
+    def peer_with(self, curve_key: bytes) -> str | None:
+        """Who holds that key, if it is known."""
+        return self._peers_by_key.get(curve_key)
+
+    def trainers(self, scope: int) -> list[str]:
+        """The members that train, in the roster's order: who has been here longest first."""
+        entries = self._by_scope.get(scope, {})
+        return [peer for peer, entry in entries.items() if entry.role in ("trainer", "contributor")]
+
+    def processes(self, scope: int) -> dict[str, bytes]:
+        """By member, the key that its process has."""
+        return {peer: entry.certificate.curve_key for peer, entry in self._by_scope.get(scope, {}).items()}
+
+    def __contains__(self, peer: str) -> bool:
+        return any(peer in entries for entries in self._by_scope.values())
+
+    def _in_order(self) -> list[dict[str, RosterEntry]]:
+        return [self._by_scope[scope] for scope in sorted(self._by_scope)]
+
+    def _checked(self, roster: tuple[RosterEntry, ...]) -> Iterator[RosterEntry]:
+        # Known certificates are not checked again: 256 of them take a while.
+        known = {entry.peer: entry.certificate for entries in self._by_scope.values() for entry in entries.values()}
+        for entry in roster:
+            try:
+                if known.get(entry.peer) == entry.certificate or verify_certificate(entry.certificate) == entry.peer:
+                    yield entry
+            except NotAdmitted as error:
+                log.warning("roster entry %s left out: %s", entry.peer, error)
+
+    def _replace(self, by_scope: dict[int, dict[str, RosterEntry]]) -> set[bytes]:
+        earlier = self._addresses()
+        self._by_scope = by_scope
+        now = self._addresses()
+        self._peers_by_key = {address[0]: peer for address, peer in now.items()}
+        return {address[0] for address in earlier.keys() - now.keys()}
+
+    def _addresses(self) -> dict[_Address, str]:
+        return {_address(entry): peer for entries in self._in_order() for peer, entry in entries.items()}
+
+
+def _address(entry: RosterEntry) -> _Address:
+    return entry.certificate.curve_key, entry.host, entry.control_port, entry.data_port

@@ -1,0 +1,89 @@
+"""The gate: who may connect at all. Answers libzmq's question for every handshake (ZAP, ZeroMQ RFC 27).
+
+Callers prove a CURVE key; data connections are no ZeroMQ sockets (``pump.py``). (pyzmq's ``AsyncioAuthenticator``
+asks one caller after the other, and dies when a callback raises.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import zmq
+import zmq.asyncio
+
+from shoal.swarm.errors import LinkError
+from shoal.swarm.transport.addresses import network_of
+from shoal.swarm.transport.caller_guard import CallerGuard
+from shoal.swarm.transport.sockets import CURVE_DOMAIN
+
+log = logging.getLogger(__name__)
+
+Admit = Callable[[bytes], Awaitable[bool]]
+"""May the holder of this raw CURVE key come in? It may ask others; it has ``_ADMIT_S``."""
+
+_ADMIT_S = 10.0
+_MAX_UNDECIDED, _MAX_UNDECIDED_PER_NETWORK = 256, 64
+
+
+class Gate:
+    """One for each ZeroMQ context; its task lives in ``tasks``."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, tasks: asyncio.TaskGroup, admit: Admit, guard: CallerGuard
+    ) -> None:
+        """``guard``: knows who is a member, and need not be asked about, and who was a nuisance."""
+        self._socket = context.socket(zmq.ROUTER)
+        self._tasks = tasks
+        self._admit = admit
+        self._guard = guard
+        self._undecided: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Must come before any socket of the context is bound."""
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._tasks.create_task(self._receive())
+
+    def stop(self) -> None:
+        self._socket.close(linger=0)
+
+    async def _receive(self) -> None:
+        while not self._socket.closed:
+            frames = await self._socket.recv_multipart()
+            match frames[4], frames[7:]:
+                case (domain, [b"CURVE", key]) if domain == CURVE_DOMAIN:
+                    await self._ask(frames, key, network_of(frames[5].decode("ascii", "replace")))
+                case _:
+                    await self._reply(frames, b"")
+
+    async def _ask(self, frames: list[bytes], key: bytes, network: str) -> None:
+        """Members are not kept waiting by whatever strangers do."""
+        too_many = self._undecided.total() >= _MAX_UNDECIDED or self._undecided[network] >= _MAX_UNDECIDED_PER_NETWORK
+        if not self._guard.is_member(key) and (too_many or self._guard.refuses_handshake(key)):
+            await self._reply(frames, b"")
+        else:
+            self._undecided[network] += 1
+            self._tasks.create_task(self._decide(frames, key, network))
+
+    async def _decide(self, frames: list[bytes], key: bytes, network: str) -> None:
+        user = b""
+        try:
+            async with asyncio.timeout(_ADMIT_S):
+                user = key.hex().encode() if await self._admit(key) else b""
+        except (LinkError, TimeoutError) as error:
+            log.info("refused a caller: %s", error or "nobody could say in time whether to let it in")
+        finally:
+            self._undecided[network] -= 1
+            if not self._undecided[network]:
+                del self._undecided[network]
+        await self._reply(frames, user)
+
+    async def _reply(self, frames: list[bytes], user: bytes) -> None:
+        """``user`` becomes the User-Id of every message of the connection; empty refuses it."""
+        if self._socket.closed:
+            return
+        back, empty, version, request = frames[:4]
+        status, text = (b"200", b"OK") if user else (b"400", b"not admitted")
+        await self._socket.send_multipart([back, empty, version, request, status, text, user, b""])
