@@ -3,8 +3,8 @@
 Both stages are in this process, each with a training thread as a peer has one, and others that pack and unpack what
 goes between the two (``peer/pipeline/staging.py``). In place of a network, packed bytes are copied from the memory of
 the one to that of the other. No round is averaged. The unsplit model takes the same micro-batches, adds up the same
-gradients, and takes turns with the stages; a figure is the median of its turns. ``apart``: of the two gradients, relative, in the L2
-norm. On a CPU all of it shares the same cores: that shows that the script runs, and no more.
+gradients, and takes turns with the stages; a figure is the median of its turns. ``apart``: of the two gradients,
+relative, in the L2 norm. On a CPU all of it shares the same cores: that shows that the script runs, and no more.
 """
 
 from __future__ import annotations

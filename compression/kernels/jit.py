@@ -20,18 +20,18 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def sources_digest(folder: Path) -> str:
-    """Of all modules in ``folder``, by their names and contents: 16 hexadecimal digits."""
+    """Digest of all modules below ``folder``, by their names and contents: 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]
 
 
-_SOURCES = sources_digest(Path(__file__).parent)
+_SOURCES = sources_digest(Path(__file__).parent.parent)
 """numba keeps a kernel's machine code, with all that was compiled into it, for as long as the kernel's own module does
 not change: after an update of a helper's module alone, peers would go on with the old one. So the name under which it
-is kept changes with each module here."""
+is kept changes with each module of ``compression``."""
 
 
 def njit(function: _F) -> _F:

@@ -129,6 +129,7 @@ def test_machine_code_is_made_anew_when_only_a_helper_s_module_changes(tmp_path:
     pytest.importorskip("numba")
     folder = tmp_path / "shoal" / "compression"
     (folder / "kernels").mkdir(parents=True)
+    (folder / "__init__.py").touch()
     shutil.copy(str(jit_path()), folder / "kernels")
     (folder / "kernel.py").write_text(KERNEL)
     answers = []
