@@ -44,8 +44,13 @@ _begun: dict[str, threading.Thread] = {}
 _lock = threading.Lock()
 
 
+def import_kernels(name: str) -> ModuleType:
+    """Import a kernel module, which compiles nothing yet. Raises ``ImportError`` without numba."""
+    return _IMPORTS[name]()
+
+
 def kernels(name: str) -> ModuleType | None:
-    """The kernel module ``shoal.compression.<name>``, once it is compiled; None before that and without numba."""
+    """The kernel module of this name, once it is compiled; None before that and without numba."""
     return _ready.get(name)
 
 
@@ -63,7 +68,7 @@ def compile_ahead(names: Iterable[str]) -> list[threading.Thread]:
 
 def _compile(name: str) -> None:
     try:
-        module = _IMPORTS[name]()
+        module = import_kernels(name)
         module.warm_up()
     except ImportError as error:
         _log.info("codecs run without compiled kernels (pip install 'shoal[fast]' brings them): %s", error)

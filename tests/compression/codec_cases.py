@@ -1,6 +1,5 @@
 """Every codec of the registry, on every path that it has, and what the tests of the contract share."""
 
-import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ def use(path: str) -> Iterator[None]:
     """Only the kernels of ``path``, ``torch`` or ``numba``, whatever has been compiled so far."""
 
     def kernels(name: str) -> ModuleType | None:
-        return importlib.import_module(f"shoal.compression.{name}") if path == "numba" else None
+        return fast.import_kernels(name) if path == "numba" else None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast, "kernels", kernels)
