@@ -22,7 +22,7 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.kernels import loader as fast
 from shoal.compression.registry import get_coding
 from shoal.compression.weighted_mean import WeightedMean
-from shoal.swarm.averaging.part_digest import part_digest
+from shoal.swarm.averaging.results import part_digest
 from shoal.swarm.coordinator.partition import chunk_elements
 from shoal.swarm.transport.frame_crypto import TAG_BYTES, SealedLink, preferred_cipher
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.compression.norms import norms_of
 from shoal.peer.member.member import Member
 from shoal.peer.training.anchor import State
-from shoal.swarm.averaging.norm_claims import ranges as claimed_ranges
+from shoal.swarm.averaging.norm_bounds import ranges as claimed_ranges
 from shoal.swarm.averaging.outcome import Committed, Offer
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.protocol.identity import CurveKeys, Identity

@@ -19,8 +19,7 @@ import msgpack
 import numpy as np
 
 from shoal.peer.regular_file import open_regular
-from shoal.swarm.averaging.part_digest import is_committed
-from shoal.swarm.averaging.results import chunks_of
+from shoal.swarm.averaging.results import chunks_of, is_committed
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.messages import MAX_TENSORS, Part, Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict

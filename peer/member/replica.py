@@ -34,7 +34,7 @@ from shoal.peer.training.data import DataAbout, LeasedSamples
 from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.averaging.norm_claims import ranges
+from shoal.swarm.averaging.norm_bounds import ranges
 from shoal.swarm.averaging.outcome import CarryOn, Committed, Offer, Outcome, OutOfDate
 from shoal.swarm.errors import CorpusError, NotAdmitted
 from shoal.swarm.protocol.messages import KeptState, PeerToCoordinatorDescribeModel, Verdict

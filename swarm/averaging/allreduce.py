@@ -19,16 +19,13 @@ from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.chunk_header import Header, holders, may_hold
-from shoal.swarm.averaging.chunk_store import ChunkStore
+from shoal.swarm.averaging.chunk_streams import HandIn, Seat
 from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
-from shoal.swarm.averaging.decoding import Decoding
-from shoal.swarm.averaging.head_start import HeadStart
-from shoal.swarm.averaging.reducer import Reduced
-from shoal.swarm.averaging.reducing import Reduction
+from shoal.swarm.averaging.prefetch import HeadStart
+from shoal.swarm.averaging.reduction import Reduced, Reduction
 from shoal.swarm.averaging.result_fetch import adopt_agreed, fetch_part
-from shoal.swarm.averaging.results import ResultStore
-from shoal.swarm.averaging.seat import HandIn, Seat
-from shoal.swarm.averaging.watch import Watch
+from shoal.swarm.averaging.results import ChunkStore, Decoding, ResultStore
+from shoal.swarm.averaging.straggler_guard import Watch
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, ShoalError
 from shoal.swarm.protocol.messages import Blob, Delivery, Part, PeerToCoordinatorRoundReport

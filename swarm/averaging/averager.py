@@ -20,15 +20,12 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import may_hold
-from shoal.swarm.averaging.decoding import Decoding
-from shoal.swarm.averaging.head_start import HeadStart
-from shoal.swarm.averaging.lookout import Lookout
-from shoal.swarm.averaging.norm_claims import claim_of, ranges
-from shoal.swarm.averaging.offered import OfferedResults
+from shoal.swarm.averaging.chunk_streams import PacedEndpoint
+from shoal.swarm.averaging.norm_bounds import claim_of, ranges
 from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.averaging.pace import PacedEndpoint
+from shoal.swarm.averaging.prefetch import HeadStart, Lookout
 from shoal.swarm.averaging.result_fetch import ensure_part
-from shoal.swarm.averaging.results import Archive, ResultStore
+from shoal.swarm.averaging.results import Archive, Decoding, OfferedResults, ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.protocol.messages import (

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from shoal.swarm.averaging.buffer_pool import same_bytes
-from shoal.swarm.averaging.part_digest import is_committed
-from shoal.swarm.averaging.results import ResultStore
+from shoal.swarm.averaging.results import ResultStore, is_committed
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, LinkError, ShoalError
 from shoal.swarm.protocol.messages import Part, Verdict

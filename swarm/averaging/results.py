@@ -1,13 +1,17 @@
-"""The results of a round on one member: kept until they are committed or void, and offered to everybody else."""
+"""Results of a round on one member: kept until they are committed or void, offered to every member, and decoded."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+import operator
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Protocol
 
+from blake3 import blake3
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CodecError
@@ -15,14 +19,85 @@ from shoal.compression.coding import Coding
 from shoal.compression.decoding import Piece, decode_all
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import Group, Header
-from shoal.swarm.averaging.chunk_store import ChunkStore
 from shoal.swarm.averaging.norm_bounds import NormBounds
-from shoal.swarm.averaging.part_digest import RunningDigest
+from shoal.swarm.changes import Changes
 from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
 from shoal.swarm.protocol.messages import Blob, Part, RoundPlan, Verdict
 from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.transport import Endpoint
 
 log = logging.getLogger(__name__)
+
+
+def part_digest(chunks: Iterable[memoryview]) -> bytes:
+    """BLAKE3 of a part's result chunks, one after the other: 32 bytes. On one thread, and not under the GIL."""
+    return RunningDigest().of(list(chunks))
+
+
+class RunningDigest:
+    """``part_digest`` of chunks that come one by one: of those that are here less is left to do in the end."""
+
+    def __init__(self) -> None:
+        self._digest = blake3()
+        self._chunks: list[memoryview] = []
+
+    def of(self, chunks: Sequence[memoryview]) -> bytes:
+        """Of these, from the first on. Those that were the same the last time are not looked at again."""
+        before = len(self._chunks)
+        if len(chunks) < before or not all(map(operator.is_, self._chunks, chunks)):
+            self._digest, self._chunks, before = blake3(), [], 0
+        for chunk in chunks[before:]:
+            self._digest.update(chunk)
+            self._chunks.append(chunk)
+        return self._digest.digest()
+
+
+def is_committed(chunks: Sequence[memoryview], digest: bytes) -> bool:
+    """Whether these are the chunks of which a verdict on an earlier round has this digest."""
+    return part_digest(chunks) == digest or _digest_of_protocol_3(chunks) == digest
+
+
+def _digest_of_protocol_3(chunks: Iterable[memoryview]) -> bytes:
+    """SHA-256, as members had it up to that protocol version: the verdicts on their rounds are of the run for ever."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.digest()
+
+
+class ChunkStore:
+    """Chunks by index, each from when it arrives or is made until ``close`` (a ``ChunkSource``). ``about``: what they
+    are, for errors; ``moved``: how many have come."""
+
+    def __init__(self, chunks: int, about: str) -> None:
+        self.chunks = chunks
+        self.moved = 0
+        self._about = about
+        self._held: list[memoryview | None] = [None] * chunks
+        self._closed = False
+        self._changes = Changes()
+
+    async def put(self, chunk: int, data: memoryview) -> None:
+        self._held[chunk] = data
+        self.moved += 1
+        self._changes.announce()
+
+    async def chunk(self, index: int) -> memoryview:
+        """Waits until that chunk exists here. Raises ``BlobUnavailable`` when it never will."""
+        await self._changes.until(lambda: self._closed or self._held[index] is not None)
+        return self[index]
+
+    async def close(self) -> None:
+        """Nobody needs them any more: ends the streams that wait for one."""
+        self._closed = True
+        self._held = [None] * self.chunks
+        self._changes.announce()
+
+    def __getitem__(self, index: int) -> memoryview:
+        data = self._held[index]
+        if data is None:
+            raise BlobUnavailable(f"chunk {index} of {self._about} is not here")
+        return data
 
 
 def chunks_of(plan: RoundPlan, part: Part) -> range:
@@ -263,3 +338,70 @@ class HeldResults:
             return self._store[index]
         except BlobUnavailable:
             return memoryview(b"")
+
+
+class Decoding:
+    """What is decoded of a store's results counts as long as the store holds the very same bytes."""
+
+    def __init__(self, store: ResultStore) -> None:
+        self._store = store
+        self._mean: Tensor | None = None
+        self._lock = threading.Lock()
+        self._decoded: dict[int, memoryview] = {}
+
+    def decode(self, chunks: Sequence[int]) -> None:
+        """Those of them that are not decoded already: all are here, or void. Several may be decoded at once."""
+        store = self._store
+        left = [index for index in chunks if not self._is_decoded(index)]
+        decoded = {index: store[index] for index in left if not store.is_dropped(index)}
+        store.decode(left, self._room())
+        self._decoded |= decoded
+
+    def finish(self) -> Tensor:
+        """The whole mean, as ``ResultStore.mean``."""
+        self.decode(range(self._store.chunks))
+        return self._room()
+
+    def _is_decoded(self, index: int) -> bool:
+        chunk = None if self._store.is_dropped(index) else self._decoded.get(index)
+        return chunk is not None and self._store[index] is chunk
+
+    def _room(self) -> Tensor:
+        with self._lock:
+            if self._mean is None:
+                self._mean = self._store.buffers.passing.floats(self._store.elements)
+            return self._mean
+
+
+class OfferedResults(dict[int, ResultStore]):
+    """Stores by the number of their round. ``archive``: what those that are dropped are then offered from, if any."""
+
+    def __init__(self, endpoint: Endpoint, archive: Archive | None) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._archive = archive
+        self._moved_before = 0
+
+    @property
+    def moved(self) -> int:
+        """Result chunks made or received so far, of all rounds."""
+        return self._moved_before + sum(store.moved for store in self.values())
+
+    def add(self, store: ResultStore) -> ResultStore:
+        """Offer what it holds, and what it will."""
+        self[store.plan.round] = store
+        self._endpoint.publish(store.blob, store)
+        self._endpoint.publish(store.held, HeldResults(store))
+        return store
+
+    async def drop(self, *rounds: int) -> None:
+        """Of those that are here."""
+        for number in rounds:
+            store = self.pop(number, None)
+            if store is not None:
+                self._endpoint.retract(store.blob)
+                self._endpoint.retract(store.held)
+                self._moved_before += store.moved
+                await store.close()
+                if self._archive is not None:
+                    self._archive.take_over(number)

@@ -15,8 +15,8 @@ from torch import Tensor
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.peer.cli.cli import main
 from shoal.swarm.averaging import averager
-from shoal.swarm.averaging.norm_claims import pack
-from shoal.swarm.averaging.reducer import PartReducer, Reduced
+from shoal.swarm.averaging.norm_bounds import pack
+from shoal.swarm.averaging.reduction import PartReducer, Reduced
 
 STEP_S = 0.25
 ENLARGED = 1e6

@@ -8,8 +8,7 @@ from tests.fakes.memory_coordinator import identity
 
 from shoal.compression.coding import Coding
 from shoal.swarm.averaging.chunk_header import Header
-from shoal.swarm.averaging.part_digest import part_digest
-from shoal.swarm.averaging.results import ResultStore, chunks_of
+from shoal.swarm.averaging.results import ResultStore, chunks_of, part_digest
 from shoal.swarm.protocol.messages import RoundPlan, Verdict
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 

@@ -23,8 +23,7 @@ from shoal.peer.state_transfer.donor import StateSource
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.contribution import ContributionSource
-from shoal.swarm.averaging.reducer import Reduced
-from shoal.swarm.averaging.reducing import Reduction
+from shoal.swarm.averaging.reduction import Reduced, Reduction
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
 

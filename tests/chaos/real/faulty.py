@@ -21,7 +21,7 @@ from slow_member import slow_down
 from shoal.peer.cli.cli import main
 from shoal.peer.member.member import Member
 from shoal.swarm.averaging.allreduce import AllReduce
-from shoal.swarm.averaging.reducing import Reduction
+from shoal.swarm.averaging.reduction import Reduction
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.coordinator.events import Fact, VerdictGiven

@@ -13,7 +13,7 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
 from shoal.swarm.averaging.allreduce import Exchange
 from shoal.swarm.averaging.chunk_header import Header
-from shoal.swarm.averaging.collecting import _WINDOW
+from shoal.swarm.averaging.reduction import _WINDOW
 from shoal.swarm.averaging.result_fetch import ensure_part, fetch_part
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.coordinator.partition import chunk_elements, split

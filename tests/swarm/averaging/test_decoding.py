@@ -8,8 +8,7 @@ from tests.fakes.grids import plan_of
 from tests.fakes.rounds import results_of, verdict_on
 
 from shoal.compression.registry import get_coding
-from shoal.swarm.averaging.decoding import Decoding
-from shoal.swarm.averaging.results import ResultStore, chunks_of
+from shoal.swarm.averaging.results import Decoding, ResultStore, chunks_of
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import MAX_MEMBERS
 from shoal.swarm.transport.framing import MAX_CHUNK_BYTES

@@ -11,7 +11,7 @@ from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, tog
 from tests.fakes.virtual_clock import run_virtual, until
 from torch import Tensor
 
-from shoal.swarm.averaging.ahead import Chunks, StreamAhead
+from shoal.swarm.averaging.chunk_streams import Chunks, StreamAhead
 from shoal.swarm.averaging.outcome import Committed, Outcome
 from shoal.swarm.coordinator.leases import count
 from shoal.swarm.errors import BlobUnavailable, LinkError

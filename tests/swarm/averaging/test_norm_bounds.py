@@ -20,9 +20,8 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_codec, get_coding
 from shoal.swarm.averaging.allreduce import Exchange
 from shoal.swarm.averaging.chunk_header import Group, Header
-from shoal.swarm.averaging.norm_bounds import NormBounds
-from shoal.swarm.averaging.norm_claims import MAX_RANGES, claim_of, pack, range_elements, ranges, unpack
-from shoal.swarm.averaging.reducer import PartReducer, Reduced
+from shoal.swarm.averaging.norm_bounds import MAX_RANGES, NormBounds, claim_of, pack, range_elements, ranges, unpack
+from shoal.swarm.averaging.reduction import PartReducer, Reduced
 from shoal.swarm.averaging.result_fetch import adopt_agreed, ensure_part
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines

@@ -7,8 +7,8 @@ from tests.fakes.memory_network import MemoryNetwork, UplinkNetwork
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual
 
+from shoal.swarm.averaging.chunk_streams import Pace, PacedEndpoint
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.averaging.pace import Pace, PacedEndpoint
 from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
 
 MIB = 2**20

@@ -1,6 +1,6 @@
 from tests.fakes.rounds import protocol_3_digest
 
-from shoal.swarm.averaging.part_digest import RunningDigest, is_committed, part_digest
+from shoal.swarm.averaging.results import RunningDigest, is_committed, part_digest
 
 ABC = bytes.fromhex("6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85")
 """BLAKE3 of "abc", as other implementations have it."""

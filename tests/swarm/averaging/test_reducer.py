@@ -11,7 +11,7 @@ from shoal.compression.codec import Codec
 from shoal.compression.registry import CODEC_NAMES, get_codec, get_coding
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
-from shoal.swarm.averaging.reducer import PartReducer, Reduced
+from shoal.swarm.averaging.reduction import PartReducer, Reduced
 
 SIZE = 700
 

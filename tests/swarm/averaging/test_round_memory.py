@@ -9,8 +9,8 @@ from tests.fakes.virtual_clock import run_virtual
 
 from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.buffer_pool import _SEGMENT_BYTES
-from shoal.swarm.averaging.collecting import _WINDOW
 from shoal.swarm.averaging.outcome import Committed
+from shoal.swarm.averaging.reduction import _WINDOW
 from shoal.swarm.coordinator import grouping
 
 ELEMENTS = 8_000_000

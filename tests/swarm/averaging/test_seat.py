@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from tests.fakes.virtual_clock import now_s, run_virtual
 
-from shoal.swarm.averaging.seat import Seat
+from shoal.swarm.averaging.chunk_streams import Seat
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import MemberGone, Unreachable
 

@@ -12,7 +12,7 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 
 from shoal.swarm.averaging.allreduce import Exchange
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.averaging.stragglers import Stragglers
+from shoal.swarm.averaging.straggler_guard import Stragglers
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
 

@@ -1,11 +1,15 @@
-"""An owner's side of a part: packed contributions in, packed means out, chunk by chunk. Pure but for torch.
+"""Reduction of a part: contributions in, packed means out, chunk by chunk.
 
-A relay's side of its row is the same; in a grid, an owner takes whole rows as partials, the packed means of relays.
+Run by a part's owner, by a stand-in when the owner has failed, and by a row reducer for its row of a grid. In a grid,
+an owner takes whole rows as partial sums, the packed means of row reducers, and members one by one where those fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +20,14 @@ from shoal.compression.coding import Coding
 from shoal.compression.weighted_mean import Lost, WeightedMean
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import Group, Header
+from shoal.swarm.averaging.chunk_streams import HandIn, Seat, Wanted
 from shoal.swarm.averaging.norm_bounds import NormBounds
+from shoal.swarm.averaging.straggler_guard import Watch
+from shoal.swarm.changes import Changes
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.transport.links import in_thread
+
+log = logging.getLogger(__name__)
 
 Brought = tuple[Tensor, Tensor]
 """Contribution and residual of a member in a chunk, ``(size,) float32`` each: their sum is what it brings."""
@@ -216,3 +227,167 @@ class PartReducer:
         except CodecError:
             return []
         return included
+
+
+_WINDOW = 16
+"""How many chunks a fast contributor may be ahead of the slowest: what bounds an owner's memory."""
+
+
+class ChunkCollector:
+    """The streams of some chunks, and the meeting point of those and the reducer. ``failed``: relays whose partials
+    did not come, or were none. ``watch``: to be run beside them."""
+
+    def __init__(self, seat: Seat, reducer: PartReducer, chunks: range, tasks: asyncio.TaskGroup) -> None:
+        self.reducer = reducer
+        self.failed: set[int] = set()
+        self.watch = Watch(seat, self._behind)
+        self._seat = seat
+        self._chunks = chunks
+        self._tasks = tasks
+        self._relays: dict[int, tuple[int, asyncio.Task[None]]] = {}
+        self._next = chunks.start
+        self._following: dict[int, int] = {}
+        self._changes = Changes()
+
+    def ask_relay(self, row: int, relay: int) -> None:
+        """Take the row as partials, from the first chunk on."""
+        self._relays[row] = relay, self._tasks.create_task(self._follow(row, relay))
+
+    def ask_members(self, row: int, chunks: range, but: Set[int]) -> None:
+        """Take the row as its members' contributions; those in ``but`` are not asked."""
+        for member in self.reducer.group.rows[row]:
+            if member in but:
+                self._give_up(member)
+            elif member != self.reducer.own:
+                self._tasks.create_task(self._collect(member, chunks))
+
+    def distrust(self, row: int, chunk: int) -> None:
+        """The row's partial of this chunk is none: from here on its other members are asked."""
+        self._relays[row][1].cancel()
+        self._go_without_relay(row, chunk)
+
+    def _go_without_relay(self, row: int, first: int | None = None) -> None:
+        relay, chunks = self._relays[row][0], self.reducer.sum_directly(row, first)
+        if chunks:
+            self.failed.add(relay)
+            self.ask_members(row, chunks, {relay})
+
+    async def wait_complete(self, chunk: int) -> None:
+        await self._changes.until(lambda: self.reducer.is_complete(chunk))
+
+    def advance(self) -> None:
+        self._next += 1
+        self._changes.announce()
+
+    async def _follow(self, row: int, relay: int) -> None:
+        async def hand_in(chunk: int, packed: memoryview) -> None:
+            self._following[relay] = chunk + 1
+            await self._take(self.reducer.offer_partial, chunk, row, packed)
+
+        try:
+            await self._receive(relay, self._seat.partials(self.reducer.group.row(row)), self._chunks, hand_in)
+        except ShoalError as error:
+            self._log(relay, error)
+            self._go_without_relay(row)
+
+    async def _collect(self, member: int, chunks: range) -> None:
+        async def hand_in(chunk: int, packed: memoryview) -> None:
+            self._following[member] = chunk + 1
+            await self._take(self.reducer.offer, chunk, member, packed)
+
+        try:
+            await self._receive(member, self._seat.contributions(), chunks, hand_in)
+        except ShoalError as error:  # the other side's errors come out of here, too
+            self._log(member, error)
+            self._give_up(member)
+
+    async def _receive(self, source: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
+        self._following[source] = chunks.start
+        stream = functools.partial(self._seat.receive, source, wanted, chunks)
+        await self.watch.over(source, wanted.wait_s, len(chunks), hand_in, stream)
+
+    def _behind(self) -> set[int]:
+        """Who has not delivered the next chunk to be made."""
+        return {source for source, following in self._following.items() if following <= self._next}
+
+    def _log(self, member: int, error: ShoalError) -> None:
+        number, peer = self._seat.store.plan.round, self._seat.members[member]
+        log.warning("round %d goes on without %s: %s", number, peer, error)
+
+    async def _take(
+        self, offer: Callable[[int, int, memoryview], None], chunk: int, source: int, packed: memoryview
+    ) -> None:
+        """Hand in a chunk; waits when this source is too far ahead of the others."""
+        offer(chunk, source, packed)
+        if self.reducer.is_complete(self._next):
+            self._changes.announce()
+        await self._changes.until(lambda: chunk < self._next + _WINDOW)
+
+    def _give_up(self, member: int) -> None:
+        self.reducer.give_up(member)
+        self._changes.announce()
+
+
+@dataclass
+class Reduction:
+    """Means of a group, of some chunks, as they were made here; each is ``put`` where others get it.
+
+    ``without``: members that are not even asked. ``failed``: relays whose rows had to be asked one by one.
+    """
+
+    seat: Seat
+    group: Group
+    put: Callable[[int, memoryview], Awaitable[None]]
+    own: Callable[[int, int], Brought] | None = None
+    """What we bring in [start, stop), as it is; called in worker threads. Without, it comes packed, as everybody's."""
+    room: Callable[[int, int], Room] | None = None
+    """Where what our means lose goes, as ``own``."""
+    without: frozenset[int] = frozenset()
+    made: dict[int, Reduced] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+
+    @property
+    def dropped(self) -> set[int]:
+        """Members that some mean made here does without."""
+        members = set(self.group.members)
+        partly = [one.included for one in self.made.values() if len(one.included) < len(members)]
+        return {member for included in partly for member in members.difference(included)}
+
+    async def run(self, chunks: range, relays: Sequence[int | None] = (None,)) -> None:
+        """Returns when the means of these chunks are put. Whoever does not deliver is left out.
+
+        ``relays``: of each row, whose partials to take; None for its members' contributions."""
+        seat, own = self.seat, None if self.own is None else self.seat.me
+        bounds = {index: seat.store.bounds(index) for index in chunks}
+        relayed = {row: relay for row, relay in enumerate(relays) if relay is not None}
+        store = seat.store
+        reducer = PartReducer(store.coding, store.norm_bounds, self.group, bounds, own, relayed, store.buffers)
+        async with asyncio.TaskGroup() as tasks:
+            work = ChunkCollector(seat, reducer, chunks, tasks)
+            watch = tasks.create_task(work.watch.run())
+            for row in range(len(relays)):
+                if row in relayed:
+                    work.ask_relay(row, relayed[row])
+                else:
+                    work.ask_members(row, chunks, self.without)
+            for index in chunks:
+                self.made[index] = await self._make(work, index)
+                await self.put(index, self.made[index].result)
+                work.advance()
+            watch.cancel()
+        self.failed |= work.failed
+
+    async def _make(self, work: ChunkCollector, index: int) -> Reduced:
+        while True:
+            await work.wait_complete(index)
+            match await in_thread(self._reduce, work.reducer, index):
+                case Reduced() as made:
+                    return made
+                case rows:
+                    for row in rows:
+                        work.distrust(row, index)
+
+    def _reduce(self, reducer: PartReducer, index: int) -> Reduced | list[int]:
+        bounds = self.seat.store.bounds(index)
+        own, room = self.own and self.own(*bounds), self.room and self.room(*bounds)
+        return reducer.reduce(index, own, room)

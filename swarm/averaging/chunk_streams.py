@@ -1,26 +1,166 @@
-"""One member's place in an exchange: whom it is among, and how it gets chunks from them, or from itself."""
+"""Streams of chunks between one member and the others of a round, and how fast each other member delivers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from shoal.swarm.averaging.ahead import Chunks, StreamAhead
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.contribution import contribution_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, MemberGone, ShoalError, WireError
-from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
 from shoal.swarm.transport.links import Sink
 from shoal.swarm.transport.source import ChunkSource
 from shoal.swarm.transport.transport import Endpoint
 
 log = logging.getLogger(__name__)
+
+_FEWEST_BYTES = 2**18
+"""Less says more about delays than about a link."""
+
+
+@dataclass
+class Pace:
+    """What one member delivered, in the time that we waited for chunks of its contribution.
+
+    Partials and results are not waited for here: who makes them waits for others itself. But they come over the same
+    link, so what arrives of them meanwhile counts."""
+
+    size_bytes: int = 0
+    seconds: float = 0.0
+    _beside_bytes: int = 0
+    _arrived_s: float = -math.inf
+
+    def began(self, now_s: float) -> None:
+        """The first chunk of a stream is here: how long it took is not the link's, but everybody's start."""
+        self._beside_bytes, self._arrived_s = 0, now_s
+
+    def arrived(self, size_bytes: int, now_s: float, waited_s: float, paused_s: float) -> None:
+        """Another chunk of a stream, ``waited_s`` after we asked for it, ``paused_s`` after the one before had come.
+
+        After a pause of ours that was longer than the wait, it had been lying here and tells nothing. Streams run
+        beside each other: no moment counts twice."""
+        if waited_s >= paused_s:
+            self.size_bytes += size_bytes + self._beside_bytes
+            self.seconds += min(waited_s + paused_s, now_s - self._arrived_s)
+        self._beside_bytes, self._arrived_s = 0, now_s
+
+    def arrived_beside(self, size_bytes: int) -> None:
+        """A chunk of something else."""
+        self._beside_bytes += size_bytes
+
+    @property
+    def bps(self) -> float | None:
+        """Bits a second; None while too little came to tell."""
+        if self.size_bytes < _FEWEST_BYTES or not self.seconds:
+            return None
+        return max(1.0, 8 * self.size_bytes / self.seconds)
+
+
+class PacedEndpoint:
+    """An endpoint that measures what is fetched over it (an ``Endpoint``)."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._paces: dict[str, Pace] = {}
+
+    def publish(self, blob: Blob, source: ChunkSource) -> None:
+        self._endpoint.publish(blob, source)
+
+    def retract(self, blob: Blob) -> None:
+        self._endpoint.retract(blob)
+
+    def share_uplink(self, shares: Mapping[str, float], scope: int = 0) -> None:
+        self._endpoint.share_uplink(shares, scope)
+
+    async def fetch(
+        self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
+    ) -> AsyncGenerator[int, None]:
+        """As the endpoint's."""
+        pace, sizes = self._paces.setdefault(peer, Pace()), dict.fromkeys(chunks, 0)
+
+        def measured(chunk: int, size_bytes: int) -> memoryview:  # on the data plane's thread
+            sizes[chunk] = size_bytes
+            return sink(chunk, size_bytes)
+
+        loop = asyncio.get_running_loop()
+        arrived_s = asked_s = loop.time()
+        async with aclosing(self._endpoint.fetch(peer, blob, chunks, measured, progress_s)) as stream:
+            async for chunk in stream:
+                now_s = loop.time()
+                if blob.kind != "contribution":
+                    pace.arrived_beside(sizes[chunk])
+                elif chunk == chunks.start:
+                    pace.began(now_s)
+                else:
+                    pace.arrived(sizes[chunk], now_s, now_s - asked_s, asked_s - arrived_s)
+                arrived_s = now_s
+                yield chunk
+                asked_s = loop.time()
+
+    def forget(self) -> None:
+        """Begin anew, for another round."""
+        self._paces.clear()
+
+    def deliveries(self, members: Sequence[str], me: str, round_number: int) -> tuple[Delivery, ...]:
+        """Of some of the plan's ``members``, others in every round when there are more than a report has room for."""
+        known = [(index, pace.bps) for index, peer in enumerate(members) if (pace := self._paces.get(peer)) is not None]
+        seen = [Delivery(member=index, bps=bps) for index, bps in known if bps is not None]
+        if not seen:
+            return ()
+        first = (members.index(me) + round_number * MAX_DELIVERIES) % len(seen)
+        return tuple((seen[first:] + seen[:first])[:MAX_DELIVERIES])
+
+
+Chunks = AsyncGenerator[tuple[int, memoryview], None]
+"""Of a stream, with their index, in order."""
+
+
+class StreamAhead:
+    """A stream whose first chunk is on its way, or will be; no more come than its window allows."""
+
+    def __init__(self, stream: Chunks, tasks: asyncio.TaskGroup) -> None:
+        self._stream = stream
+        self._first = tasks.create_task(self._begin())
+
+    async def _begin(self) -> tuple[int, memoryview] | ShoalError | None:
+        try:
+            return await anext(self._stream, None)
+        except ShoalError as error:
+            return error
+
+    async def chunks(self, wait_s: float) -> Chunks:
+        """All of them, from the first on. Raises ``ShoalError``: ``LinkError`` when ``wait_s`` pass without one."""
+        try:
+            done, _ = await asyncio.wait([self._first], timeout=wait_s)
+            if not done or self._first.cancelled():
+                raise LinkError(f"nothing had come ahead, nor for {wait_s:.1f} s")
+            following = self._first.result()
+            while following is not None:
+                if isinstance(following, ShoalError):
+                    raise following
+                yield following
+                try:
+                    async with asyncio.timeout(wait_s):
+                        following = await anext(self._stream, None)
+                except TimeoutError as error:
+                    raise LinkError(f"no chunk came for {wait_s:.1f} s") from error
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop it, wherever it is."""
+        self._first.cancel()
+        await asyncio.wait([self._first])
+        await self._stream.aclose()
+
 
 HandIn = Callable[[int, memoryview], Awaitable[None]]
 """Takes a chunk by its index; the next one comes when it returns."""

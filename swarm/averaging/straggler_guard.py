@@ -1,13 +1,15 @@
-"""Whom the others wait for, and too long for how slow it is: they go on without it. Pure."""
+"""Detection of stragglers: sources so slow that the round should continue without them."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
-from shoal.swarm.averaging.pace import Pace
+from shoal.swarm.averaging.chunk_streams import HandIn, Pace, Seat
+from shoal.swarm.errors import LinkError
 
 _SLOWEST = 20
 """Times as long as the middle one of the others would need: a link at a tenth of their rate is slow and honest, and has
@@ -82,3 +84,58 @@ class Stragglers:
         The rate that it has shown is not asked for: a slow link may give others more than us, and us more later."""
         times_s = [chunk_s for other in others if (chunk_s := self._sources[other].chunk_s) is not None]
         return _SLOWEST * source.chunks * statistics.median_low(times_s) if times_s else math.inf
+
+
+class Watch:
+    """Over streams that are waited for together. ``behind``: the sources that are being waited for."""
+
+    def __init__(self, seat: Seat, behind: Callable[[], Collection[int]]) -> None:
+        self._seat = seat
+        self._behind = behind
+        self._stragglers = Stragglers()
+        self._scopes: dict[int, asyncio.Timeout] = {}
+
+    async def run(self) -> None:
+        """Until cancelled. What passes while the coordinator is away does not count, as in ``Seat``."""
+        while True:
+            since_s = _now_s()
+            await asyncio.sleep(self._seat.deadlines.heartbeat_s)
+            behind = () if self._seat.was_away(since_s) else self._behind()
+            for source in self._stragglers.look(_now_s(), since_s, behind):
+                if (scope := self._scopes.pop(source, None)) is not None:
+                    scope.reschedule(_now_s())
+
+    async def over(
+        self,
+        source: int,
+        limit_s: float,
+        chunks: int,
+        hand_in: HandIn,
+        stream: Callable[[HandIn], Awaitable[None]],
+    ) -> None:
+        """Run a stream of so many chunks to its end. Raises ``LinkError`` when it is cut off, else as the stream."""
+        self._stragglers.begin(source, limit_s, chunks)
+        scope, done, now_s = asyncio.timeout(None), False, asyncio.get_running_loop().time
+
+        async def measured(chunk: int, data: memoryview) -> None:
+            self._stragglers.arrived(source, data.nbytes, now_s())
+            await hand_in(chunk, data)
+            self._stragglers.asked(source, now_s())
+
+        try:
+            async with scope:
+                self._scopes[source] = scope
+                await stream(measured)
+            done = True
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise LinkError(f"the others waited for its chunks for much more than {limit_s:.1f} s") from error
+        finally:
+            self._scopes.pop(source, None)
+            if not done:
+                self._stragglers.forget(source)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
