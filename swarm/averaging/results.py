@@ -236,17 +236,17 @@ class ResultStore(ChunkStore):
         await self.put(chunk, data)
 
     def check_norm(self, chunk: int, data: memoryview) -> None:
-        """Raises ``AboveBound`` for a mean that is larger than who is in it may make it. One that does not decode is
-        void for everybody, see ``decode``. For a worker thread."""
+        """Raises ``AboveBound`` for a mean that is larger than who is in it may make it, or that does not decode, for
+        which its maker is to blame. For a worker thread."""
         header, (start, stop) = self.group.header(data), self.bounds(chunk)
         if not header.included:
             return
         bound = self.norm_bounds.mean(header.included, start, stop, relayed=bool(header.relayed))
         try:
             square = self.codec(chunk).squared_norm(data[self.group.header_bytes :], stop - start)
-        except CodecError:
-            return
-        if square > bound:
+        except CodecError as error:
+            raise AboveBound(f"its mean of chunk {chunk} does not decode: {error}") from error
+        if not square <= bound:  # NaN is within no bound
             norm, most = math.sqrt(square), math.sqrt(bound)
             raise AboveBound(f"its mean of chunk {chunk} has norm {norm:.3g}; by the plan it is up to {most:.3g}")
 

@@ -7,12 +7,12 @@ rate is too high, and that is nobody's fault."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.swarm.coordinator.influence import usual_loss, weighted_median
-from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.membership import Member, work_of
 from shoal.swarm.coordinator.rollback import History
 
 _PASSED_ROUNDS = 8
@@ -92,16 +92,6 @@ def opinion(members: Mapping[str, Member], history: History, digest: bytes | Non
     return Opinion(at_fault=frozenset(at_fault), claims=claims)
 
 
-def work_of(members: Mapping[str, Member]) -> dict[str, int]:
-    """Weigh each one's word: by the tokens that it has committed, of those with a record; while nobody has one, by its
-    rounds, as the first claims of how much was done are nobody's proof; and before any round, everybody alike."""
-    recorded = {peer: one.tokens_committed if one.has_record else 0 for peer, one in members.items()}
-    for work in (recorded, {peer: one.rounds_committed for peer, one in members.items()}):
-        if any(work.values()):
-            return work
-    return dict.fromkeys(members, 1)
-
-
 def _is_of_run(version: int, claimed: bytes, history: History, digest: bytes | None) -> bool:
     """Whether that is a state of the run's, and not one that the run has gone back behind already."""
     if version < len(history.rounds):
@@ -113,9 +103,12 @@ def _went_on(member: Member, version: int) -> bool:
     return member.worked_version is not None and member.worked_version >= version
 
 
-def way_back(bad_version: int, setback: Setback, history: History, members: Mapping[str, Member]) -> WayBack | None:
+def way_back(
+    bad_version: int, setback: Setback, history: History, members: Mapping[str, Member], known: Container[str]
+) -> WayBack | None:
     """To the newest state before that version that somebody here keeps; after each return in vain twice as many of the
-    kept states further. None where there is none, or that was tried often enough."""
+    kept states further. None where there is none, or that was tried often enough. ``known``: of whom the run still
+    knows anything, here or not."""
     if setback.fruitless >= _FRUITLESS or setback.returns >= _RETURNS:
         return None
     states = {state for one in members.values() if one.is_trainer for state in one.states}
@@ -130,7 +123,7 @@ def way_back(bad_version: int, setback: Setback, history: History, members: Mapp
         version=version,
         keepers=tuple(peer for peer, one in members.items() if state in one.states),
         bad_version=bad_version,
-        suspects=_suspects(version, history, members),
+        suspects=tuple(peer for peer in _suspects(version, history, members) if peer in known),
     )
 
 

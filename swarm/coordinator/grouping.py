@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median_high
 
 from shoal.swarm.coordinator.grid import fewest_rows, plan_parts, plan_rows
-from shoal.swarm.coordinator.membership import Member, majority, witnesses
+from shoal.swarm.coordinator.membership import Member, weightiest, witnesses
 from shoal.swarm.coordinator.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 from shoal.swarm.coordinator.trust import owners
 from shoal.swarm.protocol.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
@@ -50,7 +50,8 @@ def plan_round(
     Members are ordered by peer id, which fixes the order of summation.
     """
     working = {peer: one for peer, one in ready.items() if one.weight_tokens and peer in members}
-    digest = majority(working[peer].state_digest for peer in witnesses(members, working, anchor_version))
+    said = {peer: working[peer].state_digest for peer in witnesses(members, working, anchor_version)}
+    digest = weightiest(said, members)
     if digest is None:
         return None
     peers = sorted(peer for peer, one in working.items() if one.state_digest == digest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from statistics import median
+from statistics import median, median_low
 
 from shoal.swarm.averaging.norm_bounds import total_norm
 from shoal.swarm.coordinator.membership import Member, counting
@@ -76,7 +76,8 @@ def next_rho(past: Sequence[CommittedRound], level: float) -> float:
     levels = [one.level for one in known[1 - REMEMBERED_ROUNDS :] if one.level > 0]
     usual, before = median([*levels, level]), known[-1].rho
     if len(known) < REMEMBERED_ROUNDS:
-        return min(max(usual, level), _FIRST_RISE * before)
+        # A first round that claims next to nothing holds nobody down for longer than it is half of all rounds.
+        return min(max(usual, level), _FIRST_RISE * max(before, median_low(levels or [0.0])))
     return min(usual, _RISE * before)
 
 

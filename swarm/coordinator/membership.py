@@ -53,9 +53,9 @@ class Member:
     """What is known of one member. All but ``entry``, ``device``, ``tokens_committed``, ``rounds_committed``,
     ``bandwidth_bps``, ``barred_rounds``, ``failures`` and what stands between these and ``left`` comes from heartbeats.
     ``tokens_ahead``: done for the next round already, while this one is averaged (``overlap``). ``bandwidth_bps``: what
-    is believed of its link, 0 for unknown, whatever it claims. ``failures``: how often since it joined it did not
-    deliver what others had to get from it; for the next ``barred_rounds`` committed rounds that it takes part in, it
-    owns nothing. ``pace_tps``: the tokens a second that it was seen to commit. ``missed``: rounds in a row whose mean
+    is believed of its link, 0 for unknown, whatever it claims. ``failures``: how often it did not deliver
+    what others had to get from it; for the next ``barred_rounds`` committed rounds that it takes part in, it owns
+    nothing. ``pace_tps``: the tokens a second that it was seen to commit. ``missed``: rounds in a row whose mean
     lacks its contribution; ``absences``: how often it was left out for that, less what it has delivered since;
     ``out_until``: the first round that it may work for again. ``kept``: states that it could go back to;
     ``joined_version`` and ``seen_version``: the run's anchor version when its process joined, or came back after newer
@@ -209,6 +209,7 @@ class Membership:
             member.clipped_rounds, member.worked_version = earlier.clipped_rounds, earlier.worked_version
             member.suspended_until, member.suspensions = earlier.suspended_until, earlier.suspensions
             member.pace_tps = earlier.pace_tps
+            member.barred_rounds, member.failures = earlier.barred_rounds, earlier.failures
             member.missed, member.absences, member.out_until = earlier.missed, earlier.absences, earlier.out_until
             if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
                 self._replace(earlier.entry.certificate.curve_key)
@@ -373,11 +374,12 @@ class Membership:
         )
 
     def common_digest(self, anchor_version: int) -> bytes | None:
-        """The digest that most witnesses of this anchor version report; of equals, who joined first."""
+        """The digest that witnesses of this anchor version report, those with most of the work."""
 
         def answer() -> bytes | None:
             holders = self.synced(anchor_version, None)
-            return majority(holders[peer].state_digest for peer in witnesses(holders, holders, anchor_version))
+            said = {peer: holders[peer].state_digest for peer in witnesses(holders, holders, anchor_version)}
+            return weightiest(said, holders)
 
         return self._remember(("digest", anchor_version), answer)
 
@@ -444,7 +446,22 @@ def witnesses(members: Mapping[str, Member], holders: Iterable[str], anchor_vers
     return counting(members, present)
 
 
-def majority(digests: Iterable[bytes | None]) -> bytes | None:
-    """The most frequent digest; of equally frequent ones the first; None of none."""
-    counts = Counter(digest for digest in digests if digest is not None)
-    return counts.most_common(1)[0][0] if counts else None
+def work_of(members: Mapping[str, Member]) -> dict[str, int]:
+    """Weigh each one's word: by the tokens that it has committed, of those with a record; while nobody has one, by its
+    rounds, as the first claims of how much was done are nobody's proof; and before any round, everybody alike."""
+    recorded = {peer: one.tokens_committed if one.has_record else 0 for peer, one in members.items()}
+    for work in (recorded, {peer: one.rounds_committed for peer, one in members.items()}):
+        if any(work.values()):
+            return work
+    return dict.fromkeys(members, 1)
+
+
+def weightiest(digests: Mapping[str, bytes | None], members: Mapping[str, Member]) -> bytes | None:
+    """The digest that those with most of the work say, by peer; of equals the one that most say, then the smallest, so
+    that any two judges agree; None where nobody says any."""
+    said = {peer: digest for peer, digest in digests.items() if digest is not None}
+    work = work_of({peer: members[peer] for peer in said})
+    heads, behind = Counter(said.values()), Counter[bytes]()
+    for peer, digest in said.items():
+        behind[digest] += work[peer]
+    return min(heads, key=lambda digest: (-behind[digest], -heads[digest], digest), default=None)

@@ -219,7 +219,7 @@ class RunState(Admission):
         ranges = {one.peer: self.round.ranges[one.peer] for one in plan.members}
         members, power = self.membership.members, power_of(self.run)
         level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
-        suspects = suspects_of(plan, members, power)
+        suspects = tuple(peer for peer in suspects_of(plan, members, power) if peer not in lost)
         self.again.lose([one for peer in lost for one in ranges.pop(peer)])
         for planned in plan.members:
             if planned.peer in ranges:
@@ -319,7 +319,9 @@ class RunState(Admission):
         """From the version that the members with most of the work cannot go on from; None without such a version, and
         where there is nothing to go back to, or that has been tried often enough."""
         bad = self.opinion().bad_version
-        return None if bad is None else way_back(bad, self.setback, self.history, self.believers())
+        if bad is None:
+            return None
+        return way_back(bad, self.setback, self.history, self.believers(), self.membership.members)
 
     def word_on_divergence(self, peer: str) -> DivergenceWord:
         """The answer to a member that says that its work has diverged."""
@@ -427,9 +429,11 @@ class RunState(Admission):
             return _MAX_COUNT  # those with a record do not fill the batch
         tokens = newcomers_tokens(recorded.values(), goal.tokens, None if goal.exact else open_s)
         most = int(min(tokens / self.model.tokens_per_sample, _MAX_COUNT))
-        together = sum(count(ranges) for holder, ranges in self.leases.held.items() if holder not in recorded)
-        each = most // max(1, len(self.working().keys() - recorded.keys()))
-        return min(max(batch, most) - together, max(batch, each) - self._held(peer))
+        each = max(batch, most // max(1, len(self.working().keys() - recorded.keys())))
+        held = {holder: count(ranges) for holder, ranges in self.leases.held.items() if holder not in recorded}
+        # What one keeps above its own part, from when it was alone, is not taken from the others'.
+        together = sum(min(one, each) for one in held.values())
+        return min(max(batch, most) - together, each - held.get(peer, 0))
 
     def averaging(self) -> set[str]:
         """The plan's members that are still here, and never left."""

@@ -361,12 +361,15 @@ def test_committed_means_above_the_bound_are_taken_and_told(caplog: pytest.LogCa
     assert "committed with a mean above the bound" in caplog.text
 
 
-def test_a_mean_of_nobody_or_of_no_numbers_is_not_above_a_bound() -> None:
-    plan = flat()
-    store = ResultStore(plan, get_coding("int8"))
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_a_mean_of_nobody_is_not_above_a_bound_and_one_of_no_numbers_is(codec: str) -> None:
+    """An owner could void its part with bytes that do not decode, and nobody would blame it."""
+    store = ResultStore(claiming(flat(), [generous(ELEMENTS)] * 4), get_coding(codec))
     store.check_norm(0, memoryview(bytearray(store.group.header_bytes)))
-    size = store.group.result_bytes(store.codec(0), store.bounds(0)[1])
-    store.check_norm(0, memoryview(bytearray(b"\xff" * size)))
+    size = store.group.result_bytes(store.codec(0), store.bounds(0)[1]) - store.group.header_bytes
+    data = memoryview(bytearray(store.group.pack_header(Header([0, 1, 2, 3])) + b"\xff" * size))
+    with pytest.raises(AboveBound):
+        store.check_norm(0, data)
 
 
 def test_bounds_of_means_follow_who_is_in_them() -> None:

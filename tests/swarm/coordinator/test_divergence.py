@@ -182,6 +182,32 @@ def test_who_may_have_spoilt_it_is_left_out_for_a_while_and_longer_each_time() -
         assert late.peer in [one.peer for one in world.verdicts[-1].verdict.plan.members]  # type: ignore[union-attr]
 
 
+def test_a_suspect_that_is_forgotten_meanwhile_is_none() -> None:
+    world = World(run_file(), 3)
+    committed(world, 3, 3)
+    late = world.workers[3]
+    world.join(late)
+    world.sync(late)
+    until(world, "averaging", 4)
+    plan = world.machine.round.plan
+    assert plan is not None
+    (index,) = [at for at, one in enumerate(plan.members) if one.peer == late.peer]
+    world.leave(late)
+    for worker in world.workers[:3]:
+        world.report(worker, dropped=(index,))
+    assert world.verdicts[-1].lost == (late.peer,)
+    assert world.machine.history.rounds[-1].suspects == (), "its work is in no version"
+    world.machine.history.rounds[-1] = world.machine.history.rounds[-1]._replace(suspects=(late.peer,))
+    del world.machine.membership.members[late.peer]
+    for worker in world.workers[:3]:
+        world.conclude(worker)
+    for worker in world.workers[:2]:
+        say(world, worker)
+    went = back(world)
+    assert went is not None
+    assert went.suspects == ()
+
+
 def test_nobody_is_left_out_where_all_were_alike() -> None:
     world = World(run_file(), 3)
     for worker in world.workers[:3]:

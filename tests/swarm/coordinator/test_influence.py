@@ -49,6 +49,12 @@ def test_the_first_round_sets_what_is_usual() -> None:
     assert next_rho([done(0.0, 0.0)], 2.0) == 2.0
 
 
+def test_a_first_round_that_claims_next_to_nothing_bounds_nobody_for_long() -> None:
+    for low in (1e-38, 1e-3):
+        assert rhos([low, 1.0, 1.0, 1.0]) == pytest.approx([low, 2 * low, 4 * low, 1.0])
+    assert rhos([1e30, 1.0, 1.0, 1.0])[2:] == [1.0, 1.0], "nor does one that claims much free anybody"
+
+
 def test_a_warm_up_is_followed_at_once_but_no_more_than_twofold_a_round() -> None:
     assert rhos([1.0, 100.0, 100.0]) == [1.0, 2.0, 4.0]
 

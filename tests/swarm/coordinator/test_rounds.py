@@ -5,7 +5,8 @@ from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.grouping import Rules, plan_round
-from shoal.swarm.coordinator.membership import Member, Membership, majority
+from shoal.swarm.coordinator.membership import RECORD_ROUNDS as R
+from shoal.swarm.coordinator.membership import Member, Membership, weightiest
 from shoal.swarm.coordinator.round_rules import Goal, Work, closing_moment, judge, weighted_mean
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, RoundPlan
@@ -146,10 +147,20 @@ def test_the_majority_of_those_with_work_decides_on_the_state() -> None:
     assert [one.peer for one in made.members] == [peer_name(1), peer_name(2)]
 
 
-def test_of_equals_the_first() -> None:
-    assert majority([b"b", b"a", b"a", b"b"]) == b"b"
-    assert majority([None, b"a", None]) == b"a"
-    assert majority([None]) is None
+def test_the_state_is_what_most_of_the_work_says_and_of_equals_the_smallest_digest() -> None:
+    def agreed(*digests: bytes | None, rounds: tuple[int, ...] = (), tokens: tuple[int, ...] = ()) -> bytes | None:
+        members = {peer_name(number): Member(entry(number), CPU, 0.0) for number in range(len(digests))}
+        for member, done, worked in zip(members.values(), rounds, tokens, strict=False):
+            member.rounds_committed, member.tokens_committed = done, worked
+        return weightiest(dict(zip(members, digests, strict=True)), members)
+
+    assert agreed(b"b", b"a", b"a", b"b") == b"a"
+    assert agreed(b"b", b"b", b"a") == b"b"
+    assert agreed(None, b"a", None) == b"a"
+    assert agreed(None) is None
+    assert agreed(b"b", b"a", b"a", b"a", rounds=(R, R, R, R), tokens=(96, 1, 1, 1)) == b"b"
+    assert agreed(b"b", b"a", b"a", rounds=(R, R, R), tokens=(2, 1, 1)) == b"a", "as much work, and more of them"
+    assert agreed(b"b", b"a", rounds=(2, 3), tokens=(10**9, 1)) == b"a", "claims of a first round prove nothing"
 
 
 @pytest.mark.parametrize("fault", ["unreachable", "fails"])

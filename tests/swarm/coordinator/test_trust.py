@@ -11,7 +11,7 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World,
 from shoal.swarm.averaging.chunk_header import holders
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.leases import count
-from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member, majority, witnesses
+from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member, weightiest, witnesses
 from shoal.swarm.coordinator.round_rules import Judgement, judge
 from shoal.swarm.coordinator.trust import (
     DETOUR_ROUNDS,
@@ -209,6 +209,33 @@ def test_time_counts_from_the_first_lease_on_and_no_longer_than_two_rounds() -> 
     assert clock.worked_s("a", 140.0) == 5.0, "after a restart, what it holds counts as worked for"
 
 
+def test_one_that_keeps_all_that_newcomers_may_hold_keeps_no_others_out() -> None:
+    world = UnevenWorld(timed(), [8, 8])
+    world.go_on(SOON)
+    hoarder = world.workers[2]
+    world.join(hoarder)
+    world.sync(hoarder)
+    moved = itertools.count(1)
+
+    def pass_rounds(rounds: int) -> None:
+        last = len(world.verdicts) + rounds
+        while len(world.verdicts) < last:
+            for number in world.speeds:
+                world.behave(world.workers[number])
+            hoarder.round, hoarder.version = world.machine.round.number, world.machine.anchor_version
+            hoarder.digest = world.machine.state_digest() or hoarder.digest
+            world.beat(hoarder, chunks_moved=next(moved))
+            if world.machine.round.phase == "training":
+                world.ask(hoarder, 10**6)
+            world.tick(TURN_S)
+
+    pass_rounds(4)
+    assert world.machine.leases.held[hoarder.peer]
+    world.come(3, 8)
+    pass_rounds(RECORD_ROUNDS + 4)
+    assert world.machine.membership.members[D].has_record
+
+
 # Accusations ------------------------------------------------------------------------------------------------
 
 RECORDED = {A: 100, B: 100}
@@ -386,10 +413,46 @@ def test_newcomers_stand_in_for_owners() -> None:
 def test_newcomers_do_not_decide_on_the_state() -> None:
     members = known(R, 0, 0, 0)
     assert witnesses(members, members, 5) == [A]
-    assert majority(members[peer].state_digest for peer in witnesses(members, members, 5)) is None
+    assert weightiest({peer: members[peer].state_digest for peer in witnesses(members, members, 5)}, members) is None
     made = plan({0: 1, 1: 1, 2: 1}, {1: b"o" * 32, 2: b"o" * 32}, dict(enumerate(members.values())))
     assert made is not None
     assert [one.peer for one in made.members] == [A]
+
+
+def test_a_few_with_little_work_do_not_decide_on_the_state() -> None:
+    world = UnevenWorld(timed(), [40, 40])
+    world.go_on(SOON)
+    for number in (2, 3, 4):
+        world.come(number, 2)
+    world.go_on(RECORD_ROUNDS + 3)
+    assert len(world.machine.membership.recorded()) == 5
+    world.until_planned()
+    version = world.machine.anchor_version
+    while world.machine.anchor_version == version:
+        for worker in world.workers[:5]:
+            world.report(worker)
+    for number, worker in enumerate(world.workers[:5]):
+        world.conclude(worker)
+        if number >= 2:
+            worker.digest = b"e" * 32
+        world.beat(worker)
+    assert world.machine.state_digest() == world.workers[0].digest
+    assert [number for number in range(5) if world.view(world.workers[number]).must_resync] == []
+    world.until_planned()
+    assert world.machine.round.plan is not None
+    assert [one.peer for one in world.machine.round.plan.members] == [A, B]
+    assert all(world.view(worker).must_resync for worker in world.workers[2:5])
+
+
+def test_who_is_put_out_of_office_is_not_back_by_joining_again() -> None:
+    world = UnevenWorld(timed(), [8, 8])
+    world.go_on(1)
+    member = world.machine.membership.members[B]
+    member.fail()
+    member.fail()
+    world.join(world.workers[1])
+    member = world.machine.membership.members[B]
+    assert (member.barred_rounds, member.failures, member.can_own) == (8, 2, False)
 
 
 # Who does not deliver -----------------------------------------------------------------------------------------
