@@ -24,7 +24,7 @@ from shoal.peer.pipeline import peer as pipeline_peer
 from shoal.peer.pipeline.measured import MeasuredModel, measured_model
 from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import service
-from shoal.swarm.coordinator.pipeline_planner import planner_of
+from shoal.swarm.coordinator.placement import planner_of
 from shoal.swarm.pipeline.planner.stage_plan import Infeasible
 from shoal.swarm.protocol.run_file import RunFile
 

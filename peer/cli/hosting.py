@@ -13,10 +13,8 @@ from shoal.peer.cli.prepare import pinned_run_file
 from shoal.peer.cli.start_section import RUN_FILE, StartFrom, started_run_file
 from shoal.peer.history.chain import Origin, pack_head
 from shoal.swarm import durable
-from shoal.swarm.coordinator.backup import Backup
 from shoal.swarm.coordinator.events import Fact
-from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.journal_files import JOURNAL
+from shoal.swarm.coordinator.journal import JOURNAL, Backup, Journal
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import IdentityError, StorageError, UserError, WireError
 from shoal.swarm.protocol.identity import Identity

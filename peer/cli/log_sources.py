@@ -19,7 +19,7 @@ from shoal.peer.regular_file import read_regular
 from shoal.peer.terminal.views import stopped_lines
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.client.observer import observe, observe_stages
-from shoal.swarm.coordinator.journal_files import JOURNAL, JournalFiles
+from shoal.swarm.coordinator.journal import JOURNAL, JournalFiles
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite

@@ -22,7 +22,7 @@ from shoal.peer.training.model_memory import check_start_fits
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm import durable
-from shoal.swarm.coordinator.journal_files import JOURNAL
+from shoal.swarm.coordinator.journal import JOURNAL
 from shoal.swarm.errors import (
     CorpusError,
     DeviceError,

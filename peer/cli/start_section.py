@@ -17,7 +17,7 @@ from shoal.peer.state_transfer.start_files import hash_of, run_of, whole_checkpo
 from shoal.peer.training.model_memory import check_start_fits
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.coordinator.journal_files import JOURNAL
+from shoal.swarm.coordinator.journal import JOURNAL
 from shoal.swarm.errors import DeviceError, ModelMismatch, RecipeError, RunFileError, StateFileError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file

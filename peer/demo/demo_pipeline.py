@@ -26,7 +26,7 @@ from shoal.peer.recipes.gpt import Gpt, GptRecipe
 from shoal.peer.terminal.events import Event
 from shoal.peer.training.device import parse_memory
 from shoal.swarm.client.observer import get_status
-from shoal.swarm.coordinator.pipeline_view import optimizer_values
+from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import LinkError, StateFileError
 from shoal.swarm.pipeline.planner.span_rates import Swarm
 from shoal.swarm.pipeline.planner.stage_plan import PeerCapability

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, overlap, subtract, to_wire
+from shoal.swarm.coordinator.lease_ledger import Ranges, count, from_wire, merge, overlap, subtract, to_wire
 from shoal.swarm.errors import LinkError, RunEnded, Superseded
 from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, Release, as_range
 from shoal.swarm.protocol.messages import (

@@ -32,7 +32,7 @@ from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import has_all_state, usable_bytes
 from shoal.peer.training.model_memory import check_layers_fit
 from shoal.peer.training.sample_order import run_order
-from shoal.swarm.coordinator.pipeline_view import optimizer_values
+from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
 from shoal.swarm.pipeline.planner.answers import no_place
 from shoal.swarm.pipeline.planner.plan import PeerCapability

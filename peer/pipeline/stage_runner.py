@@ -23,7 +23,7 @@ from shoal.peer.pipeline.staging import Staging
 from shoal.peer.pipeline.tasks import Backward, Forget, Forward, LookUp, Made, Task
 from shoal.peer.pipeline.tensor_store import StageTensors, offer_of
 from shoal.peer.pipeline.view_watch import Attention, StageWatch
-from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import (
     AskToDrive,

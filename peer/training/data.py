@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from shoal.swarm.coordinator.leases import Ranges, count, merge, to_wire
+from shoal.swarm.coordinator.lease_ledger import Ranges, count, merge, to_wire
 from shoal.swarm.protocol.messages import SampleRange
 
 _PROBES = 16

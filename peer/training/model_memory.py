@@ -10,7 +10,7 @@ from shoal.peer.training.device import available_bytes, has_all_state, memory_by
 from shoal.peer.training.inner_loop import optimizer_states
 from shoal.peer.training.model_outline import WHAT_HELPS, ModelOutline, outline_of
 from shoal.peer.training.outer_optimizer import outer_of
-from shoal.swarm.coordinator.pipeline_view import optimizer_values
+from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import DeviceError
 from shoal.swarm.pipeline.planner.span_rates import AVERAGER_COPIES, state_copies
 from shoal.swarm.protocol.run_file import RunFile

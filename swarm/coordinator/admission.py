@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, gives_way
-from shoal.swarm.coordinator.scope import Scope
+from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, Access, gives_way
+from shoal.swarm.coordinator.membership import Membership
+from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, Superseded, TryLater
 from shoal.swarm.protocol.identity import peer_id, verify_certificate
 from shoal.swarm.protocol.messages import (
@@ -18,6 +20,159 @@ from shoal.swarm.protocol.messages import (
     RosterEntry,
     TensorSpec,
 )
+from shoal.swarm.protocol.run_file import RunFile
+
+# === sent_bytes
+
+_MOST = 2**62
+"""What a message has room for."""
+
+
+@dataclass
+class SentBytes:
+    """A counter belongs to one process, which its CURVE key names: a member that starts again begins at 0."""
+
+    _said: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    """By peer: the process that it is, and what that one has said last."""
+    _since_verdict: int = 0
+
+    def begin(self, peer: str, curve_key: bytes) -> None:
+        """A new process: all that it will have sent was sent from now on."""
+        self._said[peer] = (curve_key, 0)
+
+    def hear(self, peer: str, curve_key: bytes, sent_bytes: int) -> None:
+        """A heartbeat. What a process that was there before us has sent since when nobody knows."""
+        key, before = self._said.get(peer, (curve_key, sent_bytes))
+        if key != curve_key:
+            before = sent_bytes
+        self._since_verdict += max(0, sent_bytes - before)
+        self._said[peer] = (curve_key, max(before, sent_bytes))
+
+    def forget(self, peer: str) -> None:
+        """It has left for good."""
+        self._said.pop(peer, None)
+
+    def take(self) -> int:
+        """The sum since it was taken last."""
+        taken, self._since_verdict = min(self._since_verdict, _MOST), 0
+        return taken
+
+
+# === scope
+
+_EPOCH_STEP = 2**30
+"""At least so much the epoch grows: the versions of as many rosters fit in between."""
+
+
+class Scope:
+    """Changed by facts alone (``record``, ``replay``), but for what heartbeats say and moments."""
+
+    def __init__(self, run: RunFile, now_s: float, epoch: int) -> None:
+        """``epoch`` grows from start to start; roster versions go on from it, as observers are not journaled."""
+        self.run = run
+        self.epoch = epoch
+        self.deadlines = Deadlines(run.round.patience_s)
+        self.membership = Membership(roster_version=epoch)
+        self.model: PeerToCoordinatorDescribeModel | None = None
+        self.elements = 0
+        """Of the model: every contribution's claim is checked against that, and layouts are long."""
+        self.anchor_version = 0
+        self.announcements = 0
+        self.now_s = now_s
+        self.unix_offset_s = 0.0
+        """Unix time less the clock of all moments here; whoever has the clocks keeps it right."""
+        self.sent_bytes = SentBytes()
+        self.access = Access(run.access)
+        self._ticked_s = now_s
+        self._facts: list[f.Fact] = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody trains in it any more."""
+        raise NotImplementedError
+
+    def take_facts(self) -> list[f.Fact]:
+        """The facts since the last call, for the journal."""
+        taken, self._facts = self._facts, []
+        return taken
+
+    def replay(self, journal: Sequence[f.Fact], now_s: float) -> None:
+        """Take over a journal; whoever was alive gets the whole patience to be heard again."""
+        self.now_s = now_s
+        for fact in journal:
+            self._apply(fact)
+
+    def begin(self) -> None:
+        """Once the journal is taken over: whoever takes it over next shall know of us."""
+        self.record(f.CoordinatorStarted(epoch=self.epoch))
+
+    def record(self, fact: f.Fact) -> None:
+        """Observers are no part of the run's history."""
+        match fact:
+            case f.MemberJoined(entry=entry):
+                passing = entry.role == "observer"
+            case f.MemberLost(peer=peer):
+                passing = self.membership.is_observer(peer)
+            case _:
+                passing = False
+        self._apply(fact)
+        if not passing:
+            self._keep(fact)
+        if not isinstance(fact, f.LeaseGranted | f.SamplesDriven | f.SamplesClaimed):
+            self.announcements += 1
+
+    def _keep(self, fact: f.Fact) -> None:
+        self._facts.append(fact)
+
+    def _apply(self, fact: f.Fact) -> None:
+        match fact:
+            case f.ModelDescribed():
+                self.model, self.elements = fact.model, fact.model.elements
+            case f.MemberJoined():
+                self.membership.join(fact, self.now_s, self.anchor_version)
+            case f.MemberLost():
+                self.membership.lose(fact)
+                for peer in self.membership.forget_strangers(self.left_traces):
+                    self.sent_bytes.forget(peer)
+            case f.CoordinatorStarted():
+                self.epoch = max(self.epoch, fact.epoch + _EPOCH_STEP)
+                self.membership.roster_version = max(self.membership.roster_version, self.epoch)
+            case _:
+                raise AssertionError(f"no rule for {type(fact).__name__}")
+
+    def has_record(self, peer: str) -> bool:
+        """Whether enough of its work was committed (``Member.has_record``)."""
+        member = self.membership.members.get(peer)
+        return member is not None and member.has_record
+
+    def standing(self, peer: str) -> int:
+        """What speaks for keeping a member without a record: the committed rounds that it was in."""
+        return self.membership.members[peer].rounds_committed
+
+    def may_be_idle(self, peer: str) -> bool:
+        """Whether it has to get on by itself, and does not only wait for others."""
+        return not self.has_record(peer)
+
+    def left_traces(self, peer: str) -> bool:
+        """Whether the run would be another one without this member."""
+        member = self.membership.members[peer]
+        return bool(member.rounds_committed or member.tokens_committed or member.failures)
+
+    def excuse_own_silence(self, now_s: float) -> float:
+        """When we stood still (a suspended machine, a slow disk), nobody else was late. Returns for how long, or 0."""
+        stood_s, self._ticked_s = now_s - self._ticked_s, now_s
+        if stood_s <= self.deadlines.heartbeat_s:
+            return 0.0
+        self.membership.excuse(stood_s, now_s)
+        return stood_s
+
+    def lose_silent(self, now_s: float) -> None:
+        """Whoever has not been heard for too long is out."""
+        for peer in self.membership.silent(now_s, self.deadlines.dead_s):
+            self.record(f.MemberLost(peer=peer, reason="silent"))
+
+
+# === admission
 
 _MAX_ELEMENTS = 2**40
 _EXACT_DTYPES = ("float32", "float64")

@@ -1,7 +1,7 @@
 """How a round of one scope closes, is planned and ends: what can be said at a moment, and what follows from it. Pure.
 
 Whoever has one scope does both at once (``machine.py``); the stages of a pipeline wait for each other in between
-(``pipeline_barrier.py``)."""
+(``barrier.py``)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
-from shoal.swarm.coordinator.coverage import epochs_covered
 from shoal.swarm.coordinator.divergence import WayBack, say_way_back
 from shoal.swarm.coordinator.grouping import Rules, as_expected, plan_round
 from shoal.swarm.coordinator.influence import bounded, usual_loss, weighted_median
-from shoal.swarm.coordinator.leases import from_wire, merge, to_wire
+from shoal.swarm.coordinator.lease_ledger import epochs_covered, from_wire, merge, to_wire
 from shoal.swarm.coordinator.membership import counting
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.round_rules import Judgement, closing_moment, judge, left_out, lost_work, weighted_mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.swarm.averaging.norm_bounds import claim_bytes
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.ending import Ending
-from shoal.swarm.coordinator.leases import count, from_wire, is_tidy
+from shoal.swarm.coordinator.lease_ledger import count, from_wire, is_tidy
 from shoal.swarm.coordinator.status import status_of
 from shoal.swarm.errors import StaleWork, WireError
 from shoal.swarm.protocol.messages import (

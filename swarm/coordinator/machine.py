@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.hearing import Hearing
-from shoal.swarm.coordinator.leases import Ranges, from_wire, to_wire
-from shoal.swarm.coordinator.outdated import is_known, taken_over
+from shoal.swarm.coordinator.lease_ledger import Ranges, from_wire, to_wire
 from shoal.swarm.coordinator.round_rules import Judgement
+from shoal.swarm.coordinator.stale_journal import is_known, taken_over
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease, Verdict
 
 
@@ -57,7 +57,7 @@ class RunMachine(Hearing):
         return in_time and peer not in self.round.ready and not self.goal().exact
 
     def take_over(self, verdict: Verdict, now_s: float) -> bool:
-        """A verdict that this host has given (``outdated.check_ours``). False: our journal is too old to go on."""
+        """A verdict that this host has given (``stale_journal.check_ours``). False: our journal is too old to go on."""
         self.now_s = now_s
         if is_known(self, verdict):
             return True

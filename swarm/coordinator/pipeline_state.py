@@ -8,10 +8,9 @@ from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.ending import Sign
-from shoal.swarm.coordinator.leases import Ranges, from_wire, to_wire, union
-from shoal.swarm.coordinator.pipeline_drives import Batch, Drives
-from shoal.swarm.coordinator.pipeline_stage import StageMachine
-from shoal.swarm.coordinator.pipeline_view import PipelineViews
+from shoal.swarm.coordinator.lease_ledger import Ranges, from_wire, to_wire, union
+from shoal.swarm.coordinator.placement import PipelineViews
+from shoal.swarm.coordinator.stage_scope import Batch, Drives, StageMachine
 from shoal.swarm.pipeline.planner.stage_plan import StagePlan
 from shoal.swarm.protocol.messages import Capability, LayerSize, Phase, PipelineView, RunView
 from shoal.swarm.protocol.run_file import RunFile
@@ -152,7 +151,7 @@ class PipelineState(Admission):
         return max(rounds, default=0) + (peer in self.spans)
 
     def may_be_idle(self, peer: str) -> bool:
-        """Whoever has a place there and keeps the others waiting loses that first (``pipeline_places.py``)."""
+        """Whoever has a place there and keeps the others waiting loses that first (``stall_detector.py``)."""
         return peer not in self.spans and super().may_be_idle(peer)
 
     def left_traces(self, peer: str) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgpack
 
-from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import StorageError

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.swarm.coordinator.coverage import Again
 from shoal.swarm.coordinator.divergence import Setback
 from shoal.swarm.coordinator.events import MemberKept, RunSnapshot
-from shoal.swarm.coordinator.leases import LeaseLedger, from_wire, to_wire
+from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, from_wire, to_wire
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.rollback import History
 from shoal.swarm.coordinator.round_rules import Round

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
-from shoal.swarm.coordinator.coverage import Again
 from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, way_back
 from shoal.swarm.coordinator.influence import exceeds, level_of, power_of, suspects_of
-from shoal.swarm.coordinator.leases import LeaseLedger, count, from_wire, merge, subtract
+from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, count, from_wire, merge, subtract
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.coordinator.round_rules import Goal, Round, Work, is_over

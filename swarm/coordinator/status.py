@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.swarm.coordinator.coverage import coverage_of
 from shoal.swarm.coordinator.divergence import warning_of
+from shoal.swarm.coordinator.lease_ledger import coverage_of
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
 
 if TYPE_CHECKING:

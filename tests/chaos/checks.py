@@ -8,7 +8,7 @@ from tests.chaos.lives import Life
 from tests.fakes.swarm import TASKS_OF_A_MEMBER, Swarm
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.leases import count
+from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 
 

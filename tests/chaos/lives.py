@@ -11,7 +11,7 @@ from tests.fakes.swarm import SimMember, Swarm
 from torch import Tensor
 
 from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.coordinator.leases import count, merge
+from shoal.swarm.coordinator.lease_ledger import count, merge
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease, RunView
 

@@ -8,7 +8,7 @@ from tests.fakes.swarm import Swarm
 from torch import Tensor
 
 from shoal.swarm.averaging.outcome import Outcome, OutOfDate
-from shoal.swarm.coordinator.leases import Ranges, merge
+from shoal.swarm.coordinator.lease_ledger import Ranges, merge
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import door, doors, service
 from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.pipeline import PipelineMachine
+from shoal.swarm.coordinator.pipeline_run import PipelineMachine
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite

@@ -11,10 +11,10 @@ from tests.fakes.virtual_clock import now_s
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.coordinator.events import Fact, VerdictGiven
-from shoal.swarm.coordinator.history import read_page
-from shoal.swarm.coordinator.leases import to_wire
+from shoal.swarm.coordinator.journal import read_page
+from shoal.swarm.coordinator.lease_ledger import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
-from shoal.swarm.coordinator.outdated import check_ours
+from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable, WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.protocol.invite import Invite

@@ -17,7 +17,7 @@ from shoal.compression.norms import norms_of
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.norm_bounds import ranges
 from shoal.swarm.averaging.outcome import CarryOn, Committed, Offer, Outcome
-from shoal.swarm.coordinator.leases import Ranges, count, merge, to_wire
+from shoal.swarm.coordinator.lease_ledger import Ranges, count, merge, to_wire
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerLease,

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from shoal.swarm.coordinator.events import Fact
-from shoal.swarm.coordinator.journal_files import JOURNAL, SNAPSHOT, facts_of
-from shoal.swarm.coordinator.records import RecordFile
+from shoal.swarm.coordinator.journal import JOURNAL, SNAPSHOT, facts_of
+from shoal.swarm.coordinator.record_log import RecordFile
 
 
 class FollowedJournal:

@@ -8,8 +8,7 @@ from tests.swarm.coordinator.stories import RUN, story
 from tests.swarm.coordinator.world import SIGNER
 
 from shoal.peer.cli.hosting import Hosting, HostOptions, check_keys, host, host_identity
-from shoal.swarm.coordinator.backup import Backup
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.journal import Backup, Journal
 from shoal.swarm.errors import IdentityError, UserError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import load_run_file

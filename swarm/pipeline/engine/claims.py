@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from shoal.swarm.coordinator.leases import Ranges, covers, merge, within
+from shoal.swarm.coordinator.lease_ledger import Ranges, covers, merge, within
 from shoal.swarm.pipeline.engine.effects import Claim, MicroBatch, Release, as_range
 
 _State = Literal["asked", "granted", "refused"]

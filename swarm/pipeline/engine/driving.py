@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container
 
-from shoal.swarm.coordinator.leases import Ranges, merge, subtract
+from shoal.swarm.coordinator.lease_ledger import Ranges, merge, subtract
 from shoal.swarm.pipeline.engine.effects import AskToDrive, MicroBatch, as_range
 
 

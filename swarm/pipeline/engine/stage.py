@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.pipeline.engine.accepting import Accepting
 from shoal.swarm.pipeline.engine.effects import (
     Answer,

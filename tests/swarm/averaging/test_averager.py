@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.compression.registry import CODEC_NAMES
 from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, OutOfDate
 from shoal.swarm.coordinator.events import WentBack
-from shoal.swarm.coordinator.leases import count
+from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.swarm.averaging.chunk_streams import Chunks, StreamAhead
 from shoal.swarm.averaging.outcome import Committed, Outcome
-from shoal.swarm.coordinator.leases import count
+from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.errors import BlobUnavailable, LinkError
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 

@@ -13,7 +13,7 @@ from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.outer_optimizer import AdamW
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.outcome import CarryOn, Committed
-from shoal.swarm.coordinator.leases import count, merge
+from shoal.swarm.coordinator.lease_ledger import count, merge
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 
 ROUND_SAMPLES = 48

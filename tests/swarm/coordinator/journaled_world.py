@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.machine import RunMachine
-from shoal.swarm.coordinator.pipeline import PipelineMachine
+from shoal.swarm.coordinator.pipeline_run import PipelineMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.run_file import RunFile
 

@@ -22,9 +22,9 @@ from tests.swarm.coordinator.world import NOT_FROM_FACTS as NOT_FROM_STAGE_FACTS
 from tests.swarm.coordinator.world import journaled as journaled_stage
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
-from shoal.swarm.coordinator.pipeline import PipelineMachine
-from shoal.swarm.coordinator.pipeline_stage import StageMachine
+from shoal.swarm.coordinator.lease_ledger import Ranges, count, from_wire, merge, subtract, to_wire
+from shoal.swarm.coordinator.pipeline_run import PipelineMachine
+from shoal.swarm.coordinator.stage_scope import StageMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.pipeline.planner.replanning import Rebalancing
 from shoal.swarm.pipeline.planner.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan

@@ -9,9 +9,7 @@ from tests.fakes.dying_disk import MOMENTS, MachineDied, disk, full_disk
 from tests.swarm.coordinator.stories import RUN, state, state_after, story
 
 from shoal.swarm.coordinator import backup as backup_module
-from shoal.swarm.coordinator.backup import Backup
-from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.journal_files import JOURNAL, VERDICTS
+from shoal.swarm.coordinator.journal import JOURNAL, VERDICTS, Backup, Journal
 from shoal.swarm.errors import StorageError
 
 ALL = len(story())

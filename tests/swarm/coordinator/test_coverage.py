@@ -4,8 +4,7 @@ import pytest
 from tests.swarm.coordinator.world import MODEL, SIGNER, TOKENS_PER_SAMPLE, World, run_file
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.coverage import Again, coverage_of, epochs_covered
-from shoal.swarm.coordinator.leases import LeaseLedger, covers
+from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, coverage_of, covers, epochs_covered
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.protocol.messages import MAX_EPOCHS
 

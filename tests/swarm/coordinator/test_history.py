@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from tests.swarm.coordinator.world import CPU, World, entry, heartbeat, run_file
 
+from shoal.swarm.coordinator.admission import SentBytes
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.coordinator.history import PAGE_BYTES, read_page
-from shoal.swarm.coordinator.sent_bytes import SentBytes
+from shoal.swarm.coordinator.journal import PAGE_BYTES, read_page
 from shoal.swarm.protocol.messages import MAX_VERDICTS, CoordinatorToPeerVerdicts, Verdict
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, encode
 

@@ -23,10 +23,9 @@ from shoal.swarm.coordinator.events import (
     pack_fact,
     unpack_fact,
 )
-from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.journal_files import FACTS as FACTS_KIND
-from shoal.swarm.coordinator.journal_files import JOURNAL, VERDICTS, JournalFiles
-from shoal.swarm.coordinator.records import pack_file
+from shoal.swarm.coordinator.journal import FACTS as FACTS_KIND
+from shoal.swarm.coordinator.journal import JOURNAL, VERDICTS, Journal, JournalFiles
+from shoal.swarm.coordinator.record_log import pack_file
 from shoal.swarm.errors import RunFileError, StorageError
 from shoal.swarm.protocol.messages import SampleRange
 

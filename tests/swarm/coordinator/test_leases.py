@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.coordinator.leases import MAX_FRAGMENTS, LeaseLedger, count, covers, is_tidy, merge, subtract
+from shoal.swarm.coordinator.lease_ledger import MAX_FRAGMENTS, LeaseLedger, count, covers, is_tidy, merge, subtract
 
 SETS = st.sets(st.integers(0, 40))
 

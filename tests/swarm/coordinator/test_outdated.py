@@ -12,7 +12,7 @@ from tests.swarm.coordinator.world import SIGNER, attributes
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.coordinator.events import Fact, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.machine import RunMachine
-from shoal.swarm.coordinator.outdated import check_ours
+from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.messages import Verdict

@@ -4,7 +4,7 @@ import pytest
 from tests.swarm.coordinator.world import TOKENS_PER_SAMPLE, Worker, World, run_file
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.leases import count, subtract
+from shoal.swarm.coordinator.lease_ledger import count, subtract
 from shoal.swarm.coordinator.round_rules import Judgement
 
 

@@ -23,9 +23,9 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, peer_na
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.leases import Ranges, to_wire
-from shoal.swarm.coordinator.pipeline_drives import Batch, Drives
-from shoal.swarm.coordinator.pipeline_planner import planner_of
+from shoal.swarm.coordinator.lease_ledger import Ranges, to_wire
+from shoal.swarm.coordinator.placement import planner_of
+from shoal.swarm.coordinator.stage_scope import Batch, Drives
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import Capability, LayerSize, PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, tied_together

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from shoal.swarm.coordinator.pipeline_drives import Batch, Drives, fair_samples
+from shoal.swarm.coordinator.stage_scope import Batch, Drives, fair_samples
 
 BATCH = Batch(0, 40, 2)
 

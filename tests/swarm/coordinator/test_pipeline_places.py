@@ -6,7 +6,7 @@ from tests.swarm.coordinator.test_pipeline import holder, rounds, training
 from tests.swarm.coordinator.world import CPU, entry
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.pipeline_view import optimizer_values
+from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.coordinator.stall_detector import _span_s
 from shoal.swarm.protocol.start_section import StartSection, StartTensor
 

@@ -4,7 +4,7 @@ from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, Pipeli
 from tests.swarm.coordinator.test_pipeline import holder, rounds, training, until
 from tests.swarm.coordinator.world import heartbeat
 
-from shoal.swarm.coordinator.pipeline_question import Question
+from shoal.swarm.coordinator.placement import Question
 from shoal.swarm.pipeline.planner.replanning import Rebalancing
 from shoal.swarm.pipeline.planner.stage_plan import Infeasible, StagePlan
 from shoal.swarm.protocol.messages import Capability, Headway, PeerToCoordinatorShowCapability, PipelineView

@@ -16,9 +16,8 @@ from tests.swarm.test_transport import run
 from shoal.swarm.coordinator import service as service_module
 from shoal.swarm.coordinator.events import Fact, verdicts_in
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.leases import count, from_wire
-from shoal.swarm.coordinator.pipeline_planner import planner_of
-from shoal.swarm.coordinator.pipeline_question import Planner
+from shoal.swarm.coordinator.lease_ledger import count, from_wire
+from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError, WireError

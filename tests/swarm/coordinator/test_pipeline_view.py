@@ -3,7 +3,7 @@
 import pytest
 from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, PipelineWorld, run_file
 
-from shoal.swarm.coordinator.pipeline_view import PipelineViews
+from shoal.swarm.coordinator.placement import PipelineViews
 from shoal.swarm.pipeline.planner.stage_plan import StagePlan
 from shoal.swarm.protocol.messages import Capability, PipelineView, Span
 

@@ -4,7 +4,7 @@ import pytest
 from tests.swarm.coordinator.world import INITIAL, Worker, World, next_state, peer_name, run_file
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.leases import count, merge
+from shoal.swarm.coordinator.lease_ledger import count, merge
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.errors import StorageError
 from shoal.swarm.protocol.messages import KeptState

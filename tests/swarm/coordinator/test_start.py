@@ -7,7 +7,7 @@ from tests.swarm.coordinator.world import CPU, MODEL, SIGNER, entry, heartbeat, 
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.machine import RunMachine
-from shoal.swarm.coordinator.pipeline_stage import StageMachine
+from shoal.swarm.coordinator.stage_scope import StageMachine
 from shoal.swarm.errors import ModelMismatch
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
 from shoal.swarm.protocol.run_file import PipelineSection, RunFile

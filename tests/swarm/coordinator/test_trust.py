@@ -10,7 +10,7 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World,
 
 from shoal.swarm.averaging.chunk_header import holders
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.leases import count
+from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member, weightiest, witnesses
 from shoal.swarm.coordinator.round_rules import Judgement, judge
 from shoal.swarm.coordinator.trust import (

@@ -11,7 +11,7 @@ from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_o
 
 from shoal.swarm.averaging.norm_bounds import pack, ranges
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.leases import Ranges, count, from_wire, merge, subtract, to_wire
+from shoal.swarm.coordinator.lease_ledger import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.protocol.identity import Identity

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shoal.swarm.coordinator.leases import Ranges, merge
-from shoal.swarm.coordinator.pipeline_drives import fair_samples
+from shoal.swarm.coordinator.lease_ledger import Ranges, merge
+from shoal.swarm.coordinator.stage_scope import fair_samples
 from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, Release
 
 if TYPE_CHECKING:

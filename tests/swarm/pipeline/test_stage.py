@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 from tests.swarm.pipeline.turns import Turns
 
-from shoal.swarm.coordinator.leases import Ranges
+from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.pipeline.engine.driving import cut
 from shoal.swarm.pipeline.engine.effects import (
     AskToDrive,

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.swarm.pipeline.planner.answers import predictions
+from shoal.swarm.pipeline.planner.plan import plan_stages
+from shoal.swarm.pipeline.planner.replanning import Rebalancing, replan
 from shoal.swarm.pipeline.planner.span_rates import Swarm
-from shoal.swarm.pipeline.planner.stage_plan import LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
 from shoal.swarm.protocol.messages import Capability, LayerSize, PipelineView, Span
 from shoal.swarm.protocol.run_file import OuterSection, RunFile
+
+# === pipeline_view
 
 _FASTEST = 64.0
 """Times as fast as usual, at a layer: more is not believed of anybody."""
@@ -89,3 +95,73 @@ def optimizer_values(outer: OuterSection) -> int:
             return 1
         case "sgd":
             return 0
+
+
+# === pipeline_question
+
+
+class Planner(Protocol):
+    """The first plan for ``previous`` None; else one with the same boundaries, in which few peers move: without
+    ``rebalancing`` only for the sake of a stage that is empty."""
+
+    def __call__(
+        self,
+        previous: StagePlan | None,
+        layers: Sequence[LayerCost],
+        peers: Sequence[PeerCapability],
+        rebalancing: Rebalancing | None,
+    ) -> StagePlan | Infeasible: ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """``resting``: peers that are to have a place only if there is no plan without them."""
+
+    previous: StagePlan | None
+    layers: tuple[LayerCost, ...]
+    peers: tuple[PeerCapability, ...]
+    resting: tuple[PeerCapability, ...]
+    rebalancing: Rebalancing | None
+
+    def answer(self, planner: Planner) -> StagePlan | Infeasible:
+        plan = planner(self.previous, self.layers, self.peers, self.rebalancing)
+        if isinstance(plan, Infeasible) and self.resting:
+            everybody = sorted((*self.peers, *self.resting), key=lambda one: one.peer)
+            with_them = planner(self.previous, self.layers, everybody, None)
+            return plan if isinstance(with_them, Infeasible) else with_them
+        return plan
+
+    def unchanged(self, now: Question) -> set[str]:
+        """Those who have the same figures and the same span as when it was asked."""
+        asked, there = self._by_peer(), now._by_peer()
+        return {peer for peer, one in asked.items() if there.get(peer) == one}
+
+    def _by_peer(self) -> dict[str, tuple[PeerCapability, tuple[int, int] | None]]:
+        spans = self.previous.spans if self.previous else {}
+        return {one.peer: (one, spans.get(one.peer)) for one in (*self.peers, *self.resting)}
+
+
+# === pipeline_planner
+
+
+def planner_of(run: RunFile) -> Planner:
+    """Of a run that has a pipeline."""
+    assert run.pipeline is not None
+    stages = None if run.pipeline.stages == "auto" else run.pipeline.stages
+    max_in_flight, values = run.pipeline.in_flight, optimizer_values(run.outer)
+
+    def plan(
+        previous: StagePlan | None,
+        layers: Sequence[LayerCost],
+        peers: Sequence[PeerCapability],
+        rebalancing: Rebalancing | None,
+    ) -> StagePlan | Infeasible:
+        if previous is not None:
+            return replan(
+                previous, layers, peers, max_in_flight=max_in_flight, optimizer_values=values, rebalancing=rebalancing
+            )
+        if stages is not None and stages > len(layers):
+            return Infeasible(f"the run file asks for {stages} stages, and the model has {len(layers)} layers")
+        return plan_stages(layers, peers, stages=stages, max_in_flight=max_in_flight, optimizer_values=values)
+
+    return plan
