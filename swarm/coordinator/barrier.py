@@ -10,6 +10,7 @@ from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.lease_ledger import count, from_wire, merge
 from shoal.swarm.coordinator.round_rules import Judgement, left_out
 from shoal.swarm.coordinator.stage_scope import StageMachine
+from shoal.swarm.coordinator.trust import recorded_work
 from shoal.swarm.protocol.verdict_chain import tied_together
 
 _OVER = "the run's time was over"
@@ -114,7 +115,8 @@ class Barrier:
             if not judgement.committed:
                 return _abort(stages, f"stage {stage.stage}: {judgement.reason}", {stage.stage: judgement.failed})
             # Whoever lives would bring it to the next round: later than it counts in the other stages.
-            if missing := left_out(stage.round, judgement.digests):
+            work = recorded_work(stage.membership.members, stage.round.reports)
+            if missing := left_out(stage.round, judgement.digests, work):
                 self.left_out.update(missing)
                 return _abort(stages, f"stage {stage.stage}: the work of {len(missing)} replicas is not in the mean")
         if any(judgement is None for _, judgement in judged):

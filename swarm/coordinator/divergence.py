@@ -7,12 +7,12 @@ rate is too high, and that is nobody's fault."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.swarm.coordinator.influence import usual_loss, weighted_median
-from shoal.swarm.coordinator.membership import Member, work_of
+from shoal.swarm.coordinator.membership import Member, counting, work_of
 from shoal.swarm.coordinator.rollback import History
 
 _PASSED_ROUNDS = 8
@@ -111,9 +111,9 @@ def way_back(
     knows anything, here or not."""
     if setback.fruitless >= _FRUITLESS or setback.returns >= _RETURNS:
         return None
-    states = {state for one in members.values() if one.is_trainer for state in one.states}
-    kept = sorted(
-        {at for at, digest in states if at < bad_version and history.rounds[at].digest == digest}, reverse=True
+    # What newcomers say to keep counts where nobody with a record keeps anything: else the run ends.
+    kept = _kept(bad_version, history, counting(members, members), members) or _kept(
+        bad_version, history, members, members
     )
     if not kept:
         return None
@@ -124,6 +124,14 @@ def way_back(
         keepers=tuple(peer for peer, one in members.items() if state in one.states),
         bad_version=bad_version,
         suspects=tuple(peer for peer in _suspects(version, history, members) if peer in known),
+    )
+
+
+def _kept(bad_version: int, history: History, peers: Iterable[str], members: Mapping[str, Member]) -> list[int]:
+    """The versions before that one whose states these peers keep, as they say; the newest first."""
+    states = {state for peer in peers if members[peer].is_trainer for state in members[peer].states}
+    return sorted(
+        {at for at, digest in states if at < bad_version and history.rounds[at].digest == digest}, reverse=True
     )
 
 

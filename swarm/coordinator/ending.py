@@ -26,8 +26,6 @@ from shoal.swarm.protocol.verdict_chain import chain_hash, signed_bytes
 
 Sign = Callable[[bytes], bytes]
 
-_KEPT = "kept samples from the others"
-
 _FEWEST_WITNESSES = 3
 """Members with a record, so that of each of them two others tell how fast its link is."""
 
@@ -110,7 +108,9 @@ class Ending(RunState):
         """Members are here, and none of them holds the run's newest state. The first one is whatever they make, unless
         the run file says what it is."""
         is_made = self.anchor_version == 0 and not self.is_beginning_written
-        return bool(not is_made and self.membership.trainers() and not self.synced())
+        trainers = self.membership.trainers()
+        # One newcomer that only says to hold it would keep everybody waiting for ever.
+        return bool(not is_made and trainers and self.synced().keys().isdisjoint(counting(trainers, trainers)))
 
     # Closing --------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class Ending(RunState):
         fine = {peer for peer, one in self.round.ready.items() if not one.weight_tokens}
         fine |= {member.peer for member in plan.members} if plan else set()
         for peer in [one for one in self.leases.held if one not in fine]:
-            self.record(f.MemberLost(peer=peer, reason=_KEPT))
+            self.record(f.MemberLost(peer=peer, reason=f.KEPT_SAMPLES))
 
     # Ending ---------------------------------------------------------------------------------------------
 
@@ -239,7 +239,8 @@ class Ending(RunState):
     def verdict_of(self, judgement: Judgement, went_back: f.WentBack | None = None) -> f.VerdictGiven:
         """As it is before it is signed. ``went_back`` only with a judgement that aborts the round; the version is the
         one of its vouched round."""
-        plan, lost = self.round.plan, lost_work(self.round, judgement.digests)
+        work = recorded_work(self.membership.members, self.round.reports)
+        plan, lost = self.round.plan, lost_work(self.round, judgement.digests, work)
         weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
         tokens = sum(weight for peer, weight in weights.items() if peer not in lost) if judgement.committed else 0
         version, total = self.anchor_version + judgement.committed, self.tokens_committed + tokens
@@ -279,7 +280,8 @@ class Ending(RunState):
         if plan is None or not judgement.committed:
             return ()
         void = None in judgement.digests
-        peers = [one.peer for one in plan.members] if void else left_out(self.round, judgement.digests)
+        work = recorded_work(self.membership.members, self.round.reports)
+        peers = [one.peer for one in plan.members] if void else left_out(self.round, judgement.digests, work)
         return tuple(peer for peer in peers if peer not in self.round.orphans)
 
     def give_verdict(self, unsigned: f.VerdictGiven) -> None:
@@ -301,7 +303,7 @@ class Ending(RunState):
                 self.record(f.LossRose(round=newest.round, loss=newest.loss, usual=usual))
         for peer in fact.missing:
             if self.goal().exact and self.is_left_out(peer) and peer in self.leases.held and not self.has_ended:
-                self.record(f.MemberLost(peer=peer, reason=_KEPT))  # the next batch has to be whole without it
+                self.record(f.MemberLost(peer=peer, reason="left out for a while"))  # the next batch has to be whole
 
     def _covered(self) -> int:
         return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0

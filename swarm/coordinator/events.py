@@ -60,6 +60,10 @@ class MemberJoined(Fact):
     network: Network = ""
 
 
+KEPT_SAMPLES = "kept samples from the others"
+"""Reason for which a member is lost that was waited for in vain: as if its contribution had not come."""
+
+
 class MemberLost(Fact):
     """A member left or fell silent; what it held is for others. ``trouble``: what it said of why it could not go on."""
 

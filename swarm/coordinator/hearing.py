@@ -25,8 +25,8 @@ class Hearing(Ending):
         if not self.membership.is_observer(peer):
             process = self.membership.members[peer].entry.certificate.curve_key
             self.sent_bytes.hear(peer, process, heartbeat.bytes_sent)
-        if moved and self.round.moves_left and peer in self.round.ranges and peer not in self.round.reports:
-            self.round.moves_left -= 1
+        if moved and self.round.moves_left.get(peer) and peer not in self.round.reports:
+            self.round.moves_left[peer] -= 1
             self.round.progress_s = now_s
         if moved:
             self._outage.saw_progress(now_s, self.membership.members[peer], self.history)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgpack
 
 from shoal.swarm.coordinator.lease_ledger import Ranges
-from shoal.swarm.coordinator.membership import Member
+from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import StorageError
 
@@ -113,7 +113,8 @@ class Outage:
 
         ``agreed_digest``: of the newest state, if that is known."""
         here = {peer: one for peer, one in members.items() if one.is_trainer and one.states}
-        version = history.newest_kept({state for one in here.values() for state in one.states})
+        believed = counting(here, here)  # a newcomer may say to keep what nobody has
+        version = history.newest_kept({state for peer in believed for state in here[peer].states})
         if version is None:
             self._since_s = None
             return None
@@ -134,8 +135,8 @@ class Outage:
         )
 
     def saw_progress(self, now_s: float, member: Member, history: History) -> None:
-        """Of a member that gets results: it may be about to make the newest state."""
-        if self._since_s is not None and _may_finish(member, history):
+        """Of a member that gets results or a state: it may be about to have the newest one."""
+        if self._since_s is not None and (_may_finish(member, history) or member.has_record):
             self._since_s = now_s
 
     def excuse(self, seconds: float) -> None:

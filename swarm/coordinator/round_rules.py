@@ -20,8 +20,8 @@ from shoal.swarm.protocol.run_file import RunSection
 class Round:
     """The one open round. Moments are on the coordinator's clock. ``ranges``: the samples behind the plan's
     members; ``orphans``: those of them that were lost since, back or not. ``moves_left``: how often chunks that
-    were moved can still put the verdict off. ``expected``: the plan that was announced with the closing, until one of
-    its members leaves or another plan is made."""
+    each member moves can still put the verdict off. ``expected``: the plan that was announced with the closing, until
+    one of its members leaves or another plan is made."""
 
     number: int
     phase: Phase = "waiting"
@@ -37,7 +37,7 @@ class Round:
     reports: dict[str, PeerToCoordinatorRoundReport] = field(default_factory=dict)
     progress_s: float = 0.0
     reported_s: float = 0.0
-    moves_left: int = 0
+    moves_left: dict[str, int] = field(default_factory=dict)
     orphans: set[str] = field(default_factory=set)
 
 
@@ -113,26 +113,34 @@ def weighted_mean(values: Collection[tuple[float, int]]) -> float | None:
     return min(max(sum(value * (weight / total) for value, weight in values), min(known)), max(known))
 
 
-def lost_work(ended: Round, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
+def lost_work(
+    ended: Round, digests: tuple[bytes | None, ...], work: Mapping[str, int] = MappingProxyType({})
+) -> tuple[str, ...]:
     """Dead members whose contribution did not get into every chunk: others train on their samples again.
 
     Of a part that is void, what the living offered is offered again; what the dead did is gone."""
     if ended.plan is not None and None in digests:
         return tuple(sorted(ended.orphans))
-    return tuple(peer for peer in left_out(ended, digests) if peer in ended.orphans)
+    return tuple(peer for peer in left_out(ended, digests, work) if peer in ended.orphans)
 
 
-def left_out(ended: Round, digests: tuple[bytes | None, ...]) -> tuple[str, ...]:
+def left_out(
+    ended: Round, digests: tuple[bytes | None, ...], work: Mapping[str, int] = MappingProxyType({})
+) -> tuple[str, ...]:
     """Members whose contribution did not get into every chunk of a round without void parts, in the plan's order.
 
-    Who is missing in the committed bytes is known to those that hold them all, of whom two have to say so; where there
-    is nobody, all are believed, for samples are better trained on twice than never."""
+    Who is missing in the committed bytes is known to those that hold them all, of whom two have to say so, or, where
+    any of them has a record (``work``), those with more than half of its work; where there is nobody, all are believed,
+    for samples are better trained on twice than never."""
     if ended.plan is None:
         return ()
-    reports = ended.reports.values()
-    holders = [report for report in reports if report.digests == digests]
-    said = Counter(index for report in holders or reports for index in set(report.dropped))
-    needed = min(2, max(1, len(holders)))
+    holders = {peer: report for peer, report in ended.reports.items() if report.digests == digests}
+    recorded = {peer: work[peer] for peer in holders if peer in work}
+    said = Counter[int]()
+    for peer, report in (holders or ended.reports).items():
+        for index in set(report.dropped):
+            said[index] += recorded.get(peer, 0) if recorded else 1
+    needed = sum(recorded.values()) // 2 + 1 if recorded else min(2, max(1, len(holders)))
     return tuple(ended.plan.members[index].peer for index in sorted(said) if said[index] >= needed)
 
 
@@ -166,40 +174,49 @@ def judge(
     """The verdict, or None while it is worth waiting.
 
     Of each part those bytes are committed that most live members hold, if two of them do (one, if it is the last), so
-    that the next death does not take committed bytes away; a part without such bytes is void. Committed when any part
+    that the next death does not take committed bytes away; a part without such bytes is void. ``work``: of the members
+    with a record, what was committed of each. Where any of them is here, it is they who decide: those bytes are kept
+    that members with more than half of their work hold, whoever has reported yet; two members again, unless one alone
+    has a record.
+
+    Committed when any part
     is, or, of a ``whole`` round, when all are. Waits for all live members of the plan, or until ``overdue``; those who
     only lack what others hold can fetch it later: ``enough`` (time for the others' sake) ends the wait for them.
-
-    ``work``: of the members with a record, what was committed of each. Where there are any, it is they who decide on
-    bytes and owners, by that work (``trust.outvotes``).
+    Owners are put out of office, and members counted as missing, by that work as well (``trust.outvotes``); missing is
+    also who was here and did not report until the round was overdue.
     """
     heard = {peer: report for peer, report in reports.items() if peer in live}
     present = [member.peer for member in plan.members if member.peer in live]
     can_wait = len(heard) < len(present) and not overdue
     if can_wait and not enough:
         return None  # whatever the reports say: counting a thousand of them takes a while
-    deciding = not work.keys().isdisjoint(present if can_wait else heard)
+    recorded = work.keys() & set(present)
+    all_work = sum(work[peer] for peer in recorded)
     digests: list[bytes | None] = []
     failed: set[str] = set()
     accusers: defaultdict[str, set[str]] = defaultdict(set)
     for index, part in enumerate(plan.parts):
         held = Counter(one for one in (report.digests[index] for report in heard.values()) if one is not None)
-        worked = _work_behind(heard, index, work) if deciding else {}
+        worked = _work_behind(heard, index, work) if recorded else {}
         # Of equally many the smallest, so that any two judges agree.
         ranked = sorted(held.items(), key=lambda one: (-worked.get(one[0], 0), -one[1], one[0]))
         digest, holders = ranked[0] if ranked else (None, 0)
-        is_kept = holders >= min(2, len(present)) and (not deciding or digest in worked)
+        if recorded and digest is not None:
+            is_kept = 2 * worked.get(digest, 0) > all_work and holders >= min(2, len(recorded))
+        else:
+            is_kept = holders >= min(2, len(present))
         kept = digest if is_kept else None
         if can_wait and kept is None:
             return None
         digests.append(kept)
         owner = plan.members[part.owner].peer
-        if not work:
+        if not recorded:
             # One that holds other bytes than the rest may have made them up; of two the owner is the likelier source.
             if kept is None or held.total() - holders >= 2:
                 failed.add(owner)
         elif kept is None:
-            accusers[owner].update(heard)
+            accusers[owner].update(peer for peer, report in heard.items() if report.digests[index] != digest)
+            accusers[owner].update(heard if digest is None else ())
         elif len(held) > 1:
             others = {peer for peer, report in heard.items() if report.digests[index] not in (None, kept)}
             accusers[owner].update(heard.keys() - others if owner in others else others)
@@ -211,9 +228,10 @@ def judge(
         for one in accused:
             accusers[one].add(peer)
     failed.update(peer for peer in accusers if outvotes(accusers[peer] - {peer}, peer, present, work))
+    undelivered = set(_missing(plan, heard, work))
     ended = Judgement(
         failed=tuple(sorted(failed)),
-        missing=tuple(peer for peer in _missing(plan, heard, work) if peer in live),
+        missing=tuple(peer for peer in present if peer in undelivered or (overdue and peer not in heard)),
         accused_by=accused_by,
     )
     if void < len(digests) and not (void and whole):

@@ -90,6 +90,8 @@ class RunState(Admission):
                 assert fact.anchor_version == self.anchor_version
                 self.agreed_digest = fact.digest
             case f.MemberLost():
+                if fact.reason == f.KEPT_SAMPLES:
+                    self._leave_out([fact.peer])
                 super()._apply(fact)
                 self._lose_work(fact.peer)
             case f.LeaseGranted():
@@ -133,8 +135,8 @@ class RunState(Admission):
         self.round.plan = fact.plan
         self.round.loss, self.round.median_loss = fact.loss, fact.median_loss
         self.round.progress_s = self.round.reported_s = self.now_s
-        self.round.moves_left = len(fact.plan.members) * -(-fact.plan.parts[-1].stop // fact.plan.chunk_elements)
         peers = [member.peer for member in fact.plan.members]
+        self.round.moves_left = dict.fromkeys(peers, -(-fact.plan.parts[-1].stop // fact.plan.chunk_elements))
         self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)}
         self.agreed_digest = fact.plan.state_digest
 

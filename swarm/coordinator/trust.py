@@ -119,15 +119,15 @@ def recorded_work(members: Mapping[str, Member], peers: Iterable[str]) -> dict[s
 
 def outvotes(accusers: Collection[str], accused: str, present: Collection[str], work: Mapping[str, int]) -> bool:
     """Whether accusers are enough to do something about a member: two of them, where there could be two, who have more
-    than half of the recorded work of all others present. While nobody has a record, two of them.
+    than half of the recorded work of all present, the accused included. While nobody has a record, two of them.
 
-    So whoever alone has a record cannot be put out by newcomers, however many they are."""
+    So newcomers put out nobody with a record, and those who did little nobody who did most."""
     others = [peer for peer in present if peer != accused]
     if len(accusers) < min(2, len(others)):
         return False
     if not work:
         return True
-    return 2 * sum(work.get(peer, 0) for peer in accusers) > sum(work.get(peer, 0) for peer in others)
+    return 2 * sum(work.get(peer, 0) for peer in accusers) > sum(work.get(peer, 0) for peer in {*others, accused})
 
 
 def accusations_of(round_number: int, said: Mapping[str, Collection[str]]) -> tuple[Accusation, ...]:

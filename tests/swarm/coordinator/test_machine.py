@@ -607,11 +607,11 @@ def test_an_owner_that_does_not_deliver_owns_nothing_next_time() -> None:
     assert {part.owner for part in averaging(world, 3).parts} == {0, 1, 2}, "after four committed rounds"
 
 
-def test_a_failed_owner_that_joins_again_owns_again() -> None:
+def test_a_failed_owner_that_joins_again_owns_nothing_either() -> None:
     world = World(run_file(), 2)
     world.machine.membership.members[peer_name(1)].fail()
     world.join(world.workers[1])
-    assert world.machine.membership.members[peer_name(1)].can_own
+    assert not world.machine.membership.members[peer_name(1)].can_own
 
 
 def test_one_member_that_reports_other_bytes_takes_nobodys_parts_away() -> None:

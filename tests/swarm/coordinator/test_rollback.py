@@ -5,6 +5,7 @@ from tests.swarm.coordinator.world import INITIAL, Worker, World, next_state, pe
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.lease_ledger import count, merge
+from shoal.swarm.coordinator.membership import RECORD_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.errors import StorageError
 from shoal.swarm.protocol.messages import KeptState
@@ -406,3 +407,28 @@ def test_history_undoes_what_came_after() -> None:
     assert history.newest_kept(set()) is None
     assert history.undo(2) == (2, 20, [(2, 3), (3, 4)])
     assert history.rounds == rounds[:2]
+
+
+def test_one_newcomer_that_says_to_hold_the_newest_does_not_block_the_way_back() -> None:
+    world = World(run_file(), 2)
+    play(world, RECORD_ROUNDS + 1, members=2)
+    liar = world.workers[2]
+    world.join(liar)
+    world.sync(liar)
+    version, digest = world.machine.anchor_version, liar.digest
+    for worker in world.workers[:2]:
+        world.join(worker)
+        told = world.machine.history.rounds[version - 2].digest
+        worker.kept = (KeptState(anchor_version=version - 2, digest=told),)
+    claimed = world.machine.history.rounds[version - 1].digest
+    liar.kept = (KeptState(anchor_version=version - 1, digest=claimed),)
+    liar.version, liar.digest = version, digest
+    until_s = world.now_s + 4 * RETURN_S + 60.0
+    while not returned(world) and world.now_s < until_s:
+        for worker in world.workers[:3]:
+            if world.admitted(worker):
+                world.beat(worker)
+        world.tick(0.5)
+    (back,) = returned(world)
+    assert world.machine.anchor_version == version - 2, "nor is it believed what it says to keep"
+    assert back.keepers == (peer_name(0), peer_name(1))

@@ -12,7 +12,7 @@ from shoal.swarm.averaging.chunk_header import holders
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member, weightiest, witnesses
-from shoal.swarm.coordinator.round_rules import Judgement, judge
+from shoal.swarm.coordinator.round_rules import Judgement, Round, judge, lost_work
 from shoal.swarm.coordinator.trust import (
     DETOUR_ROUNDS,
     NEWCOMERS_SHARE,
@@ -249,9 +249,11 @@ D = peer_name(3)
         ({C}, {}, False),
         ({C, D}, RECORDED, False),
         ({B}, RECORDED, False),
-        ({B, C}, RECORDED, True),
+        ({B, C}, RECORDED, False),
         ({B, C}, {A: 1, B: 100, D: 200}, False),
-        ({B, C}, {A: 10**6, B: 101, D: 100}, True),
+        ({B, C}, {A: 10**6, B: 101, D: 100}, False),
+        ({B, C}, {A: 90, B: 5, C: 5}, False),
+        ({B, C}, {A: 100, B: 201, D: 100}, True),
         ({C, D}, {A: 100}, False),
     ],
 )
@@ -262,7 +264,8 @@ def test_accusers_need_most_of_the_recorded_work_and_to_be_two(
 
 
 def test_of_two_members_each_is_the_only_witness() -> None:
-    assert outvotes({B}, A, [A, B], RECORDED)
+    assert not outvotes({B}, A, [A, B], RECORDED), "one word against the other: they do without each other"
+    assert outvotes({B}, A, [A, B], {A: 100, B: 101})
     assert outvotes({B}, A, [A, B], {})
     assert not outvotes({B}, A, [A, B], {A: 1})
 
@@ -289,13 +292,14 @@ def test_newcomers_do_not_put_an_owner_out() -> None:
     assert (alone.failed, alone.missing) == ((), ())
     assert alone.accused_by == {B: {A, B}, C: {A, B}}
     assert A in judged(said(a=says(), b=lies, c=lies), {}).failed, "while nobody has a record, two are enough"
-    assert A in judged(said(a=says(), b=lies, c=lies), {A: 100, B: 1}).failed
+    assert A in judged(said(a=says(), b=lies, c=lies), {A: 100, B: 101}).failed
+    assert A not in judged(said(a=says(), b=lies, c=lies), {A: 90, B: 5, C: 5}).failed
 
 
 def test_newcomers_do_not_decide_on_bytes() -> None:
     wrong = report(PLAN, wrong=(0, 1, 2))
     mine = judged(said(a=report(PLAN), b=wrong, c=wrong), {A: 100})
-    assert not mine.committed, "one holder alone is not safe, and two liars are none"
+    assert mine.digests == report(PLAN).digests
     assert A not in mine.failed
     both = judge(
         PLAN, said(a=report(PLAN), b=report(PLAN), c=wrong), {A, B, C}, overdue=True, enough=True, work={A: 1, B: 1}
@@ -309,24 +313,84 @@ def test_newcomers_bytes_are_not_committed_before_one_with_a_record_has_reported
     early = said(b=report(PLAN), c=report(PLAN))
     assert judge(PLAN, early, {A, B, C}, overdue=False, enough=True, work={A: 5}) is None
     assert judge(PLAN, early, {A, B, C}, overdue=False, enough=True, work={B: 5})
-    assert judge(PLAN, early, {A, B, C}, overdue=True, enough=True, work={A: 5}), "it does not report at all"
+    late = judge(PLAN, early, {A, B, C}, overdue=True, enough=True, work={A: 5})
+    assert late is not None
+    assert not late.committed, "not either when it does not report at all"
+    assert late.missing == (A,), "and is left out, if that happens again"
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_beside_a_single_member_with_a_record_newcomers_stop_no_round(others: int) -> None:
+    live = [A, B, C][: 1 + others]
+    for lies in ({}, {B: report(PLAN, wrong=(0, 1, 2))}):
+        ended = judge(PLAN, {A: report(PLAN), **lies}, live, overdue=True, enough=True, work={A: 5})
+        assert ended is not None
+        assert ended.digests == report(PLAN).digests
+        assert ended.missing == tuple(peer for peer in live[1:] if peer not in lies), "who does not report either"
+
+
+def test_bytes_are_committed_that_most_of_the_recorded_work_holds() -> None:
+    right, wrong = report(PLAN), report(PLAN, wrong=(0, 1, 2))
+
+    def digests(work: dict[str, int], **reports: PeerToCoordinatorRoundReport) -> tuple[bytes | None, ...]:
+        ended = judge(PLAN, said(**reports), {A, B, C}, overdue=True, enough=True, work=work)
+        assert ended is not None
+        return ended.digests
+
+    assert digests({A: 98, B: 1, C: 1}, b=wrong, c=wrong) == ()
+    assert digests({A: 98, B: 1, C: 1}, a=right, b=wrong, c=wrong) == (), "one of three is not safe"
+    assert digests({A: 98, B: 1, C: 1}, a=right, b=right, c=wrong) == right.digests
+    assert digests({A: 1, B: 1}, a=right, b=right) == right.digests
+
+
+def test_chunks_that_newcomers_move_take_nothing_from_the_others_patience() -> None:
+    world = UnevenWorld(timed(), [8, 8])
+    world.go_on(SOON)
+    world.come(2, 8)
+    world.come(3, 8)
+    world.go_on(1)
+    world.until_planned()
+    liars, moved = world.workers[2:4], itertools.count(1)
+    left = world.machine.round.moves_left
+    while left[liars[0].peer]:
+        world.beat(liars[0], chunks_moved=next(moved))
+    for worker in liars:
+        parts = world.machine.round.plan.parts if world.machine.round.plan else ()
+        world.report(worker, wrong=tuple(range(len(parts))))
+    number, until_s = world.machine.round.number, world.now_s + 2 * world.machine.deadlines.report_s
+    while world.now_s < until_s:
+        assert world.machine.round.number == number
+        done = int(world.now_s)
+        for worker in world.workers[:2]:
+            world.beat(worker, chunks_moved=done)
+        for worker in liars:
+            world.beat(worker, chunks_moved=next(moved))
+        world.tick(TURN_S)
+    for worker in world.workers[:2]:
+        world.report(worker)
+    verdict = world.verdicts[-1].verdict
+    assert verdict.round == number
+    assert verdict.plan is not None
+    assert verdict.digests == report(verdict.plan).digests
 
 
 def test_an_owner_whose_part_nobody_gets_is_put_out() -> None:
     lacks = report(PLAN, missing=(0,))
-    assert judged(said(a=report(PLAN), b=lacks, c=lacks), {A: 1000, B: 10, C: 10}).failed == (A,)
+    assert judged(said(a=report(PLAN), b=lacks, c=lacks), {A: 1000, B: 10, C: 10}).failed == ()
+    assert judged(said(a=report(PLAN), b=lacks, c=lacks), {A: 10, B: 10, C: 10}).failed == (A,)
     assert judged(said(a=report(PLAN), b=lacks, c=lacks), {A: 1000}).failed == ()
 
 
 def test_whose_contribution_most_owners_lack_is_missing() -> None:
     got = says(undelivered=(2,))
     assert {one.owner for one in PLAN.parts} == {0, 1, 2}
-    for work in ({}, RECORDED, {A: 1, B: 1, C: 500}):
+    for work in ({}, RECORDED, {A: 3, B: 3, C: 5}):
         assert judged(said(a=got, b=got, c=says()), work).missing == (C,)
         assert judged(said(a=got, b=says(), c=says()), work).missing == (), "one owner alone may lie"
-    assert judged(said(a=says(undelivered=(1,)), b=says(), c=says(undelivered=(1,))), {A: 5, B: 9, C: 1}).missing == (
+    assert judged(said(a=says(undelivered=(1,)), b=says(), c=says(undelivered=(1,))), {A: 9, B: 9, C: 1}).missing == (
         B,
     )
+    assert judged(said(a=got, b=got, c=says()), {A: 5, B: 5, C: 90}).missing == ()
     only = judge(PLAN, said(a=got, b=got), {A, B}, overdue=True, enough=True, work=RECORDED)
     assert only is not None
     assert only.missing == (), "it is gone"
@@ -558,3 +622,37 @@ def test_one_that_is_ready_again_is_waited_for_again() -> None:
         punctual.saw(number, [A, B], [])
     punctual.saw(13, [B], [A])
     assert punctual.is_awaited(A, 14)
+
+
+def test_who_keeps_samples_of_whole_batches_costs_few_of_them_a_patience() -> None:
+    world = UnevenWorld(run_file("virtual_batch", tokens=400, max_s=60.0), [4, 4])
+    world.go_on(SOON)
+    hoarder, moved, lost = world.workers[2], itertools.count(1), 0
+    last = len(world.verdicts) + 24
+    while len(world.verdicts) < last:
+        for number in world.speeds:
+            world.behave(world.workers[number])
+        if not world.admitted(hoarder):
+            world.join(hoarder)
+            world.sync(hoarder)
+            lost += 1
+        hoarder.round, hoarder.version = world.machine.round.number, world.machine.anchor_version
+        hoarder.digest = world.machine.state_digest() or hoarder.digest
+        held = count(world.machine.leases.held.get(hoarder.peer, [])) * TOKENS_PER_SAMPLE
+        world.beat(hoarder, chunks_moved=next(moved), tokens_done=held)
+        if world.machine.round.phase == "training":
+            world.ask(hoarder, 10**6)
+        world.tick(TURN_S)
+    assert lost <= 6, lost
+    member = world.machine.membership.members[hoarder.peer]
+    assert member.absences
+    world.restart()
+
+
+def test_in_what_newcomers_say_to_lack_of_committed_bytes_nobody_is_lost() -> None:
+    ended = Round(PLAN.round, plan=PLAN, orphans={A})
+    right = report(PLAN)
+    ended.reports = said(a=right, b=report(PLAN, dropped=(0,)), c=report(PLAN, dropped=(0,)))
+    assert lost_work(ended, right.digests) == (A,), "two say so, and nobody has a record"
+    assert lost_work(ended, right.digests, {A: 5}) == ()
+    assert lost_work(ended, right.digests, {A: 5, B: 6}) == (A,)
