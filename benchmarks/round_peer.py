@@ -22,7 +22,7 @@ from shoal.compression.norms import norms_of
 from shoal.peer.member.member import Member
 from shoal.peer.training.anchor import State
 from shoal.swarm.averaging.norm_bounds import ranges as claimed_ranges
-from shoal.swarm.averaging.outcome import Committed, Offer
+from shoal.swarm.averaging.outcome import Committed, RoundOffer
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -157,7 +157,7 @@ class _Peer:
         expected = contribution[::_PROBE_STEP].clone()
         assert state is not None
         norms = norms_of(contribution, claimed_ranges(self._case.elements))
-        offer = Offer(number, state.version, state.digest, contribution, norms, len(ranges), ranges, None)
+        offer = RoundOffer(number, state.version, state.digest, contribution, norms, len(ranges), ranges, None)
         start_s = await asyncio.to_thread(self._pace.start)
         sent, received = self._node.meter.sent_bytes, self._node.meter.received_bytes
         await asyncio.sleep(start_s - time.monotonic())

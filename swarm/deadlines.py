@@ -13,7 +13,7 @@ CONNECT_S = 8.0
 @dataclass(frozen=True)
 class Deadlines:
     """All in seconds. Progress deadlines: they start again whenever something arrives. How long the
-    others wait in all for one that is far slower follows from them, too (``averaging/stragglers.py``)."""
+    others wait in all for one that is far slower follows from them, too (``averaging/straggler_guard.py``)."""
 
     patience_s: float
 

@@ -24,7 +24,7 @@ from shoal.peer.checkpoints.plain import NotPlain, from_plain, to_plain
 from shoal.peer.checkpoints.source import refuse
 from shoal.peer.checkpoints.tensors import parse_file
 from shoal.peer.training.parameters import plain_name
-from shoal.swarm.averaging.outcome import Carried
+from shoal.swarm.averaging.outcome import CarriedResidual
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _room_for(tensor: Tensor) -> Tensor:
 # What is in it ------------------------------------------------------------------------------------------------
 
 
-def own_tree(optimizer: Optimizer | None, model: nn.Module, carried: Carried) -> dict[str, Any]:
+def own_tree(optimizer: Optimizer | None, model: nn.Module, carried: CarriedResidual) -> dict[str, Any]:
     """What a peer has of its own, by reference."""
     return {
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
@@ -146,14 +146,14 @@ def restore_own(tree: Mapping[str, Any], optimizer: Optimizer | None, model: nn.
             log.warning("going on without the %s of the checkpoint, which does not fit: %s", name, error)
 
 
-def carried_of(tree: Mapping[str, Any], elements: int) -> Carried | None:
+def carried_of(tree: Mapping[str, Any], elements: int) -> CarriedResidual | None:
     """The residual; None where there is none of that size."""
     residual, weight = tree.get("residual"), tree.get("residual_weight_tokens")
     if not isinstance(residual, Tensor) or not isinstance(weight, int) or weight < 0:
         return None
     if residual.shape != (elements,) or residual.dtype != torch.float32:
         return None
-    return Carried(residual, weight)
+    return CarriedResidual(residual, weight)
 
 
 def _restore_optimizer(optimizer: Optimizer | None, part: dict[str, Any]) -> None:

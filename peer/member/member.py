@@ -26,7 +26,7 @@ from shoal.peer.state_transfer.state_fetch import Report
 from shoal.peer.training.anchor import State
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.outcome import Offer, Outcome
+from shoal.swarm.averaging.outcome import Outcome, RoundOffer
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.errors import LinkError, NotAdmitted, RunEnded, Superseded
@@ -357,12 +357,12 @@ class Member:
             fast.compile_ahead(coding.kernels)
         self._averager = Averager(self.client, self.endpoint, coding, elements, self._keeper)
         self._averager.on_exchange = self._donor.pause
-        self._background.append(self._tasks.create_task(self._averager.lookout.run()))
+        self._background.append(self._tasks.create_task(self._averager.prefetch_manager.run()))
 
     @property
     def averager(self) -> Averager:
         assert self._averager is not None, "prepare_averaging first"
         return self._averager
 
-    async def average(self, offer: Offer) -> Outcome:
+    async def average(self, offer: RoundOffer) -> Outcome:
         return await during(self._tenure, self.averager.average(offer))

@@ -35,7 +35,7 @@ from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.norm_bounds import ranges
-from shoal.swarm.averaging.outcome import CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.averaging.outcome import Aborted, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.errors import CorpusError, NotAdmitted
 from shoal.swarm.protocol.messages import KeptState, PeerToCoordinatorDescribeModel, Verdict
 from shoal.swarm.protocol.run_file import RunFile
@@ -257,7 +257,7 @@ class Replica:
             return False
         tokens, samples, loss = self.samples.tokens_done, self.samples.done_ranges(), self.samples.mean_loss()
         state = self._state
-        offer = Offer(self.round, state.version, state.digest, contribution, norms, tokens, samples, loss)
+        offer = RoundOffer(self.round, state.version, state.digest, contribution, norms, tokens, samples, loss)
         self._exchange = _Exchange(self.round, self._network.begin(self._member.average(offer)))
         self.samples.offer()
         if self._run.averaging.overlap:
@@ -273,20 +273,20 @@ class Replica:
             # Without a coordinator there may be no verdict for a long time: who wants to go, need not wait for it.
             outcome = self._network.finish(exchange.outcome, interruptible=self._coordinator_is_away)
         except (Interrupted, NotAdmitted):
-            self._carry_on(exchange.round, CarryOn("stopped"))
+            self._carry_on(exchange.round, Aborted("stopped"))
             raise
         match outcome:
             case Committed():
                 self._apply(outcome)
-            case CarryOn():
+            case Aborted():
                 self._carry_on(exchange.round, outcome)
-            case OutOfDate(is_spoilt=True):
+            case Resync(is_unusable=True):
                 self.begin_anew(outcome.reason)
-            case OutOfDate():
+            case Resync():
                 self.start_afresh(outcome.reason)
-        return not isinstance(outcome, OutOfDate)
+        return not isinstance(outcome, Resync)
 
-    def _carry_on(self, offered_round: int, outcome: CarryOn) -> None:
+    def _carry_on(self, offered_round: int, outcome: Aborted) -> None:
         self.samples.take_back()
         if outcome.verdict is None:
             self._enter_round(offered_round)

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffer_pool import same_bytes
-from shoal.swarm.averaging.chunk_header import Header, holders, may_hold
-from shoal.swarm.averaging.chunk_streams import HandIn, Seat
+from shoal.swarm.averaging.chunk_header import ChunkHeader, holders, may_hold
+from shoal.swarm.averaging.chunk_streams import ChunkConsumer, ExchangeContext
 from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
-from shoal.swarm.averaging.prefetch import HeadStart
+from shoal.swarm.averaging.prefetch import Prefetch
 from shoal.swarm.averaging.reduction import Reduced, Reduction
 from shoal.swarm.averaging.result_fetch import adopt_agreed, fetch_part
-from shoal.swarm.averaging.results import ChunkStore, Decoding, ResultStore
-from shoal.swarm.averaging.straggler_guard import Watch
+from shoal.swarm.averaging.results import ChunkStore, ResultDecoder, ResultStore
+from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, ShoalError
 from shoal.swarm.protocol.messages import Blob, Delivery, Part, PeerToCoordinatorRoundReport
@@ -33,7 +33,7 @@ from shoal.swarm.transport.links import in_thread
 from shoal.swarm.transport.source import ChunkSource
 from shoal.swarm.transport.transport import Endpoint
 
-__all__ = ["AllReduce", "Exchange", "ResultStore"]
+__all__ = ["AllReduce", "ExchangeResult", "ResultStore"]
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ costs about as much as a small chunk."""
 
 
 @dataclass
-class Exchange:
+class ExchangeResult:
     """How the exchange went on this member: ``dropped`` members in what we reduced; owners and relays that ``failed``
     to give us what they had to; ``undelivered`` contributions in what we reduced as owner or relay; and why a part is
     missing."""
@@ -78,10 +78,10 @@ class AllReduce:
         feedback: ErrorFeedback,
         deadlines: Deadlines,
         was_away: Callable[[float], bool] = lambda since_s: False,
-        head_start: HeadStart | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
         """``feedback``: in a round that has begun with our contribution, (elements,) float32. ``was_away``: as in
-        ``Seat``. ``head_start``: one that has begun, with the same chunks; its streams are taken as they are."""
+        ``ExchangeContext``. ``prefetch``: one that has begun, with the same chunks; its streams are used on."""
         plan = store.plan
         self.blob = contribution_blob(plan)
         self._endpoint = endpoint
@@ -91,39 +91,39 @@ class AllReduce:
         self._me = self._members.index(me)
         self._row = plan.members[self._me].row
         self._feedback = feedback
-        self._exchange = Exchange()
-        if head_start is None:
+        self._exchange = ExchangeResult()
+        if prefetch is None:
             self._source = ContributionSource(store)
             self._source.begin(feedback)
         else:
-            self._source = head_start.source
-        self.decoding = Decoding(store)
+            self._source = prefetch.source
+        self.decoder = ResultDecoder(store)
         self._partials = ChunkStore(store.chunks, f"the partials of round {plan.round}")
         sources: dict[Blob, ChunkSource] = {self.blob: self._source}
         if plan.columns:
             sources[Blob(kind="partial", number=plan.round)] = self._partials
-        ahead = {} if head_start is None else head_start.seat.ahead
-        self._seat = Seat(endpoint, store, self._me, deadlines, was_away, sources, ahead)
-        self._as_owner = Reduction(self._seat, store.group, store.put, feedback.brought, feedback.room)
-        self._as_relay = Reduction(self._seat, store.group.row(self._row), self._partials.put, feedback.brought)
+        ahead = {} if prefetch is None else prefetch.context.ahead
+        self._context = ExchangeContext(endpoint, store, self._me, deadlines, was_away, sources, ahead)
+        self._as_owner = Reduction(self._context, store.group, store.put, feedback.brought, feedback.room)
+        self._as_relay = Reduction(self._context, store.group.row(self._row), self._partials.put, feedback.brought)
         self._as_stand_in: list[Reduction] = []
         for part in plan.parts:
             if part.owner == self._me:
                 feedback.reserve(part.start, part.stop)
-        self._watch = Watch(self._seat, lambda: [part.start for part in plan.parts if not store.has(part)])
+        self._guard = StragglerGuard(self._context, lambda: [part.start for part in plan.parts if not store.has(part)])
 
-    async def run(self) -> Exchange:
+    async def run(self) -> ExchangeResult:
         """Returns when every part has arrived or is given up; results are in the store."""
-        self._seat.publish()
-        self._seat.share_uplink()
+        self._context.publish()
+        self._context.share_uplink()
         async with asyncio.TaskGroup() as background:
-            watch = background.create_task(self._watch.run())
+            guard = background.create_task(self._guard.run())
             async with asyncio.TaskGroup() as tasks:
                 for part in self._rotated():
                     tasks.create_task(self._bring(part))
                     if part.owner != self._me and self._me in self._plan.relays(part):
                         tasks.create_task(self._as_relay.run(self._store.chunks_of(part)))
-            watch.cancel()
+            guard.cancel()
         for reduction in (self._as_owner, *self._as_stand_in):
             self._exchange.dropped |= reduction.dropped
             self._exchange.failed |= reduction.failed - {self._me}
@@ -132,12 +132,12 @@ class AllReduce:
 
     async def close(self) -> None:
         """After ``run`` and before the feedback is settled, committed or discarded: hand out no contribution more."""
-        await self._seat.withdraw()
+        await self._context.withdraw()
         await self._partials.close()
         await self._source.close()
 
     def settle(self, *, keep: bool) -> None:
-        """After ``decoding.finish`` of a committed verdict: what the mean left out of ours is the next round's.
+        """After ``decoder.finish`` of a committed verdict: what the mean left out of ours is the next round's.
 
         Unless not to ``keep``, because others have our samples by now: then only the residual of before stays. Runs in
         a worker thread. What an owner reduced itself went in as it was; so did what a relay did, where its partial was
@@ -188,11 +188,11 @@ class AllReduce:
 
     def _finish_piece(self, part: Part, chunks: range) -> None:
         self._store.digest_ahead(part, chunks.stop)
-        self.decoding.decode(chunks)
+        self.decoder.decode(chunks)
 
     def _finish(self, part: Part) -> None:
         self._store.digest(part)
-        self.decoding.decode(self._store.chunks_of(part))
+        self.decoder.decode(self._store.chunks_of(part))
 
     async def _own(self, part: Part) -> None:
         await self._as_owner.run(self._store.chunks_of(part), self._relays(part))
@@ -213,7 +213,7 @@ class AllReduce:
                 else:
                     wait_s = self._wait_s(part, holder)
                     stream = functools.partial(self._fetch, part, peer, wait_s)
-                    await self._watch.over(part.start, wait_s, self._store.lacks(part), self._store.put_checked, stream)
+                    await self._guard.over(part.start, wait_s, self._store.lacks(part), self._store.put_checked, stream)
                 return
             except ShoalError as error:
                 log.warning("round %d: no result from %s: %s", self._plan.round, peer, error)
@@ -224,12 +224,12 @@ class AllReduce:
                 trouble = f"{peer} did not deliver the part of {self._members[part.owner]}: {error}"
         self._exchange.trouble = trouble
 
-    async def _fetch(self, part: Part, peer: str, wait_s: float, put: HandIn) -> None:
+    async def _fetch(self, part: Part, peer: str, wait_s: float, put: ChunkConsumer) -> None:
         fetch = functools.partial(fetch_part, self._endpoint, self._store, part, peer, wait_s, put)
-        await self._seat.patiently(fetch)
+        await self._context.patiently(fetch)
 
     def _wait_s(self, part: Part, holder: int) -> float:
-        deadlines = self._seat.deadlines
+        deadlines = self._context.deadlines
         if not self._plan.columns:
             return deadlines.result_s
         return deadlines.grid_result_s if holder == part.owner else deadlines.relayed_s
@@ -238,19 +238,19 @@ class AllReduce:
         """Adopt what others agree on of a failed owner's results, and make the rest anew."""
         log.warning("round %d: standing in for %s", self._plan.round, self._members[part.owner])
         others = [self._members[one] for one in may_hold(self._plan, part) if one not in (self._me, part.owner)]
-        await adopt_agreed(self._endpoint, self._store, part, others, self._seat.deadlines.adopt_s)
+        await adopt_agreed(self._endpoint, self._store, part, others, self._context.deadlines.adopt_s)
         for run in self._store.missing(part):
             without = frozenset((part.owner,))
-            reduction = Reduction(self._seat, self._store.group, self._store.put, without=without)
+            reduction = Reduction(self._context, self._store.group, self._store.put, without=without)
             self._as_stand_in.append(reduction)
             await reduction.run(run, self._relays(part))
 
-    def _used_partial(self, index: int, header: Header) -> Reduced | None:
+    def _used_partial(self, index: int, header: ChunkHeader) -> Reduced | None:
         """Our row's partial of a chunk, if it went into the mean."""
         made = self._as_relay.made.get(index)
         return made if made is not None and made.error is not None and self._row in header.relayed else None
 
-    def _committed(self, index: int, header: Header) -> Reduced | None:
+    def _committed(self, index: int, header: ChunkHeader) -> Reduced | None:
         """The mean of a chunk, if the bytes that count are ours, and their error is ours to carry.
 
         Of several stand-ins that made the same bytes only the first is to carry it. One before us that is in them gave

@@ -20,12 +20,12 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import may_hold
-from shoal.swarm.averaging.chunk_streams import PacedEndpoint
+from shoal.swarm.averaging.chunk_streams import MeteredEndpoint
 from shoal.swarm.averaging.norm_bounds import claim_of, ranges
-from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
-from shoal.swarm.averaging.prefetch import HeadStart, Lookout
+from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
+from shoal.swarm.averaging.prefetch import Prefetch, PrefetchManager
 from shoal.swarm.averaging.result_fetch import ensure_part
-from shoal.swarm.averaging.results import Archive, Decoding, OfferedResults, ResultStore
+from shoal.swarm.averaging.results import Archive, PublishedResults, ResultDecoder, ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
 from shoal.swarm.protocol.messages import (
@@ -71,18 +71,18 @@ class Averager:
         self.on_exchange: Callable[[bool], object] = bool
         """Told when an exchange begins here and when it has ended: what else uses the link can wait."""
         self._client = client
-        self._endpoint = PacedEndpoint(endpoint)
+        self._endpoint = MeteredEndpoint(endpoint)
         self._coding = coding
         self._buffers = RoundBuffers()
         self._elements = elements
         self._archive = archive
         self._residual_weight = 0
         self._late: _Late | None = None
-        self._stores = OfferedResults(self._endpoint, archive)
+        self._stores = PublishedResults(self._endpoint, archive)
         self._exchange: AllReduce | None = None
-        self.lookout = Lookout(client, self._endpoint, coding, self._buffers)
+        self.prefetch_manager = PrefetchManager(client, self._endpoint, coding, self._buffers)
         """To be run beside everything else: rounds are begun with before ``average`` is called for them."""
-        self._head_start: HeadStart | None = None
+        self._prefetch: Prefetch | None = None
         self._is_offered = False
         self._joins = 0
         self._claim = b""
@@ -90,12 +90,12 @@ class Averager:
         self._measuring: asyncio.Future[list[float]] | None = None
 
     @property
-    def carried(self) -> Carried:
+    def carried(self) -> CarriedResidual:
         """What belongs to the state that the last verdict made; not while ``average`` runs. The residual is our own
         memory: copy it before the next round."""
-        return Carried(self.feedback.residual, self._residual_weight)
+        return CarriedResidual(self.feedback.residual, self._residual_weight)
 
-    def restore(self, carried: Carried) -> None:
+    def restore(self, carried: CarriedResidual) -> None:
         """Go on from what was saved. Raises ``CodecError`` when that is not finite."""
         assert carried.residual.numel() == self._elements
         self.feedback.load(carried.residual)
@@ -106,22 +106,22 @@ class Averager:
         """Result chunks made or received so far: what the heartbeat shows as progress."""
         return self._stores.moved
 
-    async def average(self, offer: Offer) -> Outcome:
+    async def average(self, offer: RoundOffer) -> Outcome:
         """Take part in the round's end, or at least in its outcome; returns when the verdict is known."""
         self._joins, self._is_offered, self._claim = self._client.joins, False, b""
-        self._head_start = self.lookout.take(offer.round)
+        self._prefetch = self.prefetch_manager.take(offer.round)
         try:
             async with task_scope() as tasks:
                 outcome = await self._until_verdict(offer, tasks)
         except (StaleWork, NotAdmitted, CodecError) as error:
-            outcome = OutOfDate(str(error), is_spoilt=isinstance(error, CodecError))
+            outcome = Resync(str(error), is_unusable=isinstance(error, CodecError))
         finally:
             await self._end_exchange()
-            self.lookout.release()
+            self.prefetch_manager.release()
             self.feedback.discard()
             self._buffers.trim()
             self.activity = ""
-        if isinstance(outcome, OutOfDate):
+        if isinstance(outcome, Resync):
             self._late = None
             if self._is_offered:  # some of the residual may be in a mean by now: it must not come twice
                 self.forget_residual()
@@ -131,7 +131,7 @@ class Averager:
         """What earlier rounds left is of work that others do again, or is spoilt. Not while ``average`` runs."""
         self.feedback, self._residual_weight = ErrorFeedback(self._elements, self._decay), 0
 
-    async def _until_verdict(self, offer: Offer, tasks: asyncio.TaskGroup) -> Outcome:
+    async def _until_verdict(self, offer: RoundOffer, tasks: asyncio.TaskGroup) -> Outcome:
         client, number = self._client, offer.round
         if offer.weight_tokens:
             await self._residual_measured()
@@ -154,7 +154,7 @@ class Averager:
                 view = await client.ask_view(ready)
                 if view.round == number and view.plan is None:
                     if view.phase in ("training", "waiting"):
-                        return CarryOn("the round was reopened: samples of its batch had been lost")
+                        return Aborted("the round was reopened: samples of its batch had been lost")
                     await self._wait(number)
             elif report is None:
                 report = await self._take_part(view, view.plan, offer, tasks)
@@ -177,14 +177,14 @@ class Averager:
             self._client.deadlines.heartbeat_s,
         )
 
-    def _is_planned(self, plan: RoundPlan, offer: Offer) -> bool:
+    def _is_planned(self, plan: RoundPlan, offer: RoundOffer) -> bool:
         """Whether it is this offer that the plan counts on, not one of an earlier process or membership of ours."""
         planned = {member.peer: (member.weight_tokens, member.norms) for member in plan.members}
         return planned.get(self._client.peer) == (offer.weight_tokens, self._claim) and _same_state(plan, offer)
 
     # What we bring ------------------------------------------------------------------------------------------
 
-    def _begin(self, offer: Offer) -> None:
+    def _begin(self, offer: RoundOffer) -> None:
         """Begin the feedback's round, and make the claim of what we bring. Raises ``CodecError``.
 
         Residuals make up for what a mean lacked, so they count with the weight that they had in it."""
@@ -205,13 +205,13 @@ class Averager:
             await asyncio.wait([self._measuring])
             self._measuring = None
 
-    def _begin_with_late(self, offer: Offer) -> Offer:
+    def _begin_with_late(self, offer: RoundOffer) -> RoundOffer:
         """As ``_begin``, once for each offer. Returns it with what came too late before, weighted by their tokens."""
         offer = self._with_late(offer)
         self._begin(offer)
         return offer
 
-    def _with_late(self, offer: Offer) -> Offer:
+    def _with_late(self, offer: RoundOffer) -> RoundOffer:
         late = self._late
         if late is None or late.joins != self._joins or late.weight_tokens > offer.weight_tokens:
             return offer
@@ -222,26 +222,26 @@ class Averager:
 
     # Exchange -----------------------------------------------------------------------------------------------
 
-    def _begin_ahead(self, offer: Offer) -> None:
+    def _begin_ahead(self, offer: RoundOffer) -> None:
         """Let others have what they ask for ahead, unless it is not all that we bring, as something came too late."""
-        one = self._head_start
+        one = self._prefetch
         if one is not None and self._late is None and _same_state(one.plan, offer):
             self._is_offered = True
             one.begin(self.feedback)
 
     async def _drop_head_start(self) -> None:
         """Everything is as before it: nobody who goes by the plan has got anything of ours."""
-        if self._head_start is not None:
-            await self._head_start.close()
-            self._head_start, self._is_offered = None, False
+        if self._prefetch is not None:
+            await self._prefetch.close()
+            self._prefetch, self._is_offered = None, False
             self.feedback.discard()
 
     async def _take_part(
-        self, view: RunView, plan: RoundPlan, offer: Offer, tasks: asyncio.TaskGroup
+        self, view: RunView, plan: RoundPlan, offer: RoundOffer, tasks: asyncio.TaskGroup
     ) -> PeerToCoordinatorRoundReport | None:
         """Exchange and make the report of it; None when the verdict came first."""
         is_planned = self._is_planned(plan, offer)
-        if self._head_start is not None and not (is_planned and self._head_start.has_chunks_of(plan)):
+        if self._prefetch is not None and not (is_planned and self._prefetch.has_chunks_of(plan)):
             await self._drop_head_start()
         if not is_planned:
             nothing = (None,) * len(plan.parts)
@@ -250,16 +250,16 @@ class Averager:
         client, self._is_offered = self._client, True
         if not self.feedback.in_round:
             await in_thread(self._begin, offer)
-        if self._head_start is None:
+        if self._prefetch is None:
             self._endpoint.forget()
         else:
-            if not (view.as_expected and self._head_start.fits(plan)):
-                self._head_start.seat.close_streams(tasks)
-            self._head_start.begin(self.feedback)
+            if not (view.as_expected and self._prefetch.fits(plan)):
+                self._prefetch.context.close_streams(tasks)
+            self._prefetch.begin(self.feedback)
         store = self._open_store(plan)
         self.on_exchange(True)
         exchange = self._exchange = self._all_reduce(store)
-        self._head_start = None
+        self._prefetch = None
         async with asyncio.TaskGroup() as running_tasks:
             running = running_tasks.create_task(exchange.run())
             running.add_done_callback(lambda _: client.wake())
@@ -273,13 +273,13 @@ class Averager:
     def _all_reduce(self, store: ResultStore) -> AllReduce:
         client = self._client
         return AllReduce(
-            self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away, self._head_start
+            self._endpoint, store, client.peer, self.feedback, client.deadlines, client.was_away, self._prefetch
         )
 
     async def _end_exchange(self) -> None:
-        if self._head_start is not None:
-            await self._head_start.close()
-            self._head_start = None
+        if self._prefetch is not None:
+            await self._prefetch.close()
+            self._prefetch = None
         if self._exchange is not None:
             await self._exchange.close()
             self._exchange = None
@@ -290,28 +290,28 @@ class Averager:
 
     # Verdict ------------------------------------------------------------------------------------------------
 
-    async def _conclude(self, view: RunView, offer: Offer) -> Outcome:
+    async def _conclude(self, view: RunView, offer: RoundOffer) -> Outcome:
         verdict, exchange = view.verdict, self._exchange
         await self._end_exchange()
         # Whoever lags fetches the last committed round's bytes here: they are kept until the next one is committed.
         before = sorted(number for number in self._stores if number < offer.round)
         await self._stores.drop(*before[:-1])
         if verdict is None or verdict.round != offer.round:
-            return OutOfDate(f"the verdict of round {offer.round} was missed")
+            return Resync(f"the verdict of round {offer.round} was missed")
         if verdict.anchor_version < offer.anchor_version:
             self.forget_residual()  # of work that others will do again
-            return OutOfDate(verdict.reason)
+            return Resync(verdict.reason)
         if not verdict.committed:
             await self._stores.drop(offer.round)
-            return CarryOn(verdict.reason, verdict)
+            return Aborted(verdict.reason, verdict)
         assert verdict.plan is not None
         if not _same_state(verdict.plan, offer):
-            return OutOfDate("the others averaged on another state than ours")
+            return Resync("the others averaged on another state than ours")
         self.activity = "applying"
         try:
             mean = await self._committed_mean(verdict, exchange)
         except LinkError as error:
-            return OutOfDate(f"committed results of round {offer.round} cannot be had: {error}")
+            return Resync(f"committed results of round {offer.round} cannot be had: {error}")
         if self._archive is not None:
             self._archive.keep(self._stores[offer.round], verdict)
         await self._stores.drop(*before)
@@ -324,7 +324,7 @@ class Averager:
         self._measuring = loop.run_in_executor(None, self.feedback.residual_norms, self._ranges)
         return Committed(mean, verdict, included=planned)
 
-    def _account(self, offer: Offer, exchange: AllReduce | None, planned: bool) -> None:
+    def _account(self, offer: RoundOffer, exchange: AllReduce | None, planned: bool) -> None:
         """What of ours is not in the committed mean stays for the next one, unless others train on our samples now.
 
         ``exchange``: ours; one that has not run, if the verdict came first, as others may have got something ahead."""
@@ -358,8 +358,8 @@ class Averager:
                 near = dict.fromkeys([*may_hold(plan, part), *members])
                 others = [plan.members[one].peer for one in near if plan.members[one].peer != self._client.peer]
                 await ensure_part(self._endpoint, store, part, digest, others, self._client.deadlines)
-        return await in_thread(Decoding(store).finish if exchange is None else exchange.decoding.finish)
+        return await in_thread(ResultDecoder(store).finish if exchange is None else exchange.decoder.finish)
 
 
-def _same_state(plan: RoundPlan, offer: Offer) -> bool:
+def _same_state(plan: RoundPlan, offer: RoundOffer) -> bool:
     return (plan.anchor_version, plan.state_digest) == (offer.anchor_version, offer.state_digest)

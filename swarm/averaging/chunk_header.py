@@ -14,7 +14,7 @@ _OTHERS_FIRST = 2
 
 
 @dataclass(frozen=True)
-class Header:
+class ChunkHeader:
     """``included``: the members in the mean, in the plan's order; ``relayed``: the rows that came into it as their
     relay's partial, its own contribution as it was."""
 
@@ -57,17 +57,17 @@ class Group:
         """Tokens that these members bring."""
         return sum(self.weights[member] for member in included)
 
-    def pack_header(self, header: Header) -> bytes:
+    def pack_header(self, header: ChunkHeader) -> bytes:
         place = {member: bit for bit, member in enumerate(self.members)}
         bits = sum(1 << place[member] for member in header.included)
         bits |= sum(1 << len(place) + row for row in header.relayed)
         return bits.to_bytes(self.header_bytes, "little")
 
-    def header(self, data: memoryview) -> Header:
+    def header(self, data: memoryview) -> ChunkHeader:
         """Of a result chunk, or of a partial."""
         bits = int.from_bytes(data[: self.header_bytes], "little")
         rows = bits >> len(self.members) if len(self.rows) > 1 else 0
-        return Header(
+        return ChunkHeader(
             [member for bit, member in enumerate(self.members) if bits >> bit & 1],
             [row for row in range(len(self.rows)) if rows >> row & 1],
         )

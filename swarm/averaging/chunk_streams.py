@@ -27,7 +27,7 @@ _FEWEST_BYTES = 2**18
 
 
 @dataclass
-class Pace:
+class DeliveryMeter:
     """What one member delivered, in the time that we waited for chunks of its contribution.
 
     Partials and results are not waited for here: who makes them waits for others itself. But they come over the same
@@ -64,12 +64,12 @@ class Pace:
         return max(1.0, 8 * self.size_bytes / self.seconds)
 
 
-class PacedEndpoint:
+class MeteredEndpoint:
     """An endpoint that measures what is fetched over it (an ``Endpoint``)."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, DeliveryMeter] = {}
 
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         self._endpoint.publish(blob, source)
@@ -84,7 +84,7 @@ class PacedEndpoint:
         self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
     ) -> AsyncGenerator[int, None]:
         """As the endpoint's."""
-        pace, sizes = self._paces.setdefault(peer, Pace()), dict.fromkeys(chunks, 0)
+        pace, sizes = self._paces.setdefault(peer, DeliveryMeter()), dict.fromkeys(chunks, 0)
 
         def measured(chunk: int, size_bytes: int) -> memoryview:  # on the data plane's thread
             sizes[chunk] = size_bytes
@@ -123,7 +123,7 @@ Chunks = AsyncGenerator[tuple[int, memoryview], None]
 """Of a stream, with their index, in order."""
 
 
-class StreamAhead:
+class PrefetchedStream:
     """A stream whose first chunk is on its way, or will be; no more come than its window allows."""
 
     def __init__(self, stream: Chunks, tasks: asyncio.TaskGroup) -> None:
@@ -162,12 +162,12 @@ class StreamAhead:
         await self._stream.aclose()
 
 
-HandIn = Callable[[int, memoryview], Awaitable[None]]
+ChunkConsumer = Callable[[int, memoryview], Awaitable[None]]
 """Takes a chunk by its index; the next one comes when it returns."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StreamRequest:
     """Chunks of ``blob``: of which lengths each may be, with which header, and how long to wait for one."""
 
     blob: Blob
@@ -177,7 +177,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ExchangeContext:
     """``was_away``: whether the coordinator was, since that moment of the loop's clock. Then others may not have heard
     of this round, and without a verdict it costs nothing to wait for them. ``sources``: what we offer ourselves.
     ``ahead``: streams that are open already, by member."""
@@ -188,7 +188,7 @@ class Seat:
     deadlines: Deadlines
     was_away: Callable[[float], bool]
     sources: dict[Blob, ChunkSource]
-    ahead: dict[tuple[int, Blob, range], StreamAhead] = field(default_factory=dict)
+    ahead: dict[tuple[int, Blob, range], PrefetchedStream] = field(default_factory=dict)
 
     @property
     def members(self) -> list[str]:
@@ -219,7 +219,7 @@ class Seat:
             tasks.create_task(stream.close())
         self.ahead.clear()
 
-    def contributions(self) -> Wanted:
+    def contributions(self) -> StreamRequest:
         """What a member brings."""
         store = self.store
 
@@ -227,9 +227,9 @@ class Seat:
             start, stop = store.bounds(chunk)
             return (store.coding.contribution(start, stop).packed_bytes(stop - start),)
 
-        return Wanted(contribution_blob(store.plan), sizes_bytes, 0, self.deadlines.contribution_s)
+        return StreamRequest(contribution_blob(store.plan), sizes_bytes, 0, self.deadlines.contribution_s)
 
-    def partials(self, group: Group) -> Wanted:
+    def partials(self, group: Group) -> StreamRequest:
         """What a relay makes of its row's contributions; ``group`` is that row."""
         store = self.store
 
@@ -239,9 +239,9 @@ class Seat:
             return (group.header_bytes, group.result_bytes(codec, stop - start))
 
         blob = Blob(kind="partial", number=store.plan.round)
-        return Wanted(blob, sizes_bytes, group.header_bytes, self.deadlines.partial_s)
+        return StreamRequest(blob, sizes_bytes, group.header_bytes, self.deadlines.partial_s)
 
-    async def receive(self, member: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
+    async def receive(self, member: int, wanted: StreamRequest, chunks: range, hand_in: ChunkConsumer) -> None:
         """Hand in the chunks one after the other. Raises ``ShoalError``, the other side's too."""
         following = chunks.start
 
@@ -254,7 +254,7 @@ class Seat:
 
         await self.patiently(go_on)
 
-    async def _open(self, member: int, wanted: Wanted, chunks: range) -> Chunks:
+    async def _open(self, member: int, wanted: StreamRequest, chunks: range) -> Chunks:
         """By the stream that is open already, if there is one; what it does not bring is asked for anew. Both together
         get the time that one has alone."""
         following, ahead = chunks.start, self.ahead.pop((member, wanted.blob, chunks), None)
@@ -272,7 +272,7 @@ class Seat:
             async for chunk, data in stream:
                 yield chunk, data
 
-    async def stream(self, member: int, wanted: Wanted, chunks: range) -> Chunks:
+    async def stream(self, member: int, wanted: StreamRequest, chunks: range) -> Chunks:
         """The chunks as they come. Raises ``ShoalError``, the other side's too."""
         received: dict[int, memoryview] = {}
 
@@ -299,7 +299,7 @@ class Seat:
                     raise
             await asyncio.sleep(self.deadlines.heartbeat_s)  # that somebody cannot be had is known at once, and again
 
-    def _fetch(self, member: int, wanted: Wanted, chunks: range, sink: Sink) -> AsyncGenerator[int, None]:
+    def _fetch(self, member: int, wanted: StreamRequest, chunks: range, sink: Sink) -> AsyncGenerator[int, None]:
         if member == self.me:
             return _own(self.sources[wanted.blob], chunks, sink)
         return self.endpoint.fetch(self.members[member], wanted.blob, chunks, sink, wanted.wait_s)

@@ -11,7 +11,7 @@ from shoal.swarm.protocol.messages import SampleRange, Verdict
 
 
 @dataclass(frozen=True)
-class Offer:
+class RoundOffer:
     """What we bring to a round. ``contribution``: (n,) float32 on the CPU; the averager may change it. ``norms``: of
     its claimed ranges (``norms.norms_of``, ``norm_claims.ranges``); who made it has looked whether they are finite."""
 
@@ -35,7 +35,7 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class CarryOn:
+class Aborted:
     """Nothing changed (aborted, or reopened): keep the local work and go on training from where it is."""
 
     reason: str
@@ -43,19 +43,19 @@ class CarryOn:
 
 
 @dataclass(frozen=True)
-class OutOfDate:
-    """We missed something: drop the local work, join afresh and fetch the state. ``is_spoilt``: what was offered was
+class Resync:
+    """We missed something: drop the local work, join afresh and fetch the state. ``is_unusable``: what was offered was
     at fault, as it cannot be packed."""
 
     reason: str
-    is_spoilt: bool = False
+    is_unusable: bool = False
 
 
-Outcome = Committed | CarryOn | OutOfDate
+Outcome = Committed | Aborted | Resync
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedResidual:
     """What a member goes into its next round with. ``residual``: (n,) float32;
     ``weight_tokens``: of the contributions that it stems from, 0 for none."""
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
-from shoal.swarm.averaging.chunk_streams import PacedEndpoint, Seat, StreamAhead
+from shoal.swarm.averaging.chunk_streams import ExchangeContext, MeteredEndpoint, PrefetchedStream
 from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
@@ -26,34 +26,36 @@ _TRIES = 3
 """A stream is opened anew after such a part of what it is waited for; one that has nothing to bring yet need not be."""
 
 
-class HeadStart:
+class Prefetch:
     """By a plan that may not come. What was made of it goes into the exchange, or is closed."""
 
-    def __init__(self, seat: Seat) -> None:
-        """``seat``: in the expected plan, a flat group's, without anything to offer yet."""
-        self.seat = seat
-        self.plan = seat.store.plan
-        self.source = ContributionSource(seat.store)
-        seat.sources[contribution_blob(self.plan)] = self.source
+    def __init__(self, context: ExchangeContext) -> None:
+        """``context``: in the expected plan, a flat group's, without anything to offer yet."""
+        self.context = context
+        self.plan = context.store.plan
+        self.source = ContributionSource(context.store)
+        context.sources[contribution_blob(self.plan)] = self.source
         self.has_begun = False
         """Whether others may have got something of ours."""
 
     def ask(self, tasks: asyncio.TaskGroup, wait_s: float) -> None:
         """Have others ask us, and ask them: for so long there may be nothing yet."""
-        seat, store = self.seat, self.seat.store
-        seat.publish()
-        wanted = replace(seat.contributions(), wait_s=_TRIES * wait_s)
+        context, store = self.context, self.context.store
+        context.publish()
+        wanted = replace(context.contributions(), wait_s=_TRIES * wait_s)
         for part in self.plan.parts:
-            for member in range(len(seat.members)):
-                if part.owner == seat.me != member:
+            for member in range(len(context.members)):
+                if part.owner == context.me != member:
                     chunks = store.chunks_of(part)
-                    seat.ahead[member, wanted.blob, chunks] = StreamAhead(seat.stream(member, wanted, chunks), tasks)
+                    context.ahead[member, wanted.blob, chunks] = PrefetchedStream(
+                        context.stream(member, wanted, chunks), tasks
+                    )
 
     def begin(self, feedback: ErrorFeedback) -> None:
         """We are ready: others get what they ask for. ``feedback`` is in its round with what we bring."""
         if not self.has_begun:
             self.has_begun = True
-            self.seat.share_uplink()
+            self.context.share_uplink()
             self.source.begin(feedback)
 
     def has_chunks_of(self, plan: RoundPlan) -> bool:
@@ -69,23 +71,23 @@ class HeadStart:
 
     async def close(self) -> None:
         """Forget what was fetched, and offer nothing more. Then the feedback may be settled, or discarded."""
-        await self.seat.withdraw()
+        await self.context.withdraw()
         await self.source.close()
 
 
-class Lookout:
+class PrefetchManager:
     """Holds at most one head start, of the closing that is announced. One that nobody takes ends with its closing: when
     the plan comes, the round goes otherwise, or we are too late for it."""
 
     def __init__(
-        self, client: CoordinatorClient, endpoint: PacedEndpoint, coding: Coding, buffers: RoundBuffers
+        self, client: CoordinatorClient, endpoint: MeteredEndpoint, coding: Coding, buffers: RoundBuffers
     ) -> None:
         self._client = client
         self._endpoint = endpoint
         self._coding = coding
         self._buffers = buffers
         self._tasks: asyncio.TaskGroup | None = None
-        self._head_start: HeadStart | None = None
+        self._prefetch: Prefetch | None = None
         self._joins = 0
         self._ends_s = 0.0
         self._last: RoundPlan | None = None
@@ -97,7 +99,7 @@ class Lookout:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 while True:
-                    left_s = None if self._head_start is None or self._is_taken else self._ends_s - _now_s()
+                    left_s = None if self._prefetch is None or self._is_taken else self._ends_s - _now_s()
                     await client.wait_for(lambda _: self._is_over or self._expected is not None, left_s)
                     if self._is_over:
                         await self._close()
@@ -107,14 +109,14 @@ class Lookout:
             if not self._is_taken:
                 await self._close()
 
-    def take(self, round_number: int) -> HeadStart | None:
+    def take(self, round_number: int) -> Prefetch | None:
         """What has begun of that round, now the caller's to close; until ``release`` nothing else begins."""
         self._look()
         self._is_taken = True
-        one = self._head_start
+        one = self._prefetch
         if one is None or self._joins != self._client.joins or one.plan.round != round_number:
             return None
-        self._head_start = None
+        self._prefetch = None
         return one
 
     def release(self) -> None:
@@ -126,16 +128,16 @@ class Lookout:
     def _expected(self) -> RoundPlan | None:
         """What to begin with now."""
         plan = self._client.view.expected
-        if plan is None or self._is_taken or self._head_start is not None or plan == self._last:
+        if plan is None or self._is_taken or self._prefetch is not None or plan == self._last:
             return None
         return plan if self._client.peer in [member.peer for member in plan.members] else None
 
     @property
     def _is_over(self) -> bool:
         """Whether the head start that is here is of no use any more."""
-        if self._head_start is None or self._is_taken:
+        if self._prefetch is None or self._is_taken:
             return False
-        client, plan = self._client, self._head_start.plan
+        client, plan = self._client, self._prefetch.plan
         return client.view.expected != plan or client.joins != self._joins or _now_s() >= self._ends_s
 
     def _look(self) -> None:
@@ -146,14 +148,14 @@ class Lookout:
         index = [member.peer for member in plan.members].index(client.peer)
         store = ResultStore(plan, self._coding, self._buffers)
         self._endpoint.forget()
-        self._head_start = HeadStart(Seat(self._endpoint, store, index, client.deadlines, client.was_away, {}))
+        self._prefetch = Prefetch(ExchangeContext(self._endpoint, store, index, client.deadlines, client.was_away, {}))
         self._last, self._joins = plan, client.joins
         wait_s = max(0.0, (client.closes_at_s or 0.0) - _now_s()) + client.deadlines.ready_s
         self._ends_s = _now_s() + wait_s
-        self._head_start.ask(self._tasks, wait_s)
+        self._prefetch.ask(self._tasks, wait_s)
 
     async def _close(self) -> None:
-        one, self._head_start = self._head_start, None
+        one, self._prefetch = self._prefetch, None
         if one is not None:
             await one.close()
 

@@ -19,17 +19,17 @@ from shoal.compression.codec import CodecError, Packed
 from shoal.compression.coding import Coding
 from shoal.compression.weighted_mean import Lost, WeightedMean
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
-from shoal.swarm.averaging.chunk_header import Group, Header
-from shoal.swarm.averaging.chunk_streams import HandIn, Seat, Wanted
+from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
+from shoal.swarm.averaging.chunk_streams import ChunkConsumer, ExchangeContext, StreamRequest
 from shoal.swarm.averaging.norm_bounds import NormBounds
-from shoal.swarm.averaging.straggler_guard import Watch
+from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.changes import Changes
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.transport.links import in_thread
 
 log = logging.getLogger(__name__)
 
-Brought = tuple[Tensor, Tensor]
+OwnValues = tuple[Tensor, Tensor]
 """Contribution and residual of a member in a chunk, ``(size,) float32`` each: their sum is what it brings."""
 
 Room = tuple[Tensor, float]
@@ -127,7 +127,7 @@ class PartReducer:
             for row, direct_from in enumerate(self._direct_from)
         )
 
-    def reduce(self, chunk: int, own: Brought | None, room: Room | None = None) -> Reduced | list[int]:
+    def reduce(self, chunk: int, own: OwnValues | None, room: Room | None = None) -> Reduced | list[int]:
         """The weighted mean of a complete chunk, encoded once. ``own``: what we bring, if that comes unpacked, and
         ``room`` for what the mean loses, if not in memory of its own.
 
@@ -153,10 +153,10 @@ class PartReducer:
         del self._chunks[chunk]
         for member, square in squares.items():
             self._squares[member] += square
-        return self._encode(mean, Header(included, relayed), (start, stop), room)
+        return self._encode(mean, ChunkHeader(included, relayed), (start, stop), room)
 
-    def _encode(self, mean: WeightedMean, header: Header, bounds: tuple[int, int], room: Room | None) -> Reduced:
-        group, void = self.group, Reduced(memoryview(self.group.pack_header(Header())), [], None)
+    def _encode(self, mean: WeightedMean, header: ChunkHeader, bounds: tuple[int, int], room: Room | None) -> Reduced:
+        group, void = self.group, Reduced(memoryview(self.group.pack_header(ChunkHeader())), [], None)
         if not header.included:
             return void
         size, total = bounds[1] - bounds[0], group.weight(header.included)
@@ -180,7 +180,7 @@ class PartReducer:
         chunk: int,
         row: int,
         mean: WeightedMean,
-        own: Brought | None,
+        own: OwnValues | None,
         squares: dict[int, float],
     ) -> list[int]:
         """Add what a row's members brought to ``mean``, times their pulls; returns whose there was. ``squares`` gets
@@ -235,13 +235,13 @@ _WINDOW = 16
 
 class ChunkCollector:
     """The streams of some chunks, and the meeting point of those and the reducer. ``failed``: relays whose partials
-    did not come, or were none. ``watch``: to be run beside them."""
+    did not come, or were none. ``guard``: to be run beside them."""
 
-    def __init__(self, seat: Seat, reducer: PartReducer, chunks: range, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, context: ExchangeContext, reducer: PartReducer, chunks: range, tasks: asyncio.TaskGroup) -> None:
         self.reducer = reducer
         self.failed: set[int] = set()
-        self.watch = Watch(seat, self._behind)
-        self._seat = seat
+        self.guard = StragglerGuard(context, self._behind)
+        self._context = context
         self._chunks = chunks
         self._tasks = tasks
         self._relays: dict[int, tuple[int, asyncio.Task[None]]] = {}
@@ -285,7 +285,7 @@ class ChunkCollector:
             await self._take(self.reducer.offer_partial, chunk, row, packed)
 
         try:
-            await self._receive(relay, self._seat.partials(self.reducer.group.row(row)), self._chunks, hand_in)
+            await self._receive(relay, self._context.partials(self.reducer.group.row(row)), self._chunks, hand_in)
         except ShoalError as error:
             self._log(relay, error)
             self._go_without_relay(row)
@@ -296,22 +296,22 @@ class ChunkCollector:
             await self._take(self.reducer.offer, chunk, member, packed)
 
         try:
-            await self._receive(member, self._seat.contributions(), chunks, hand_in)
+            await self._receive(member, self._context.contributions(), chunks, hand_in)
         except ShoalError as error:  # the other side's errors come out of here, too
             self._log(member, error)
             self._give_up(member)
 
-    async def _receive(self, source: int, wanted: Wanted, chunks: range, hand_in: HandIn) -> None:
+    async def _receive(self, source: int, wanted: StreamRequest, chunks: range, hand_in: ChunkConsumer) -> None:
         self._following[source] = chunks.start
-        stream = functools.partial(self._seat.receive, source, wanted, chunks)
-        await self.watch.over(source, wanted.wait_s, len(chunks), hand_in, stream)
+        stream = functools.partial(self._context.receive, source, wanted, chunks)
+        await self.guard.over(source, wanted.wait_s, len(chunks), hand_in, stream)
 
     def _behind(self) -> set[int]:
         """Who has not delivered the next chunk to be made."""
         return {source for source, following in self._following.items() if following <= self._next}
 
     def _log(self, member: int, error: ShoalError) -> None:
-        number, peer = self._seat.store.plan.round, self._seat.members[member]
+        number, peer = self._context.store.plan.round, self._context.members[member]
         log.warning("round %d goes on without %s: %s", number, peer, error)
 
     async def _take(
@@ -335,10 +335,10 @@ class Reduction:
     ``without``: members that are not even asked. ``failed``: relays whose rows had to be asked one by one.
     """
 
-    seat: Seat
+    context: ExchangeContext
     group: Group
     put: Callable[[int, memoryview], Awaitable[None]]
-    own: Callable[[int, int], Brought] | None = None
+    own: Callable[[int, int], OwnValues] | None = None
     """What we bring in [start, stop), as it is; called in worker threads. Without, it comes packed, as everybody's."""
     room: Callable[[int, int], Room] | None = None
     """Where what our means lose goes, as ``own``."""
@@ -357,14 +357,14 @@ class Reduction:
         """Returns when the means of these chunks are put. Whoever does not deliver is left out.
 
         ``relays``: of each row, whose partials to take; None for its members' contributions."""
-        seat, own = self.seat, None if self.own is None else self.seat.me
-        bounds = {index: seat.store.bounds(index) for index in chunks}
+        context, own = self.context, None if self.own is None else self.context.me
+        bounds = {index: context.store.bounds(index) for index in chunks}
         relayed = {row: relay for row, relay in enumerate(relays) if relay is not None}
-        store = seat.store
+        store = context.store
         reducer = PartReducer(store.coding, store.norm_bounds, self.group, bounds, own, relayed, store.buffers)
         async with asyncio.TaskGroup() as tasks:
-            work = ChunkCollector(seat, reducer, chunks, tasks)
-            watch = tasks.create_task(work.watch.run())
+            work = ChunkCollector(context, reducer, chunks, tasks)
+            guard = tasks.create_task(work.guard.run())
             for row in range(len(relays)):
                 if row in relayed:
                     work.ask_relay(row, relayed[row])
@@ -374,7 +374,7 @@ class Reduction:
                 self.made[index] = await self._make(work, index)
                 await self.put(index, self.made[index].result)
                 work.advance()
-            watch.cancel()
+            guard.cancel()
         self.failed |= work.failed
 
     async def _make(self, work: ChunkCollector, index: int) -> Reduced:
@@ -388,6 +388,6 @@ class Reduction:
                         work.distrust(row, index)
 
     def _reduce(self, reducer: PartReducer, index: int) -> Reduced | list[int]:
-        bounds = self.seat.store.bounds(index)
+        bounds = self.context.store.bounds(index)
         own, room = self.own and self.own(*bounds), self.room and self.room(*bounds)
         return reducer.reduce(index, own, room)

@@ -18,7 +18,7 @@ from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.decoding import Piece, decode_all
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
-from shoal.swarm.averaging.chunk_header import Group, Header
+from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.changes import Changes
 from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
@@ -301,10 +301,10 @@ class ResultStore(ChunkStore):
         """Whether it is of a void part."""
         return chunk in self._dropped
 
-    def header(self, chunk: int) -> Header:
+    def header(self, chunk: int) -> ChunkHeader:
         """Of a chunk whose mean counts; after ``decode``."""
         is_void = chunk in self._dropped or chunk in self._undecodable
-        return Header() if is_void else self.group.header(self[chunk])
+        return ChunkHeader() if is_void else self.group.header(self[chunk])
 
     def left_out(self) -> set[int]:
         """The members that some chunk here does without, as the bytes say."""
@@ -340,7 +340,7 @@ class HeldResults:
             return memoryview(b"")
 
 
-class Decoding:
+class ResultDecoder:
     """What is decoded of a store's results counts as long as the store holds the very same bytes."""
 
     def __init__(self, store: ResultStore) -> None:
@@ -373,7 +373,7 @@ class Decoding:
             return self._mean
 
 
-class OfferedResults(dict[int, ResultStore]):
+class PublishedResults(dict[int, ResultStore]):
     """Stores by the number of their round. ``archive``: what those that are dropped are then offered from, if any."""
 
     def __init__(self, endpoint: Endpoint, archive: Archive | None) -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
-from shoal.swarm.averaging.chunk_streams import HandIn, Pace, Seat
+from shoal.swarm.averaging.chunk_streams import ChunkConsumer, DeliveryMeter, ExchangeContext
 from shoal.swarm.errors import LinkError
 
 _SLOWEST = 20
@@ -23,7 +23,7 @@ class _Source:
 
     limit_s: float
     chunks: int
-    pace: Pace = field(default_factory=Pace)
+    pace: DeliveryMeter = field(default_factory=DeliveryMeter)
     chunk_bytes: int = 0
     arrived_s: float = 0.0
     asked_s: float | None = None
@@ -35,7 +35,7 @@ class _Source:
         return self.pace.seconds * self.chunk_bytes / self.pace.size_bytes if self.pace.size_bytes else None
 
 
-class Stragglers:
+class StragglerDetector:
     """Sources of chunks that are waited for together. All moments are of one clock, in seconds.
 
     A stream's first chunk counts in nothing: it depends on everybody's start, and has a deadline of its own."""
@@ -86,21 +86,21 @@ class Stragglers:
         return _SLOWEST * source.chunks * statistics.median_low(times_s) if times_s else math.inf
 
 
-class Watch:
+class StragglerGuard:
     """Over streams that are waited for together. ``behind``: the sources that are being waited for."""
 
-    def __init__(self, seat: Seat, behind: Callable[[], Collection[int]]) -> None:
-        self._seat = seat
+    def __init__(self, context: ExchangeContext, behind: Callable[[], Collection[int]]) -> None:
+        self._context = context
         self._behind = behind
-        self._stragglers = Stragglers()
+        self._stragglers = StragglerDetector()
         self._scopes: dict[int, asyncio.Timeout] = {}
 
     async def run(self) -> None:
-        """Until cancelled. What passes while the coordinator is away does not count, as in ``Seat``."""
+        """Until cancelled. What passes while the coordinator is away does not count, as in ``ExchangeContext``."""
         while True:
             since_s = _now_s()
-            await asyncio.sleep(self._seat.deadlines.heartbeat_s)
-            behind = () if self._seat.was_away(since_s) else self._behind()
+            await asyncio.sleep(self._context.deadlines.heartbeat_s)
+            behind = () if self._context.was_away(since_s) else self._behind()
             for source in self._stragglers.look(_now_s(), since_s, behind):
                 if (scope := self._scopes.pop(source, None)) is not None:
                     scope.reschedule(_now_s())
@@ -110,8 +110,8 @@ class Watch:
         source: int,
         limit_s: float,
         chunks: int,
-        hand_in: HandIn,
-        stream: Callable[[HandIn], Awaitable[None]],
+        hand_in: ChunkConsumer,
+        stream: Callable[[ChunkConsumer], Awaitable[None]],
     ) -> None:
         """Run a stream of so many chunks to its end. Raises ``LinkError`` when it is cut off, else as the stream."""
         self._stragglers.begin(source, limit_s, chunks)

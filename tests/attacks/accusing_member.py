@@ -5,20 +5,22 @@ import sys
 from collections.abc import Set
 
 from shoal.peer.cli.cli import main
-from shoal.swarm.averaging.allreduce import Exchange
+from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.protocol.messages import Delivery, PeerToCoordinatorRoundReport
 
 
 def accuse(accused: Set[str]) -> None:
-    real = Exchange.report
+    real = ExchangeResult.report
 
-    def report(self: Exchange, store: ResultStore, deliveries: tuple[Delivery, ...]) -> PeerToCoordinatorRoundReport:
+    def report(
+        self: ExchangeResult, store: ResultStore, deliveries: tuple[Delivery, ...]
+    ) -> PeerToCoordinatorRoundReport:
         members = store.plan.members
         lies = tuple(index for index, member in enumerate(members) if member.peer in accused)
         return real(self, store, deliveries).model_copy(update={"failed": lies, "undelivered": lies, "dropped": lies})
 
-    Exchange.report = report  # type: ignore[method-assign]
+    ExchangeResult.report = report  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tests.fakes.processes import context_of, the_loop
 from tests.fakes.swarm import SimMember, Swarm
 from torch import Tensor
 
-from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.coordinator.lease_ledger import count, merge
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease, RunView
@@ -118,7 +118,7 @@ class Life(SimMember):
         offer, joins = self.make_offer(), self.client.joins
         await self.act(offer.round, joins, await self.averager.average(offer))
 
-    def make_offer(self) -> Offer:
+    def make_offer(self) -> RoundOffer:
         self.on_offer(self)
         new = count(self.done) - self.late_samples
         contribution = (self.local / max(new, 1)).float()
@@ -133,10 +133,10 @@ class Life(SimMember):
         match outcome:
             case Committed():
                 self._take(outcome, is_ours=self.client.joins == joins)
-            case CarryOn():
+            case Aborted():
                 if outcome.verdict is not None:
                     self.round = outcome.verdict.round + 1
-            case OutOfDate():
+            case Resync():
                 kept = self._held_residual()
                 self.ledger.given_up.append(GivenUp(number, self.peer, self.carried, kept))
                 self.carried = kept
@@ -177,7 +177,7 @@ class Life(SimMember):
 
     def carry(self, residual: Tensor, weight_tokens: int) -> None:
         """As if rounds before had left this over."""
-        self.averager.restore(Carried(residual, weight_tokens))
+        self.averager.restore(CarriedResidual(residual, weight_tokens))
         self.carried = residual.double() * weight_tokens
 
     # Starting afresh ------------------------------------------------------------------------------------------

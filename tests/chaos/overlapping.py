@@ -7,7 +7,7 @@ from tests.chaos.lives import Life, Reborn
 from tests.fakes.swarm import Swarm
 from torch import Tensor
 
-from shoal.swarm.averaging.outcome import Outcome, OutOfDate
+from shoal.swarm.averaging.outcome import Outcome, Resync
 from shoal.swarm.coordinator.lease_ledger import Ranges, merge
 
 
@@ -74,7 +74,7 @@ class OverlapLife(Life):
         local, done = self.local, self.done  # of now: the samples in hand are not interrupted
         self.local, self.done, self.round = offered.local, offered.done, offered.round
         await self.act(offered.round, offered.joins, outcome)
-        if isinstance(outcome, OutOfDate):
+        if isinstance(outcome, Resync):
             return False
         self.local, self.done = self.local + local, merge([*self.done, *done])
         await self.beat()

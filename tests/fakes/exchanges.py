@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import get_coding
-from shoal.swarm.averaging.allreduce import AllReduce, Exchange
+from shoal.swarm.averaging.allreduce import AllReduce, ExchangeResult
 from shoal.swarm.averaging.results import HeldResults, ResultStore
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.messages import RoundPlan
@@ -28,7 +28,7 @@ class Side:
     feedback: ErrorFeedback
     exchange: AllReduce
     brought: Tensor
-    outcome: Exchange | None = None
+    outcome: ExchangeResult | None = None
 
     async def run(self) -> None:
         self.outcome = await self.exchange.run()

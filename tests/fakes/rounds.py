@@ -7,7 +7,7 @@ import torch
 from tests.fakes.memory_coordinator import identity
 
 from shoal.compression.coding import Coding
-from shoal.swarm.averaging.chunk_header import Header
+from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.results import ResultStore, chunks_of, part_digest
 from shoal.swarm.protocol.messages import RoundPlan, Verdict
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
@@ -19,14 +19,14 @@ RUN_HASH = hashlib.sha256(b"a run").digest()
 def results_of(plan: RoundPlan, coding: Coding, seed: int = 0, empty: Collection[int] = ()) -> list[memoryview]:
     """A mean of random values, with everybody in it but in the chunks of ``empty``, which have nobody."""
     store, generator = ResultStore(plan, coding), torch.Generator().manual_seed(seed)
-    everybody, chunks = Header(store.group.members), []
+    everybody, chunks = ChunkHeader(store.group.members), []
     for chunk in range(store.chunks):
         start, stop = store.bounds(chunk)
         codec = store.codec(chunk)
         packed = torch.empty(codec.packed_bytes(stop - start), dtype=torch.uint8)
         zeros = torch.zeros(stop - start)
         codec.encode_residual(torch.randn(stop - start, generator=generator), zeros, zeros.clone(), packed)
-        header = store.group.pack_header(Header() if chunk in empty else everybody)
+        header = store.group.pack_header(ChunkHeader() if chunk in empty else everybody)
         chunks.append(memoryview(header + (b"" if chunk in empty else packed.numpy().tobytes())))
     return chunks
 

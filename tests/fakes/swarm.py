@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.compression.norms import norms_of
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.norm_bounds import ranges
-from shoal.swarm.averaging.outcome import CarryOn, Committed, Offer, Outcome
+from shoal.swarm.averaging.outcome import Aborted, Committed, Outcome, RoundOffer
 from shoal.swarm.coordinator.lease_ledger import Ranges, count, merge, to_wire
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.protocol.messages import (
@@ -131,7 +131,7 @@ class SimMember:
     async def _live(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._beats())
-            tasks.create_task(self.averager.lookout.run())
+            tasks.create_task(self.averager.prefetch_manager.run())
 
     async def _beats(self) -> None:
         while True:
@@ -176,8 +176,8 @@ class SimMember:
             self.done = merge([*self.done, *taken])
             await self.beat()
 
-    def offer(self, contribution: Tensor) -> Offer:
-        return Offer(
+    def offer(self, contribution: Tensor) -> RoundOffer:
+        return RoundOffer(
             round=self.round,
             anchor_version=self.version,
             state_digest=self.digest,
@@ -205,7 +205,7 @@ class SimMember:
                 if outcome.included:
                     self.done = []
                 self.round = outcome.verdict.round + 1
-            case CarryOn():
+            case Aborted():
                 if outcome.verdict is not None:
                     self.round = outcome.verdict.round + 1
         return outcome
@@ -219,7 +219,7 @@ class SimMember:
         await self.work(samples)
         while True:
             outcome = await self.average(contribution)
-            if not (isinstance(outcome, CarryOn) and outcome.verdict is None):
+            if not (isinstance(outcome, Aborted) and outcome.verdict is None):
                 return outcome
 
 

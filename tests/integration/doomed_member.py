@@ -72,7 +72,7 @@ def reducing(doom: Doom) -> None:
     real = Reduction._reduce
 
     def reduce(self: Any, *rest: Any) -> Reduced:
-        doom.comes_to(self.seat.store.plan.round)
+        doom.comes_to(self.context.store.plan.round)
         return real(self, *rest)
 
     Reduction._reduce = reduce  # type: ignore[method-assign]

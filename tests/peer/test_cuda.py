@@ -15,7 +15,7 @@ from shoal.peer.training.device import autocast, choose_device, describe_device,
 from shoal.peer.training.inner_loop import InnerLoop, make_inner
 from shoal.peer.training.layered import layered_from_sequential
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.averaging.outcome import Carried
+from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.protocol.run_file import InnerSection
 
 pytestmark = [
@@ -108,7 +108,7 @@ def test_a_snapshot_waits_for_nobody_and_is_as_it_was_taken() -> None:
         optimizer.step()
 
     step()
-    carried = Carried(torch.ones(3), 1)
+    carried = CarriedResidual(torch.ones(3), 1)
     snapshots.take(own_tree(optimizer, model, carried))
     for _ in range(3):
         expected = {name: one.cpu().clone() for name, one in optimizer.state[next(model.parameters())].items()}

@@ -17,7 +17,7 @@ from shoal.peer.member.member import Member
 from shoal.peer.member.tenure import Tenure, during
 from shoal.peer.state_transfer.own_states import OwnStates
 from shoal.peer.training.anchor import State
-from shoal.swarm.averaging.outcome import Offer, Outcome
+from shoal.swarm.averaging.outcome import Outcome, RoundOffer
 from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import (
     Blob,
@@ -113,14 +113,14 @@ async def waits_for_a_donor(member: Member) -> None:
 async def waits_for_a_verdict(member: Member) -> None:
     """That it is not told any more: it goes to the stage's members."""
 
-    async def average(offer: Offer) -> Outcome:
+    async def average(offer: RoundOffer) -> Outcome:
         await asyncio.Event().wait()
         raise AssertionError
 
     averager: Any = SimpleNamespace(average=average)
     member._averager = averager
     await member.average(
-        Offer(0, 0, bytes(32), torch.zeros(ELEMENTS), norms=[0.0], weight_tokens=4, ranges=(), loss=None)
+        RoundOffer(0, 0, bytes(32), torch.zeros(ELEMENTS), norms=[0.0], weight_tokens=4, ranges=(), loss=None)
     )
 
 

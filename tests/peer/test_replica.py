@@ -22,7 +22,7 @@ from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.divergence import TRIES
 from shoal.peer.training.outer_optimizer import make_outer
-from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, Offer, Outcome, OutOfDate
+from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.errors import Diverged, NotAdmitted
 from shoal.swarm.protocol.messages import DivergenceWord, KeptState, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
@@ -36,7 +36,7 @@ class FakeMember:
 
     def __init__(self) -> None:
         self.progress = Progress()
-        self.offers: list[Offer] = []
+        self.offers: list[RoundOffer] = []
         self.afresh = 0
         self.held: list[State] = []
         self.bad: list[KeptState] = []
@@ -51,7 +51,7 @@ class FakeMember:
         )
         meter = SimpleNamespace(sent_bytes=0, received_bytes=0)
         self.node = SimpleNamespace(meter=meter)
-        self.averager = SimpleNamespace(carried=Carried(torch.zeros(4), 0), forget_residual=self._forget)
+        self.averager = SimpleNamespace(carried=CarriedResidual(torch.zeros(4), 0), forget_residual=self._forget)
         self.forgotten = 0
         self.records = RoundRecords(Path("there are none"), Owner(bytes(32), bytes(32)))
 
@@ -79,9 +79,9 @@ class FakeMember:
     def hold(self, state: State) -> None:
         self.held.append(state)
 
-    async def average(self, offer: Offer) -> Outcome:
+    async def average(self, offer: RoundOffer) -> Outcome:
         self.offers.append(offer)
-        return CarryOn("replaced by the test's")
+        return Aborted("replaced by the test's")
 
 
 class FakeNetwork:
@@ -97,7 +97,7 @@ class FakeNetwork:
 
     def begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         result, future = asyncio.run(coroutine), Future[Any]()
-        if isinstance(result, CarryOn):
+        if isinstance(result, Aborted):
             self.exchange = future
         else:
             future.set_result(result)
@@ -233,7 +233,7 @@ def test_an_aborted_rounds_work_comes_again_with_what_was_done_since(side: Side)
     side.replica.close_round()
     side.train()
     local = side.local
-    assert side.ends(CarryOn("for the test", verdict(0, committed=False)))
+    assert side.ends(Aborted("for the test", verdict(0, committed=False)))
     assert torch.equal(side.local, local)
     assert torch.equal(side.anchor, anchor)
     assert side.member.progress.tokens_done == 4 * TOKENS
@@ -247,7 +247,7 @@ def test_a_reopened_round_goes_on(side: Side) -> None:
     side.train()
     side.replica.close_round()
     side.train()
-    assert side.ends(CarryOn("reopened"))
+    assert side.ends(Aborted("reopened"))
     assert (side.replica.round, side.replica.samples.tokens_done) == (0, 4 * TOKENS)
 
 
@@ -264,7 +264,7 @@ def test_out_of_date_is_a_fresh_start_without_what_was_done_since(side: Side) ->
     side.train()
     side.replica.close_round()
     side.train()
-    assert not side.ends(OutOfDate("for the test"))
+    assert not side.ends(Resync("for the test"))
     assert side.member.afresh == 1
     assert (side.replica.samples.tokens_done, side.replica.samples.left) == (0, 0)
     assert torch.equal(side.local, side.anchor)
@@ -292,12 +292,12 @@ def test_work_that_cannot_be_packed_counts_as_well(side: Side) -> None:
     for _ in range(1, TRIES):
         side.train()
         side.replica.close_round()
-        assert not side.ends(OutOfDate("too large for float16", is_spoilt=True))
+        assert not side.ends(Resync("too large for float16", is_unusable=True))
         side.replica.samples.add(0, 100)
     side.train()
     side.replica.close_round()
     with pytest.raises(Diverged, match="too large for float16"):
-        side.ends(OutOfDate("too large for float16", is_spoilt=True))
+        side.ends(Resync("too large for float16", is_unusable=True))
 
 
 def test_work_that_counted_makes_up_for_what_was_of_no_use_before(side: Side) -> None:

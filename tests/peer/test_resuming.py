@@ -24,7 +24,7 @@ from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.member.replica import Brought, Replica
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout
-from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed
+from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed
 from shoal.swarm.errors import RecipeError, StorageError
 from shoal.swarm.protocol.messages import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
@@ -128,10 +128,10 @@ class Life:
 
     async def _average(self, offer: Any) -> Any:
         verdict = self.run.end_round(self._committed)
-        self.member.averager.carried = Carried(offer.contribution * 0.5, offer.weight_tokens)
+        self.member.averager.carried = CarriedResidual(offer.contribution * 0.5, offer.weight_tokens)
         if self._committed:
             return Committed(offer.contribution.clone(), verdict, included=True)
-        return CarryOn("for the test", verdict)
+        return Aborted("for the test", verdict)
 
     def stop(self) -> None:
         self.replica.save()
@@ -157,9 +157,9 @@ class Network(FakeNetwork):
 
 class FakeAverager:
     def __init__(self) -> None:
-        self.carried = Carried(torch.zeros(49), 0)
+        self.carried = CarriedResidual(torch.zeros(49), 0)
 
-    def restore(self, carried: Carried) -> None:
+    def restore(self, carried: CarriedResidual) -> None:
         self.carried = carried
 
 

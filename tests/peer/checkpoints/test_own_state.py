@@ -24,7 +24,7 @@ from shoal.peer.checkpoints.own_state import (
 )
 from shoal.peer.checkpoints.plain import NotPlain, from_plain, to_plain
 from shoal.peer.checkpoints.tensors import file_pieces
-from shoal.swarm.averaging.outcome import Carried
+from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.errors import StateFileError
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
@@ -80,7 +80,7 @@ class Loop:
             self.optimizer.step(closure)
 
     def tree(self) -> dict[str, Any]:
-        return own_tree(self.optimizer, self.model, Carried(torch.ones(3), 12))
+        return own_tree(self.optimizer, self.model, CarriedResidual(torch.ones(3), 12))
 
     def bits(self) -> list[bytes]:
         return [one.numpy().tobytes() for one in self.model.state_dict().values()]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
-from shoal.swarm.averaging.allreduce import Exchange
-from shoal.swarm.averaging.chunk_header import Header
+from shoal.swarm.averaging.allreduce import ExchangeResult
+from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.reduction import _WINDOW
 from shoal.swarm.averaging.result_fetch import ensure_part, fetch_part
 from shoal.swarm.averaging.results import ResultStore
@@ -60,7 +60,7 @@ def test_everybody_gets_the_same_weighted_mean(members: int, codec: str) -> None
         means = [await side.commit() for side in sides]
         assert all(digests(side) == digests(sides[0]) for side in sides)
         assert all(torch.equal(mean, means[0]) for mean in means)
-        assert all(side.outcome == Exchange() for side in sides)
+        assert all(side.outcome == ExchangeResult() for side in sides)
         expected = weighted_mean(sides, range(members))
         if codec in MEAN_ATOL:
             torch.testing.assert_close(means[0].double(), expected, atol=MEAN_ATOL[codec], rtol=0)
@@ -148,8 +148,8 @@ def test_a_silent_contributor_is_dropped_where_it_did_not_deliver(case: str) -> 
     sides, took_s = without(None if case == "dead" else stalled("contribution", PEERS[2], first), case == "dead")
     assert PATIENCE_S < took_s < 2.5 * PATIENCE_S
     left_out = {2} if first == 0 else set()
-    assert sides[0].outcome == Exchange(left_out, undelivered=left_out)
-    assert sides[1].outcome == Exchange({2}, undelivered={2})
+    assert sides[0].outcome == ExchangeResult(left_out, undelivered=left_out)
+    assert sides[1].outcome == ExchangeResult({2}, undelivered={2})
     mean, store = sides[0].store.mean(), sides[0].store
     assert torch.equal(mean, sides[1].store.mean())
     for chunk in range(store.chunks):
@@ -182,8 +182,8 @@ def test_the_dropped_contributor_keeps_what_was_left_out() -> None:
 def test_garbage_is_left_out_and_known_to_all(garbage: object) -> None:
     assert callable(garbage)
     sides, _ = without(changed("contribution", PEERS[2], garbage))
-    assert sides[0].outcome == sides[1].outcome == Exchange({2}, undelivered={2})
-    assert sides[2].outcome == Exchange()
+    assert sides[0].outcome == sides[1].outcome == ExchangeResult({2}, undelivered={2})
+    assert sides[2].outcome == ExchangeResult()
     mean = sides[0].store.mean()
     assert all(torch.equal(side.store.mean(), mean) for side in sides)
     torch.testing.assert_close(mean.double(), weighted_mean(sides, [0, 1]))
@@ -201,7 +201,7 @@ def test_errors_that_the_other_side_chooses_do_no_harm() -> None:
         return payload
 
     sides, _ = without(fault)
-    assert sides[0].outcome == sides[1].outcome == Exchange({2}, undelivered={2})
+    assert sides[0].outcome == sides[1].outcome == ExchangeResult({2}, undelivered={2})
 
 
 def test_a_window_bounds_what_fast_contributors_hand_in() -> None:
@@ -216,7 +216,7 @@ def test_a_window_bounds_what_fast_contributors_hand_in() -> None:
             await asyncio.sleep(PATIENCE_S / 2)
             sent = [step.chunk for step in network.log if step.holder == PEERS[1] and step.blob.kind == "contribution"]
             assert 10 + _WINDOW <= max(sent) <= 10 + _WINDOW + 2
-        assert sides[0].outcome == Exchange({2}, undelivered={2})
+        assert sides[0].outcome == ExchangeResult({2}, undelivered={2})
         assert None not in digests(sides[1])
 
     run_virtual(main())
@@ -312,7 +312,7 @@ class _Forged:
 
     async def chunk(self, index: int) -> memoryview:
         start, stop = self._store.bounds(index)
-        header = self._store.group.pack_header(Header([0, 1, 2, 3]))
+        header = self._store.group.pack_header(ChunkHeader([0, 1, 2, 3]))
         return memoryview(header + torch.full((stop - start,), 666.0).numpy().tobytes())
 
 
@@ -693,6 +693,6 @@ def test_results_are_decoded_while_others_are_on_their_way() -> None:
         held_back.set()
         await running
         assert sorted(decoded) == list(range(24)), "some were decoded twice"
-        assert torch.equal(side.exchange.decoding.finish(), side.store.mean())
+        assert torch.equal(side.exchange.decoder.finish(), side.store.mean())
 
     run_virtual(main())

@@ -13,7 +13,7 @@ from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
 from shoal.compression.registry import CODEC_NAMES
-from shoal.swarm.averaging.outcome import Carried, CarryOn, Committed, OutOfDate
+from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync
 from shoal.swarm.coordinator.events import WentBack
 from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.coordinator.round_rules import Judgement
@@ -265,7 +265,7 @@ def test_committed_bytes_that_nobody_has_any_more_mean_out_of_date() -> None:
             for holder, kind in itertools.product((0, 1, 2), ("result", "held")):
                 run.network.faults.append(stalled(kind, run[holder].peer, 0, to=run[3].peer))
             outcomes = await together(*play_all(run, 0))
-            assert [type(one) for one in outcomes] == [Committed] * 3 + [OutOfDate]
+            assert [type(one) for one in outcomes] == [Committed] * 3 + [Resync]
             assert not run[3].averager.feedback.in_round
 
     run_virtual(main())
@@ -393,7 +393,7 @@ def test_a_missed_verdict_means_out_of_date() -> None:
             await sleeper.client.wait_for(lambda view: view.round == 2)
             assert sleeper.round == 0
             outcome = await sleeper.averager.average(offer)
-            assert outcome == OutOfDate("the verdict of round 0 was missed")
+            assert outcome == Resync("the verdict of round 0 was missed")
 
     run_virtual(main())
 
@@ -407,7 +407,7 @@ def test_another_state_than_the_runs_is_out_of_date() -> None:
             outcomes = await together(
                 run[0].play(contribution(3), 15), run[1].play(contribution(4), 15), run[2].average(contribution(5))
             )
-            assert [type(one) for one in outcomes] == [Committed, Committed, OutOfDate]
+            assert [type(one) for one in outcomes] == [Committed, Committed, Resync]
             assert not run[2].averager.feedback.in_round
             assert in_step(run[0], run[1])
 
@@ -426,7 +426,7 @@ def test_given_up_samples_are_stale() -> None:
             playing = asyncio.ensure_future(run[0].play(contribution(0), 20))
             await lost.client.wait_for(lambda view: view.phase == "closing")
             outcome = await lost.averager.average(offer)
-            assert isinstance(outcome, OutOfDate)
+            assert isinstance(outcome, Resync)
             await playing
 
     run_virtual(main())
@@ -500,7 +500,7 @@ def test_a_reopened_round_goes_on() -> None:
                 await member.work(10)
                 while True:
                     outcome = await member.average(contribution(seed))
-                    if not (isinstance(outcome, CarryOn) and outcome.verdict is None):
+                    if not (isinstance(outcome, Aborted) and outcome.verdict is None):
                         return outcome
                     assert not member.averager.feedback.in_round
                     reopened.append(seed)
@@ -663,7 +663,7 @@ def test_the_last_committed_results_are_kept_and_none_of_aborted_rounds() -> Non
                 if number == 3:
                     run.network.faults += faults
                 outcomes = await together(*play_all(run, number, [10, 10] if number != 4 else [0, 0]))
-                assert isinstance(outcomes[0], CarryOn if number == 3 else Committed)
+                assert isinstance(outcomes[0], Aborted if number == 3 else Committed)
                 run.network.faults.clear()
                 for one in run.members:
                     kept = number if number != 3 else 2
@@ -682,7 +682,7 @@ def test_a_contribution_beyond_float32_is_refused_and_forgotten() -> None:
             run[0].averager.feedback.load(torch.full((ELEMENTS,), 3e38))
             await run[0].work(10)
             outcome = await run[0].average(torch.full((ELEMENTS,), 3e38))
-            assert isinstance(outcome, OutOfDate)
+            assert isinstance(outcome, Resync)
             assert not run[0].averager.feedback.in_round
             assert not bool(run[0].averager.feedback.residual.any()), "or it would be refused for ever"
 
@@ -693,9 +693,9 @@ def test_a_residual_that_overflows_in_new_units_is_forgotten() -> None:
     async def main() -> None:
         async with swarm(1, run_toml(10), ELEMENTS) as run:
             averager = run[0].averager
-            averager.restore(Carried(torch.full((ELEMENTS,), 1e38), 1000))
+            averager.restore(CarriedResidual(torch.full((ELEMENTS,), 1e38), 1000))
             await run[0].work(10)
-            assert isinstance(await run[0].average(torch.ones(ELEMENTS)), OutOfDate)
+            assert isinstance(await run[0].average(torch.ones(ELEMENTS)), Resync)
             assert averager.carried.weight_tokens == 0
             assert not bool(averager.carried.residual.any()), "or it would be refused for ever"
 
@@ -733,7 +733,7 @@ def test_when_the_run_goes_back_the_work_and_the_residual_are_dropped() -> None:
             machine.give_verdict(machine.verdict_of(Judgement(reason="back to version 0"), back))
             assert machine.anchor_version == 0
             outcomes = await together(*[one.average(contribution(5)) for one in run.members])
-            assert outcomes == [OutOfDate("back to version 0")] * 2
+            assert outcomes == [Resync("back to version 0")] * 2
             assert not any(bool(one.averager.carried.residual.any()) for one in run.members)
 
     run_virtual(main())

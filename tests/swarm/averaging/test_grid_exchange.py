@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_coding
-from shoal.swarm.averaging.allreduce import Exchange
-from shoal.swarm.averaging.chunk_header import Header
+from shoal.swarm.averaging.allreduce import ExchangeResult
+from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.result_fetch import ensure_part
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.messages import Part, RoundPlan
@@ -74,7 +74,7 @@ def test_everybody_gets_the_same_weighted_mean(rows: list[list[int]], codec: str
         means = [await side.commit() for side in sides]
         assert all(digests(side) == digests(sides[0]) for side in sides)
         assert all(torch.equal(mean, means[0]) for mean in means)
-        assert all(side.outcome == Exchange() for side in sides)
+        assert all(side.outcome == ExchangeResult() for side in sides)
         if codec in MEAN_ATOL:
             # Three encodings instead of two: contributions, the rows' means, and the mean of those.
             expected = weighted_mean(sides, range(len(sides)))
@@ -197,7 +197,7 @@ def test_a_relay_that_is_in_a_mean_by_itself_is_in_it_as_it_was_encoded() -> Non
         group, result = side.store.group, side.store[chunk]
         header = group.header(result)
         assert plan.members[relay].row in header.relayed
-        unflagged = group.pack_header(Header(header.included)) + bytes(result[group.header_bytes :])
+        unflagged = group.pack_header(ChunkHeader(header.included)) + bytes(result[group.header_bytes :])
         await side.store.put(chunk, memoryview(unflagged))
         start, stop = side.store.bounds(chunk)
         codec = side.store.coding.contribution(start, stop)

@@ -18,8 +18,8 @@ from torch import Tensor
 from shoal.compression.codec import Codec
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.registry import CODEC_NAMES, get_codec, get_coding
-from shoal.swarm.averaging.allreduce import Exchange
-from shoal.swarm.averaging.chunk_header import Group, Header
+from shoal.swarm.averaging.allreduce import ExchangeResult
+from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.norm_bounds import MAX_RANGES, NormBounds, claim_of, pack, range_elements, ranges, unpack
 from shoal.swarm.averaging.reduction import PartReducer, Reduced
 from shoal.swarm.averaging.result_fetch import adopt_agreed, ensure_part
@@ -150,7 +150,7 @@ def test_a_factor_cuts_what_a_member_brings_and_gives_it_to_nobody(rows: list[li
         await run_all(sides)
         means = [await side.commit() for side in sides]
         assert all(torch.equal(mean, means[0]) for mean in means)
-        assert all(side.outcome == Exchange() for side in sides)
+        assert all(side.outcome == ExchangeResult() for side in sides)
         torch.testing.assert_close(means[0].double(), expected_mean(sides, factors), atol=1e-6, rtol=0)
 
     run_virtual(main())
@@ -169,7 +169,7 @@ def test_what_is_cut_is_not_carried_on(codec: str, rows: list[list[int]]) -> Non
             here = claiming(plan.model_copy(update={"round": number}), [b""] * 4, factors)
             sides = make_sides(network, here, codec, feedbacks)
             await run_all(sides)
-            assert all(side.outcome == Exchange() for side in sides)
+            assert all(side.outcome == ExchangeResult() for side in sides)
             means = [await side.commit() for side in sides]
             applied = sum(WEIGHTS) * means[0].double()
             for side, weight, factor, residual in zip(sides, WEIGHTS, factors, before, strict=True):
@@ -190,7 +190,7 @@ def test_a_spike_of_everybody_commits(codec: str) -> None:
             plan = flat().model_copy(update={"round": number})
             sides = make_sides(network, claiming(plan, [b""] * 4, [factor] * 4), codec, feedbacks, scale=1 / factor)
             await run_all(sides)
-            assert all(side.outcome == Exchange() for side in sides)
+            assert all(side.outcome == ExchangeResult() for side in sides)
             assert all(digests(side) == digests(sides[0]) and None not in digests(side) for side in sides)
             for side in sides:
                 await side.commit()
@@ -329,7 +329,7 @@ def test_two_who_agree_on_a_mean_above_the_bound_are_not_believed() -> None:
             for index in chunks:
                 start, stop = side.store.bounds(index)
                 values = torch.ones(stop - start) * (1e6 if index == chunks[-1] else 1e-3)
-                header = side.store.group.pack_header(Header([0, 1, 2, 3]))
+                header = side.store.group.pack_header(ChunkHeader([0, 1, 2, 3]))
                 await side.store.put(index, memoryview(bytearray(header + codec.encode(values).numpy().tobytes())))
         endpoint, mine = network.endpoints[PEERS[3]], sides[3].store
         await adopt_agreed(endpoint, mine, part, PEERS[1:3], Deadlines(PATIENCE_S).adopt_s)
@@ -349,7 +349,7 @@ def test_committed_means_above_the_bound_are_taken_and_told(caplog: pytest.LogCa
         for index in owner.chunks_of(part):
             start, stop = owner.bounds(index)
             packed = codec.encode(drawn(index, stop - start)).numpy().tobytes()
-            data = memoryview(bytearray(group.pack_header(Header([0, 1, 2, 3])) + packed))
+            data = memoryview(bytearray(group.pack_header(ChunkHeader([0, 1, 2, 3])) + packed))
             with pytest.raises(AboveBound, match="up to"):
                 owner.check_norm(index, data)
             await owner.put(index, data)

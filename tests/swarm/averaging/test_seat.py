@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from tests.fakes.virtual_clock import now_s, run_virtual
 
-from shoal.swarm.averaging.chunk_streams import Seat
+from shoal.swarm.averaging.chunk_streams import ExchangeContext
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import MemberGone, Unreachable
 
@@ -12,9 +12,9 @@ BACK_S = 10.0
 """When the coordinator is."""
 
 
-def seat() -> Seat:
+def context() -> ExchangeContext:
     nothing: Any = None
-    return Seat(nothing, nothing, 0, DEADLINES, lambda since_s: since_s < BACK_S, {})
+    return ExchangeContext(nothing, nothing, 0, DEADLINES, lambda since_s: since_s < BACK_S, {})
 
 
 def test_who_cannot_be_had_is_asked_again_a_beat_later_while_the_coordinator_is_away() -> None:
@@ -27,7 +27,7 @@ def test_who_cannot_be_had_is_asked_again_a_beat_later_while_the_coordinator_is_
 
     async def main() -> None:
         with pytest.raises(Unreachable):
-            await seat().patiently(fetch)
+            await context().patiently(fetch)
 
     run_virtual(main())
     assert tries == [beat * DEADLINES.heartbeat_s for beat in range(11)]
@@ -42,7 +42,7 @@ def test_who_is_gone_is_not_asked_again() -> None:
 
     async def main() -> None:
         with pytest.raises(MemberGone):
-            await seat().patiently(fetch)
+            await context().patiently(fetch)
 
     run_virtual(main())
     assert tries == [0.0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.outer_optimizer import AdamW
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.averaging.outcome import CarryOn, Committed
+from shoal.swarm.averaging.outcome import Aborted, Committed
 from shoal.swarm.coordinator.lease_ledger import count, merge
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
 
@@ -124,7 +124,7 @@ def with_fixed_leases(seed: int, latencies_s: tuple[float, float], pauses_s: Seq
             async def member_round(member: TorchMember, pause_s: float) -> None:
                 await asyncio.sleep(pause_s)
                 while isinstance(
-                    outcome := await member.average(member.work_done.contribution(member.anchor)), CarryOn
+                    outcome := await member.average(member.work_done.contribution(member.anchor)), Aborted
                 ):
                     pass
                 assert isinstance(outcome, Committed)

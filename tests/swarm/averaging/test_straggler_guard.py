@@ -10,9 +10,9 @@ from tests.fakes.memory_network import UplinkNetwork, dripping
 from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual
 
-from shoal.swarm.averaging.allreduce import Exchange
+from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.averaging.straggler_guard import Stragglers
+from shoal.swarm.averaging.straggler_guard import StragglerDetector
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
 
@@ -40,7 +40,7 @@ class _Reduction:
 
     def found(self, chunks: int, step_s: float = 0.125) -> tuple[set[int], float]:
         """Whom the others go on without, and when all is done."""
-        stragglers, here = Stragglers(), [0] * len(self.chunk_s)
+        stragglers, here = StragglerDetector(), [0] * len(self.chunk_s)
         due_s: list[float | None] = list(self.chunk_s)
         given_up: set[int] = set()
         for source in range(len(here)):
@@ -98,13 +98,13 @@ def test_short_delays_cost_nobody_its_place() -> None:
     assert _Reduction([0.125, 0.125, 5.0], limit_s=15.0).found(4)[0] == set()
 
 
-def arrive(stragglers: Stragglers, source: int, at_s: float) -> None:
+def arrive(stragglers: StragglerDetector, source: int, at_s: float) -> None:
     stragglers.arrived(source, 1000, at_s)
     stragglers.asked(source, at_s)
 
 
 def test_what_had_been_lying_here_makes_nobody_fast() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     for source in range(2):
         stragglers.begin(source, 6.0, 50)
         arrive(stragglers, source, 0.0)
@@ -118,7 +118,7 @@ def test_what_had_been_lying_here_makes_nobody_fast() -> None:
 
 
 def test_who_is_not_waited_for_alone_costs_nothing() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     for source in range(3):
         stragglers.begin(source, 6.0, 3)
         for at_s in (0.0, 0.125):
@@ -167,7 +167,7 @@ def test_an_owner_that_waits_for_those_that_drip_is_not_given_up() -> None:
             wait_s = 0.9 * DEADLINES.contribution_s
             network.faults.append(dripping("contribution", PEERS[member], wait_s, to=PEERS[0]))
         await run_all(sides)
-        assert [side.outcome for side in sides] == [Exchange({4, 5}, undelivered={4, 5}), *[Exchange()] * 5]
+        assert [side.outcome for side in sides] == [ExchangeResult({4, 5}, undelivered={4, 5}), *[ExchangeResult()] * 5]
         assert all(digests(side) == digests(sides[0]) for side in sides)
         assert now_s() < 3 * PATIENCE_S
 
@@ -193,7 +193,7 @@ def test_slow_links_are_waited_for(slow: tuple[int, ...]) -> None:
         network.uplinks_bps = {PEERS[member]: FAST_BPS / 10 for member in slow}
         sides = make_sides(network, flat())
         await run_all(sides)
-        assert all(side.outcome == Exchange() for side in sides)
+        assert all(side.outcome == ExchangeResult() for side in sides)
         assert now_s() > 5 * PATIENCE_S or not slow
 
     run_virtual(main())

@@ -7,7 +7,7 @@ from tests.fakes.memory_network import MemoryNetwork, UplinkNetwork
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual
 
-from shoal.swarm.averaging.chunk_streams import Pace, PacedEndpoint
+from shoal.swarm.averaging.chunk_streams import DeliveryMeter, MeteredEndpoint
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
 
@@ -16,7 +16,7 @@ BROUGHT, MADE = Blob(kind="contribution", number=1), Blob(kind="result", number=
 
 
 def test_bits_by_the_time_that_was_waited() -> None:
-    pace = Pace()
+    pace = DeliveryMeter()
     pace.began(10.0)
     pace.arrived(MIB, 10.5, waited_s=0.5, paused_s=0.0)
     pace.arrived(MIB, 11.0, waited_s=0.25, paused_s=0.25)
@@ -24,7 +24,7 @@ def test_bits_by_the_time_that_was_waited() -> None:
 
 
 def test_what_had_been_lying_here_tells_nothing() -> None:
-    pace = Pace()
+    pace = DeliveryMeter()
     pace.arrived(MIB, 10.0, waited_s=0.5, paused_s=0.1)
     before = pace.bps
     pace.arrived_beside(MIB)
@@ -35,7 +35,7 @@ def test_what_had_been_lying_here_tells_nothing() -> None:
 
 
 def test_streams_beside_each_other_share_the_time() -> None:
-    pace = Pace()
+    pace = DeliveryMeter()
     for _ in range(2):
         pace.began(10.0)
     for second in (11.0, 12.0, 13.0):
@@ -45,7 +45,7 @@ def test_streams_beside_each_other_share_the_time() -> None:
 
 
 def test_results_that_come_meanwhile_over_the_same_link_count() -> None:
-    pace = Pace()
+    pace = DeliveryMeter()
     pace.arrived_beside(MIB)  # before we asked for anything
     pace.began(10.0)
     pace.arrived_beside(MIB)
@@ -55,7 +55,7 @@ def test_results_that_come_meanwhile_over_the_same_link_count() -> None:
 
 
 def test_little_tells_nothing() -> None:
-    pace = Pace()
+    pace = DeliveryMeter()
     assert pace.bps is None
     pace.arrived(1000, 10.0, waited_s=0.5, paused_s=0.0)
     assert pace.bps is None
@@ -73,7 +73,7 @@ class _Bytes:
 def test_a_fetch_is_measured_without_its_callers_own_time() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=(0.1, 0.1), bandwidth_bps=(1e6, 1e6))
-        ours, theirs = PacedEndpoint(network.endpoint("a")), network.endpoint("b")
+        ours, theirs = MeteredEndpoint(network.endpoint("a")), network.endpoint("b")
         for blob in (BROUGHT, MADE):
             theirs.publish(blob, _Bytes())
         places: dict[int, bytearray] = {}
@@ -98,9 +98,9 @@ def test_a_fetch_is_measured_without_its_callers_own_time() -> None:
 
 def test_of_many_members_others_are_named_in_every_round() -> None:
     members = [f"peer {index}" for index in range(2 * MAX_DELIVERIES + 3)]
-    endpoint = PacedEndpoint(MemoryNetwork().endpoint("a"))
+    endpoint = MeteredEndpoint(MemoryNetwork().endpoint("a"))
     for index, peer in enumerate(members[1:], start=1):
-        endpoint._paces[peer] = Pace(index * MIB, 8.0)
+        endpoint._paces[peer] = DeliveryMeter(index * MIB, 8.0)
     named: set[int] = set()
     for number in range(3):
         seen = endpoint.deliveries(members, members[0], number)

@@ -11,7 +11,7 @@ from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, tog
 from tests.fakes.virtual_clock import run_virtual, until
 from torch import Tensor
 
-from shoal.swarm.averaging.chunk_streams import Chunks, StreamAhead
+from shoal.swarm.averaging.chunk_streams import Chunks, PrefetchedStream
 from shoal.swarm.averaging.outcome import Committed, Outcome
 from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.errors import BlobUnavailable, LinkError
@@ -165,7 +165,7 @@ def test_nothing_of_a_contribution_that_went_with_its_process_gets_into_the_mean
             seen, first = before_the_plan(run), run[0]
             for member in run.members:
                 await member.work(10)
-            await until(lambda: all(member.averager.lookout._head_start for member in run.members), 0.001)
+            await until(lambda: all(member.averager.prefetch_manager._prefetch for member in run.members), 0.001)
             lost, *others = [
                 asyncio.create_task(one.averager.average(one.offer(contribution(SMALL, index or 9))))
                 for index, one in enumerate([first, run[1], run[2]])
@@ -231,12 +231,12 @@ def test_what_nobody_takes_ends_with_the_closing() -> None:
         async with swarm(3, run_toml(30), SMALL) as run:
             for member in run.members:
                 await member.work(10)
-            await until(lambda: all(member.averager.lookout._head_start for member in run.members), 0.01)
+            await until(lambda: all(member.averager.prefetch_manager._prefetch for member in run.members), 0.01)
             (source,) = [one for blob, one in run[0].endpoint.blobs.items() if blob.kind == "contribution"]
             waiting = asyncio.create_task(source.chunk(0))
             await asyncio.sleep(3 * PATIENCE_S)
             for member in run.members:
-                assert member.averager.lookout._head_start is None
+                assert member.averager.prefetch_manager._prefetch is None
                 assert not [one for one in member.endpoint.blobs if one.kind == "contribution"]
             with pytest.raises(BlobUnavailable):
                 await waiting
@@ -280,7 +280,7 @@ async def broken() -> Chunks:
 def test_a_stream_ahead_gives_all_and_takes_no_more_than_one_chunk_before() -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            stream = StreamAhead(slow(0.5), tasks)
+            stream = PrefetchedStream(slow(0.5), tasks)
             await asyncio.sleep(5.0)
             assert [chunk async for chunk, _ in stream.chunks(1.0)] == [0, 1, 2]
 
@@ -291,9 +291,9 @@ def test_a_stream_ahead_that_brings_nothing_is_not_waited_for_any_longer() -> No
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             silent, lost, unused = (
-                StreamAhead(slow(100.0), tasks),
-                StreamAhead(broken(), tasks),
-                StreamAhead(slow(9), tasks),
+                PrefetchedStream(slow(100.0), tasks),
+                PrefetchedStream(broken(), tasks),
+                PrefetchedStream(slow(9), tasks),
             )
             await asyncio.sleep(0.5)
             for stream in (silent, lost):

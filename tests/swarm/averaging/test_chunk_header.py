@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.grids import plan_of
 
-from shoal.swarm.averaging.chunk_header import Group, Header, holders, may_hold
+from shoal.swarm.averaging.chunk_header import ChunkHeader, Group, holders, may_hold
 
 
 @st.composite
@@ -19,9 +19,9 @@ def test_headers_round_trip(group: Group, data: st.DataObject) -> None:
     included = sorted(data.draw(st.sets(st.sampled_from(group.members))))
     flags = st.sets(st.sampled_from(range(len(group.rows))))
     relayed = sorted(data.draw(flags)) if len(group.rows) > 1 else []
-    packed = group.pack_header(Header(included, relayed))
+    packed = group.pack_header(ChunkHeader(included, relayed))
     assert len(packed) == group.header_bytes
-    assert group.header(memoryview(packed + b"\xff\xff")) == Header(included, relayed)
+    assert group.header(memoryview(packed + b"\xff\xff")) == ChunkHeader(included, relayed)
 
 
 @given(groups(), st.data())
@@ -30,22 +30,22 @@ def test_headers_of_rows_name_members_of_the_plan(group: Group, data: st.DataObj
     row = group.row(number)
     assert row.members == list(group.rows[number])
     included = sorted(data.draw(st.sets(st.sampled_from(row.members))))
-    assert row.header(memoryview(row.pack_header(Header(included)))) == Header(included)
+    assert row.header(memoryview(row.pack_header(ChunkHeader(included)))) == ChunkHeader(included)
     assert row.header_bytes == (len(row.members) + 7) // 8
 
 
 def test_a_flat_header_has_a_bit_a_member_and_those_of_nobody_are_ignored() -> None:
     flat = Group(((0, 1, 2),), (5, 6, 7))
     assert flat.header_bytes == 1
-    assert flat.pack_header(Header([0, 2])) == b"\x05"
-    assert flat.header(memoryview(b"\xff")) == Header([0, 1, 2])
+    assert flat.pack_header(ChunkHeader([0, 2])) == b"\x05"
+    assert flat.header(memoryview(b"\xff")) == ChunkHeader([0, 1, 2])
     assert flat.weight([0, 2]) == 12
 
 
 def test_the_rows_of_a_grid_come_after_its_members() -> None:
     grid = Group(((0, 2, 4, 6), (1, 3, 5)), (1,) * 7)
     assert grid.header_bytes == 2
-    assert grid.pack_header(Header([0, 1], [1])) == b"\x03\x01"
+    assert grid.pack_header(ChunkHeader([0, 1], [1])) == b"\x03\x01"
 
 
 PLAN = plan_of([1] * 6, [[0, 2, 4], [1, 3, 5]])

@@ -8,7 +8,7 @@ from tests.fakes.grids import plan_of
 from tests.fakes.rounds import results_of, verdict_on
 
 from shoal.compression.registry import get_coding
-from shoal.swarm.averaging.results import Decoding, ResultStore, chunks_of
+from shoal.swarm.averaging.results import ResultDecoder, ResultStore, chunks_of
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import MAX_MEMBERS
 from shoal.swarm.transport.framing import MAX_CHUNK_BYTES
@@ -38,11 +38,11 @@ def of_twice_the_scale(chunk: memoryview) -> bytes:
 
 
 def test_parts_in_any_order_make_the_whole_mean() -> None:
-    decoding = Decoding(filled())
-    decoding.decode(chunks_of(PLAN, SECOND))
-    decoding.decode(chunks_of(PLAN, FIRST))
-    assert torch.equal(decoding.finish(), filled().mean())
-    assert torch.equal(Decoding(filled()).finish(), filled().mean())
+    decoder = ResultDecoder(filled())
+    decoder.decode(chunks_of(PLAN, SECOND))
+    decoder.decode(chunks_of(PLAN, FIRST))
+    assert torch.equal(decoder.finish(), filled().mean())
+    assert torch.equal(ResultDecoder(filled()).finish(), filled().mean())
     assert bool(filled().mean()[:64].any())
 
 
@@ -56,34 +56,34 @@ def test_chunks_are_as_large_as_frames_can_be_and_no_larger() -> None:
 
 
 def test_what_is_decoded_is_not_decoded_again() -> None:
-    decoding = Decoding(filled())
-    decoding.decode(chunks_of(PLAN, FIRST))
-    decoding.decode(chunks_of(PLAN, SECOND))
-    decoding.finish()[:3] = 7.0
-    assert decoding.finish()[:3].tolist() == [7.0] * 3
+    decoder = ResultDecoder(filled())
+    decoder.decode(chunks_of(PLAN, FIRST))
+    decoder.decode(chunks_of(PLAN, SECOND))
+    decoder.finish()[:3] = 7.0
+    assert decoder.finish()[:3].tolist() == [7.0] * 3
 
 
 def test_bytes_that_come_instead_are_decoded_again() -> None:
     store = filled()
-    decoding = Decoding(store)
+    decoder = ResultDecoder(store)
     for part in PLAN.parts:
-        decoding.decode(chunks_of(PLAN, part))
-    before = decoding.finish().clone()
+        decoder.decode(chunks_of(PLAN, part))
+    before = decoder.finish().clone()
     store.forget(FIRST)
     for index in store.chunks_of(FIRST):
         put(store, index, of_twice_the_scale(CHUNKS[index]) if index == 0 else bytes(CHUNKS[index]))
-    mean = decoding.finish()
+    mean = decoder.finish()
     assert torch.equal(mean[:64], 2.0 * before[:64])
     assert torch.equal(mean[64:], before[64:])
 
 
 def test_a_part_that_turns_out_void_is_zero() -> None:
     store = filled()
-    decoding = Decoding(store)
+    decoder = ResultDecoder(store)
     for part in PLAN.parts:
-        decoding.decode(chunks_of(PLAN, part))
+        decoder.decode(chunks_of(PLAN, part))
     store.drop(FIRST)
-    mean, whole = decoding.finish(), filled().mean()
+    mean, whole = decoder.finish(), filled().mean()
     assert not bool(mean[FIRST.start : FIRST.stop].any())
     assert torch.equal(mean[SECOND.start :], whole[SECOND.start :])
 
@@ -92,13 +92,13 @@ def test_a_chunk_that_did_not_decode_counts_again_with_other_bytes() -> None:
     store = filled()
     after = store.group.header_bytes
     put(store, 1, bytes(CHUNKS[1][:after]) + b"\xff" * 4 + bytes(CHUNKS[1][after + 4 :]))  # a scale of NaN
-    decoding = Decoding(store)
-    decoding.decode(chunks_of(PLAN, FIRST))
-    assert not bool(decoding.finish()[64:128].any())
+    decoder = ResultDecoder(store)
+    decoder.decode(chunks_of(PLAN, FIRST))
+    assert not bool(decoder.finish()[64:128].any())
     assert store.header(1).included == []
     store.forget(FIRST)
     store.adopt(CHUNKS)
-    assert torch.equal(decoding.finish(), filled().mean())
+    assert torch.equal(decoder.finish(), filled().mean())
     assert store.header(1).included == store.group.header(CHUNKS[1]).included != []
 
 
@@ -106,4 +106,4 @@ def test_a_void_part_needs_no_bytes() -> None:
     verdict = verdict_on(PLAN, CHUNKS)
     store = ResultStore.of(verdict.model_copy(update={"digests": (None, verdict.digests[1])}), CODING)
     store.adopt([None if index in store.chunks_of(FIRST) else chunk for index, chunk in enumerate(CHUNKS)])
-    assert not bool(Decoding(store).finish()[: FIRST.stop].any())
+    assert not bool(ResultDecoder(store).finish()[: FIRST.stop].any())
