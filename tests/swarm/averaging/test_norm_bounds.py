@@ -367,7 +367,7 @@ def test_a_mean_of_nobody_is_not_above_a_bound_and_one_of_no_numbers_is(codec: s
     store = ResultStore(claiming(flat(), [generous(ELEMENTS)] * 4), get_coding(codec))
     store.check_norm(0, memoryview(bytearray(store.group.header_bytes)))
     size = store.group.result_bytes(store.codec(0), store.bounds(0)[1]) - store.group.header_bytes
-    data = memoryview(bytearray(store.group.pack_header(Header([0, 1, 2, 3])) + b"\xff" * size))
+    data = memoryview(bytearray(store.group.pack_header(ChunkHeader([0, 1, 2, 3])) + b"\xff" * size))
     with pytest.raises(AboveBound):
         store.check_norm(0, data)
 
