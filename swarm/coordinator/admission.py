@@ -1,4 +1,4 @@
-"""Who may take part: members come, describe their model and go, and every request's key is one of theirs. Pure."""
+"""Admission to a scope: members come, describe their model and go, and every request's key is one of theirs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.run_file import RunFile
 
-# === sent_bytes
+# Bytes that members sent ------------------------------------------------------------------------------------
 
 _MOST = 2**62
 """What a message has room for."""
@@ -58,7 +58,7 @@ class SentBytes:
         return taken
 
 
-# === scope
+# What every scope has ---------------------------------------------------------------------------------------
 
 _EPOCH_STEP = 2**30
 """At least so much the epoch grows: the versions of as many rosters fit in between."""
@@ -172,7 +172,7 @@ class Scope:
             self.record(f.MemberLost(peer=peer, reason="silent"))
 
 
-# === admission
+# Joining, describing the model, leaving ---------------------------------------------------------------------
 
 _MAX_ELEMENTS = 2**40
 _EXACT_DTYPES = ("float32", "float64")

@@ -1,4 +1,4 @@
-"""The coordinator's journal: facts on the disk before anybody hears of them, in two files of checked records."""
+"""The coordinator's journal: events on disk before anybody hears of them, in two files of checked records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shoal.swarm.protocol.verdict_chain import pack_verdict
 log = logging.getLogger(__name__)
 
 
-# === journal_files
+# Reading ----------------------------------------------------------------------------------------------------
 
 JOURNAL, VERDICTS = "journal.records", "verdicts.records"
 FACTS, VERDICT, SNAPSHOT = 1, 2, 3
@@ -197,7 +197,7 @@ def _number(file: RecordFile, name: str) -> int:
     return value
 
 
-# === journal
+# Writing ----------------------------------------------------------------------------------------------------
 
 _SQLITE = "journal.sqlite"
 _COMPACT_AT_BYTES = 2**20
@@ -363,7 +363,7 @@ def _create(folder: Path, run_hash: bytes, run_toml: str) -> None:
     durable.put(journal, pack_file("journal", head, []))
 
 
-# === backup
+# Backup -----------------------------------------------------------------------------------------------------
 
 _RETRY_S = 5.0
 _PIECE_BYTES = 2**20
@@ -535,7 +535,7 @@ def _continues(ours: JournalFiles, theirs: JournalFiles) -> bool:
     return last < 0 or theirs.verdicts(last, 1) == ours.verdicts(last, 1)
 
 
-# === history
+# Pages of verdicts, for messages ----------------------------------------------------------------------------
 
 PAGE_BYTES = 2**19
 """A page ends with the verdict that reaches it: packing more would hold up the event loop. One verdict alone always

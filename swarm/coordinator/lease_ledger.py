@@ -1,4 +1,4 @@
-"""Which samples are whose: ranges of the run's endless sample sequence, leased, returned, committed. Pure."""
+"""Ledger of samples: which are leased, returned or committed, and how far each epoch is covered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shoal.swarm.protocol.messages import MAX_EPOCHS, Coverage, SampleRange
 
-# === leases
+# The ledger -------------------------------------------------------------------------------------------------
 
 Ranges = list[tuple[int, int]]
 
@@ -146,7 +146,7 @@ class LeaseLedger:
             self.held.pop(peer, None)
 
 
-# === coverage
+# Coverage of epochs -----------------------------------------------------------------------------------------
 
 
 def epochs_covered(leases: LeaseLedger, samples: int) -> int:

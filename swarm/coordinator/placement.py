@@ -1,4 +1,4 @@
-"""What members see of a pipeline: where the model is cut, who holds what, and what is expected of each there. Pure."""
+"""Placement of peers on stages: what the planner is asked, and what members see of its plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.swarm.pipeline.planner.stage_plan import Infeasible, LayerCost, PeerC
 from shoal.swarm.protocol.messages import Capability, LayerSize, PipelineView, Span
 from shoal.swarm.protocol.run_file import OuterSection, RunFile
 
-# === pipeline_view
+# What members see -------------------------------------------------------------------------------------------
 
 _FASTEST = 64.0
 """Times as fast as usual, at a layer: more is not believed of anybody."""
@@ -97,7 +97,7 @@ def optimizer_values(outer: OuterSection) -> int:
             return 0
 
 
-# === pipeline_question
+# What the planner is asked ----------------------------------------------------------------------------------
 
 
 class Planner(Protocol):
@@ -141,7 +141,7 @@ class Question:
         return {one.peer: (one, spans.get(one.peer)) for one in (*self.peers, *self.resting)}
 
 
-# === pipeline_planner
+# The planner ------------------------------------------------------------------------------------------------
 
 
 def planner_of(run: RunFile) -> Planner:

@@ -30,8 +30,6 @@ from shoal.swarm.errors import StorageError
 log = logging.getLogger(__name__)
 
 
-# === records
-
 CHECK_BYTES = 16
 NO_CHECK = bytes(CHECK_BYTES)
 HEAD = 0

@@ -1,4 +1,6 @@
-"""Which micro-batches of a round are driven through the stages, and by whom. Pure."""
+"""One stage of a pipeline: the scope whose replicas average with each other, and its ledger of micro-batches.
+
+Its rounds end together with those of all other stages (``barrier.py``)."""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from shoal.swarm.protocol.pins import PinnedLayer
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.verdict_chain import genesis
 
-# === pipeline_drives
+# Micro-batches of a round -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Drives:
         return cells[: -(-samples // batch.micro)]
 
 
-# === pipeline_stage
+# One stage --------------------------------------------------------------------------------------------------
 
 
 class StageMachine(Hearing):

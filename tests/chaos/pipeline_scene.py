@@ -26,7 +26,7 @@ from shoal.peer.pipeline import peer as pipeline_peer
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.pipeline.span import HeldSpan
 from shoal.peer.pipeline.training import SpanTraining
-from shoal.swarm.coordinator import door, doors, service
+from shoal.swarm.coordinator import service
 from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.pipeline_run import PipelineMachine
@@ -222,7 +222,7 @@ def _patched(scene: Scene) -> Iterator[None]:
         mock.patch.object(HeldSpan, "enter", entered),
         mock.patch.object(Replica, "_apply", applied),
         *[mock.patch.object(SpanTraining, step, computing(step)) for step in compute],
-        *[mock.patch.object(module, "time", clock) for module in (service, door, doors)],
+        mock.patch.object(service, "time", clock),
     ]
     for patch in patches:
         patch.start()

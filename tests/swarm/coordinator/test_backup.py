@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.dying_disk import MOMENTS, MachineDied, disk, full_disk
 from tests.swarm.coordinator.stories import RUN, state, state_after, story
 
-from shoal.swarm.coordinator import backup as backup_module
+from shoal.swarm.coordinator import journal as journal_module
 from shoal.swarm.coordinator.journal import JOURNAL, VERDICTS, Backup, Journal
 from shoal.swarm.errors import StorageError
 
@@ -18,7 +18,7 @@ SECOND = next(number for number, (_, snapshot) in enumerate(story()) if snapshot
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backup_module, "_RETRY_S", 0.0)
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.0)
 
 
 class Place:
@@ -190,7 +190,7 @@ def test_a_place_that_is_gone_when_the_journal_is_compacted(place: Place, caplog
 
 
 def test_tries_are_not_made_at_every_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backup_module, "_RETRY_S", 3600.0)
+    monkeypatch.setattr(journal_module, "_RETRY_S", 3600.0)
     journal = place.open()
     with full_disk(place.backup):
         journal.write(story()[0][0])
