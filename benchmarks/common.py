@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shoal.peer.demo.demo_child import Child
+from shoal.peer.demo.processes import Child
 from shoal.peer.offline.export import export_model
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import RosterEntry

@@ -26,7 +26,7 @@ from light_peer import LEASES_PER_ROUND, SAMPLES_PER_LEASE, TOKENS_PER_SAMPLE, H
 from light_view import Record
 from usage import cpu_s, rss_bytes
 
-from shoal.peer.demo.demo_child import Child
+from shoal.peer.demo.processes import Child
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.invite import Invite
 

@@ -24,7 +24,7 @@ from typing import Any
 from common import await_invite, comma, end_on_sigterm, over, parser, publish
 from usage import rss_bytes
 
-from shoal.peer.demo.demo_child import Child
+from shoal.peer.demo.processes import Child
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
 from shoal.swarm.errors import ShoalError

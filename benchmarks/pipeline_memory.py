@@ -10,7 +10,7 @@ from typing import Any
 
 from common import await_invite, comma, end_on_sigterm, parser, publish
 
-from shoal.peer.demo.demo_child import Child
+from shoal.peer.demo.processes import Child
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.pipeline.planner.span_rates import state_copies

@@ -14,7 +14,7 @@ from pipeline_recipe import NAME
 from recovery_run import Event, NotRecovered, Running
 from shaped_links import Site as Place
 
-from shoal.peer.demo.demo_child import EventFile
+from shoal.peer.demo.processes import EventFile
 from shoal.swarm.pipeline.planner.span_rates import state_copies
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 

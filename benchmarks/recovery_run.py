@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from shoal.peer.demo.demo_child import EventFile
+from shoal.peer.demo.processes import EventFile
 
 PATIENCE_S = 6.0
 STEPS_A_ROUND = 40

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.peer.checkpoints.remote.copying import CopyTo
-from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.remote.upload import CopyTo
+from shoal.peer.checkpoints.store import Retention
 from shoal.swarm.protocol.messages import Role
 from shoal.swarm.protocol.run_file import RunFile
 

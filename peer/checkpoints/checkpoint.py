@@ -10,6 +10,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from shoal.peer.checkpoints.local_state import OwnState, parse_own_state
 from shoal.peer.checkpoints.manifest import (
     MANIFEST,
     OWN_FILE,
@@ -20,7 +21,6 @@ from shoal.peer.checkpoints.manifest import (
     read_manifest,
     shard_name,
 )
-from shoal.peer.checkpoints.own_state import OwnState, parse_own_state
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards, vectors
 from shoal.peer.regular_file import check_memory

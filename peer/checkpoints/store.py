@@ -1,12 +1,15 @@
-"""The folder of a peer's checkpoints: written so that each is whole or not there, kept by a rule, found again.
+"""The folder of a peer's checkpoints: atomic writes, retention, and search.
 
-A checkpoint is written into a hidden folder (``writing.py``), which then gets its name in one step. Whatever is hidden
-when a process starts was left by one that was killed.
+A checkpoint is written into a hidden folder, file by file, each flushed to the disk, the signed manifest last; then the
+folder gets its name in one step. So each checkpoint is whole or not there. Hidden folders that exist when a process
+starts were left by one that was killed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -18,14 +21,114 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
-from shoal.peer.checkpoints.manifest import Manifest, read_manifest
-from shoal.peer.checkpoints.retention import Retention
-from shoal.peer.checkpoints.sealed_folder import opened
+from shoal.peer.checkpoints.encryption import ENVELOPE, Sealing, opened
+from shoal.peer.checkpoints.manifest import MANIFEST, About, FileEntry, Manifest, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.writing import WRITING, CheckpointWriter
 from shoal.swarm.durable import sync_folder
-from shoal.swarm.errors import StateFileError, StorageError
+from shoal.swarm.errors import StateFileError, StorageError, UserError
 from shoal.swarm.protocol.identity import Identity
+
+
+@dataclass(frozen=True)
+class Retention:
+    """``newest``: so many stay; ``every``: beside them, for ever, one of each so many rounds (0: none)."""
+
+    newest: int = 3
+    every: int = 0
+
+    def superfluous(self, rounds: Iterable[int]) -> list[int]:
+        """Those of the rounds whose checkpoints may go, oldest first.
+
+        Not every round has a checkpoint, so of each ``every`` rounds the first that has one stays."""
+        ordered = sorted(rounds)
+        stay = set(ordered[-self.newest :])
+        if self.every:
+            first_of: dict[int, int] = {}
+            for number in ordered:
+                first_of.setdefault(number // self.every, number)
+            stay.update(first_of.values())
+        return [number for number in ordered if number not in stay]
+
+
+def parse_retention(newest: str, every: int) -> Retention | None:
+    """From the command line: ``newest`` a number from 1 on, or "off" for None, no checkpoints. Raises ``UserError``."""
+    if newest == "off":
+        return None
+    if not newest.isascii() or not newest.isdigit() or int(newest) < 1:
+        raise UserError(f"--keep-checkpoints: expected a number from 1 on, or off, not {newest[:40]!r}")
+    return Retention(int(newest), every)
+
+
+WRITING = ".new-"
+"""What the names of folders begin with that are not whole yet."""
+
+Files = Iterable[tuple[str, Iterable[bytes | memoryview]]]
+"""Name and content in pieces of each file but the manifest."""
+
+
+class CheckpointWriter:
+    """Signs as ``identity``. Its methods block: call them in worker threads."""
+
+    def __init__(self, identity: Identity, sealed_for: Iterable[bytes] | None = None) -> None:
+        """``sealed_for``: checkpoints are written sealed, for the identity and these raw Ed25519 public keys."""
+        self.identity = identity
+        self._readers = None if sealed_for is None else {identity.public_key, *sealed_for}
+
+    def fill(self, folder: Path, files: Files, about: About) -> Manifest:
+        """Write all into an empty folder. Raises ``OSError``."""
+        begun = self.begin(folder)
+        begun.add(files)
+        return begun.finish(about)
+
+    def begin(self, folder: Path) -> BegunCheckpoint:
+        """In an empty folder."""
+        return BegunCheckpoint(self, folder, None if self._readers is None else Sealing(self._readers))
+
+    def _write_content(
+        self, folder: Path, name: str, pieces: Iterable[bytes | memoryview], sealing: Sealing | None
+    ) -> FileEntry:
+        def write(file_name: str, its_pieces: Iterable[bytes | memoryview]) -> FileEntry:
+            return self._write_file(folder / file_name, its_pieces)
+
+        return write(name, pieces) if sealing is None else sealing.write(name, pieces, write)
+
+    def _write_manifest(self, folder: Path, manifest: Manifest, sealing: Sealing | None) -> None:
+        self._write_content(folder, MANIFEST, [manifest.file_bytes], sealing)
+        if sealing is not None:
+            self._write_file(folder / ENVELOPE, [sealing.envelope()])
+        sync_folder(folder)
+
+    def _write_file(self, path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+        digest, size_bytes = hashlib.sha256(), 0
+        with path.open("xb") as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                size_bytes += len(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        return size_bytes, digest.hexdigest()
+
+
+class BegunCheckpoint:
+    """One that is written piece by piece. Raises ``OSError``."""
+
+    def __init__(self, writer: CheckpointWriter, folder: Path, sealing: Sealing | None) -> None:
+        self._writer = writer
+        self._folder = folder
+        self._sealing = sealing
+        self._entries: dict[str, FileEntry] = {}
+
+    def add(self, files: Files) -> None:
+        for name, pieces in files:
+            self._entries[name] = self._writer._write_content(self._folder, name, pieces, self._sealing)
+
+    def finish(self, about: About) -> Manifest:
+        """Sign what was added; the checkpoint is whole then."""
+        manifest = Manifest.sign(about, self._entries, self._writer.identity)
+        self._writer._write_manifest(self._folder, manifest, self._sealing)
+        return manifest
+
 
 log = logging.getLogger(__name__)
 
@@ -210,3 +313,36 @@ def round_of(place: Path) -> int:
     match = _NAME.match(place.name)
     assert match is not None, "named by checkpoint_folders"
     return int(match.group(1))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it is one itself, sealed or not."""
+    return any((folder / name).exists() for name in (MANIFEST, ENVELOPE))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folder itself, or all checkpoints below it, whatever they are called; none that is just being written."""
+    if is_checkpoint(folder):
+        return [folder]
+    found = {path.parent for name in (MANIFEST, ENVELOPE) for path in folder.glob(f"**/{name}")}
+    return sorted(place for place in found if not _is_hidden(place.relative_to(folder)))
+
+
+def _is_hidden(place: Path) -> bool:
+    """It or a folder around it is being written, or removed."""
+    return any(part.startswith(".") for part in place.parts)
+
+
+def is_aside(place: Path) -> bool:
+    """Whether it is kept though it is of another history than the others there."""
+    return place.name.startswith(ASIDE)
+
+
+def say_nothing_found(folder: Path) -> str:
+    """What to give instead of a folder without any."""
+    if not folder.is_dir():
+        return f"{folder}: there is no such folder; peers keep their checkpoints in ~/.shoal/runs/RUN-HASH"
+    return (
+        f"{folder}: no checkpoint here; give a checkpoint's folder, a peer's, a run's (~/.shoal/runs/RUN-HASH), or one "
+        "with folders of several peers in it"
+    )

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shoal.peer.checkpoints.retention import parse_retention
+from shoal.peer.checkpoints.store import parse_retention
 from shoal.peer.cli.command import UNSUPERVISED
 from shoal.peer.cli.consent import Consent
 from shoal.peer.cli.descriptors import allow_descriptors, warn_host

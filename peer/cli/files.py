@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shoal.peer.cli.log_command import show_log
-from shoal.peer.cli.log_sources import open_log
+from shoal.peer.cli.log import open_log, show_log
 from shoal.peer.cli.restore import list_copies, restore
 from shoal.peer.cli.start_section import StartFrom
 from shoal.peer.cli.verify_view import summary, verify_notes, verify_table

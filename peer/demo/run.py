@@ -12,12 +12,10 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from shoal.peer.demo.demo_averaging import AveragingDemo
-from shoal.peer.demo.demo_child import fresh_folder
-from shoal.peer.demo.demo_pipeline import SPARE_PEERS, PipelineDemo
-from shoal.peer.demo.demo_report import conclude
-from shoal.peer.demo.demo_swarm import DemoFailed, DemoSwarm
+from shoal.peer.demo.figures import conclude
+from shoal.peer.demo.processes import DemoFailed, DemoSwarm, fresh_folder
 from shoal.peer.demo.run_files import demo_run_toml, pipeline_rounds, pipeline_run_toml
+from shoal.peer.demo.scenarios import SPARE_PEERS, AveragingDemo, PipelineDemo
 from shoal.peer.recipes import load_recipe
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.swarm.errors import UserError

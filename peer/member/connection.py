@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.peer.checkpoints.remote.copying import RemoteCopies
+from shoal.peer.checkpoints.remote.upload import RemoteCopies
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.member.memberships import StageMembers
 from shoal.peer.network_thread import NetworkThread

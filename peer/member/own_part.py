@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shoal.compression.codec import CodecError
 from shoal.peer.checkpoints.checkpoint import Checkpoint
-from shoal.peer.checkpoints.own_state import carried_of, own_tree, restore_own
+from shoal.peer.checkpoints.local_state import carried_of, own_tree, restore_own
 from shoal.peer.member.member import Member
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import LeasedSamples

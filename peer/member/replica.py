@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.compression.norms import norms_of
-from shoal.peer.checkpoints.keeper import CheckpointKeeper, Subject
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.checkpoints.writer import CheckpointKeeper, Subject
 from shoal.peer.history.catch_up import Steps, roll_forward
 from shoal.peer.history.file import HISTORY_FILE
 from shoal.peer.history.missed_rounds import MissedRounds

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint, read_verdicts
+from shoal.peer.checkpoints.encryption import opened
 from shoal.peer.checkpoints.manifest import VERDICTS_FILE, Manifest, read_manifest
-from shoal.peer.checkpoints.sealed_folder import opened
 from shoal.peer.checkpoints.source import FolderSource, Source
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_of
 from shoal.peer.history.catch_up import Steps, follows, path

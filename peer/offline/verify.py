@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint, unpack_verdicts
-from shoal.peer.checkpoints.finding import checkpoints_in, say_nothing_found
+from shoal.peer.checkpoints.encryption import opened
 from shoal.peer.checkpoints.manifest import MANIFEST, VERDICTS_FILE, Manifest
-from shoal.peer.checkpoints.sealed_folder import opened
 from shoal.peer.checkpoints.source import FolderSource, Source, refuse
-from shoal.peer.checkpoints.store import CHECKPOINTS
+from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoints_in, say_nothing_found
 from shoal.peer.history.chain import check_chain, unpack_history
 from shoal.peer.history.file import HISTORY_FILE
 from shoal.peer.member.memberships import scope_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint
-from shoal.peer.checkpoints.keeper import CheckpointKeeper
+from shoal.peer.checkpoints.writer import CheckpointKeeper
 from shoal.peer.training.anchor import State
 from shoal.swarm.protocol.messages import MAX_KEPT, KeptState
 

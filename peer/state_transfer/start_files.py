@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shoal.peer.checkpoints.finding import checkpoints_in
+from shoal.peer.checkpoints.encryption import opened
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
-from shoal.peer.checkpoints.sealed_folder import opened
 from shoal.peer.checkpoints.source import FolderSource, Source, refuse
+from shoal.peer.checkpoints.store import checkpoints_in
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
 from shoal.peer.training.anchor import bytes_of
 from shoal.swarm.errors import SealedForOthers, StateFileError

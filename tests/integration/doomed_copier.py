@@ -11,7 +11,7 @@ from typing import Any
 
 from slow_member import slow_down
 
-from shoal.peer.checkpoints.remote.restoring import Restorer
+from shoal.peer.checkpoints.remote.restore import Restorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.cli.cli import main
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import Manifest
-from shoal.peer.checkpoints.remote.copies import find_copies
-from shoal.peer.checkpoints.remote.restoring import Restorer
+from shoal.peer.checkpoints.remote.restore import Restorer, find_copies
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders

@@ -11,7 +11,7 @@ from tests.integration.test_pipeline import MEMORY, STAGES, TOML, check_samples,
 from tests.integration.test_pipeline import ROUNDS as FEW
 
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
-from shoal.peer.checkpoints.remote.copies import Copy, find_copies, in_step
+from shoal.peer.checkpoints.remote.restore import Copy, find_copies, in_step
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
 

@@ -8,7 +8,7 @@ from tests.peer.layered_models import Key, Line, SquaredError, batch_of, gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.checkpoints.own_state import Snapshots, own_tree
+from shoal.peer.checkpoints.local_state import Snapshots, own_tree
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.training.algorithms import AccumulatedGradient, PseudoGradient
 from shoal.peer.training.device import autocast, choose_device, describe_device, free_bytes, samples_that_fit

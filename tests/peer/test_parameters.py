@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.peer.checkpoints.own_state import own_tree
+from shoal.peer.checkpoints.local_state import own_tree
 from shoal.peer.training.parameters import ParameterVector, plain_name, split_by_layout
 from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.errors import ModelMismatch

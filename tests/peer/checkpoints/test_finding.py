@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from shoal.peer.checkpoints.finding import checkpoints_in
 from shoal.peer.checkpoints.manifest import MANIFEST
+from shoal.peer.checkpoints.store import checkpoints_in
 
 
 def made(place: Path) -> Path:

@@ -1,0 +1,298 @@
+"""Encryption of checkpoints for readers: each file of a plain one sealed, and ``sealed.json`` with the wrapped keys.
+
+Every checkpoint has a key of its own. ``sealed.json`` holds it once for each reader, wrapped as in RFC 9180 (HPKE):
+X25519 of a fresh key and the reader's, HKDF-SHA256, AES-256-GCM. Files are sealed under keys that are derived from it
+and their names, and an HMAC under it covers ``sealed.json`` itself, so files of two checkpoints, or under each other's
+names, do not go together. The signed manifest inside says who made the checkpoint.
+
+A file is encrypted and authenticated segment by segment, so that neither side ever needs all of it twice in memory:
+the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár: Online Authenticated-Encryption and its Nonce-Reuse
+Misuse-Resistance, 2015) over AES-256-GCM. Segments of 1 MiB are sealed each under a nonce of its number and of whether
+it is the last one. So a segment that was changed, moved, dropped or added is noticed, and so is a file that was cut or
+extended at a segment's border. A file is 8 bytes of format, 16 of salt, and the segments, each 16 bytes longer than its
+content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Literal
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from pydantic import Field, StringConstraints
+
+from shoal.peer.checkpoints.manifest import FileEntry, Hex32
+from shoal.peer.checkpoints.source import Source, refuse
+from shoal.swarm.errors import SealedForOthers, StateFileError
+from shoal.swarm.protocol.identity import Identity, agreement_key, key_text
+from shoal.swarm.protocol.messages import MAX_TENSORS, Record
+
+SEGMENT_BYTES = 2**20
+TAG_BYTES = 16
+_FORMAT = b"shoalse1"
+_SALT_BYTES = 16
+HEADER_BYTES = len(_FORMAT) + _SALT_BYTES
+_CONTEXT = b"shoal sealed file, version 1\0"
+_NONCE = struct.Struct("!7xI?")
+_MAX_SEGMENTS = 2**32
+
+
+def sealed_bytes(content_bytes: int) -> int:
+    """How long a sealed file of so much content is."""
+    segments = max(1, -(-content_bytes // SEGMENT_BYTES))
+    return HEADER_BYTES + content_bytes + segments * TAG_BYTES
+
+
+def content_bytes(size_bytes: int) -> int:
+    """How much content a sealed file of so many bytes has."""
+    rest = max(0, size_bytes - HEADER_BYTES)
+    return max(0, rest - max(1, -(-rest // (SEGMENT_BYTES + TAG_BYTES))) * TAG_BYTES)
+
+
+def seal(key: bytes, name: bytes, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The sealed file of this content, in pieces; each is to be used before the next one is asked for.
+
+    ``key``: 32 secret bytes; ``name``: what the file is, to be given again to ``unseal``."""
+    salt = secrets.token_bytes(_SALT_BYTES)
+    cipher = _cipher(key, salt, name)
+    yield _FORMAT + salt
+    held, sealed = memoryview(bytearray(SEGMENT_BYTES)), memoryview(bytearray(SEGMENT_BYTES + TAG_BYTES))
+    number = filled = 0
+    for piece in pieces:
+        rest = memoryview(piece).cast("B")
+        while rest.nbytes:
+            if filled == SEGMENT_BYTES:  # only now is it known that this is not the last one
+                cipher.encrypt_into(_nonce(number, last=False), held, None, sealed)
+                yield sealed
+                number, filled = number + 1, 0
+            taken = min(rest.nbytes, SEGMENT_BYTES - filled)
+            held[filled : filled + taken] = rest[:taken]
+            filled, rest = filled + taken, rest[taken:]
+    last = sealed[: filled + TAG_BYTES]
+    cipher.encrypt_into(_nonce(number, last=True), held[:filled], None, last)
+    yield last
+
+
+def unseal(key: bytes, name: bytes, data: bytes, place: str) -> bytes:
+    """The content of a sealed file; ``place`` is what errors call it.
+
+    Raises ``StateFileError`` when one bit of it is not as it was sealed, or it was sealed as another file."""
+    if len(data) < HEADER_BYTES + TAG_BYTES or not data.startswith(_FORMAT):
+        raise StateFileError(f"{place}: its beginning: expected that of a sealed file, not {data[:8]!r}")
+    cipher = _cipher(key, data[len(_FORMAT) : HEADER_BYTES], name)
+    content = []
+    starts = range(HEADER_BYTES, len(data), SEGMENT_BYTES + TAG_BYTES)
+    for number, start in enumerate(starts):
+        segment = memoryview(data)[start : start + SEGMENT_BYTES + TAG_BYTES]
+        last = number == len(starts) - 1
+        try:
+            content.append(cipher.decrypt(_nonce(number, last=last), segment, None))
+        except (InvalidTag, ValueError) as error:
+            raise StateFileError(
+                f"{place}: its segment {number}: expected what was sealed here under this name; it is damaged, cut "
+                "short, or of another checkpoint"
+            ) from error
+    return b"".join(content)
+
+
+def _cipher(key: bytes, salt: bytes, name: bytes) -> AESGCM:
+    """A key of its own for each file, each time it is written: so nonces may begin at 0."""
+    return AESGCM(HKDF(hashes.SHA256(), 32, salt, _CONTEXT + name).derive(key))
+
+
+def _nonce(number: int, *, last: bool) -> bytes:
+    assert number < _MAX_SEGMENTS, "files are smaller than 4 PiB"
+    return _NONCE.pack(number, last)
+
+
+ENVELOPE = "sealed.json"
+SUFFIX = ".sealed"
+MAX_ENVELOPE_BYTES = 64 * 2**20
+_WRAP_CONTEXT = b"shoal sealed checkpoint key, version 1\0"
+_MAC_CONTEXT = b"shoal sealed checkpoint, version 1\0"
+_FILE_NAME = r"^[a-z0-9][a-z0-9.-]{0,60}\.sealed$"
+
+WriteFile = Callable[[str, Iterable[bytes | memoryview]], FileEntry]
+"""Writes a file of that name and content; what it wrote, by size and digest."""
+
+
+class Envelope(Record):
+    """``sealed.json``, its own canonical JSON. ``checkpoint``: its random number; ``ephemeral``: X25519 public key;
+    ``readers``: the wrapped key by Ed25519 public key; ``files``: bytes and SHA-256 of the files as they lie there."""
+
+    format: Literal[1]
+    checkpoint: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+    ephemeral: Hex32
+    readers: Annotated[
+        dict[Hex32, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{96}$")]], Field(min_length=1, max_length=257)
+    ]
+    files: Annotated[
+        dict[Annotated[str, StringConstraints(pattern=_FILE_NAME)], FileEntry], Field(max_length=MAX_TENSORS)
+    ]
+    mac: Hex32
+
+    @property
+    def file_bytes(self) -> bytes:
+        """What the file holds."""
+        return _canonical(self.model_dump(mode="json"))
+
+    def mac_under(self, key: bytes) -> str:
+        """HMAC-SHA256 of everything else."""
+        mac_key = HKDF(hashes.SHA256(), 32, None, _MAC_CONTEXT).derive(key)
+        content = _canonical(self.model_dump(mode="json", exclude={"mac"}))
+        return hmac.new(mac_key, content, hashlib.sha256).hexdigest()
+
+
+class Sealing:
+    """A checkpoint that is being sealed, for readers by their raw Ed25519 public keys."""
+
+    def __init__(self, readers: Iterable[bytes]) -> None:
+        self._key = secrets.token_bytes(32)
+        self._number = secrets.token_bytes(16)
+        self._files: dict[str, FileEntry] = {}
+        ephemeral = X25519PrivateKey.generate()
+        self._ephemeral = ephemeral.public_key().public_bytes_raw()
+        self._readers = {
+            reader.hex(): _wrapping(
+                ephemeral.exchange(agreement_key(reader)), self._ephemeral, reader, self._number
+            ).encrypt(bytes(12), self._key, _WRAP_CONTEXT)
+            for reader in readers
+        }
+
+    def write(self, name: str, pieces: Iterable[bytes | memoryview], write_file: WriteFile) -> FileEntry:
+        """Write that file sealed; returns size and digest of what is in it."""
+        content = _Measured(pieces)
+        sealed = seal(self._key, self._number + name.encode(), content)
+        self._files[name + SUFFIX] = write_file(name + SUFFIX, sealed)
+        return content.entry
+
+    def envelope(self) -> bytes:
+        """``sealed.json``, once all files are written."""
+        blank = Envelope(
+            format=1,
+            checkpoint=self._number.hex(),
+            ephemeral=self._ephemeral.hex(),
+            readers={reader: wrapped.hex() for reader, wrapped in self._readers.items()},
+            files=self._files,
+            mac=64 * "0",
+        )
+        return blank.model_copy(update={"mac": blank.mac_under(self._key)}).file_bytes
+
+
+class _Measured:
+    """Pieces of a file, counted and hashed as they go by."""
+
+    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
+        self._pieces = pieces
+        self._digest = hashlib.sha256()
+        self._size_bytes = 0
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for piece in self._pieces:
+            self._digest.update(piece)
+            self._size_bytes += len(piece)
+            yield piece
+
+    @property
+    def entry(self) -> FileEntry:
+        return self._size_bytes, self._digest.hexdigest()
+
+
+class SealedSource:
+    """The files in a sealed checkpoint, opened with an identity (a ``Source``)."""
+
+    def __init__(self, sealed: Source, identity: Identity) -> None:
+        """Raises ``StateFileError`` for a damaged ``sealed.json``, ``SealedForOthers`` for the wrong identity."""
+        self._sealed = sealed
+        self._envelope = read_envelope(sealed)
+        self._number = bytes.fromhex(self._envelope.checkpoint)
+        self._key = self._unwrap(identity)
+
+    def place(self, name: str) -> str:
+        return self._sealed.place(name + SUFFIX)
+
+    def has(self, name: str) -> bool:
+        return self._sealed.has(name + SUFFIX)
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        """Raises ``StateFileError``; also for what is longer than ``limit_bytes``."""
+        place, size_bytes = self.place(name), self._listed_bytes(name)
+        if size_bytes > sealed_bytes(limit_bytes):
+            raise refuse(place, "size", f"{sealed_bytes(limit_bytes)} bytes at most", str(size_bytes))
+        data = self._sealed.read(name + SUFFIX, size_bytes)
+        if len(data) != size_bytes:
+            raise refuse(place, "size", f"{size_bytes} bytes", "more" if len(data) > size_bytes else str(len(data)))
+        return unseal(self._key, self._number + name.encode(), data, place)
+
+    def size_bytes(self, name: str) -> int:
+        """Raises ``StateFileError``; also for a file of another size than is listed."""
+        listed_bytes, found_bytes = self._listed_bytes(name), self._sealed.size_bytes(name + SUFFIX)
+        if listed_bytes != found_bytes:
+            raise refuse(self.place(name), "size", f"{listed_bytes} bytes", f"{found_bytes} bytes")
+        return content_bytes(found_bytes)
+
+    def _listed_bytes(self, name: str) -> int:
+        entry = self._envelope.files.get(name + SUFFIX)
+        if entry is None:
+            raise refuse(self._sealed.place(ENVELOPE), "files", f"also {name[:100]}{SUFFIX}", "none")
+        return entry[0]
+
+    def _unwrap(self, identity: Identity) -> bytes:
+        envelope, place = self._envelope, self._sealed.place(ENVELOPE)
+        wrapped = envelope.readers.get(identity.public_key.hex())
+        if wrapped is None:
+            raise SealedForOthers(
+                f"{place}: is sealed for {len(envelope.readers)} readers, and {key_text(identity.public_key)} is none "
+                "of them; give the identity of one that is, with --identity FILE"
+            )
+        ephemeral = bytes.fromhex(envelope.ephemeral)
+        try:
+            shared = identity.agree(X25519PublicKey.from_public_bytes(ephemeral))
+            wrapping = _wrapping(shared, ephemeral, identity.public_key, self._number)
+            key = wrapping.decrypt(bytes(12), bytes.fromhex(wrapped), _WRAP_CONTEXT)
+        except (InvalidTag, ValueError) as error:
+            raise refuse(place, "readers", "this identity's key as it was wrapped", "a damaged one") from error
+        if not hmac.compare_digest(envelope.mac_under(key), envelope.mac):
+            raise refuse(place, "mac", "that of all other fields", "another")
+        return key
+
+
+def read_envelope(source: Source) -> Envelope:
+    """``sealed.json``, as far as it can be checked without opening the checkpoint. Raises ``StateFileError``."""
+    place, data = source.place(ENVELOPE), source.read(ENVELOPE, MAX_ENVELOPE_BYTES)
+    try:
+        envelope = Envelope.model_validate_json(data)
+    except (ValueError, RecursionError) as error:
+        raise StateFileError(f"{place}: not the list of a sealed checkpoint: {ascii(str(error))[1:300]}") from error
+    if envelope.file_bytes != data:
+        raise refuse(place, "its bytes", "the canonical JSON of its content", "another spelling")
+    return envelope
+
+
+def opened(source: Source, identity: Identity | None) -> Source:
+    """The source of a checkpoint's plain files, whether it is sealed or not.
+
+    Raises ``SealedForOthers`` where it is and ``identity`` is none of its readers, ``StateFileError``."""
+    if not source.has(ENVELOPE):
+        return source
+    if identity is None:
+        raise SealedForOthers(f"{source.place(ENVELOPE)}: is sealed; give a reader's identity with --identity FILE")
+    return SealedSource(source, identity)
+
+
+def _wrapping(shared: bytes, ephemeral: bytes, reader: bytes, number: bytes) -> AESGCM:
+    """The cipher for one reader's copy of the key; used once, so its nonce may be zero."""
+    return AESGCM(HKDF(hashes.SHA256(), 32, number, _WRAP_CONTEXT + ephemeral + reader).derive(shared))
+
+
+def _canonical(content: object) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")

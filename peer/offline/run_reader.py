@@ -1,0 +1,190 @@
+"""A running run as a guest sees it: the state of its members, fetched whole or stage by stage of a pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from operator import is_not
+from typing import TypeVar
+
+from torch import Tensor
+
+from shoal.peer.recipes import Recipe, layered_recipe, load_recipe
+from shoal.peer.state_transfer.bfloat16_anchor import fetch_rounded_anchor
+from shoal.peer.state_transfer.chunk_format import form_named
+from shoal.peer.state_transfer.partial_state import PartialState, Wanted
+from shoal.peer.state_transfer.start_state import RunStart
+from shoal.peer.state_transfer.state_fetch import StateFetch
+from shoal.peer.training.anchor import State
+from shoal.peer.training.model_memory import check_start_fits
+from shoal.peer.training.outer_optimizer import outer_of
+from shoal.peer.training.parameters import ParameterVector
+from shoal.swarm.client.coordinator_client import CoordinatorClient
+from shoal.swarm.client.observer import observe, observe_stages
+from shoal.swarm.errors import LinkError, RecipeError, StateFileError
+from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.protocol.messages import RunView, TensorSpec
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.transport.scoped_endpoint import ScopedEndpoint
+from shoal.swarm.transport.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+_FETCH_S = 10.0
+_TRIES = 8
+_OR_EXPORT = "before its first round is committed this run has what is in the checkpoint of {}: export that"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What some members hold alike: the run's state, or that of one stage. ``vectors``: anchor and outer ones;
+    ``start``: what the run starts from, where that is a checkpoint."""
+
+    client: CoordinatorClient
+    layout: tuple[TensorSpec, ...]
+    vectors: int
+    start: RunStart | None = None
+
+    @property
+    def elements(self) -> int:
+        return sum(spec.elements for spec in self.layout)
+
+    async def anchor(self, view: RunView, *, rounded: bool = False) -> Tensor:
+        """That of the view, (n,) float32; ``rounded``: in bfloat16 on the way. Raises ``LinkError``."""
+        if self._is_start(view):
+            anchor = (await self.state(view)).anchor
+            return anchor.bfloat16() if rounded else anchor
+        if rounded:
+            donors, version = self._donors(), view.anchor_version
+            return (await fetch_rounded_anchor(self._endpoint, donors, version, self.elements, _FETCH_S)).bfloat16()
+        return (await self._fetch(view, only_anchor=True)).values[0]
+
+    async def state(self, view: RunView) -> State:
+        """That of the view. Raises ``LinkError``."""
+        if self._is_start(view):
+            assert self.start is not None
+            return await self.start.of(self.layout).fetch()
+        return (await self._fetch(view, only_anchor=False)).whole()
+
+    def _is_start(self, view: RunView) -> bool:
+        """Whether its digest is made of the run file's, so that it is checked by tensor."""
+        return self.start is not None and view.anchor_version == 0
+
+    async def _fetch(self, view: RunView, *, only_anchor: bool) -> PartialState:
+        assert view.state_digest is not None
+        wanted = Wanted(view.anchor_version, view.state_digest, (self.vectors, self.elements))
+        partial = PartialState(wanted, only_anchor=only_anchor)
+        form = form_named(self.client.run_file.checkpoints.transfer)
+        await StateFetch(self._endpoint, partial, self._donors, _FETCH_S, form=form).run()
+        return partial
+
+    def _donors(self) -> list[str]:
+        return self.client.node.trainers(self.client.scope)
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        node = self.client.node
+        return ScopedEndpoint(node, self.client.scope) if self.client.scope else node
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """``shares``: the run's one, or one of each stage in their order."""
+
+    client: CoordinatorClient
+    recipe: Recipe
+    shares: tuple[Share, ...]
+
+    @property
+    def run_file(self) -> RunFile:
+        return self.client.run_file
+
+    @property
+    def layout(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for share in self.shares for spec in share.layout)
+
+    async def at_one_version(self, fetch: Callable[[Sequence[RunView]], Awaitable[T]]) -> T:
+        """``fetch`` with the views of all shares, which are of one version; once more when that was out of date before
+        it had all. Raises ``StateFileError`` while members hold no such state, and what ``fetch`` raises."""
+        for tries in range(1, _TRIES + 1):
+            views = await self._agreed_views()
+            try:
+                return await fetch(views)
+            except LinkError as error:
+                if tries == _TRIES or not await self._has_gone_on(views):
+                    if (start := self.shares[0].start) is not None and views[0].anchor_version == 0:
+                        raise StateFileError(f"{error}; {_OR_EXPORT.format(start.start.source)}") from error
+                    raise
+                log.warning("version %d was not had in time, now the next: %s", views[0].anchor_version, error)
+        raise AssertionError("the last try returns or raises")
+
+    async def _agreed_views(self) -> list[RunView]:
+        clients = [share.client for share in self.shares]
+        try:
+            async with asyncio.timeout(clients[0].deadlines.patience_s):
+                while not _agree(views := [client.view for client in clients]):
+                    for client, view in zip(clients, views, strict=True):
+                        await client.wait_for(partial(is_not, view), client.deadlines.heartbeat_s)
+        except TimeoutError as error:
+            lacking = [number for number, view in enumerate(views) if view.state_digest is None]
+            which = f" of {', '.join(f'stage {number}' for number in lacking)}" if len(clients) > 1 and lacking else ""
+            start = self.shares[0].start
+            is_start = start is not None and views[0].anchor_version == 0
+            what = _OR_EXPORT.format(start.start.source) if start is not None and is_start else "try again later"
+            raise StateFileError(f"no member of the run holds its state{which} at the moment; {what}") from error
+        return views
+
+    async def _has_gone_on(self, views: Sequence[RunView]) -> bool:
+        for share, view in zip(self.shares, views, strict=True):
+            is_other = partial(_is_of_another_version, view)
+            if is_other(await share.client.wait_for(is_other, share.client.deadlines.heartbeat_s)):
+                return True
+        return False
+
+
+def _is_of_another_version(then: RunView, now: RunView) -> bool:
+    return now.anchor_version != then.anchor_version
+
+
+def _agree(views: Sequence[RunView]) -> bool:
+    """Whether all are of the end of one round, and say which state that left."""
+    ends = {(view.anchor_version, view.verdict.round if view.verdict else None) for view in views}
+    return len(ends) == 1 and all(view.state_digest is not None for view in views)
+
+
+@asynccontextmanager
+async def look_at(invite: Invite) -> AsyncIterator[LiveRun]:
+    """As a guest, until the context ends. Only for runs with an installed recipe: it gives names and shapes.
+
+    Raises the errors of a join, and ``RecipeError``."""
+    async with observe(invite) as client:
+        run = client.run_file
+        if run.recipe.name == "own":
+            raise RecipeError("this run has no recipe to name its parameters: export a member's checkpoint instead")
+        recipe, slots = load_recipe(run), outer_of(run.outer).slots
+        vectors, node = 1 + slots, client.node
+        start = RunStart(run.start, slots, None, node, node.trainers, _FETCH_S) if run.start is not None else None
+        if run.pipeline is None:
+            check_start_fits(run, recipe)
+            layout = ParameterVector(recipe.build_model(run.run.seed)).layout
+            yield LiveRun(client, recipe, (Share(client, layout, vectors, start),))
+            return
+        pipeline = client.view.pipeline
+        if pipeline is None:
+            raise StateFileError("the run has not been cut into stages yet; try again later")
+        layers = layered_recipe(recipe, run).layers(run.run.seed)
+        layers.check_boundaries(pipeline.boundaries)
+        layouts = [
+            tuple(spec for layout in layers.layouts[first:stop] for spec in layout)
+            for first, stop in pairwise(pipeline.boundaries)
+        ]
+        async with observe_stages(client, len(layouts)) as clients:
+            shares = (Share(one, layout, vectors, start) for one, layout in zip(clients, layouts, strict=True))
+            yield LiveRun(client, recipe, tuple(shares))

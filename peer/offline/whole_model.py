@@ -1,0 +1,473 @@
+"""Whole models in a folder, newest first: checkpoints of all parameters, and stages that fit together.
+
+The stages of a pipeline may come from the checkpoints of several peers. Each gives a stage's state after the round of
+the checkpoint, and after those whose records were kept beside it. States of one round make a whole model, which is
+read or written as one checkpoint with one stage in memory at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+
+from shoal.peer.checkpoints.checkpoint import pack_verdicts, read_checkpoint, read_verdicts
+from shoal.peer.checkpoints.encryption import opened
+from shoal.peer.checkpoints.manifest import (
+    MANIFEST,
+    About,
+    Manifest,
+    StageAbout,
+    StagePart,
+    read_manifest,
+    shard_name,
+    stage_verdicts_name,
+)
+from shoal.peer.checkpoints.source import FolderSource, Source, refuse
+from shoal.peer.checkpoints.store import (
+    CHECKPOINTS,
+    WRITING,
+    BegunCheckpoint,
+    CheckpointWriter,
+    checkpoints_in,
+    is_aside,
+    say_nothing_found,
+)
+from shoal.peer.checkpoints.tensors import file_pieces, shards, vectors
+from shoal.peer.history.catch_up import Steps, path, roll_forward
+from shoal.peer.history.chain import unpack_history
+from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
+from shoal.peer.regular_file import read_regular
+from shoal.peer.training.anchor import GrowingDigest, State
+from shoal.peer.training.outer_optimizer import outer_of
+from shoal.swarm.durable import sync_folder
+from shoal.swarm.errors import SealedForOthers, StateFileError, StorageError, WireError
+from shoal.swarm.protocol.identity import Identity
+from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.verdict_chain import are_all_stages, check_verdict
+
+_KINDS = ("anchor", "outer")
+
+
+@dataclass(frozen=True)
+class StageState:
+    """A stage's share of a whole model. ``about``: of a checkpoint of that stage; ``load`` reads the state that the
+    last of ``verdicts`` made, and may raise ``StateFileError``."""
+
+    about: About
+    verdicts: tuple[Verdict, ...]
+    load: Callable[[], State]
+
+
+def write_whole(place: Path, stages: Sequence[StageState], writer: CheckpointWriter) -> Manifest:
+    """Write ``place``, which must not be there, as a checkpoint of these stages, which are all, in their order, with
+    their states at the end of one round. Raises ``StorageError``, and what loading raises; nothing is left then."""
+    with WholeCheckpoint(place, [stage.about for stage in stages], writer) as whole:
+        for stage in stages:
+            whole.append(stage.load(), stage.verdicts)
+        return whole.finish()
+
+
+class WholeCheckpoint:
+    """``place`` once it is finished; until then, and if it never is, there is nothing. ``stages``: what they are of, in
+    their order, which the states that are appended follow.
+
+    Raises ``StorageError``; its methods block."""
+
+    def __init__(self, place: Path, stages: Sequence[About], writer: CheckpointWriter) -> None:
+        self._place = place
+        self._hidden = place.with_name(f"{WRITING}{place.name}-{secrets.token_hex(4)}")
+        self._stages = stages
+        self._writer = writer
+        self._rows = 1 + stages[0].outer_vectors
+        self._counts = self._count_files()
+        self._written = Counter[str]()
+        self._parts: list[StagePart] = []
+        self._begun: BegunCheckpoint
+        self._digest: GrowingDigest
+        self._last: Verdict
+
+    def append(self, state: State, verdicts: tuple[Verdict, ...]) -> None:
+        """The next stage's state, which the last of these verdicts made."""
+        about, self._last = self._stages[len(self._parts)], verdicts[-1]
+        column = sum(part.elements for part in self._parts)
+        if not self._parts:
+            elements = sum(stage.elements for stage in self._stages)
+            self._digest = GrowingDigest(state.version, (self._rows, elements))
+        for row, values in enumerate(state.values):
+            self._digest.take(row, column, values)
+        try:
+            self._begun.add(self._files(state, about, verdicts))
+        except OSError as error:
+            raise self._refusal(error) from error
+        chain = self._last.chain.hex()
+        self._parts.append(StagePart(elements=about.elements, state_digest=state.digest.hex(), chain=chain))
+
+    def finish(self) -> Manifest:
+        """Once all have been appended."""
+        assert len(self._parts) == len(self._stages), "all stages"
+        try:
+            manifest = self._begun.finish(self._about())
+            self._hidden.rename(self._place)
+            sync_folder(self._place.parent)
+        except OSError as error:
+            raise self._refusal(error) from error
+        return manifest
+
+    def _files(
+        self, state: State, about: About, verdicts: tuple[Verdict, ...]
+    ) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
+        for kind, named in zip(_KINDS, vectors(state.values, about.layout), strict=True):
+            for tensors in shards(named.items()):
+                yield shard_name(kind, self._written[kind], self._counts[kind]), file_pieces(tensors)
+                self._written[kind] += 1
+        yield stage_verdicts_name(len(self._parts), len(self._stages)), iter([pack_verdicts(verdicts)])
+
+    def _about(self) -> About:
+        """As that of the first stage, but for what differs."""
+        last = self._last
+        assert last.together is not None, "a stage's verdict"
+        first = {name: getattr(self._stages[0], name) for name in About.model_fields}
+        own = {
+            "layout": tuple(spec for stage in self._stages for spec in stage.layout),
+            "round": last.round,
+            "anchor_version": last.anchor_version,
+            "state_digest": self._digest.digest().hex(),
+            "chain": last.together.hex(),
+            "tokens": last.tokens_total,
+            "stage": None,
+            "parts": tuple(self._parts),
+        }
+        return About(**{**first, **own})
+
+    def _count_files(self) -> Counter[str]:
+        """How many of each kind there will be: names say so from the first one on."""
+        counts = Counter[str]()
+        for stage in self._stages:
+            outline = torch.empty(self._rows, stage.elements, device="meta")
+            for kind, named in zip(_KINDS, vectors(outline, stage.layout), strict=True):
+                counts[kind] += len(shards(named.items()))
+        return counts
+
+    def _refusal(self, error: OSError) -> StorageError:
+        return StorageError(f"{self._place}: the checkpoint cannot be written: {error}")
+
+    def __enter__(self) -> Self:
+        if self._place.exists():
+            raise StorageError(f"{self._place}: is there already: give a folder that is not")
+        try:
+            self._hidden.mkdir(parents=True)
+        except OSError as error:
+            raise self._refusal(error) from error
+        self._begun = self._writer.begin(self._hidden)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self._hidden, ignore_errors=True)
+
+
+log = logging.getLogger(__name__)
+
+_MOST_VERDICTS = 64
+"""So much of the chain goes on into what is made of it, as in any checkpoint."""
+
+
+@dataclass(frozen=True)
+class KeptStage:
+    """``known``: the verdicts that lie there, by round, none of them checked."""
+
+    place: Path
+    source: Source
+    manifest: Manifest
+    stage: StageAbout
+    known: Mapping[int, Verdict] = field(repr=False)
+
+    @classmethod
+    def read(cls, place: Path, source: Source, manifest: Manifest) -> KeptStage:
+        """Raises ``StateFileError``."""
+        assert manifest.stage is not None
+        own = {verdict.round: verdict for verdict in read_verdicts(source, manifest)}
+        if manifest.round not in own or own[manifest.round].chain.hex() != manifest.chain:
+            raise refuse(source.place(MANIFEST), "chain", "that of its last verdict", manifest.chain)
+        beside = _history(place) if place.parent.name == CHECKPOINTS else {}
+        return cls(place, source, manifest, manifest.stage, {**beside, **own})
+
+    def standing(self) -> Iterator[Standing]:
+        """Each round at whose end the stage stood at a state that can be had from here."""
+        way: tuple[Verdict, ...] = ()
+        for made in (self.known[self.manifest.round], *self.rounds):
+            if made.round != self.manifest.round:
+                way = (*way, made)
+            for verdict in self._while_it_stood(made):
+                yield Standing(self, verdict, way)
+
+    @cached_property
+    def rounds(self) -> tuple[Verdict, ...]:
+        """The committed ones that lead on from the checkpoint, as far as their bytes lie beside it."""
+        found = []
+        for number in self._records.numbers():
+            try:
+                found.append(self._records.open(number).verdict)
+            except StateFileError as error:
+                log.warning("a round that was kept here cannot be used: %s", error)
+        return tuple(path(found, self.manifest.anchor_version, bytes.fromhex(self.manifest.state_digest)))
+
+    @property
+    def _records(self) -> RoundRecords:
+        owner = Owner(bytes.fromhex(self.manifest.run_hash), bytes.fromhex(self.manifest.coordinator_key))
+        return RoundRecords(self.place.parent.with_name(RECORDS), owner)
+
+    def _while_it_stood(self, made: Verdict) -> Iterator[Verdict]:
+        """That verdict, and those before and after it of rounds that changed nothing."""
+        yield made
+        before = made
+        while not before.committed:
+            earlier = self.known.get(before.round - 1)
+            if earlier is None or (earlier.anchor_version, earlier.chain) != (
+                made.anchor_version,
+                before.previous_chain,
+            ):
+                break
+            yield earlier
+            before = earlier
+        after = made
+        while (later := self.known.get(after.round + 1)) is not None and later.previous_chain == after.chain:
+            if later.committed or later.anchor_version != made.anchor_version:
+                break
+            yield later
+            after = later
+
+    def chain_up_to(self, verdict: Verdict) -> tuple[Verdict, ...]:
+        """What is known of the chain up to there, oldest first: an unbroken piece."""
+        found = [verdict]
+        while len(found) < _MOST_VERDICTS:
+            earlier = self.known.get(found[-1].round - 1)
+            if earlier is None or earlier.chain != found[-1].previous_chain:
+                break
+            found.append(earlier)
+        return tuple(reversed(found))
+
+    def load(self, way: tuple[Verdict, ...]) -> State:
+        """The checkpoint's state, taken forward by those rounds. Raises ``StateFileError``."""
+        state = read_checkpoint(self.source, bytes.fromhex(self.manifest.run_hash)).state
+        if not way:
+            return state
+        run = parse_run_file(self.manifest.run_toml, f"{self.place}: the run file")
+        coding = run.coding([(spec.name, spec.shape) for spec in self.manifest.layout])
+        newest = way[-1].anchor_version
+        state = roll_forward(state, self._records, Steps(run, coding, outer_of(run.outer)), newest)
+        if state.version != newest:
+            raise StateFileError(f"{self._records.folder}: the rounds there lead to version {state.version} only")
+        return state
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The state at the end of the round of ``verdict``; ``way``: the rounds that lead to it from the checkpoint."""
+
+    kept: KeptStage
+    verdict: Verdict
+    way: tuple[Verdict, ...]
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return self.kept.chain_up_to(self.verdict)
+
+    def load(self) -> State:
+        return self.kept.load(self.way)
+
+    def named_later(self) -> bytes | None:
+        """The digest of this state by the next round's plan, as the coordinator signed it; None where that is not known
+        here."""
+        later = self.kept.known.get(self.verdict.round + 1)
+        if later is None or later.plan is None or later.previous_chain != self.verdict.chain:
+            return None
+        if later.plan.anchor_version != self.verdict.anchor_version:
+            return None
+        try:
+            check_verdict(later, bytes.fromhex(self.kept.manifest.coordinator_key))
+        except WireError as error:
+            log.warning("%s: %s", self.kept.place, error)
+            return None
+        return later.plan.state_digest
+
+
+def _history(place: Path) -> dict[int, Verdict]:
+    """What the peer's history of that stage says, as far as it can be read."""
+    file = place.parent.with_name(HISTORY_FILE)
+    try:
+        return {verdict.round: verdict for verdict in unpack_history(read_regular(file), str(file)).verdicts}
+    except FileNotFoundError:
+        return {}
+    except (OSError, StateFileError) as error:
+        log.warning("going on without a history: %s", error)
+        return {}
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """``stages``: in their order; of a checkpoint that has all parameters already, that one alone. ``places``: where it
+    was found."""
+
+    round: int
+    version: int
+    stages: tuple[StageState, ...]
+    places: tuple[Path, ...]
+    is_in_stages: bool
+
+
+@dataclass
+class _Found:
+    """What can be read of all that is there."""
+
+    whole: list[WholeModel]
+    stages: list[KeptStage]
+    refused: list[StateFileError]
+
+    def models(self) -> list[WholeModel]:
+        runs: defaultdict[tuple[str, str], list[KeptStage]] = defaultdict(list)
+        for kept in self.stages:
+            runs[kept.manifest.run_hash, kept.manifest.coordinator_key].append(kept)
+        return [*self.whole, *(model for kept in runs.values() for model in _together(kept))]
+
+
+def use_newest(folder: Path, identity: Identity | None, use: Callable[[WholeModel], T]) -> T:
+    """What ``use`` gives for the checkpoint in this folder, or for the newest whole model anywhere below it that it
+    does not refuse; ``identity`` opens sealed ones. Manifests and verdicts have been read then, states not.
+
+    Raises ``StateFileError`` where there is none that can be used."""
+    found = _find(folder, identity)
+    models = found.models()
+    for model in sorted(models, key=lambda model: -model.round):
+        try:
+            return use(model)
+        except StateFileError as error:
+            log.warning("a checkpoint cannot be used, an older one may do: %s", error)
+            found.refused.append(error)
+    if found.stages and not any(model.is_in_stages for model in models):
+        raise StateFileError(f"{folder}: {_missing(found.stages)}")
+    if found.refused and all(isinstance(one, SealedForOthers) for one in found.refused):
+        raise found.refused[-1]
+    if found.refused:
+        raise StateFileError(f"{folder}: no checkpoint here that is whole; {found.refused[-1]}")
+    raise StateFileError(f"{say_nothing_found(folder)}; or the run's invite while it is running")
+
+
+def _find(folder: Path, identity: Identity | None) -> _Found:
+    found = _Found([], [], [])
+    for place in checkpoints_in(folder):
+        if is_aside(place) and place != folder:
+            continue
+        try:
+            source = opened(FolderSource(place), identity)
+            manifest = read_manifest(source)
+            if manifest.stage is not None:
+                found.stages.append(KeptStage.read(place, source, manifest))
+            else:
+                load = partial(_load, source, manifest)
+                whole = (StageState(manifest, (), load),)
+                found.whole.append(
+                    WholeModel(manifest.round, manifest.anchor_version, whole, (place,), is_in_stages=False)
+                )
+        except StateFileError as error:
+            log.warning("a checkpoint cannot be used, an older one may do: %s", error)
+            found.refused.append(error)
+    return found
+
+
+def _load(source: Source, manifest: Manifest) -> State:
+    return read_checkpoint(source, bytes.fromhex(manifest.run_hash)).state
+
+
+def _together(kept: Sequence[KeptStage]) -> Iterator[WholeModel]:
+    """Of one run: newest version first, of each version the newest round at which all stages stood there."""
+    at: defaultdict[tuple[int, int], list[Standing]] = defaultdict(list)
+    for one in kept:
+        for standing in one.standing():
+            at[standing.verdict.anchor_version, standing.verdict.round].append(standing)
+    for _, same in groupby(sorted(at, reverse=True), key=lambda place: place[0]):
+        model = next((model for place in same for model in _of_one_round(at[place])), None)
+        if model is not None:
+            yield model
+
+
+def _of_one_round(standing: Sequence[Standing]) -> Iterator[WholeModel]:
+    """What is tied together by the verdicts' own word: of all stages, and of one history of the run."""
+    by_tie: defaultdict[bytes | None, defaultdict[int, list[Standing]]] = defaultdict(lambda: defaultdict(list))
+    for one in standing:
+        by_tie[one.verdict.together][one.kept.stage.number].append(one)
+    for stages in by_tie.values():
+        chosen = [sorted(stages[number], key=lambda one: len(one.way)) for number in sorted(stages)]
+        if not _are_the_runs(chosen):
+            continue
+        yield WholeModel(
+            chosen[0][0].verdict.round,
+            chosen[0][0].verdict.anchor_version,
+            tuple(_stage_state(choices) for choices in chosen),
+            tuple(choices[0].kept.place for choices in chosen),
+            is_in_stages=True,
+        )
+
+
+def _are_the_runs(chosen: Iterable[Sequence[Standing]]) -> bool:
+    firsts = [choices[0] for choices in chosen]
+    try:
+        for one in firsts:
+            check_verdict(one.verdict, bytes.fromhex(one.kept.manifest.coordinator_key))
+    except WireError as error:
+        log.warning("%s", error)
+        return False
+    return are_all_stages([one.verdict for one in firsts])
+
+
+def _stage_state(choices: Sequence[Standing]) -> StageState:
+    """From the first of these that is whole, and that a later plan, where one is known here, has named."""
+    named = next((digest for one in choices if (digest := one.named_later()) is not None), None)
+
+    def load() -> State:
+        refused: StateFileError | None = None
+        for one in choices:
+            try:
+                state = one.load()
+                if named in (None, state.digest):
+                    return state
+                raise StateFileError(f"{one.kept.place}: leads to another state than the run's plan after it names")
+            except StateFileError as error:
+                log.warning("a stage's checkpoint cannot be used, another peer's may do: %s", error)
+                refused = error
+        assert refused is not None, "there is at least one"
+        raise refused
+
+    return StageState(choices[0].kept.manifest, choices[0].verdicts, load)
+
+
+def _missing(kept: Sequence[KeptStage]) -> str:
+    """Which stages are there, and of which versions."""
+    count = max(one.stage.stages for one in kept)
+    versions: Mapping[int, set[int]] = {number: set() for number in range(count)}
+    for one in kept:
+        versions[one.stage.number].update(standing.verdict.anchor_version for standing in one.standing())
+    told = [
+        f"stage {number}: {', '.join(map(str, sorted(its))) if its else 'missing'}" for number, its in versions.items()
+    ]
+    return (
+        f"of no anchor version all {count} stages are here ({'; '.join(told)}); put the folders of more of the run's "
+        "peers below one, or give its invite while it is running"
+    )
