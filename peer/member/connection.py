@@ -37,6 +37,7 @@ class Connection:
         self.options = options
         self.device = device
         self._identity = Identity.load_or_create(options.identity)
+        self._advertised = _address_of(*options.advertise)
         self.peer = self._identity.peer_id
         self.network = NetworkThread(
             lambda: StageMembers.open(self.invite, self._identity, options.bind, self._introduction)
@@ -128,14 +129,23 @@ class Connection:
                 log.warning("checkpoints were not copied any more: %s", copies.failure)
 
     def _introduction(self) -> MemberInfo:
-        host, port = self.options.advertise
+        _, port = self.options.advertise
         return MemberInfo(
             name=(self.options.name or socket.gethostname())[:64],
             role=self.options.role,
             device=describe_device(self.device),
-            host=host,
+            host=self._advertised,
             ports=(port, port + 1) if port else None,
         )
+
+
+def _address_of(host: str, port: int) -> str:
+    """Look up the name under which others shall reach this peer, as nobody else looks up names that members give.
+    Raises ``UserError`` for one without an address."""
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]) if host else ""
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--advertise {host}: it has no address ({error}); give the address itself") from error
 
 
 def _farewell(error: BaseException) -> tuple[LeaveReason, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -148,21 +149,35 @@ def _has_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def kept_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """What autograd keeps of ``forward`` for its backward pass, beside the parameters of ``model``."""
+def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], most: float = math.inf) -> int:
+    """Measure what autograd keeps of ``forward`` for its backward pass, beside the parameters of ``model``.
+
+    Raises ``DeviceError`` as soon as that is more than ``most`` bytes, not after it has been made."""
     seen: dict[int, int] = {}
+    total = 0
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
 
     def note(tensor: Tensor) -> Tensor:
+        nonlocal total
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
+            total += storage.nbytes() - seen.get(storage.data_ptr(), 0)
             seen[storage.data_ptr()] = storage.nbytes()
+        if total > most:
+            raise DeviceError(
+                f"one sample needs more than {most / 2**20:.0f} MiB beside the model, and no more is left: "
+                "allow more --max-memory or join a run with a smaller model"
+            )
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = forward()
     del output
-    return sum(seen.values())
+    return total
+
+
+_BACKWARD = 1.5
+"""Half as much again is for what the backward pass itself makes."""
 
 
 def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int) -> int:
@@ -171,8 +186,7 @@ def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch:
     Measured: the bytes that autograd keeps for one sample's backward pass, on any device. Raises ``DeviceError``
     when even one sample does not fit.
     """
-    # Half as much again for what the backward pass itself makes.
-    per_sample = max(1, int(1.5 * kept_bytes(model, sample_loss)))
+    per_sample = max(1, int(_BACKWARD * kept_bytes(model, sample_loss, free_bytes / _BACKWARD)))
     fits = free_bytes // per_sample
     if fits < 1:
         raise DeviceError(

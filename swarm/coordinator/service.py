@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext,
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.swarm.coordinator.events import Fact, verdicts_in
-from shoal.swarm.coordinator.journal import Journal, read_page
+from shoal.swarm.coordinator.history_reader import HistoryReader
+from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.lease_ledger import Ranges, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.membership import Member
@@ -52,10 +53,9 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.addresses import may_name, network_of, plain_text
+from shoal.swarm.transport.addresses import may_name, network_of, parse_address, plain_text
 from shoal.swarm.transport.control import Channel
 from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.sockets import look_up
 from shoal.swarm.transport.transport import Node
 
 if TYPE_CHECKING:
@@ -217,27 +217,12 @@ class Door(Generic[M]):
             certificate=message.certificate,
             name=message.name,
             role=message.role,
-            host=await self._address_of(channel, message),
+            host=_address_of(channel, message),
             control_port=message.control_port,
             data_port=message.data_port,
             reachable=False,
         )
         return entry.model_copy(update={"reachable": await self._is_reachable(entry)})
-
-    async def _address_of(self, channel: Channel, message: PeerToCoordinatorJoinRun) -> str:
-        """The one that it names, if it may name that; a name is looked up once, and the address is what counts. Raises
-        ``NotAdmitted``."""
-        observed = plain_text(channel.remote_host)
-        if message.role == "observer":
-            return observed  # nobody calls it
-        named = plain_text(await look_up(message.host, message.control_port, _DIAL_BACK_S) or observed)
-        if may_name(named, observed):
-            return named
-        what = named if named == message.host else f"{message.host} ({named})"
-        raise NotAdmitted(
-            f"this machine cannot be known as {what}, as it comes from {observed}: an address that is not "
-            "public must be the one that it comes from. Leave out --advertise, or give it a public address"
-        )
 
     async def _is_reachable(self, entry: RosterEntry) -> bool:
         """Dial back: whether others can open connections to this member."""
@@ -288,9 +273,9 @@ class Door(Generic[M]):
     async def _history(self, channel: Channel, message: Message) -> Message:
         """From the journal, beside everything else: what is in it never changes."""
         assert isinstance(message, PeerToCoordinatorGetVerdicts)
-        self.machine.require_member(channel.remote_key)
-        async with self.service.reading:  # one page at a time: rounds go before history
-            return await in_thread(read_page, self.service.journal, message.first, self.scope or None)
+        peer = self.machine.require_member(channel.remote_key)
+        is_guest = self.machine.membership.members[peer].entry.role == "observer"
+        return await self.service.history.page(peer, message.first, self.scope or None, is_guest=is_guest)
 
 
 # Handlers of one kind of scope ------------------------------------------------------------------------------
@@ -466,7 +451,7 @@ class CoordinatorService:
         self.journal = journal
         self.certificate = identity.certify(node.control.keys)
         self.lock = asyncio.Lock()
-        self.reading = asyncio.Lock()
+        self.history = HistoryReader(journal)
         self._changed = asyncio.Event()
         self._may_plan = asyncio.Event()
         self._announced = -1
@@ -624,3 +609,20 @@ class CoordinatorService:
                 await channel.notify(message, scope)
         except (LinkError, TimeoutError) as error:
             log.debug("could not tell %s: %s", channel.label, error)
+
+
+def _address_of(channel: Channel, message: PeerToCoordinatorJoinRun) -> str:
+    """Return the address that a member names, if it may name that, or the one that it comes from. Raises
+    ``NotAdmitted``.
+
+    A name is never looked up here: whoever holds its zone decides how long that takes."""
+    observed = plain_text(channel.remote_host)
+    if message.role == "observer" or not message.host:
+        return observed  # nobody calls an observer
+    named = plain_text(message.host)
+    if parse_address(named) is not None and may_name(named, observed):
+        return named
+    raise NotAdmitted(
+        f"this machine cannot be known as {named}, as it comes from {observed}: that must be an address, and one that "
+        "is not public must be the one that it comes from. Leave out --advertise, or give it a public address"
+    )

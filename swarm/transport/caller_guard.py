@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket as sockets
 import struct
 import threading
 import time
@@ -21,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from shoal.swarm.transport.addresses import network_of
-from shoal.swarm.transport.sockets import borrowed, descriptors_allowed, inode_of, received_bytes, shut_down
+from shoal.swarm.transport.sockets import borrowed, descriptors_allowed, held, inode_of, received_bytes, shut_down
 from shoal.swarm.transport.stranger_limits import Caller, Callers, MessageLimits, strangers_allowed
 
 log = logging.getLogger(__name__)
@@ -44,6 +43,8 @@ class CallerGuard:
         self._lock = threading.Lock()
         self._callers = Callers(strangers_allowed(descriptors_allowed()), random.Random(), _received_bytes)
         self._router: zmq.asyncio.Socket
+        self.port = 0
+        """The ROUTER's, once that is known."""
         self._thread: threading.Thread | None = None
         self._next_look_s = self._next_members_s = 0.0
         self._loop = asyncio.get_running_loop()
@@ -93,7 +94,7 @@ class CallerGuard:
         to_close: list[Caller] = []
         if self._callers.speaker(routing) is None and not self._callers.has_ended(routing):
             # The thread may not have heard of it yet, and the descriptor may have been another one's a moment ago.
-            if (caller := _caller(descriptor)) is not None:
+            if (caller := _caller(descriptor, self.port)) is not None:
                 to_close += self._callers.connect(caller)
             to_close += self._callers.introduce(descriptor, routing, key)
         return self._callers.speaker(routing), to_close
@@ -143,7 +144,7 @@ class CallerGuard:
         now_s = time.monotonic()
         with self._lock:
             for descriptor in accepted:
-                caller = _caller(descriptor)
+                caller = _caller(descriptor, self.port)
                 if caller is not None:
                     _shut(self._callers.connect(caller))
             if now_s >= self._next_look_s:
@@ -159,20 +160,16 @@ class CallerGuard:
 # Other people's descriptors ---------------------------------------------------------------------------------
 
 
-def _caller(descriptor: int) -> Caller | None:
-    """None when it is gone already."""
-    inode = inode_of(descriptor)
-    if inode is None:
-        return None
+def _caller(descriptor: int, port: int) -> Caller | None:
+    """Return the connection to our ``port`` (0: to any) of that descriptor; None when it is gone, and the number may be
+    that of some other socket of this process."""
     try:
-        socket = sockets.socket(fileno=descriptor)  # finds out its family
-        try:
-            host = str(socket.getpeername()[0])
-        finally:
-            socket.detach()
+        with held(descriptor) as socket:
+            inode, host = inode_of(socket.fileno()), str(socket.getpeername()[0])
+            is_ours = port in (0, socket.getsockname()[1])
     except OSError:
         return None
-    return Caller(descriptor, inode, network_of(host), time.monotonic())
+    return Caller(descriptor, inode, network_of(host), time.monotonic()) if is_ours and inode is not None else None
 
 
 def _is_there(caller: Caller) -> bool:
@@ -189,5 +186,4 @@ def _received_bytes(caller: Caller) -> int:
 def _shut(callers: list[Caller]) -> None:
     """End connections; libzmq closes their descriptors when it sees that."""
     for caller in callers:
-        if _is_there(caller):
-            shut_down(caller.descriptor)
+        shut_down(caller.descriptor, caller.inode)

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import struct
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import zmq
@@ -48,7 +49,7 @@ MAX_CHANNELS = 4096
 MAX_HANDLERS = 4096
 """A thousand members may all have asked for two things at once."""
 
-MAX_HANDLERS_PER_CHANNEL = 64
+MAX_HANDLERS_PER_KEY = 64
 _HANDSHAKE_TRIES = 2
 _SKIPPED_AT_ONCE = 256
 _REPLY_S = 15.0
@@ -80,6 +81,8 @@ class ControlPlane:
         self._incoming: dict[bytes, Channel] = {}  # by key, those that were silent the longest first
         self._dialed: dict[tuple[str, bytes], Channel] = {}
         self._running_handlers = 0
+        self._handlers_of: Counter[bytes] = Counter()
+        """Of each key, however often its holder connects."""
         self._decoding_large = asyncio.Lock()
         self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False)
         """Of those that call; ``is_member`` says whose messages may be large."""
@@ -101,7 +104,7 @@ class ControlPlane:
         self._router.handshake_ivl, self._router.backlog = _HANDSHAKE_MS, _BACKLOG
         self._router.maxmsgsize, self._router.rcvbuf = MAX_FRAME_BYTES, _CALLER_BUFFER_BYTES
         self.guard.start(self._context, self._router, f"inproc://monitor-{next(_monitors)}")
-        bound = bind(self._router, host, port)
+        bound = self.guard.port = bind(self._router, host, port)
         self._tasks.create_task(self._receive_incoming())
         self._tasks.create_task(self._look_at_callers())
         self._tasks.create_task(self._watch_guard())
@@ -172,7 +175,7 @@ class ControlPlane:
         channel.mark_broken(why)
         if channel.routing is None:
             self._dialed = {at: other for at, other in self._dialed.items() if other is not channel}
-            self._inflow.closed(channel.descriptor)
+            self._lose(channel)
             _close_monitored(channel.socket, linger_ms)
         elif self._incoming.get(channel.remote_key) is channel:
             del self._incoming[channel.remote_key]
@@ -276,10 +279,11 @@ class ControlPlane:
         name = type(envelope.message).__name__
         if envelope.kind == "reply":
             channel.settle(envelope.number, envelope.message)
-        elif channel.running_handlers >= MAX_HANDLERS_PER_CHANNEL or self._running_handlers >= MAX_HANDLERS:
+        elif self._handlers_of[channel.remote_key] >= MAX_HANDLERS_PER_KEY or self._running_handlers >= MAX_HANDLERS:
             log.debug("too busy: dropped %s from %s", name, channel.label)
         else:
             channel.running_handlers += 1
+            self._handlers_of[channel.remote_key] += 1
             self._running_handlers += 1
             self._tasks.create_task(self._run_handler(channel, envelope))
 
@@ -307,6 +311,9 @@ class ControlPlane:
             answer = _failed(LinkError(f"{name} could not be handled: {type(error).__name__}"))
         finally:
             channel.running_handlers -= 1
+            self._handlers_of[channel.remote_key] -= 1
+            if not self._handlers_of[channel.remote_key]:
+                del self._handlers_of[channel.remote_key]
             self._running_handlers -= 1
         if envelope.kind == "request":
             await self._reply(channel, Envelope("reply", envelope.number, answer, envelope.scope))
@@ -348,13 +355,18 @@ class ControlPlane:
                 if channel.is_connected and silent_s >= self.silence_s:
                     log.info("nothing came from %s for %.1f s: connecting anew", channel.label, silent_s)
                     # Not by disconnecting: until libzmq has done that, it takes messages for the dead connection.
-                    self._inflow.shut_down(channel.descriptor)
+                    self._inflow.shut_down(channel.descriptor, channel)
                 elif channel.is_connected and silent_s >= pause_s:
                     await channel.ping()
 
+    def _lose(self, channel: Channel) -> None:
+        """Its connection has ended: the descriptor may be another's now."""
+        self._inflow.closed(channel.descriptor, channel)
+        channel.descriptor = -1
+
     def _connect_anew(self, channel: Channel, address: str) -> None:
         channel.mark_away()
-        self._inflow.closed(channel.descriptor)
+        self._lose(channel)
         with contextlib.suppress(zmq.ZMQError):
             channel.socket.disconnect(address)
         with contextlib.suppress(zmq.ZMQError):
@@ -374,14 +386,14 @@ class ControlPlane:
                     event = 0
                 if event == zmq.EVENT_CONNECTED:
                     channel.descriptor = value
-                    self._inflow.opened(value)
+                    self._inflow.opened(value, channel)
                 elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     failures = 0
                     channel.mark_connected()
                     # Until it has heard something, the other side does not know whose connection that is.
                     self._tasks.create_task(self._introduce(channel))
                 elif event == zmq.EVENT_DISCONNECTED:
-                    self._inflow.closed(value)
+                    self._lose(channel)
                     channel.mark_away()
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     refused = NotAdmitted(f"{channel.label} does not admit this key")

@@ -35,6 +35,7 @@ _FRAME_BYTES = 80
 class _Connection:
     inode: int | None
     """Tells it from any other connection that has the same descriptor later."""
+    owner: object
     read_bytes: int = 0
 
 
@@ -49,13 +50,15 @@ class Inflow:
         """Until the next ``look``."""
         return _LOOK_S * max(1.0, len(self._open) / _MANY)
 
-    def opened(self, descriptor: int) -> None:
-        """A connection was accepted or made."""
-        self._open[descriptor] = _Connection(inode_of(descriptor))
+    def opened(self, descriptor: int, owner: object) -> None:
+        """A connection was made; ``owner``: whoever says later that it is closed."""
+        self._open[descriptor] = _Connection(inode_of(descriptor), owner)
 
-    def closed(self, descriptor: int) -> None:
-        """It is gone; the number may come again for another one."""
-        self._open.pop(descriptor, None)
+    def closed(self, descriptor: int, owner: object) -> None:
+        """It is gone, unless the number is of another owner's connection by now."""
+        connection = self._open.get(descriptor)
+        if connection is not None and connection.owner is owner:
+            del self._open[descriptor]
 
     def read(self, descriptor: int, size_bytes: int) -> None:
         """A message that came over it has been taken."""
@@ -77,14 +80,16 @@ class Inflow:
             if rest <= MOST_WAITING_BYTES and total <= most:
                 break
             log.warning("closing a connection that sends faster than it can be read: %d bytes wait", rest)
-            self.shut_down(descriptor)
+            self.shut_down(descriptor, self._open[descriptor].owner)
             total -= rest
 
-    def shut_down(self, descriptor: int) -> None:
-        """End a connection, if it still is the one that was opened; libzmq then makes another."""
-        connection = self._open.pop(descriptor, None)
-        if connection is not None and inode_of(descriptor) == connection.inode:
-            shut_down(descriptor)
+    def shut_down(self, descriptor: int, owner: object) -> None:
+        """End a connection, if it still is the one that this owner has opened; libzmq then makes another."""
+        connection = self._open.get(descriptor)
+        if connection is not None and connection.owner is owner:
+            del self._open[descriptor]
+            if connection.inode is not None:
+                shut_down(descriptor, connection.inode)
 
 
 def _received_bytes(descriptor: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import resource
@@ -159,10 +160,34 @@ def inode_of(descriptor: int) -> int | None:
         return None
 
 
-def shut_down(descriptor: int) -> None:
-    """End a borrowed connection; whoever owns it finds it ended by the other side, and closes it."""
-    with suppress(OSError), borrowed(descriptor) as socket:  # it may end at any moment
-        socket.shutdown(sockets.SHUT_RDWR)
+def shut_down(descriptor: int, inode: int) -> None:
+    """End a borrowed connection, if that number still is its; whoever owns it finds it ended by the other side.
+
+    On a duplicate: its owner may close it at any moment, and the number be another socket's."""
+    with suppress(OSError), held(descriptor) as socket:
+        if inode_of(socket.fileno()) == inode:
+            socket.shutdown(sockets.SHUT_RDWR)
+
+
+@contextmanager
+def held(descriptor: int) -> Iterator[sockets.socket]:
+    """A duplicate of a socket that somebody else may close meanwhile, or the socket itself where no descriptor is left
+    for one. Raises ``OSError`` when it is no socket any more."""
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        with borrowed(descriptor) as socket:
+            yield socket
+        return
+    try:
+        socket = sockets.socket(fileno=duplicate)  # finds out its family
+    except OSError:
+        os.close(duplicate)
+        raise
+    with socket:
+        yield socket
 
 
 def received_bytes(socket: sockets.socket) -> int:

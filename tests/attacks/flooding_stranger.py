@@ -36,6 +36,11 @@ from shoal.swarm.protocol.wire import Envelope, encode
 made = 0
 """Messages that were given to libzmq, connections, or joins that were answered; printed every second."""
 
+reached = 0
+"""Connections that the victim has answered: by a handshake, by a refusal of it, or by closing them."""
+
+_ANSWERS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
 LARGE_BYTES = 8 * 2**20
 FRAME_BYTES = 2**15
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(48)
@@ -68,10 +73,10 @@ def frames_of(kind: str) -> list[bytes]:
 
 def flood(kind: str, host: str, port: int, key: bytes, until_s: float) -> None:
     """One stranger, whose key is a new one from time to time."""
-    global made
+    global made, reached
     frames, context = frames_of(kind), zmq.Context()
     while time.monotonic() < until_s:
-        with dealer(context, host, port, key) as socket:
+        with dealer(context, host, port, key) as socket, socket.get_monitor_socket(_ANSWERS) as monitor:
             again_s = until_s if kind == "one-part" else min(until_s, time.monotonic() + 1.0)
             while time.monotonic() < again_s:
                 with suppress(zmq.Again):
@@ -81,12 +86,16 @@ def flood(kind: str, host: str, port: int, key: bytes, until_s: float) -> None:
                         for frame in frames:
                             socket.send(frame)
                     made += 1
+                while monitor.poll(0):
+                    monitor.recv_multipart()
+                    reached += 1
+            socket.disable_monitor()
     context.destroy(linger=0)
 
 
 def connect(host: str, port: int, count: int, until_s: float, *, slowly: bool) -> None:
     """Keep so many connections open."""
-    global made
+    global made, reached
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + 200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     here: dict[int, tuple[socket.socket, int]] = {}
     poll, next_byte_s = select.poll(), 0.0
@@ -109,6 +118,7 @@ def connect(host: str, port: int, count: int, until_s: float, *, slowly: bool) -
             except OSError:
                 gone = True
             if gone:
+                reached += 1
                 poll.unregister(one)
                 del here[descriptor]
                 one.close()
@@ -147,7 +157,7 @@ def idle(host: str, port: int, key: bytes, count: int, until_s: float) -> list[f
 
 def join(host: str, port: int, key: bytes, run: str, until_s: float) -> None:
     """One identity after the other."""
-    global made
+    global made, reached
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     while time.monotonic() < until_s:
         with dealer(context, host, port, key) as socket:
@@ -170,6 +180,7 @@ def join(host: str, port: int, key: bytes, run: str, until_s: float) -> None:
                 socket.send(encode(Envelope("request", 1, ask)))
                 socket.recv()
                 made += 1
+                reached += 1
     context.destroy(linger=0)
 
 
@@ -184,7 +195,7 @@ def in_parallel(work: object, count: int, *arguments: object) -> None:
 def report() -> None:
     while True:
         time.sleep(1.0)
-        print(json.dumps({"made": made}), flush=True)
+        print(json.dumps({"made": made, "reached": reached}), flush=True)
 
 
 def main() -> None:

@@ -79,6 +79,12 @@ def attack(
     return attacker
 
 
+def arrived(attacker: Process) -> bool:
+    """Whether its flood has reached the victim, as that has answered some of its connections."""
+    said = [json.loads(line) for line in attacker.text().splitlines() if line.startswith('{"made"')]
+    return any(one["reached"] > 0 for one in said)
+
+
 @contextmanager
 def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -> Iterator[None]:
     """Around an attack: rounds commit, memory stays, a newcomer is admitted in time."""
@@ -97,6 +103,7 @@ def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -
     assert said["seconds"] < ADMITTED_S
     time.sleep(max(0.0, began_s + FLOOD_S - time.monotonic()))
     assert attacker.running, attacker.tail()
+    assert arrived(attacker), attacker.tail()
     attacker.kill()
     grown = growth.end()
     assert grown < GROWTH_BYTES, f"{victim.label} grew by {grown / 2**20:.0f} MB"

@@ -3,7 +3,7 @@
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -120,6 +120,7 @@ class _Plane(ControlPlane):
         self._incoming = {}
         self._dialed = {}
         self._running_handlers = 0
+        self._handlers_of = Counter()
         self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False)
         self._inflow = Inflow()
 

@@ -98,6 +98,17 @@ def test_what_autograd_keeps_is_counted_without_parameters() -> None:
     assert kept_bytes(model, lambda: model(given)) == 2 * 4 * 8 * 4, "the input, and what tanh gives"
 
 
+def test_a_sample_that_needs_too_much_is_given_up_before_it_has_taken_it() -> None:
+    """A small model with a long context: nobody may be ended by measuring that it does not fit."""
+    layers = nn.Sequential(*[nn.Tanh() for _ in range(64)])
+    given, made = torch.zeros(2**18, requires_grad=True), []
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: made.append(1))
+    with pytest.raises(DeviceError, match="--max-memory"):
+        samples_that_fit(layers, lambda: layers(given).sum(), batch=4, free_bytes=6 * 2**20)
+    assert len(made) < 8
+
+
 def test_samples_that_fit_are_counted_by_what_one_keeps() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 

@@ -208,7 +208,7 @@ class Connections:
         there = socket.create_connection(self._listening.getsockname())
         here, _ = self._listening.accept()
         self.ends.append((there, here))
-        self.inflow.opened(here.fileno())
+        self.inflow.opened(here.fileno(), self)
         there.sendall(bytes(waiting_bytes))
         return here
 
@@ -279,10 +279,24 @@ def test_another_connection_of_the_same_number_is_left_alone(connections: Connec
     connections.close()
 
 
+@linux
+def test_whose_connection_was_lost_ends_none_that_has_its_number_now(connections: Connections) -> None:
+    """A channel's descriptor is known for a while after its connection has ended."""
+    lost, table = object(), connections.inflow
+    here = connections.open(10)
+    table.closed(here.fileno(), lost)
+    table.shut_down(here.fileno(), lost)
+    assert connections.is_open(here)
+    connections.ends[0][0].sendall(bytes(5000))
+    table.look()
+    assert not connections.is_open(here), "it is still looked after"
+    connections.close()
+
+
 def test_callers_of_a_closed_descriptor_do_no_harm() -> None:
     table = Inflow()
-    table.opened(10**6)
+    table.opened(10**6, table)
     table.read(10**6, 5)
     table.look()
-    table.closed(10**6)
-    table.closed(10**6)
+    table.closed(10**6, table)
+    table.closed(10**6, table)

@@ -510,7 +510,7 @@ async def test_who_sends_nonsense_is_dropped_and_nobody_else() -> None:
 
 @run
 async def test_one_member_cannot_take_all_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_HANDLERS_PER_CHANNEL", 4)
+    monkeypatch.setattr(control, "MAX_HANDLERS_PER_KEY", 4)
     async with swarm(3) as (a, b, c):
         running = 0
         full, end = asyncio.Event(), asyncio.Event()

@@ -1,0 +1,49 @@
+"""Turns of those who ask for the run's history: rounds go before it, and members before guests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+from shoal.swarm.coordinator.journal import Verdicts, read_page
+from shoal.swarm.errors import TryLater
+from shoal.swarm.protocol.messages import CoordinatorToPeerVerdicts
+from shoal.swarm.transport.links import in_thread
+
+_MOST_WAITING = 2
+"""Requests of one peer: one, and another after it has given up waiting for that."""
+
+_GUESTS_PAUSES, _LONGEST_PAUSE_S = 4.0, 1.0
+"""After each guest's page, so many times what reading it took."""
+
+
+class HistoryReader:
+    """Pages of the journal for members that ask, one at a time: rounds go before history.
+
+    Guests, of whom anybody with the invite is one, wait for each other and leave most of the time to others, so that
+    however much they ask costs the run a fraction of a core."""
+
+    def __init__(self, journal: Verdicts) -> None:
+        self._journal = journal
+        self._members, self._guests = asyncio.Lock(), asyncio.Lock()
+        self._waiting: Counter[str] = Counter()
+
+    async def page(self, peer: str, first: int, scope: int | None, *, is_guest: bool) -> CoordinatorToPeerVerdicts:
+        """Read a page as ``read_page`` does. Raises ``TryLater`` for a peer with several requests that wait."""
+        if self._waiting[peer] >= _MOST_WAITING:
+            raise TryLater("earlier requests for the history have not been answered yet")
+        self._waiting[peer] += 1
+        try:
+            if not is_guest:
+                async with self._members:
+                    return await in_thread(read_page, self._journal, first, scope)
+            async with self._guests:
+                began_s = time.monotonic()
+                page = await in_thread(read_page, self._journal, first, scope)
+                await asyncio.sleep(min(_GUESTS_PAUSES * (time.monotonic() - began_s), _LONGEST_PAUSE_S))
+                return page
+        finally:
+            self._waiting[peer] -= 1
+            if not self._waiting[peer]:
+                del self._waiting[peer]
