@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.swarm.pipeline.planner.span_rates import SpanTable
+from shoal.swarm.pipeline.planner.model import SpanTable
 
 MOST_ROUNDS = 10
 """Of moves, each of all servers in turn. Petals goes on until nobody moves; that need not come to an end."""

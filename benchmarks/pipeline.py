@@ -34,7 +34,8 @@ from pipeline_run import PATIENCE_S, Case, Peer, Pipeline
 from recovery_run import Event, collected
 from shaped_links import NoShapedLinks, check_machine, shaped_links
 
-from shoal.swarm.pipeline.planner.plan import LayerCost, PeerCapability, StagePlan, plan_rate
+from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.planner import plan_rate
 
 FAST, SLOW = 1.0, 4.0
 LINK_MBIT, ONE_WAY_MS = 100.0, 10.0

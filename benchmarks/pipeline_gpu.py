@@ -1,7 +1,7 @@
 """Two stages of a ``gpt`` on one device beside the unsplit model on it: tokens/s, forward and backward.
 
 Both stages are in this process, each with a training thread as a peer has one, and others that pack and unpack what
-goes between the two (``peer/pipeline/staging.py``). In place of a network, packed bytes are copied from the memory of
+goes between the two (``peer/pipeline/tensor_io.py``). In place of a network, packed bytes are copied from the memory of
 the one to that of the other. No round is averaged. The unsplit model takes the same micro-batches, adds up the same
 gradients, and takes turns with the stages; a figure is the median of its turns. ``apart``: of the two gradients,
 relative, in the L2 norm. On a CPU all of it shares the same cores: that shows that the script runs, and no more.
@@ -26,9 +26,8 @@ from common import comma, over, parser, publish
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.peer.pipeline.activations import TensorForm
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.pipeline.staging import Computed, Staging, moved
+from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, moved
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.device import autocast, choose_device

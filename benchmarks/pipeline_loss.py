@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.peer.pipeline.activations import TensorForm, pack, unpack
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
+from shoal.peer.pipeline.tensor_io import TensorForm, pack, unpack
 from shoal.peer.pipeline.training import Samples
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.parameters import ParameterVector

@@ -13,7 +13,7 @@ from common import await_invite, comma, end_on_sigterm, parser, publish
 from shoal.peer.demo.processes import Child
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.swarm.coordinator.placement import optimizer_values
-from shoal.swarm.pipeline.planner.span_rates import state_copies
+from shoal.swarm.pipeline.planner.model import state_copies
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 PEERS, ROUNDS = 3, 4

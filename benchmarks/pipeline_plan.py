@@ -13,9 +13,9 @@ import numpy as np
 from common import comma, over, parser, publish
 from greedy_blocks import greedy
 
-from shoal.swarm.pipeline.planner.assigning import prices
-from shoal.swarm.pipeline.planner.plan import LayerCost, PeerCapability, StagePlan, plan_rate, plan_stages
-from shoal.swarm.pipeline.planner.span_rates import SpanTable, Swarm
+from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, SpanTable, StagePlan, Swarm
+from shoal.swarm.pipeline.planner.planner import plan_rate, plan_stages
+from shoal.swarm.pipeline.planner.solver import prices
 
 IN_FLIGHT = 4
 OPTIMIZER_VALUES = 2

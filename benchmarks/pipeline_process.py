@@ -21,11 +21,11 @@ from shaped_links import enter
 from shoal.peer import recipes
 from shoal.peer.cli.cli import main as shoal
 from shoal.peer.pipeline import peer as pipeline_peer
-from shoal.peer.pipeline.measured import MeasuredModel, measured_model
+from shoal.peer.pipeline.profile import MeasuredModel, measured_model
 from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import service
 from shoal.swarm.coordinator.placement import planner_of
-from shoal.swarm.pipeline.planner.stage_plan import Infeasible
+from shoal.swarm.pipeline.planner.model import Infeasible
 from shoal.swarm.protocol.run_file import RunFile
 
 

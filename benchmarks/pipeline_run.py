@@ -15,7 +15,7 @@ from recovery_run import Event, NotRecovered, Running
 from shaped_links import Site as Place
 
 from shoal.peer.demo.processes import EventFile
-from shoal.swarm.pipeline.planner.span_rates import state_copies
+from shoal.swarm.pipeline.planner.model import state_copies
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 PATIENCE_S = 6.0

@@ -35,15 +35,14 @@ from shoal.peer.demo.figures import (
 from shoal.peer.demo.processes import DemoFailed, DemoSwarm
 from shoal.peer.demo.run_files import BATCH, CONTEXT, STAGE_MEMORY
 from shoal.peer.offline.export import export_model, read_model
-from shoal.peer.pipeline.measured import measured_model
+from shoal.peer.pipeline.profile import measured_model
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
 from shoal.peer.terminal.events import Event, count_text
 from shoal.peer.training.device import parse_memory
 from shoal.swarm.client.observer import get_status
 from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import LinkError, StateFileError
-from shoal.swarm.pipeline.planner.span_rates import Swarm
-from shoal.swarm.pipeline.planner.stage_plan import PeerCapability
+from shoal.swarm.pipeline.planner.model import PeerCapability, Swarm
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile, load_run_file
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from shoal.peer.pipeline.staging import moved
+from shoal.peer.pipeline.tensor_io import moved
 from shoal.peer.training.algorithms import LocalWork
 from shoal.peer.training.rng import derived_seed, random_states, seeded
 from shoal.peer.training.stage_model import StageModel

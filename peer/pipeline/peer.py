@@ -19,11 +19,11 @@ from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.memberships import StageMembers
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.pipeline.measured import MeasuredModel, measured_model
-from shoal.peer.pipeline.showing import Showing
+from shoal.peer.pipeline.capability_updates import Showing
+from shoal.peer.pipeline.profile import MeasuredModel, measured_model
 from shoal.peer.pipeline.span import HeldSpan, SpanWork
-from shoal.peer.pipeline.staging import Staging
 from shoal.peer.pipeline.tasks import LookUp, Made
+from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import Samples
 from shoal.peer.pipeline.view_watch import Attention, Place, place_of
 from shoal.peer.recipes import Recipe, layered_recipe
@@ -34,9 +34,8 @@ from shoal.peer.training.model_memory import check_layers_fit
 from shoal.peer.training.sample_order import run_order
 from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
-from shoal.swarm.pipeline.planner.answers import no_place
-from shoal.swarm.pipeline.planner.plan import PeerCapability
-from shoal.swarm.pipeline.planner.span_rates import Swarm
+from shoal.swarm.pipeline.planner.model import PeerCapability, Swarm
+from shoal.swarm.pipeline.planner.planner import no_place
 from shoal.swarm.protocol.messages import Acknowledged, Capability, LayerSize, PeerToCoordinatorShowCapability, RunView
 
 log = logging.getLogger(__name__)

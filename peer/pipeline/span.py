@@ -21,12 +21,12 @@ from shoal.peer.member.member import Member, Progress
 from shoal.peer.member.memberships import StageMembers, stage_folder
 from shoal.peer.member.replica import Brought, Emit, Replica
 from shoal.peer.network_thread import NetworkThread
+from shoal.peer.pipeline.capability_updates import RealSpeed
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
-from shoal.peer.pipeline.showing import RealSpeed
-from shoal.peer.pipeline.stage_runner import StageRunner
-from shoal.peer.pipeline.stage_shapes import StageShapes
-from shoal.peer.pipeline.staging import Staging
+from shoal.peer.pipeline.mailbox import StageShapes
+from shoal.peer.pipeline.runner import StageRunner
 from shoal.peer.pipeline.tasks import Made, Task
+from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import Samples, SpanTraining
 from shoal.peer.pipeline.view_watch import Place, is_held
 from shoal.peer.terminal.snapshot import Flow, Snapshot, held_stages, with_stages
@@ -36,10 +36,9 @@ from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.layered import Layered
 from shoal.peer.training.stage_model import StageModel
 from shoal.swarm.errors import LinkError, NotAdmitted
-from shoal.swarm.pipeline.engine.hops import Settings, Span
+from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
 from shoal.swarm.pipeline.engine.routing import Router
-from shoal.swarm.pipeline.engine.stage import StageEngine
-from shoal.swarm.pipeline.planner.span_rates import RECOMPUTE_TIME
+from shoal.swarm.pipeline.planner.model import RECOMPUTE_TIME
 from shoal.swarm.protocol.run_file import RunFile
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.peer.pipeline.staging import Computed
+from shoal.peer.pipeline.tensor_io import Computed
 from shoal.peer.pipeline.view_watch import Attention
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shoal.peer.pipeline.activations import TensorForm, pack, unpack
-from shoal.peer.pipeline.staging import Computed, Staging
+from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, pack, unpack
 from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.pipeline.engine.effects import Fetch, Send, TensorKind
 from shoal.swarm.protocol.messages import Blob, PeerToPeerOfferTensor

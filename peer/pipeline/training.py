@@ -17,8 +17,8 @@ from torch import Tensor
 from shoal.peer.member.memberships import StageMembers
 from shoal.peer.member.replica import Replica
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.pipeline.staging import Computed
 from shoal.peer.pipeline.tasks import Backward, Forget, Forward, Made
+from shoal.peer.pipeline.tensor_io import Computed
 from shoal.peer.training.data import Dataset, take_batch
 from shoal.peer.training.layered import LayeredRecipe
 from shoal.peer.training.sample_order import SampleOrder

@@ -9,7 +9,7 @@ from typing import Literal
 from shoal.peer.closing import is_due
 from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers
-from shoal.swarm.pipeline.engine.hops import Span
+from shoal.swarm.pipeline.engine.engine import Span
 from shoal.swarm.protocol.messages import RunView
 from shoal.swarm.tasks import task_scope
 

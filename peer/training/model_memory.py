@@ -12,7 +12,7 @@ from shoal.peer.training.model_outline import WHAT_HELPS, ModelOutline, outline_
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import DeviceError
-from shoal.swarm.pipeline.planner.span_rates import AVERAGER_COPIES, state_copies
+from shoal.swarm.pipeline.planner.model import AVERAGER_COPIES, state_copies
 from shoal.swarm.protocol.run_file import RunFile
 
 _CPU = torch.device("cpu")

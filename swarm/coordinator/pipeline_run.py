@@ -13,8 +13,8 @@ from shoal.swarm.coordinator.placement import Question, believed, cost_of, optim
 from shoal.swarm.coordinator.stage_scope import StageMachine
 from shoal.swarm.coordinator.stall_detector import Places
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
-from shoal.swarm.pipeline.planner.replanning import Rebalancing
-from shoal.swarm.pipeline.planner.stage_plan import Infeasible, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.model import Infeasible, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.planner import Rebalancing
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
     DeviceInfo,

@@ -11,7 +11,7 @@ from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.lease_ledger import Ranges, from_wire, to_wire, union
 from shoal.swarm.coordinator.placement import PipelineViews
 from shoal.swarm.coordinator.stage_scope import Batch, Drives, StageMachine
-from shoal.swarm.pipeline.planner.stage_plan import StagePlan
+from shoal.swarm.pipeline.planner.model import StagePlan
 from shoal.swarm.protocol.messages import Capability, LayerSize, Phase, PipelineView, RunView
 from shoal.swarm.protocol.run_file import RunFile
 

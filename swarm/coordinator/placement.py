@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.swarm.pipeline.planner.answers import predictions
-from shoal.swarm.pipeline.planner.plan import plan_stages
-from shoal.swarm.pipeline.planner.replanning import Rebalancing, replan
-from shoal.swarm.pipeline.planner.span_rates import Swarm
-from shoal.swarm.pipeline.planner.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan, Swarm
+from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, predictions, replan
 from shoal.swarm.protocol.messages import Capability, LayerSize, PipelineView, Span
 from shoal.swarm.protocol.run_file import OuterSection, RunFile
 

@@ -105,8 +105,7 @@ def test_a_peers_memory_is_enough_for_one_stage_and_for_no_two() -> None:
     from pipeline import CASES, LINK_CASE, REFILL_CASE
     from pipeline_run import LAYERS, MICRO_BATCH
 
-    from shoal.swarm.pipeline.planner.plan import LayerCost, PeerCapability
-    from shoal.swarm.pipeline.planner.span_rates import Swarm
+    from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, Swarm
 
     for case in (*CASES, LINK_CASE, REFILL_CASE):
         pipeline = case.run_file.pipeline

@@ -37,7 +37,7 @@ def test_a_large_case_is_compared_with_a_bound() -> None:
 def test_of_a_small_swarm_everything_is_tried() -> None:
     from pipeline_plan import KINDS, LIMITS, best_of_cut, simulated
 
-    from shoal.swarm.pipeline.planner.span_rates import Swarm
+    from shoal.swarm.pipeline.planner.model import Swarm
 
     table = Swarm(*simulated(KINDS[0], 3, 6, 1), **LIMITS).table((0, 2, 4, 6))
     choices = product(range(-1, len(table.first)), repeat=3)
@@ -47,8 +47,7 @@ def test_of_a_small_swarm_everything_is_tried() -> None:
 def test_a_server_goes_where_the_throughput_is_least() -> None:
     from greedy_blocks import greedy, where_least
 
-    from shoal.swarm.pipeline.planner.plan import LayerCost, PeerCapability
-    from shoal.swarm.pipeline.planner.span_rates import Swarm
+    from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, Swarm
 
     layers = [LayerCost(1_000_000, 1, 1)] * 4
     # 8.2 MB a layer: two layers each.

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.pipeline.layer_costs import LayerMeasure
-from shoal.peer.pipeline.measured import MeasuredModel
+from shoal.peer.pipeline.profile import LayerMeasure, MeasuredModel
 from shoal.peer.training.layered import Layered, layered_from_makers
 from shoal.peer.training.sample_order import SampleOrder
-from shoal.swarm.pipeline.planner.plan import LayerCost
-from shoal.swarm.pipeline.planner.span_rates import state_copies
+from shoal.swarm.pipeline.planner.model import LayerCost, state_copies
 
 LAYERS, WIDTH, KINDS, POINTS = 6, 8, 3, 500
 SEED = 1

@@ -14,7 +14,7 @@ from doomed_member import Doom, answered
 
 from shoal.peer.cli.cli import main
 from shoal.peer.pipeline import peer as pipeline_peer
-from shoal.peer.pipeline.measured import MeasuredModel
+from shoal.peer.pipeline.profile import MeasuredModel
 from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.protocol.messages import PeerToCoordinatorClaim, PeerToCoordinatorRoundReady
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.activations import TensorForm
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.pipeline.staging import Computed, Staging
+from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm
 from shoal.peer.recipes import Recipe, Samples
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.algorithms import AccumulatedGradient

@@ -5,7 +5,7 @@ import torch
 
 from shoal.compression.codec import CodecError
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.activations import MAX_ELEMENTS, TensorForm, pack, unpack
+from shoal.peer.pipeline.tensor_io import MAX_ELEMENTS, TensorForm, pack, unpack
 from shoal.swarm.errors import WireError
 
 FLOAT32, INT8 = get_codec("float32"), get_codec("int8")

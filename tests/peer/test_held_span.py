@@ -5,7 +5,7 @@ from typing import Any
 
 from shoal.peer.member.member import Progress
 from shoal.peer.pipeline.span import HeldSpan
-from shoal.swarm.pipeline.engine.hops import Span
+from shoal.swarm.pipeline.engine.engine import Span
 
 
 class FakeNetwork:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.peer.pipeline.layer_costs import Bench, LayerMeasure, measure_layers
+from shoal.peer.pipeline.profile import Bench, LayerMeasure, measure_layers
 from shoal.swarm.errors import DeviceError
 from shoal.swarm.protocol.run_values import make_codec
 

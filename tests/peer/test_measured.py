@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.peer.pipeline import measured
-from shoal.peer.pipeline.layer_costs import LayerMeasure
-from shoal.peer.pipeline.measured import cached, measured_model
+from shoal.peer.pipeline import profile
+from shoal.peer.pipeline.profile import LayerMeasure, cached, measured_model
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.swarm.errors import RecipeError
-from shoal.swarm.pipeline.planner.plan import LayerCost
+from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 CPU = torch.device("cpu")
@@ -106,7 +105,7 @@ def test_the_oldest_are_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     for number in range(70):
         cached(path, f"key {number}", float(number), 2, Counted())
-    assert sorted(measured._read(path)) == sorted(f"key {number}" for number in range(6, 70))
+    assert sorted(profile._read(path)) == sorted(f"key {number}" for number in range(6, 70))
 
 
 def test_a_model_in_layers_is_measured_by_layers(tmp_path: Path) -> None:
@@ -129,8 +128,8 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path, monkeypatch: pytest
     path, run = tmp_path / "measured.json", run_file()
     first = measured_model(run, load_recipe(run), CPU, 0.0, path)
     asked: list[object] = []
-    real = measured.measure_layers
-    monkeypatch.setattr(measured, "measure_layers", lambda *given: asked.append(given) or real(*given))  # type: ignore[func-returns-value]
+    real = profile.measure_layers
+    monkeypatch.setattr(profile, "measure_layers", lambda *given: asked.append(given) or real(*given))  # type: ignore[func-returns-value]
     assert measured_model(run, load_recipe(run), CPU, 1.0, path) == first
     assert not asked
     others = [

@@ -11,14 +11,13 @@ import torch
 
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline import peer as pipeline_peer
-from shoal.peer.pipeline.layer_costs import LayerMeasure
-from shoal.peer.pipeline.measured import MeasuredModel
+from shoal.peer.pipeline.capability_updates import Showing
 from shoal.peer.pipeline.peer import PipelinePeer
-from shoal.peer.pipeline.showing import Showing
-from shoal.peer.pipeline.staging import Staging
+from shoal.peer.pipeline.profile import LayerMeasure, MeasuredModel
 from shoal.peer.pipeline.tasks import LookUp
+from shoal.peer.pipeline.tensor_io import Staging
 from shoal.swarm.errors import NotAdmitted
-from shoal.swarm.pipeline.planner.stage_plan import LayerCost
+from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
 
 

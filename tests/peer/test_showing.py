@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.peer.pipeline.showing import RealSpeed, Showing
-from shoal.swarm.pipeline.planner.stage_plan import PeerCapability
+from shoal.peer.pipeline.capability_updates import RealSpeed, Showing
+from shoal.swarm.pipeline.planner.model import PeerCapability
 
 LOOK_S = 15
 HOUR = range(0, 3600, LOOK_S)

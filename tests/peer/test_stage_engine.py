@@ -5,11 +5,10 @@ import threading
 
 from tests.swarm.pipeline.turns import Turns
 
-from shoal.peer.pipeline.stage_engine import SharedEngine
+from shoal.peer.pipeline.runner import SharedEngine
 from shoal.peer.pipeline.tasks import Made
 from shoal.swarm.pipeline.engine.effects import Compute, ComputeForward, Effect, Fetch, MicroBatch, Offer, Send
-from shoal.swarm.pipeline.engine.hops import Settings, Span
-from shoal.swarm.pipeline.engine.stage import StageEngine
+from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
 
 ROUND = 3
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from shoal.compression.registry import get_codec
 from shoal.peer.member.member import Progress
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
-from shoal.peer.pipeline.stage_runner import StageRunner
-from shoal.peer.pipeline.stage_shapes import StageShapes
-from shoal.peer.pipeline.staging import Staging
+from shoal.peer.pipeline.mailbox import StageShapes
+from shoal.peer.pipeline.runner import StageRunner
 from shoal.peer.pipeline.tasks import LookUp, Made
+from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import Samples, SpanTraining
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.parameters import ParameterVector
@@ -33,9 +33,8 @@ from shoal.peer.training.sample_order import SampleOrder
 from shoal.swarm.coordinator.lease_ledger import Ranges, from_wire, merge, overlap, subtract, to_wire
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import Unreachable, WireError
-from shoal.swarm.pipeline.engine.hops import Settings, Span
+from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
 from shoal.swarm.pipeline.engine.routing import Router
-from shoal.swarm.pipeline.engine.stage import StageEngine
 from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,

@@ -11,8 +11,7 @@ from tests.peer.devices import CPU, devices
 from torch import Tensor
 
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.activations import TensorForm
-from shoal.peer.pipeline.staging import Computed, Staging
+from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm
 from shoal.peer.pipeline.tensor_store import CHUNK_BYTES, Parcel, StageTensors, wire_form
 from shoal.swarm.errors import LinkError, WireError
 from shoal.swarm.pipeline.engine.effects import Fetch, MicroBatch, TensorKind

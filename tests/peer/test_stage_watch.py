@@ -7,7 +7,7 @@ import pytest
 
 from shoal.peer.member.member import Progress
 from shoal.peer.pipeline.view_watch import Place, StageWatch, place_of
-from shoal.swarm.pipeline.engine.hops import Span
+from shoal.swarm.pipeline.engine.engine import Span
 
 ROUND = 4
 RATES = {"b": 2.5}

@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.compression.codec import CodecError
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.activations import TensorForm, pack, unpack
-from shoal.peer.pipeline.staging import Computed, Staging, moved
+from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, moved, pack, unpack
 from shoal.peer.training.device import autocast
 from shoal.swarm.errors import WireError
 

@@ -14,11 +14,10 @@ from typer.testing import CliRunner
 from shoal.peer.cli import doctor
 from shoal.peer.cli.cli import app
 from shoal.peer.cli.doctor import Diagnosis, advice, duration, examine, largest_span, report, size
-from shoal.peer.pipeline.layer_costs import LayerMeasure
-from shoal.peer.pipeline.measured import MeasuredModel
+from shoal.peer.pipeline.profile import LayerMeasure, MeasuredModel
 from shoal.peer.training import device as capability
 from shoal.swarm.errors import DeviceError, RecipeError, RunFileError
-from shoal.swarm.pipeline.planner.plan import LayerCost
+from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.messages import DeviceInfo
 
 RUN = """

@@ -26,8 +26,8 @@ from shoal.swarm.coordinator.lease_ledger import Ranges, count, from_wire, merge
 from shoal.swarm.coordinator.pipeline_run import PipelineMachine
 from shoal.swarm.coordinator.stage_scope import StageMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork
-from shoal.swarm.pipeline.planner.replanning import Rebalancing
-from shoal.swarm.pipeline.planner.stage_plan import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.planner import Rebalancing
 from shoal.swarm.protocol.messages import (
     Capability,
     Headway,

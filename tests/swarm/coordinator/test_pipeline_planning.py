@@ -5,8 +5,8 @@ from tests.swarm.coordinator.test_pipeline import holder, rounds, training, unti
 from tests.swarm.coordinator.world import heartbeat
 
 from shoal.swarm.coordinator.placement import Question
-from shoal.swarm.pipeline.planner.replanning import Rebalancing
-from shoal.swarm.pipeline.planner.stage_plan import Infeasible, StagePlan
+from shoal.swarm.pipeline.planner.model import Infeasible, StagePlan
+from shoal.swarm.pipeline.planner.planner import Rebalancing
 from shoal.swarm.protocol.messages import Capability, Headway, PeerToCoordinatorShowCapability, PipelineView
 
 

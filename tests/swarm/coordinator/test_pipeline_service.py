@@ -21,7 +21,7 @@ from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError, WireError
-from shoal.swarm.pipeline.planner.stage_plan import Infeasible, StagePlan
+from shoal.swarm.pipeline.planner.model import Infeasible, StagePlan
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.messages import (
     Acknowledged,

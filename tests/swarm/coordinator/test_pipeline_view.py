@@ -4,7 +4,7 @@ import pytest
 from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, PipelineWorld, run_file
 
 from shoal.swarm.coordinator.placement import PipelineViews
-from shoal.swarm.pipeline.planner.stage_plan import StagePlan
+from shoal.swarm.pipeline.planner.model import StagePlan
 from shoal.swarm.protocol.messages import Capability, PipelineView, Span
 
 PLAN = StagePlan((0, 2, 4, 6), {"b" * 16: (0, 0), "a" * 16: (1, 2)})

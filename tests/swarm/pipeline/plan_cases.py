@@ -7,7 +7,7 @@ from statistics import median
 
 from hypothesis import strategies as st
 
-from shoal.swarm.pipeline.planner.plan import LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, StagePlan
 
 IN_FLIGHT = 2
 OPTIMIZER_VALUES = 2

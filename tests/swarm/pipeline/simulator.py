@@ -36,9 +36,8 @@ from shoal.swarm.pipeline.engine.effects import (
     Reply,
     Send,
 )
-from shoal.swarm.pipeline.engine.hops import NextHop, Settings, Span
+from shoal.swarm.pipeline.engine.engine import NextHop, Settings, Span, StageEngine
 from shoal.swarm.pipeline.engine.routing import Router
-from shoal.swarm.pipeline.engine.stage import StageEngine
 
 Tensor = tuple[str, MicroBatch, int]
 """("activation", whose, the stage that it is the input of) or ("gradient", whose, the stage whose input's it is)."""

@@ -14,9 +14,10 @@ from tests.swarm.pipeline.plan_cases import (
     swarm_of,
 )
 
-from shoal.swarm.pipeline.planner.exact import Budget, best_of
-from shoal.swarm.pipeline.planner.plan import Infeasible, LayerCost, PeerCapability, StagePlan, plan_rate, plan_stages
-from shoal.swarm.pipeline.planner.span_rates import Swarm as SpanRates
+from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.model import Swarm as SpanRates
+from shoal.swarm.pipeline.planner.planner import plan_rate, plan_stages
+from shoal.swarm.pipeline.planner.solver import Budget, best_of
 
 Swarm = tuple[Layers, list[PeerCapability]]
 

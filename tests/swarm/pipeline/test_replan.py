@@ -7,16 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.swarm.pipeline.plan_cases import LIMITS, Layers, assignments, member, rate, small_swarms, span_rate, swarm_of
 
-from shoal.swarm.pipeline.planner.plan import (
-    Infeasible,
-    LayerCost,
-    PeerCapability,
-    Rebalancing,
-    StagePlan,
-    moved_between,
-    plan_stages,
-    replan,
-)
+from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
+from shoal.swarm.pipeline.planner.planner import Rebalancing, moved_between, plan_stages, replan
 
 MB = 1_000_000
 

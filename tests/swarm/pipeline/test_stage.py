@@ -8,7 +8,6 @@ import pytest
 from tests.swarm.pipeline.turns import Turns
 
 from shoal.swarm.coordinator.lease_ledger import Ranges
-from shoal.swarm.pipeline.engine.driving import cut
 from shoal.swarm.pipeline.engine.effects import (
     AskToDrive,
     Claim,
@@ -27,8 +26,8 @@ from shoal.swarm.pipeline.engine.effects import (
     Reply,
     Send,
 )
-from shoal.swarm.pipeline.engine.hops import Settings, Span
-from shoal.swarm.pipeline.engine.stage import StageEngine
+from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
+from shoal.swarm.pipeline.engine.micro_batch_source import cut
 
 ROUND = 5
 RETRY_S, PATIENCE_S = 2.0, 30.0

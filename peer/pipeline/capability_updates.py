@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 
-from shoal.swarm.pipeline.planner.stage_plan import PeerCapability
+from shoal.swarm.pipeline.planner.model import PeerCapability
 
 _CLEARLY = 1.5
 _EVERY_S = 180.0

@@ -1,31 +1,31 @@
-"""The engine of a pipeline's peer at work: its effects are executed on the event loop, what comes back are its events.
+"""Runner of the stage engine: executes its effects on the event loop and reports what comes back as its events.
 
 Computations go to the training thread, which takes one task after the other; the engine has at most one of them out.
-What the training thread has computed it tells the engine itself (``next_at_once``): the next task need not wait for the
-loop, which does the rest of what follows when its turn comes.
+The training thread reports a result to the engine itself (``next_at_once``), so that the next task need not wait for
+the event loop, which executes the other effects when its turn comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from shoal.compression.codec import CodecError
 from shoal.peer.member.memberships import StageMembers, scope_of
 from shoal.peer.pipeline.claims import ClaimLine, DriveLine
-from shoal.peer.pipeline.stage_engine import SharedEngine
-from shoal.peer.pipeline.stage_inbox import StageInbox
-from shoal.peer.pipeline.stage_shapes import StageShapes
-from shoal.peer.pipeline.staging import Staging
+from shoal.peer.pipeline.mailbox import StageInbox, StageShapes
 from shoal.peer.pipeline.tasks import Backward, Forget, Forward, LookUp, Made, Task
+from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.tensor_store import StageTensors, offer_of
 from shoal.peer.pipeline.view_watch import Attention, StageWatch
 from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import (
+    Answer,
     AskToDrive,
     Claim,
     Compute,
@@ -37,15 +37,84 @@ from shoal.swarm.pipeline.engine.effects import (
     Effect,
     Fetch,
     Note,
+    Offer,
     Release,
     Reply,
     Send,
     TensorKind,
 )
-from shoal.swarm.pipeline.engine.stage import StageEngine
+from shoal.swarm.pipeline.engine.engine import StageEngine
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerNote
 from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport.links import in_thread
+
+Do = Callable[[Iterable[Effect | Made]], None]
+
+
+class SharedEngine:
+    """``do``: has effects done, on the loop and in the engine's order, whoever told it; what was made comes before what
+    follows from it. ``begin``: takes the computation that follows, on the training thread itself."""
+
+    def __init__(self, engine: StageEngine, do: Do, begin: Callable[[Compute], None]) -> None:
+        self._engine = engine
+        self._do, self._begin = do, begin
+        self._lock = threading.RLock()
+        self._behind: deque[Effect | Made] = deque()
+        """What the training thread has handed in, and what follows from it: the loop does it before anything newer."""
+        self._is_behind = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
+
+    # On the loop ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Before anything is told."""
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """For ever: have done what follows from what was handed in."""
+        while True:
+            await self._is_behind.wait()
+            self._is_behind.clear()
+            with self._lock:
+                self._catch_up()
+
+    def wake(self) -> None:
+        """Something was handed in."""
+        self._is_behind.set()
+
+    def tell(self, event: Callable[..., list[Effect]], *arguments: object) -> None:
+        """One of the engine's events."""
+        with self._lock:
+            self._catch_up()
+            self._do(event(*arguments, self._loop.time()))
+
+    def offered(self, offer: Offer) -> Answer:
+        with self._lock:
+            self._catch_up()
+            reply, *effects = self._engine.offered(offer, self._loop.time())
+            assert isinstance(reply, Reply)
+            self._do(effects)
+        return reply.answer
+
+    def noted(self, note: Note) -> None:
+        self.tell(self._engine.noted, note)
+
+    def _catch_up(self) -> None:
+        while self._behind:
+            self._do([self._behind.popleft()])
+
+    # On the training thread -----------------------------------------------------------------------------------
+
+    def hand_in(self, made: Made) -> None:
+        """Something was computed. The loop has to be woken then (``wake``)."""
+        with self._lock:
+            self._behind.append(made)
+            for effect in self._engine.computed(made.compute, self._loop.time()):
+                if isinstance(effect, ComputeForward | ComputeBackward):
+                    self._begin(effect)
+                else:
+                    self._behind.append(effect)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,67 @@
-"""What other peers of a pipeline send to one of them: offers and notes, checked before the engine hears of them."""
+"""Mailbox of a pipeline's peer: tensor offers and notes from other peers, checked before the engine sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from shoal.peer.member.memberships import scope_of
-from shoal.peer.pipeline.stage_shapes import StageShapes
+from shoal.peer.pipeline.tensor_io import TensorForm
 from shoal.peer.pipeline.tensor_store import StageTensors
-from shoal.swarm.errors import Busy, NotAdmitted, StaleWork
+from shoal.peer.training.layered import Layered, LayeredRecipe
+from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import Answer, Fetch, MicroBatch, Note, Offer
-from shoal.swarm.pipeline.engine.hops import Span
+from shoal.swarm.pipeline.engine.engine import Span
 from shoal.swarm.protocol.messages import Acknowledged, Message, PeerToPeerNote, PeerToPeerOfferTensor
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.transport import Node
+
+
+@dataclass(frozen=True)
+class StageShapes:
+    """Of one sample. ``recipe``: whose targets they are; ``inputs``: by stage, the shape of its input, ``inputs[0]``
+    the model's; ``micro_batch``: the most samples that travel together."""
+
+    recipe: LayeredRecipe
+    inputs: tuple[tuple[int, ...], ...]
+    targets: TensorForm
+    micro_batch: int
+
+    @classmethod
+    def of(
+        cls, recipe: LayeredRecipe, layered: Layered, boundaries: tuple[int, ...], batch: Tensor, micro_batch: int
+    ) -> StageShapes:
+        """``batch``: any samples of the run's data, collated."""
+        given, targets = recipe.input_of(batch), TensorForm.of(recipe.targets_of(batch))
+        outputs = [tuple(given.shape), *layered.activation_shapes(given)]
+        inputs = tuple(outputs[first][1:] for first in boundaries[:-1])
+        return cls(recipe, inputs, TensorForm(targets.shape[1:], targets.dtype), micro_batch)
+
+    def expected(self, offer: PeerToPeerOfferTensor, stage: int) -> tuple[tuple[int, ...], TensorForm | None]:
+        """The shape of what is offered to a stage, and the form of the targets with it. Raises ``WireError`` for
+        something that no stage sends."""
+        samples = offer.stop - offer.start
+        if not 0 < samples <= self.micro_batch:
+            raise WireError(f"a micro-batch of {samples} samples; expected 1 to {self.micro_batch}")
+        at = stage if offer.kind == "activation" else stage + 1
+        if not 0 < at < len(self.inputs):
+            raise WireError(f"stage {stage} takes no {offer.kind} from others")
+        shape = (samples, *self.inputs[at])
+        if offer.kind == "gradient":
+            return shape, None
+        return shape, TensorForm((samples, *self.targets.shape), self.targets.dtype)
+
+    def check_targets(self, targets: Tensor | None, samples: int) -> None:
+        """Before they reach a device. Raises ``WireError`` unless they could be those of so many samples."""
+        if targets is None:
+            raise WireError("an activation without targets")
+        try:
+            self.recipe.check_targets(targets, samples)
+        except ValueError as error:
+            raise WireError(f"targets that no sample has: {error}") from error
 
 
 class StageInbox:

@@ -1,0 +1,258 @@
+"""Placement of stages on peers: a first plan, its changes when peers come and go, and why there is none.
+
+Small swarms get the best plan there is, large ones one near it. A plan changes as little as possible and, for speed
+alone, by one peer at a time: whoever moves has to download another stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shoal.swarm.pipeline.planner.model import (
+    Flags,
+    Floats,
+    Indices,
+    Infeasible,
+    LayerCost,
+    PeerCapability,
+    SpanTable,
+    StagePlan,
+    Swarm,
+)
+from shoal.swarm.pipeline.planner.solver import EFFORT, Search, assign, cover, smooth_least
+
+
+def as_plan(swarm: Swarm, table: SpanTable, choice: Indices) -> StagePlan:
+    spans, recomputes = {}, set()
+    for row, one in enumerate(swarm.peers):
+        if (at := int(choice[row])) >= 0:
+            spans[one.peer] = (int(table.first[at]), int(table.last[at]))
+            if table.recomputes[row, at]:
+                recomputes.add(one.peer)
+    return StagePlan(table.boundaries, spans, frozenset(recomputes))
+
+
+def as_choice(swarm: Swarm, table: SpanTable, plan: StagePlan) -> Indices:
+    """The other way round: of the peers that are there, what they hold and still can."""
+    choice = np.full(len(swarm.peers), -1, dtype=np.int64)
+    for row, one in enumerate(swarm.peers):
+        span = plan.spans.get(one.peer)
+        if span is not None and table.rates[row, at := table.index_of(span)] > 0:
+            choice[row] = at
+    return choice
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``rate``: micro-batches a second; 0 for one whose memory is too small by now, which keeps as little as it can."""
+
+    rate: float
+    recomputes: bool
+
+
+def predictions(swarm: Swarm, plan: StagePlan) -> dict[str, Prediction]:
+    """What is expected of the peers that are there, each in its span."""
+    table = swarm.table(plan.boundaries)
+    found = {}
+    for row, one in enumerate(swarm.peers):
+        if (span := plan.spans.get(one.peer)) is not None:
+            at = table.index_of(span)
+            rate = float(table.rates[row, at])
+            found[one.peer] = Prediction(rate, rate == 0.0 or bool(table.recomputes[row, at]))
+    return found
+
+
+def no_place(swarm: Swarm, cut: Sequence[int]) -> str:
+    """Why the first peer of the swarm, alone in it, holds none of these stages, and what its owner may do."""
+    needs = swarm.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
+    stage = int(np.argmin(needs))
+    if needs[stage] <= swarm.most_memory():
+        return "the plan has no place for this machine now: it waits, and steps in where somebody is missing"
+    return (
+        f"this machine can hold no stage: the smallest, stage {stage} ({_layers(cut[stage], cut[stage + 1])}), takes "
+        f"{needs[stage] / 1e6:,.1f} MB of memory, and it has {swarm.most_memory() / 1e6:,.1f} MB to give: join again "
+        f"with a larger --max-memory, or when other programs have ended"
+    )
+
+
+def missing(swarm: Swarm, cut: Sequence[int], stages: Iterable[int]) -> Infeasible:
+    """That of these stages nobody can hold the largest one, or that those who can are too few."""
+    needs = swarm.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
+    stage = max(stages, key=lambda one: (needs[one], -one))
+    where = f"stage {stage} ({_layers(cut[stage], cut[stage + 1])})"
+    needed, most = f"{needs[stage] / 1e6:,.1f} MB", f"{swarm.most_memory() / 1e6:,.1f} MB"
+    if needs[stage] > swarm.most_memory():
+        return Infeasible(
+            f"nobody can hold {where}: it takes {needed} of memory and the most that a peer has is {most}"
+        )
+    return Infeasible(
+        f"the {len(swarm.peers)} peers cannot hold all {len(cut) - 1} stages together: {where} alone takes {needed} "
+        f"of memory, all of them {needs.sum() / 1e6:,.1f} MB; a peer more with {needed} or more is needed"
+    )
+
+
+def _layers(start: int, stop: int) -> str:
+    return f"layer {start}" if stop - start == 1 else f"layers {start} to {stop - 1}"
+
+
+@dataclass(frozen=True)
+class Rebalancing:
+    """When a peer may be moved although no stage is empty."""
+
+    now_s: float
+    moved_s: Mapping[str, float] = field(default_factory=dict)
+    """By peer: when it was last given another span than it had, for whatever reason."""
+    gain: float = 0.1
+    """A move has to make the run faster by this fraction."""
+    pause_s: float = 120.0
+    """No sooner than this after any move; a peer that moved rests as long before others are as good a choice."""
+
+
+def replan(
+    previous: StagePlan,
+    layers: Sequence[LayerCost],
+    peers: Sequence[PeerCapability],
+    *,
+    max_in_flight: int,
+    optimizer_values: int,
+    rebalancing: Rebalancing | None = None,
+) -> StagePlan | Infeasible:
+    """The plan for the peers that are there now: boundaries stay, and peers keep their spans where they can.
+
+    In this order: who left, or has not the memory for its span any more, loses it. A stage that this leaves empty is
+    refilled by newcomers and by as few moves as possible. Everybody else without a span gets the one where it helps
+    most. If nothing had to be moved, ``rebalancing`` allows one move to where it helps most. A refill whose search
+    would take too long gives way to a new assignment for everybody.
+
+    Infeasible: some stage cannot be held by anybody; ask again when somebody comes, with the same ``previous``.
+    """
+    swarm = Swarm(layers, peers, max_in_flight, optimizer_values)
+    if not swarm.peers:
+        return Infeasible("no peer is there that could hold a stage")
+    table = swarm.table(previous.boundaries)
+    before = as_choice(swarm, table, previous)
+    homeless = before < 0
+    choice: Indices | None = before
+    if table.rate(before) <= 0:
+        choice = _refilled(swarm, table, before, rebalancing)
+        if choice is None:
+            # Of those that are empty now, what nobody can hold; else that they are too few for all.
+            empty = [int(stage) for stage in np.flatnonzero(table.load(before) <= 0)]
+            return missing(swarm, previous.boundaries, empty)
+    choice = assign(table, choice, homeless)
+    if rebalancing is not None and _rested(rebalancing) and (choice[~homeless] == before[~homeless]).all():
+        choice = _rebalanced(table, choice, ~homeless, rebalancing.gain)
+    return as_plan(swarm, table, choice)
+
+
+def moved_between(before: StagePlan, after: StagePlan) -> frozenset[str]:
+    """Peers with a span in both plans, but not the same: those that have to fetch another stage."""
+    both = before.spans.keys() & after.spans.keys()
+    return frozenset(peer for peer in both if before.spans[peer] != after.spans[peer])
+
+
+def _rested(rebalancing: Rebalancing) -> bool:
+    last = max(rebalancing.moved_s.values(), default=-np.inf)
+    return bool(rebalancing.now_s - last >= rebalancing.pause_s)
+
+
+def _refilled(swarm: Swarm, table: SpanTable, before: Indices, rebalancing: Rebalancing | None) -> Indices | None:
+    """With every stage held by somebody; None if that cannot be."""
+    tired = np.array([_is_tired(one.peer, rebalancing) for one in swarm.peers], dtype=np.bool_)
+    covering = cover(table, before, tired)
+    if covering is None:
+        # Too many ways to try them all, or none.
+        covering = assign(table)
+        return covering if table.rate(covering) > 0 else None
+    # Whoever moves anyway goes where it helps most, with the others.
+    return assign(table, covering, covering != before)
+
+
+def _is_tired(peer: str, rebalancing: Rebalancing | None) -> bool:
+    if rebalancing is None or peer not in rebalancing.moved_s:
+        return False
+    return rebalancing.now_s - rebalancing.moved_s[peer] < rebalancing.pause_s
+
+
+def _rebalanced(table: SpanTable, choice: Indices, movable: Flags, gain: float) -> Indices:
+    """With the one move that makes the run fastest, if that is worth it."""
+    load = table.load(choice)
+    rate = float(load.min())
+    slowest = int(load.argmin())
+    stages = np.arange(table.stages)
+    helps = np.flatnonzero((table.first <= slowest) & (slowest <= table.last))
+    covers = ((table.first[helps, None] <= stages) & (stages <= table.last[helps, None])).astype(np.float64)
+    best, best_after = choice, (rate * (1 + gain), -np.inf)
+    for peer in np.flatnonzero(movable & (choice >= 0)):
+        # From the sum without it, and not by taking its rate away: what it alone held has to be zero.
+        without = choice.copy()
+        without[peer] = -1
+        loads: Floats = table.load(without) + table.rates[peer, helps, None] * covers
+        after = loads.min(axis=1)
+        at = int(after.argmax())
+        if after[at] < best_after[0] or helps[at] == choice[peer]:
+            continue
+        score = (float(after[at]), float(smooth_least(loads[at], 8 / after[at])))
+        if score > best_after:
+            best, best_after = choice.copy(), score
+            best[peer] = helps[at]
+    return best
+
+
+CLEARLY = 1 + 1e-6
+"""More stages have to be faster by this: each costs rounds, messages and hops of its own."""
+
+
+def plan_stages(
+    layers: Sequence[LayerCost],
+    peers: Sequence[PeerCapability],
+    *,
+    stages: int | None,
+    max_in_flight: int,
+    optimizer_values: int,
+) -> StagePlan | Infeasible:
+    """Cut into so many ``stages`` (None: the number with the highest rate, the fewest of equally good ones).
+
+    ``optimizer_values``: float32 values that the optimizer keeps for each parameter. Raises ``ValueError`` for
+    inputs that fit no plan at all, as more stages than layers.
+    """
+    if stages is not None and not 1 <= stages <= len(layers):
+        raise ValueError(f"{stages} stages cannot be cut from {len(layers)} layers")
+    swarm = Swarm(layers, peers, max_in_flight, optimizer_values)
+    search = Search(swarm)
+    numbers = [stages] if stages is not None else search.numbers()
+    begun = {count: search.seed(count) for count in numbers}
+    rates = {count: found[0].rate(found[1]) if found else 0.0 for count, found in begun.items()}
+    numbers = search.promising(rates)
+    plans = [search.refined(count, begun[count], EFFORT // len(numbers)) for count in numbers]
+    good = [found for found in plans if found is not None and found[0].rate(found[1]) > 0]
+    if not good:
+        return _why_not(search, stages)
+    fastest = max(table.rate(choice) for table, choice in good)
+    return as_plan(swarm, *next(one for one in good if one[0].rate(one[1]) * CLEARLY >= fastest))
+
+
+def plan_rate(
+    plan: StagePlan,
+    layers: Sequence[LayerCost],
+    peers: Sequence[PeerCapability],
+    *,
+    max_in_flight: int,
+    optimizer_values: int,
+) -> float:
+    """Micro-batches a second of the slowest stage. Peers that are not there, or cannot hold their span, give none."""
+    swarm = Swarm(layers, peers, max_in_flight, optimizer_values)
+    table = swarm.table(plan.boundaries)
+    return table.rate(as_choice(swarm, table, plan))
+
+
+def _why_not(search: Search, stages: int | None) -> Infeasible:
+    if not search.swarm.peers:
+        return Infeasible("no peer is there that could hold a stage")
+    count = search.swarm.layers if stages is None else stages
+    cut = search.ranges.cuts(search.ranges.least_bytes, count, add=False)[1][-1]
+    assert cut is not None
+    return missing(search.swarm, cut, range(count))
