@@ -23,7 +23,7 @@ from shoal.peer.demo.processes import Child
 from shoal.peer.offline.export import export_model
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import RosterEntry
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 T = TypeVar("T")
 

@@ -21,6 +21,7 @@ import zmq.asyncio
 from light_view import Glance, Record, glance
 from zmq.utils import z85
 
+from shoal.swarm.aio import task_scope
 from shoal.swarm.averaging.norm_bounds import pack, ranges
 from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
@@ -43,7 +44,6 @@ from shoal.swarm.protocol.messages import (
     TensorSpec,
 )
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
-from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport.sockets import bind, endpoint, tune
 
 TOKENS_PER_SAMPLE = 1024

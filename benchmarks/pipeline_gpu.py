@@ -34,8 +34,7 @@ from shoal.peer.training.device import autocast, choose_device
 from shoal.peer.training.inner_loop import InnerLoop
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import DeviceError
-from shoal.swarm.protocol.run_file import DataSection, PipelineSection
-from shoal.swarm.protocol.run_values import make_codec
+from shoal.swarm.protocol.run_file import DataSection, PipelineSection, make_codec
 
 SIZES = {"layers": 12, "width": 1024, "heads": 16, "context": 1024}
 SMALL = {"layers": 2, "width": 64, "heads": 2, "context": 32}

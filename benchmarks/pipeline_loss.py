@@ -17,8 +17,7 @@ from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.training.sample_order import SampleOrder
 from shoal.swarm.pipeline.engine.effects import MicroBatch
-from shoal.swarm.protocol.run_file import DataSection
-from shoal.swarm.protocol.run_values import make_codec
+from shoal.swarm.protocol.run_file import DataSection, make_codec
 
 SETTINGS = {"layers": 4, "width": 96, "heads": 4, "context": 64, "tie_embedding": False}
 BOUNDARIES = (0, 2, 4, 6)

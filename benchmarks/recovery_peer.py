@@ -27,9 +27,9 @@ from shoal.peer.member.replica import Brought
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
 from shoal.swarm.protocol.messages import Blob, Role, Verdict
-from shoal.swarm.transport.links import Sink
+from shoal.swarm.transport.link import Sink
+from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.source import ChunkSource
-from shoal.swarm.transport.transport import Node
 
 STEP_S = 0.05
 """As if a GPU took so long: peers that share this machine's cores would otherwise measure these."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from shoal.compression.norms import norms_of
 from shoal.peer.member.member import Member
 from shoal.peer.training.anchor import State
+from shoal.swarm.aio import task_scope
 from shoal.swarm.averaging.norm_bounds import ranges as claimed_ranges
 from shoal.swarm.averaging.outcome import Committed, RoundOffer
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
@@ -38,9 +39,8 @@ from shoal.swarm.protocol.messages import (
     SampleRange,
     TensorSpec,
 )
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.links import Sink
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.link import Sink
+from shoal.swarm.transport.node import Node
 
 _PROBE_STEP = 4099
 """Every so manieth value of a mean is checked."""

@@ -20,7 +20,7 @@ from common import entry_of, parser, publish
 
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import Blob, RosterEntry
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 CHUNK = 2**20
 BLOB = Blob(kind="state", number=0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
-from shoal.swarm.tasks import leaf
+from shoal.swarm.aio import leaf
 
 _INTERRUPT_POLL_S = 0.2
 

@@ -18,12 +18,11 @@ from shoal.peer.history.round_records import RoundRecords
 from shoal.peer.training.anchor import State
 from shoal.peer.training.lr_schedule import run_lr_factor
 from shoal.peer.training.outer_optimizer import OuterOptimizer
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError, StateFileError, WireError
 from shoal.swarm.protocol.messages import RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.links import in_thread
 
 log = logging.getLogger(__name__)
 

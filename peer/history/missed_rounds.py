@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from shoal.peer.history.catch_up import Steps, catch_up, path
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.training.anchor import State
+from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError, StateFileError
 from shoal.swarm.protocol.messages import RunView, Verdict
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 

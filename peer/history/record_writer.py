@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 from shoal.peer.history.round_records import RoundRecord, RoundRecords
+from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError
 from shoal.swarm.protocol.messages import Blob, Verdict
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 

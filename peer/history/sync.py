@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shoal.peer.history.chain import Origin
 from shoal.peer.history.file import HistoryFile
+from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, RunEnded, StateFileError, StorageError, Superseded, WireError
 from shoal.swarm.protocol.messages import (
@@ -19,7 +20,6 @@ from shoal.swarm.protocol.messages import (
     Verdict,
 )
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
-from shoal.swarm.transport.links import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from shoal.peer.state_transfer.start_state import RunStart, StartState
 from shoal.peer.state_transfer.state_fetch import Report
 from shoal.peer.training.anchor import State
 from shoal.peer.training.outer_optimizer import outer_of
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcome import Outcome, RoundOffer
 from shoal.swarm.client.bandwidth_probe import PROBE, ProbeSource, probe_link, witnesses
@@ -45,10 +46,7 @@ from shoal.swarm.protocol.messages import (
     TensorSpec,
     Verdict,
 )
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.scoped_endpoint import ScopedEndpoint
-from shoal.swarm.transport.transport import Endpoint, Node
+from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from types import MappingProxyType
 
 from shoal.peer.member.member import Member
 from shoal.peer.member.tenure import Tenure
+from shoal.swarm.aio import task_scope
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import RunView
-from shoal.swarm.tasks import task_scope
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from shoal.swarm.aio import task_scope
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.messages import RunView
-from shoal.swarm.tasks import task_scope
 
 T = TypeVar("T")
 

@@ -30,13 +30,13 @@ from shoal.peer.recipes import load_model
 from shoal.peer.regular_file import check_memory, open_regular, read_regular
 from shoal.peer.training.anchor import bytes_of
 from shoal.peer.training.parameters import plain_name
+from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError, UserError, WireError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import RunView, TensorSpec, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import are_all_stages
-from shoal.swarm.transport.links import in_thread
 
 _MAX_CONFIG_BYTES = 2**20
 

@@ -30,8 +30,7 @@ from shoal.swarm.errors import LinkError, RecipeError, StateFileError
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import RunView, TensorSpec
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.transport.scoped_endpoint import ScopedEndpoint
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint, ScopedEndpoint
 
 log = logging.getLogger(__name__)
 

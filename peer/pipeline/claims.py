@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.coordinator.lease_ledger import Ranges, count, from_wire, merge, overlap, subtract, to_wire
 from shoal.swarm.errors import LinkError, RunEnded, Superseded
 from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, Release, as_range
 from shoal.swarm.protocol.messages import (
@@ -21,6 +20,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
 )
+from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, overlap, subtract, to_wire
 
 log = logging.getLogger(__name__)
 

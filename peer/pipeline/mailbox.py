@@ -17,7 +17,7 @@ from shoal.swarm.pipeline.engine.effects import Answer, Fetch, MicroBatch, Note,
 from shoal.swarm.pipeline.engine.engine import Span
 from shoal.swarm.protocol.messages import Acknowledged, Message, PeerToPeerNote, PeerToPeerOfferTensor
 from shoal.swarm.transport.channel import Channel
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 
 @dataclass(frozen=True)

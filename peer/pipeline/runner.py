@@ -22,7 +22,7 @@ from shoal.peer.pipeline.tasks import Backward, Forget, Forward, LookUp, Made, T
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.tensor_store import StageTensors, offer_of
 from shoal.peer.pipeline.view_watch import Attention, StageWatch
-from shoal.swarm.coordinator.lease_ledger import Ranges
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import (
     Answer,
@@ -45,8 +45,7 @@ from shoal.swarm.pipeline.engine.effects import (
 )
 from shoal.swarm.pipeline.engine.engine import StageEngine
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerNote
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.links import in_thread
+from shoal.swarm.sample_ranges import Ranges
 
 Do = Callable[[Iterable[Effect | Made]], None]
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, pack, unpack
+from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.pipeline.engine.effects import Fetch, Send, TensorKind
 from shoal.swarm.protocol.messages import Blob, PeerToPeerOfferTensor
 from shoal.swarm.protocol.messages import TensorForm as WireForm
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 CHUNK_BYTES = 2**20
 

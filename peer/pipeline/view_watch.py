@@ -9,9 +9,9 @@ from typing import Literal
 from shoal.peer.closing import is_due
 from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers
+from shoal.swarm.aio import task_scope
 from shoal.swarm.pipeline.engine.engine import Span
 from shoal.swarm.protocol.messages import RunView
-from shoal.swarm.tasks import task_scope
 
 Attention = Literal["", "round", "afresh", "spoilt", "moved", "ended"]
 """What goes before computing: a round that is to be closed or concluded, or was; a membership that was lost or a state

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shoal.peer.state_transfer.chunk_format import BFLOAT16, RAW, Form
 from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, State, bytes_of, chunk_digest, chunks_in
+from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import Busy
 from shoal.swarm.protocol.messages import Blob
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 MAX_READERS = 8
 """Joiners that one donor serves at once: more of them would all be slow. Others ask it again soon."""

@@ -15,11 +15,11 @@ from shoal.peer.state_transfer.partial_state import PartialState, Wanted, begun_
 from shoal.peer.state_transfer.start_state import StartState
 from shoal.peer.state_transfer.state_fetch import Report, StateFetch
 from shoal.peer.training.anchor import State
+from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, RunEnded
 from shoal.swarm.protocol.messages import KeptState
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 

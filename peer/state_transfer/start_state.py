@@ -13,12 +13,11 @@ from torch import Tensor
 
 from shoal.peer.state_transfer.start_files import StartFiles, hash_of
 from shoal.peer.training.anchor import CHUNK_BYTES, State, bytes_of, chunks_in
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, ModelMismatch, ShoalError, StateFileError
 from shoal.swarm.protocol.messages import Blob, TensorSpec
 from shoal.swarm.protocol.start_section import StartSection
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 

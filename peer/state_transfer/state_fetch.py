@@ -14,11 +14,10 @@ from shoal.peer.state_transfer.chunk_shares import ChunkShares, Run
 from shoal.peer.state_transfer.donor import digests_blob
 from shoal.peer.state_transfer.partial_state import PartialState
 from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, chunks_in
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import Busy, LinkError, ShoalError, WireError
 from shoal.swarm.protocol.messages import Blob
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.chunk_header import ChunkHeader, holders, may_hold
 from shoal.swarm.averaging.chunk_streams import ChunkConsumer, ExchangeContext
@@ -29,9 +30,8 @@ from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, ShoalError
 from shoal.swarm.protocol.messages import Blob, Delivery, Part, PeerToCoordinatorRoundReport
-from shoal.swarm.transport.links import in_thread
+from shoal.swarm.transport.node import Endpoint
 from shoal.swarm.transport.source import ChunkSource
-from shoal.swarm.transport.transport import Endpoint
 
 __all__ = ["AllReduce", "ExchangeResult", "ResultStore"]
 

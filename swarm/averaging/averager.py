@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.compression.codec import CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import may_hold
@@ -35,9 +36,7 @@ from shoal.swarm.protocol.messages import (
     RunView,
     Verdict,
 )
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 

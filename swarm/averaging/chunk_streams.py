@@ -16,9 +16,9 @@ from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, MemberGone, ShoalError, WireError
 from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
-from shoal.swarm.transport.links import Sink
+from shoal.swarm.transport.link import Sink
+from shoal.swarm.transport.node import Endpoint
 from shoal.swarm.transport.source import ChunkSource
-from shoal.swarm.transport.transport import Endpoint
 
 log = logging.getLogger(__name__)
 

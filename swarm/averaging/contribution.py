@@ -7,10 +7,10 @@ import asyncio
 import torch
 
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable
 from shoal.swarm.protocol.messages import Blob, RoundPlan
-from shoal.swarm.transport.links import in_thread
 
 _ENCODED_AT_ONCE, _ENCODED_ELEMENTS = 4, 2**22
 """Chunks, but not more elements: a turn of a worker thread costs about as much as a small chunk."""

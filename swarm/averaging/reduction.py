@@ -18,14 +18,13 @@ from torch import Tensor
 from shoal.compression.codec import CodecError, Packed
 from shoal.compression.coding import Coding
 from shoal.compression.weighted_mean import Lost, WeightedMean
+from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.chunk_streams import ChunkConsumer, ExchangeContext, StreamRequest
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.straggler_guard import StragglerGuard
-from shoal.swarm.changes import Changes
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.transport.links import in_thread
 
 log = logging.getLogger(__name__)
 

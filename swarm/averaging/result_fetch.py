@@ -7,14 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.results import ResultStore, is_committed
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, LinkError, ShoalError
 from shoal.swarm.protocol.messages import Part, Verdict
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.links import Sink, in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.link import Sink
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 

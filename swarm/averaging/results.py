@@ -17,14 +17,13 @@ from torch import Tensor
 from shoal.compression.codec import Codec, CodecError
 from shoal.compression.coding import Coding
 from shoal.compression.decoding import Piece, decode_all
+from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
-from shoal.swarm.changes import Changes
 from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
 from shoal.swarm.protocol.messages import Blob, Part, RoundPlan, Verdict
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Endpoint
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 

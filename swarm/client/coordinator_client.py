@@ -1,4 +1,4 @@
-"""A member's side of the coordinator: join, heartbeat, the current view, and requests that outlive its absence."""
+"""The way to the coordinator, which may be at any of the invite's addresses: which one to call, and when the next."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shoal.swarm.client.coordinator_line import Line
+from shoal.swarm.aio import task_scope
 from shoal.swarm.deadlines import CONNECT_S, Deadlines
-from shoal.swarm.errors import DeadlineExceeded, LinkError, Superseded, TryLater, Unreachable
-from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.errors import DeadlineExceeded, LinkError, RunChanged, Superseded, TryLater, Unreachable, WireError
+from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
+from shoal.swarm.protocol.invite import Address, Invite, address_text
 from shoal.swarm.protocol.messages import (
     MAX_TROUBLE,
     Acknowledged,
     Certificate,
     CoordinatorToPeerJoinAccepted,
+    CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
     DeviceInfo,
     LeaveReason,
     Message,
+    PeerToCoordinatorGetRun,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
@@ -33,18 +35,187 @@ from shoal.swarm.protocol.messages import (
     RosterEntry,
     RunView,
 )
-from shoal.swarm.protocol.published_run import PublishedRun, check_hash, fetch_run
-from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.verdict_chain import check_verdict
-from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport.addresses import Reach, least_reach, may_dial
-from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.control import Channel, ControlPlane
+from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.sockets import SILENCE_S, all_addresses
-from shoal.swarm.transport.transport import Node
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+
+HEAD_START_S = 1.0
+"""Between the first calls to two addresses. All go on trying, so none has to be given up for the next one."""
+
+_FIRST_ANSWER_S = 3.0
+"""For an answer from whoever is connected and silent, while there is another address; doubled with each failure of all
+of them, as a slow coordinator must be heard in the end."""
+
+
+class CoordinatorConnector:
+    """``channel``: the one that was asked last, None before the first request. The clients of all scopes share one."""
+
+    def __init__(self, control: ControlPlane, invite: Invite) -> None:
+        self.channel: Channel | None = None
+        self._control = control
+        self._key = invite.key
+        self._addresses = list(invite.addresses)  # the one that answered last first
+        self._at = invite.addresses[0]
+        self._is_silent = False
+        self._failures = 0
+
+    async def request(self, message: Message, reply: type[M], limit_s: float, scope: int = 0) -> M:
+        """One try: connect to whoever is there, and ask. ``limit_s``: for either of the two.
+
+        Raises ``Unreachable``, ``DeadlineExceeded``, or what the coordinator answers."""
+        try:
+            channel = await self._connect(limit_s)
+        except LinkError as error:
+            # Another key, a refusal: somebody else is there now, and the coordinator may come back.
+            raise Unreachable(str(error)) from error
+        return await self._ask(channel, message, reply, self._answer_s(limit_s), scope)
+
+    async def request_anywhere(
+        self, message: Message, reply: type[M], connect_s: float, answer_s: float, scope: int = 0
+    ) -> M:
+        """Ask at one address after the other until somebody answers; for the first request of all.
+
+        Raises as ``request``, and ``WrongKey`` or ``NotAdmitted`` when that is all that was found."""
+        for _ in self._addresses[1:]:
+            channel = await self._connect(connect_s)
+            try:
+                return await self._ask(channel, message, reply, min(answer_s, connect_s), scope)
+            except (DeadlineExceeded, Unreachable) as error:
+                log.info("%s; trying the invite's next address", error)
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + connect_s
+        while True:
+            channel = await self._connect(connect_s)
+            try:
+                return await self._ask(channel, message, reply, answer_s, scope)
+            except Unreachable:
+                # A port that strangers flood hangs up on whoever it does not know yet, too.
+                if not channel.was_connected or loop.time() > give_up_s:
+                    raise
+
+    async def _ask(self, channel: Channel, message: Message, reply: type[M], limit_s: float, scope: int) -> M:
+        try:
+            answer = await channel.request(message, reply, limit_s, scope)
+        except (DeadlineExceeded, Unreachable):
+            if channel is self.channel and len(self._addresses) > 1:
+                self._failures += 1
+                if channel.is_connected:  # whoever is there stands still: the others are called first
+                    self._is_silent = True
+                    self._addresses.sort(key=lambda one: one == self._at)
+            raise
+        if channel is self.channel:
+            self._failures = 0
+            self._addresses.sort(key=lambda one: one != self._at)
+        return answer
+
+    def _answer_s(self, limit_s: float) -> float:
+        if len(self._addresses) == 1:
+            return limit_s
+        return min(limit_s, _FIRST_ANSWER_S * 2.0 ** min(self._failures // len(self._addresses), 16))
+
+    async def _connect(self, limit_s: float) -> Channel:
+        """The first to be connected, of those that are called ``HEAD_START_S`` apart."""
+        if self.channel is not None and self.channel.is_connected and not self._is_silent:
+            return self.channel
+        if len(self._addresses) == 1:
+            self.channel = self._dial(self._at)
+            await self.channel.connected(limit_s)
+            return self.channel
+        troubles: dict[Address, LinkError] = {}
+        async with task_scope() as tasks:
+            calls = [
+                tasks.create_task(self._call(address, number * HEAD_START_S, limit_s))
+                for number, address in enumerate(self._addresses)
+            ]
+            for call in asyncio.as_completed(calls):
+                address, found = await call
+                if not isinstance(found, LinkError):
+                    self._turn_to(address, found)
+                    break
+                troubles[address] = found
+            for task in calls:
+                task.cancel()
+        if len(troubles) == len(self._addresses):
+            raise _trouble(troubles)
+        assert self.channel is not None
+        return self.channel
+
+    async def _call(self, address: Address, after_s: float, limit_s: float) -> tuple[Address, Channel | LinkError]:
+        await asyncio.sleep(after_s)
+        try:
+            channel = self._dial(address)
+            await channel.connected(limit_s)
+        except LinkError as error:
+            return address, error
+        return address, channel
+
+    def _turn_to(self, address: Address, channel: Channel) -> None:
+        if self.channel is not None and address != self._at:
+            log.info("the coordinator is called at %s now", address_text(*address))
+        self.channel, self._at, self._is_silent = channel, address, False
+
+    def _dial(self, address: Address) -> Channel:
+        return self._control.dial(*address, self._key)
+
+
+def _trouble(troubles: dict[Address, LinkError]) -> LinkError:
+    """One error that names all addresses. When one of them may only be away, trying again is worth it."""
+    away = [error for error in troubles.values() if isinstance(error, Unreachable)]
+    if len(away) == len(troubles):
+        places = " or ".join(address_text(*address) for address in troubles)
+        return Unreachable(
+            f"nothing answers at {places}: is the coordinator running there, are the ports open, "
+            "are the addresses right?"
+        )
+    text = "; ".join(str(error) for error in troubles.values())
+    return Unreachable(text) if away else type(next(iter(troubles.values())))(text)
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """``toml``: as the host wrote it; ``coordinator``: its identity and the key that the invite names."""
+
+    toml: str
+    run_file: RunFile
+    coordinator: Certificate
+
+
+async def fetch_run(connector: CoordinatorConnector, invite: Invite) -> PublishedRun:
+    """Ask whoever answers at the invite's addresses.
+
+    Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``ProtocolMismatch``, ``RunFileError`` for a file that no run
+    may have, and ``RunChanged`` for another one than the invite's."""
+    ask = PeerToCoordinatorGetRun(run=invite.run)
+    answer = await connector.request_anywhere(ask, CoordinatorToPeerRun, CONNECT_S, CONNECT_S)
+    verify_certificate(answer.coordinator)
+    if answer.coordinator.curve_key != invite.key:
+        raise WireError("the coordinator's certificate is for another key than the invite's")
+    check_hash(answer.run_hash, invite)
+    run_file = parse_run_file(answer.run_toml, "the coordinator's run file")
+    if run_file.hash != invite.run_hash:
+        raise RunChanged(
+            "the run file that the host sent has another hash than the invite's: install the same release of shoal on "
+            "both machines; if it is the same, the host has changed the run since: do not join before you know why"
+        )
+    return PublishedRun(answer.run_toml, run_file, answer.coordinator)
+
+
+def check_hash(run_hash: bytes, invite: Invite) -> None:
+    """Raises ``RunChanged`` unless the coordinator says to host the invite's run."""
+    if run_hash != invite.run_hash:
+        raise RunChanged(
+            f"the host has changed the run {invite.run!r} since this invite: its hash is {run_hash.hex()[:16]} now, "
+            f"and {invite.run_hash.hex()[:16]} in the invite; ask for a new invite, and what has changed"
+        )
+
+
 _RETRY_S = 0.5
 _LEAVE_S = 2.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 15.0
@@ -86,7 +257,7 @@ class CoordinatorClient:
         self.joins = 0
         """How many times we were admitted; what an earlier membership held is with others."""
         self._certificate = identity.certify(keys)
-        self._line = Line(node.control, invite)
+        self._connector = CoordinatorConnector(node.control, invite)
         self._view: RunView | None = None
         self._is_ahead = False
         """We know of a verdict that the coordinator has forgotten."""
@@ -104,7 +275,7 @@ class CoordinatorClient:
     def in_scope(self, scope: int) -> CoordinatorClient:
         """This process in another scope, over the same connection: ``join``, at last ``leave`` and ``withdraw``."""
         client = CoordinatorClient(self.node, self._identity, self._keys, self.invite, self.me, scope)
-        client._line, client._clients, client._run = self._line, self._clients, self._run
+        client._connector, client._clients, client._run = self._connector, self._clients, self._run
         self._clients.append(client)
         return client
 
@@ -115,7 +286,7 @@ class CoordinatorClient:
 
         Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``RunChanged``, ``ProtocolMismatch``, ``RunEnded``, …"""
         if self._run is None:
-            self._run = await fetch_run(self._line, self.invite)
+            self._run = await fetch_run(self._connector, self.invite)
         control, data = self.me.ports or (self.node.control_port, self.node.data_port)
         ask = PeerToCoordinatorJoinRun(
             run=self.invite.run,
@@ -127,11 +298,13 @@ class CoordinatorClient:
             control_port=control,
             data_port=data,
         )
-        answer = await self._line.request_anywhere(ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S, self.scope)
+        answer = await self._connector.request_anywhere(
+            ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S, self.scope
+        )
         check_hash(answer.run_hash, self.invite)
         self.reachable = answer.reachable
-        assert self._line.channel is not None
-        host = self._line.channel.remote_host
+        assert self._connector.channel is not None
+        host = self._connector.channel.remote_host
         self._coordinator_reach = least_reach(await all_addresses(host, 0, CONNECT_S))
         self.node.control.silence_s = min(SILENCE_S, self.deadlines.dead_s)
         self._roster_version = 0  # no run has that one: the next view brings the roster
@@ -171,7 +344,7 @@ class CoordinatorClient:
         """Tell the coordinator; never fails: it would find out by itself. ``trouble``: what keeps us from going on."""
         goodbye = PeerToCoordinatorLeave(reason=reason, trouble=trouble[:MAX_TROUBLE])
         try:
-            await self._line.request(goodbye, Acknowledged, _LEAVE_S, self.scope)
+            await self._connector.request(goodbye, Acknowledged, _LEAVE_S, self.scope)
         except LinkError as error:
             log.debug("left without a goodbye: %s", error)
 
@@ -284,11 +457,11 @@ class CoordinatorClient:
 
     async def _on_view(self, channel: Channel, message: Message) -> None:
         assert isinstance(message, CoordinatorToPeerView)
-        if channel is self._line.channel and self._view is not None:
+        if channel is self._connector.channel and self._view is not None:
             self._take(message.view)
 
     async def _on_superseded(self, channel: Channel, message: Message) -> None:
-        if channel is self._line.channel:
+        if channel is self._connector.channel:
             self._superseded = True
             self._changed.set()
 
@@ -301,7 +474,7 @@ class CoordinatorClient:
         """
         while True:
             try:
-                answer = await self._line.request(message, reply, self.deadlines.request_s, self.scope)
+                answer = await self._connector.request(message, reply, self.deadlines.request_s, self.scope)
             except (DeadlineExceeded, Unreachable) as error:
                 await self._bear_absence(error)
                 continue

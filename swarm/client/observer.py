@@ -6,8 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.client.coordinator_line import Line
+from shoal.swarm.aio import task_scope
+from shoal.swarm.client.coordinator_client import (
+    CoordinatorClient,
+    CoordinatorConnector,
+    MemberInfo,
+    PublishedRun,
+    fetch_run,
+)
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
@@ -17,9 +23,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorGetStatus,
     PeerToCoordinatorHeartbeat,
 )
-from shoal.swarm.protocol.published_run import PublishedRun, fetch_run
-from shoal.swarm.tasks import task_scope
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 _NOBODY = DeviceInfo(kind="none", name="observer", memory_bytes=0)
 
@@ -60,7 +64,7 @@ async def look_up_run(invite: Invite) -> PublishedRun:
 
     Raises as ``fetch_run``."""
     async with _stranger(CurveKeys.fresh()) as node:
-        return await fetch_run(Line(node.control, invite), invite)
+        return await fetch_run(CoordinatorConnector(node.control, invite), invite)
 
 
 @asynccontextmanager

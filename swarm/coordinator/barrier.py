@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import count, from_wire, merge
 from shoal.swarm.coordinator.round_rules import Judgement, left_out
 from shoal.swarm.coordinator.stage_scope import StageMachine
 from shoal.swarm.coordinator.trust import recorded_work
 from shoal.swarm.protocol.verdict_chain import tied_together
+from shoal.swarm.sample_ranges import count, from_wire, merge
 
 _OVER = "the run's time was over"
 _TOO_OFTEN = 3

@@ -12,7 +12,7 @@ from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.divergence import WayBack, say_way_back
 from shoal.swarm.coordinator.grouping import Rules, as_expected, plan_round
 from shoal.swarm.coordinator.influence import bounded, usual_loss, weighted_median
-from shoal.swarm.coordinator.lease_ledger import epochs_covered, from_wire, merge, to_wire
+from shoal.swarm.coordinator.lease_ledger import epochs_covered
 from shoal.swarm.coordinator.membership import counting
 from shoal.swarm.coordinator.rollback import Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.round_rules import Judgement, closing_moment, judge, left_out, lost_work, weighted_mean
@@ -23,6 +23,7 @@ from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, RoundPlan
 from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.verdict_chain import chain_hash, signed_bytes
+from shoal.swarm.sample_ranges import from_wire, merge, to_wire
 
 Sign = Callable[[bytes], bytes]
 

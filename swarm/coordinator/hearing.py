@@ -5,7 +5,6 @@ from __future__ import annotations
 from shoal.swarm.averaging.norm_bounds import claim_bytes
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.ending import Ending
-from shoal.swarm.coordinator.lease_ledger import count, from_wire, is_tidy
 from shoal.swarm.coordinator.status import status_of
 from shoal.swarm.errors import StaleWork, WireError
 from shoal.swarm.protocol.messages import (
@@ -14,6 +13,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
 )
+from shoal.swarm.sample_ranges import count, from_wire, is_tidy
 
 
 class Hearing(Ending):

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections import Counter
 
+from shoal.swarm.aio import in_thread
 from shoal.swarm.coordinator.journal import Verdicts, read_page
 from shoal.swarm.errors import TryLater
 from shoal.swarm.protocol.messages import CoordinatorToPeerVerdicts
-from shoal.swarm.transport.links import in_thread
 
 _MOST_WAITING = 2
 """Requests of one peer: one, and another after it has given up waiting for that."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.hearing import Hearing
-from shoal.swarm.coordinator.lease_ledger import Ranges, from_wire, to_wire
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.stale_journal import is_known, taken_over
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease, Verdict
+from shoal.swarm.sample_ranges import Ranges, from_wire, to_wire
 
 
 class RunMachine(Hearing):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.barrier import Barrier
 from shoal.swarm.coordinator.ending import Sign
-from shoal.swarm.coordinator.lease_ledger import Ranges, count, coverage_of, from_wire, is_tidy, merge, overlap, to_wire
+from shoal.swarm.coordinator.lease_ledger import coverage_of
 from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.coordinator.placement import Question, believed, cost_of, optimizer_values
 from shoal.swarm.coordinator.stage_scope import StageMachine
@@ -28,6 +28,7 @@ from shoal.swarm.protocol.messages import (
     StageStatus,
 )
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.sample_ranges import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
 
 # Spans ------------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,12 @@ from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.ending import Sign
-from shoal.swarm.coordinator.lease_ledger import Ranges, from_wire, to_wire, union
 from shoal.swarm.coordinator.placement import PipelineViews
 from shoal.swarm.coordinator.stage_scope import Batch, Drives, StageMachine
 from shoal.swarm.pipeline.planner.model import StagePlan
 from shoal.swarm.protocol.messages import Capability, LayerSize, Phase, PipelineView, RunView
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.sample_ranges import Ranges, from_wire, to_wire, union
 
 
 class PipelineState(Admission):

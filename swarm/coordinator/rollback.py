@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgpack
 
-from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import StorageError
+from shoal.swarm.sample_ranges import Ranges
 
 
 class CommittedRound(NamedTuple):

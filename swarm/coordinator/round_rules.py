@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shoal.swarm.coordinator.bandwidth import collectors
-from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.coordinator.trust import outvotes
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport, Phase, RoundPlan
 from shoal.swarm.protocol.run_file import RunSection
+from shoal.swarm.sample_ranges import Ranges
 
 
 @dataclass

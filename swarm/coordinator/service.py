@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.coordinator.events import Fact, verdicts_in
 from shoal.swarm.coordinator.history_reader import HistoryReader
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.lease_ledger import Ranges, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.membership import Member
 from shoal.swarm.coordinator.pipeline_run import PipelineMachine
@@ -52,11 +52,10 @@ from shoal.swarm.protocol.messages import (
     Verdict,
 )
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.tasks import task_scope
+from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.addresses import may_name, network_of, parse_address, plain_text
 from shoal.swarm.transport.control import Channel
-from shoal.swarm.transport.links import in_thread
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.divergence import Setback
 from shoal.swarm.coordinator.events import MemberKept, RunSnapshot
-from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, from_wire, to_wire
+from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger
 from shoal.swarm.coordinator.membership import Member, Membership
 from shoal.swarm.coordinator.rollback import History
 from shoal.swarm.coordinator.round_rules import Round
 from shoal.swarm.coordinator.trust import Accusations
+from shoal.swarm.sample_ranges import from_wire, to_wire
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.state import RunState

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.ending import Sign
 from shoal.swarm.coordinator.hearing import Hearing
-from shoal.swarm.coordinator.lease_ledger import (
+from shoal.swarm.errors import WireError
+from shoal.swarm.protocol.messages import (
+    PeerToCoordinatorClaim,
+    PeerToCoordinatorDescribeModel,
+    PeerToCoordinatorRelease,
+)
+from shoal.swarm.protocol.pins import PinnedLayer
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.verdict_chain import genesis
+from shoal.swarm.sample_ranges import (
     Ranges,
     count,
     covers,
@@ -23,15 +32,6 @@ from shoal.swarm.coordinator.lease_ledger import (
     to_wire,
     union,
 )
-from shoal.swarm.errors import WireError
-from shoal.swarm.protocol.messages import (
-    PeerToCoordinatorClaim,
-    PeerToCoordinatorDescribeModel,
-    PeerToCoordinatorRelease,
-)
-from shoal.swarm.protocol.pins import PinnedLayer
-from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.verdict_chain import genesis
 
 # Micro-batches of a round -----------------------------------------------------------------------------------
 

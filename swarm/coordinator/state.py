@@ -9,7 +9,7 @@ from shoal.swarm.coordinator import snapshot
 from shoal.swarm.coordinator.admission import Admission
 from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, way_back
 from shoal.swarm.coordinator.influence import exceeds, level_of, power_of, suspects_of
-from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, count, from_wire, merge, subtract
+from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.coordinator.round_rules import Goal, Round, Work, is_over
@@ -18,6 +18,7 @@ from shoal.swarm.coordinator.trust import Accusations, LeaseClock, newcomers_tok
 from shoal.swarm.protocol.messages import DivergenceWord, RunView, TensorSpec, Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.verdict_chain import genesis
+from shoal.swarm.sample_ranges import count, from_wire, merge, subtract
 
 _MAX_COUNT = 2**62
 _LEASED_ROUNDS = 64

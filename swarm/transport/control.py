@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import (
     LinkError,
     NotAdmitted,
@@ -34,7 +35,6 @@ from shoal.swarm.protocol.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_RE
 from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.inflow import Inflow
-from shoal.swarm.transport.links import in_thread
 from shoal.swarm.transport.sockets import CURVE_DOMAIN, PROBES, SILENCE_S, bind, endpoint, tune
 
 __all__ = ["Channel", "ControlPlane", "Handler"]

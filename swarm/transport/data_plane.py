@@ -1,7 +1,7 @@
 """The data plane: streams of sealed chunks over plain TCP sockets, with credit, resumption and no copies.
 
 The receiver pulls: it opens a stream of a blob's chunks with a message over the link, grants credit as it consumes,
-and chunks are decrypted straight into the memory where they belong (``pump.py``). Frames of unknown links, without
+and chunks are decrypted straight into the memory where they belong (``io_thread.py``). Frames of unknown links, without
 credit or under other keys are dropped before any work is done with them.
 """
 
@@ -14,6 +14,7 @@ import socket as sockets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
+from shoal.swarm.aio import task_scope
 from shoal.swarm.errors import (
     BlobUnavailable,
     LinkClosed,
@@ -35,11 +36,19 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerStreamEnded,
 )
 from shoal.swarm.protocol.wire import Envelope, decode, encode
-from shoal.swarm.tasks import task_scope
 from shoal.swarm.transport.frame_crypto import SealedLink, preferred_cipher
-from shoal.swarm.transport.frames import Frame
-from shoal.swarm.transport.links import CREDIT, MAX_STREAMS_PER_LINK, MOST_CREDIT, Incoming, Link, Meter, Outgoing, Sink
-from shoal.swarm.transport.pump import MAX_CONNECTIONS_PER_LINK, Pump
+from shoal.swarm.transport.io_thread import MAX_CONNECTIONS_PER_LINK, IoThread
+from shoal.swarm.transport.link import (
+    CREDIT,
+    MAX_STREAMS_PER_LINK,
+    MOST_CREDIT,
+    Frame,
+    Incoming,
+    Link,
+    Meter,
+    Outgoing,
+    Sink,
+)
 from shoal.swarm.transport.shared_memory import Offered, open_shared
 from shoal.swarm.transport.sockets import connect, is_on_this_machine, listen
 from shoal.swarm.transport.source import ChunkSource, reading
@@ -52,7 +61,7 @@ _URGENT = ("contribution", "partial", "activation", "gradient")  # what it is re
 
 
 class DataPlane:
-    """All links of one process; ``transport.py`` connects it with the control plane."""
+    """All links of one process; ``node.py`` connects it with the control plane."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.meter = Meter()
@@ -62,26 +71,26 @@ class DataPlane:
         self._links: dict[bytes, Link] = {}
         self._sources: dict[Blob, ChunkSource] = {}
         self._published = asyncio.Event()  # another one after each
-        self._pump = Pump(self._links, self.meter, self.close_link, self._hear)
+        self._io_thread = IoThread(self._links, self.meter, self.close_link, self._hear)
 
     def start(self) -> None:
         """From now on links can be opened from here."""
-        self._pump.start()
+        self._io_thread.start()
         self._tasks.create_task(self._watch())
 
     def bind(self, host: str, port: int) -> int:
         """Accept links, too; returns the port. Raises ``Unreachable`` when the address is taken or not ours."""
         listener = listen(host, port)
-        self._pump.listen(listener)
+        self._io_thread.listen(listener)
         return int(listener.getsockname()[1])
 
     async def _watch(self) -> None:
-        await self._pump.ended
+        await self._io_thread.ended
 
     def stop(self) -> None:
         for link in list(self._links.values()):
             self.close_link(link)
-        self._pump.stop()
+        self._io_thread.stop()
 
     def publish(self, blob: Blob, source: ChunkSource) -> None:
         """Offer a blob to every member of the roster until it is retracted."""
@@ -119,7 +128,7 @@ class DataPlane:
             raise LinkClosed("somebody else opened a link of that name")
         link = self._links[name] = Link(sealed, remote_key, is_ours=True)
         for socket in connections:
-            self._pump.attach(link, socket)
+            self._io_thread.attach(link, socket)
         link.attached.set()
         if is_on_this_machine(connections[0]):
             self._offer_memory(link)
@@ -172,7 +181,7 @@ class DataPlane:
         if self._links.get(link.sealed.link) is link:
             del self._links[link.sealed.link]
         link.close()
-        self._pump.close(link)
+        self._io_thread.close(link)
 
     # Memory between processes of one machine -----------------------------------------------------------------
 
@@ -212,7 +221,7 @@ class DataPlane:
 
     def _say(self, link: Link, message: Message) -> None:
         if self._links.get(link.sealed.link) is link:
-            self._pump.order(link, encode(Envelope("notice", 0, message)))
+            self._io_thread.order(link, encode(Envelope("notice", 0, message)))
 
     def _hear(self, link: Link) -> None:
         for order in link.orders():
@@ -224,7 +233,7 @@ class DataPlane:
                         self._serve(link, ask)
                     case PeerToPeerCloseStream(stream=number):
                         link.close_stream(number)
-                        self._pump.forget(link, number)
+                        self._io_thread.forget(link, number)
                     case PeerToPeerStreamEnded(stream=number) as end:
                         if (incoming := link.incoming.get(number)) is not None:
                             incoming.fail(remote_error(end.code, end.message))
@@ -269,7 +278,7 @@ class DataPlane:
             await stream.take()
             chunk = await source.chunk(index)
             frame = Frame(ask.stream, index, chunk, ask.blob.scope)
-            self._pump.send(link, frame, urgent=ask.blob.kind in _URGENT)
+            self._io_thread.send(link, frame, urgent=ask.blob.kind in _URGENT)
 
     async def _soon(self, blob: Blob) -> ChunkSource:
         """Who asks has heard of a round a moment before us, more often than not."""
@@ -288,7 +297,7 @@ class DataPlane:
 
     def share_uplink(self, shares: Mapping[bytes, float]) -> None:
         """Of what we send, the holder of each key is to get that share from now on; none: as TCP sees fit."""
-        self._pump.share_uplink(shares)
+        self._io_thread.share_uplink(shares)
 
     # Receiving ------------------------------------------------------------------------------------------
 
@@ -304,7 +313,7 @@ class DataPlane:
     def grant(self, link: Link, number: int, incoming: Incoming, in_use: int = 0) -> None:
         """Let more of a stream come, if it is time to; ``in_use`` of the chunks that were taken still are."""
         if credit := incoming.grant(in_use):
-            self._pump.grant(link, number, credit)
+            self._io_thread.grant(link, number, credit)
 
     def close_stream(self, link: Link, number: int, *, finished: bool) -> None:
         """Take no more of a stream; unless it is ``finished``, the other side is told to send no more."""

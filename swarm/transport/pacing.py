@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from shoal.swarm.transport.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s
 
 if TYPE_CHECKING:
-    from shoal.swarm.transport.framing import Connection
-    from shoal.swarm.transport.links import Link
+    from shoal.swarm.transport.link import Connection, Link
 
 TICK_S = 0.1
 _WINDOW_S = 0.5

@@ -1,6 +1,6 @@
 """The gate: who may connect at all. Answers libzmq's question for every handshake (ZAP, ZeroMQ RFC 27).
 
-Callers prove a CURVE key; data connections are no ZeroMQ sockets (``pump.py``). (pyzmq's ``AsyncioAuthenticator``
+Callers prove a CURVE key; data connections are no ZeroMQ sockets (``io_thread.py``). (pyzmq's ``AsyncioAuthenticator``
 asks one caller after the other, and dies when a callback raises.)
 """
 
@@ -28,7 +28,7 @@ _ADMIT_S = 10.0
 _MAX_UNDECIDED, _MAX_UNDECIDED_PER_NETWORK = 256, 64
 
 
-class Gate:
+class ZapAuthenticator:
     """One for each ZeroMQ context; its task lives in ``tasks``."""
 
     def __init__(

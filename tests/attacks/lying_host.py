@@ -19,7 +19,7 @@ from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import MESSAGES, CoordinatorToPeerRun, Message, PeerToCoordinatorGetRun
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.transport.control import Channel
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 HOST = "127.0.0.1"
 

@@ -8,8 +8,8 @@ from tests.attacks.trusted import ROUND_S, wait_for_records, wait_for_rounds
 from tests.integration.harness import Swarm, finish, run_toml
 
 from shoal.swarm.coordinator.events import LeaseGranted
-from shoal.swarm.coordinator.lease_ledger import count, from_wire
 from shoal.swarm.coordinator.trust import NEWCOMERS_SHARE
+from shoal.swarm.sample_ranges import count, from_wire
 
 pytestmark = pytest.mark.integration
 

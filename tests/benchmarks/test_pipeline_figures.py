@@ -85,8 +85,7 @@ def test_a_chain_that_packs_nothing_away_trains_as_the_whole_model_does() -> Non
     from pipeline_loss import Chain
 
     from shoal.peer.recipes.gpt import GptRecipe
-    from shoal.swarm.protocol.run_file import DataSection
-    from shoal.swarm.protocol.run_values import make_codec
+    from shoal.swarm.protocol.run_file import DataSection, make_codec
 
     settings = {"layers": 4, "width": 16, "heads": 2, "context": 16, "tie_embedding": False}
     recipe = GptRecipe(settings, DataSection(source="stdlib"))

@@ -8,8 +8,8 @@ from tests.chaos.lives import Life
 from tests.fakes.swarm import TASKS_OF_A_MEMBER, Swarm
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
+from shoal.swarm.sample_ranges import count
 
 
 def check(run: Swarm, lives: list[Life], others: int) -> None:

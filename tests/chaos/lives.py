@@ -11,9 +11,9 @@ from tests.fakes.swarm import SimMember, Swarm
 from torch import Tensor
 
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
-from shoal.swarm.coordinator.lease_ledger import count, merge
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease, RunView
+from shoal.swarm.sample_ranges import count, merge
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

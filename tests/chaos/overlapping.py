@@ -8,7 +8,7 @@ from tests.fakes.swarm import Swarm
 from torch import Tensor
 
 from shoal.swarm.averaging.outcome import Outcome, Resync
-from shoal.swarm.coordinator.lease_ledger import Ranges, merge
+from shoal.swarm.sample_ranges import Ranges, merge
 
 
 @dataclass(frozen=True)

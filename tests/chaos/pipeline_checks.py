@@ -8,8 +8,8 @@ from tests.chaos.small_model import plain_loop
 from torch import Tensor
 
 from shoal.swarm.coordinator.events import Fact, InScope, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator.lease_ledger import from_wire
 from shoal.swarm.errors import RunEnded
+from shoal.swarm.sample_ranges import from_wire
 
 
 def check(scene: Scene) -> None:

@@ -35,7 +35,7 @@ from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.wire import Envelope
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 STAGES, ROUNDS, BATCH, MICRO = 3, 4, 16, 2
 PATIENCE_S = 6.0

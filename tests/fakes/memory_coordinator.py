@@ -12,7 +12,6 @@ from tests.fakes.virtual_clock import now_s
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.coordinator.events import Fact, VerdictGiven
 from shoal.swarm.coordinator.journal import read_page
-from shoal.swarm.coordinator.lease_ledger import to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable, WireError
@@ -40,6 +39,7 @@ from shoal.swarm.protocol.messages import (
     RosterEntry,
 )
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.sample_ranges import to_wire
 
 _DEVICE = DeviceInfo(kind="cpu", name="fake", memory_bytes=0)
 

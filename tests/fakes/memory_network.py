@@ -12,8 +12,8 @@ from tests.fakes.virtual_clock import now_s, until
 
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Unreachable
 from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.transport.node import Sink
 from shoal.swarm.transport.source import ChunkSource, CountedSource
-from shoal.swarm.transport.transport import Sink
 
 
 @dataclass(frozen=True)

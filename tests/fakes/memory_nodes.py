@@ -20,9 +20,9 @@ from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.inflow import Inflow
-from shoal.swarm.transport.links import Meter, Sink
+from shoal.swarm.transport.link import Meter, Sink
+from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.source import ChunkSource
-from shoal.swarm.transport.transport import Node
 from shoal.swarm.transport.zap_auth import Admit
 
 HOST = "127.0.0.1"

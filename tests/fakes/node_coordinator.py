@@ -11,7 +11,7 @@ from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import MESSAGES, Message
 from shoal.swarm.transport.control import Channel
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 HOST = "127.0.0.1"
 

@@ -17,7 +17,6 @@ from shoal.compression.norms import norms_of
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.norm_bounds import ranges
 from shoal.swarm.averaging.outcome import Aborted, Committed, Outcome, RoundOffer
-from shoal.swarm.coordinator.lease_ledger import Ranges, count, merge, to_wire
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerLease,
@@ -29,7 +28,8 @@ from shoal.swarm.protocol.messages import (
     RunView,
     TensorSpec,
 )
-from shoal.swarm.transport.scoped_endpoint import ScopedEndpoint
+from shoal.swarm.sample_ranges import Ranges, count, merge, to_wire
+from shoal.swarm.transport.node import ScopedEndpoint
 
 PATIENCE_S = 6.0
 TASKS_OF_A_MEMBER = 3

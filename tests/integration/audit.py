@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shoal.swarm.coordinator.events import Fact, ModelDescribed, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator.lease_ledger import LeaseLedger, Ranges, count, from_wire, merge, subtract
+from shoal.swarm.coordinator.lease_ledger import LeaseLedger
 from shoal.swarm.coordinator.state import RunState
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.verdict_chain import genesis
+from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, subtract
 
 
 class Audit:

@@ -26,10 +26,10 @@ from shoal.peer.offline.export import export_from_run, export_model, gather_chec
 from shoal.peer.offline.replay import replay
 from shoal.peer.offline.verify import Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.coordinator.events import InScope, MemberLost, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator.lease_ledger import from_wire
 from shoal.swarm.errors import RunEnded
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
+from shoal.swarm.sample_ranges import from_wire
 
 pytestmark = pytest.mark.integration
 

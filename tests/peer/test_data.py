@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.peer.training.data import LeasedSamples, fingerprint, take_batch
-from shoal.swarm.coordinator.lease_ledger import count, from_wire, merge
+from shoal.swarm.sample_ranges import count, from_wire, merge
 
 LOSS = torch.tensor(2.0)
 

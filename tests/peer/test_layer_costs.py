@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoal.peer.pipeline.profile import Bench, LayerMeasure, measure_layers
 from shoal.swarm.errors import DeviceError
-from shoal.swarm.protocol.run_values import make_codec
+from shoal.swarm.protocol.run_file import make_codec
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from shoal.swarm.protocol.messages import (
     RunView,
     TensorSpec,
 )
-from shoal.swarm.transport.links import Meter
+from shoal.swarm.transport.link import Meter
 
 ELEMENTS = 4096
 READER = b"a joiner"

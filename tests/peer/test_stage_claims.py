@@ -7,7 +7,6 @@ from typing import Any
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer.pipeline.claims import ClaimLine, DriveLine
-from shoal.swarm.coordinator.lease_ledger import Ranges, from_wire, to_wire
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, MicroBatch, Release
 from shoal.swarm.protocol.messages import (
@@ -19,6 +18,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
 )
+from shoal.swarm.sample_ranges import Ranges, from_wire, to_wire
 
 
 class Coordinator:

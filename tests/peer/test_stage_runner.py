@@ -30,7 +30,6 @@ from shoal.peer.pipeline.training import Samples, SpanTraining
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.parameters import ParameterVector
 from shoal.peer.training.sample_order import SampleOrder
-from shoal.swarm.coordinator.lease_ledger import Ranges, from_wire, merge, overlap, subtract, to_wire
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import Unreachable, WireError
 from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
@@ -44,6 +43,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
 )
+from shoal.swarm.sample_ranges import Ranges, from_wire, merge, overlap, subtract, to_wire
 
 BOUNDARIES = (0, 2, 4, 6)
 STAGES = 3

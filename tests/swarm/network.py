@@ -9,7 +9,7 @@ from typing import Any
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import Blob, RosterEntry
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 HOST = "127.0.0.1"
 LONG_S = 30.0

@@ -15,8 +15,7 @@ from tests.swarm.network import HOST
 from tests.swarm.network import swarm as strangers
 
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.client.coordinator_line import HEAD_START_S, Line
+from shoal.swarm.client.coordinator_client import HEAD_START_S, CoordinatorClient, CoordinatorConnector
 from shoal.swarm.coordinator.events import Fact, RoundPlanned, VerdictGiven
 from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WrongKey
 from shoal.swarm.protocol.identity import CurveKeys
@@ -75,8 +74,8 @@ def test_a_round_ends_once_though_the_coordinator_moves_in_it(moment: str, old_p
             assert len({member.digest for member in run.members}) == 1
             assert not any(member.rejoined for member in run.members)
             for member in run.members:
-                assert member.client._line.channel is not None
-                assert member.client._line.channel.port == 2  # type: ignore[attr-defined]
+                assert member.client._connector.channel is not None
+                assert member.client._connector.channel.port == 2  # type: ignore[attr-defined]
 
     run_virtual(main())
 
@@ -100,7 +99,7 @@ def test_the_address_that_answered_last_comes_first() -> None:
         coordinator.at = 2
         client, _ = a_client(coordinator)
         await client.join()
-        client._line.channel = None  # the connection was lost
+        client._connector.channel = None  # the connection was lost
         coordinator.deaf_ports = {1}
         started_s = now_s()
         await client.rejoin()
@@ -182,13 +181,15 @@ def trouble(*names: str) -> LinkError:
             with socket.create_server((HOST, 0)) as closed:
                 ports = {"stranger": stranger.ports[0], "nobody": closed.getsockname()[1]}
             addresses = tuple((host, ports[name]) for host, name in zip((HOST, "localhost"), names, strict=False))
-            line = Line(caller.node.control, Invite(addresses, "run", CurveKeys.fresh().public, bytes(32)))
+            connector = CoordinatorConnector(
+                caller.node.control, Invite(addresses, "run", CurveKeys.fresh().public, bytes(32))
+            )
             with pytest.raises(LinkError) as refused:
-                await line.request_anywhere(PeerToPeerPing(), PeerToPeerPong, 2.0, 2.0)
+                await connector.request_anywhere(PeerToPeerPing(), PeerToPeerPong, 2.0, 2.0)
             for host, port in addresses:
                 assert f"{host}:{port}" in str(refused.value)
             with pytest.raises(Unreachable):
-                await line.request(PeerToPeerPing(), PeerToPeerPong, 0.5)
+                await connector.request(PeerToPeerPing(), PeerToPeerPong, 0.5)
             return refused.value
 
     return asyncio.run(main())

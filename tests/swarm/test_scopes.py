@@ -11,12 +11,10 @@ from tests.swarm.test_transport import run
 
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, WireError
 from shoal.swarm.protocol.messages import Acknowledged, Blob, Message, PeerToPeerPing, PeerToPeerPong, RequestFailed
-from shoal.swarm.transport import control, pump
+from shoal.swarm.transport import control
 from shoal.swarm.transport.frame_crypto import HEADER_BYTES, TAG_BYTES
-from shoal.swarm.transport.frames import Frame
-from shoal.swarm.transport.framing import PREFIX_BYTES
-from shoal.swarm.transport.links import Link
-from shoal.swarm.transport.scoped_endpoint import ScopedEndpoint
+from shoal.swarm.transport.link import PREFIX_BYTES, Connection, Frame, Link
+from shoal.swarm.transport.node import ScopedEndpoint
 
 
 def dial(caller: Member, called: Member) -> control.Channel:
@@ -222,12 +220,12 @@ async def test_leaving_a_scope_retracts_its_blobs_and_no_others() -> None:
 async def test_a_frame_of_another_scope_does_not_reach_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm() as (a, b):
         b.node.publish(of_scope(2), Source(3))
-        send = b.node._data._pump.send
+        send = b.node._data._io_thread.send
 
         def mixed_up(link: Link, frame: Frame, *, urgent: bool) -> None:
             send(link, frame._replace(scope=1))
 
-        monkeypatch.setattr(b.node._data._pump, "send", mixed_up)
+        monkeypatch.setattr(b.node._data._io_thread, "send", mixed_up)
         sink = Sink()
         with pytest.raises(LinkError):
             await fetch(a, b, sink, range(3), progress_s=0.5, blob=of_scope(2))
@@ -238,16 +236,16 @@ async def test_a_frame_of_another_scope_does_not_reach_the_stream(monkeypatch: p
 async def test_the_scope_of_a_frame_cannot_be_changed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm() as (a, b):
         b.node.publish(of_scope(2), Source(3))
-        put = pump.Connection.put
+        put = Connection.put
         at = PREFIX_BYTES - HEADER_BYTES + 16
 
-        def relabelled(self: pump.Connection, link: Link, frame: Frame) -> int:
+        def relabelled(self: Connection, link: Link, frame: Frame) -> int:
             size = put(self, link, frame._replace(scope=1 if frame.scope else 0))
             if frame.scope:  # as if it had been sealed for the scope that the other side waits for
                 self._unsent[at : at + 2] = frame.scope.to_bytes(2, "big")
             return size
 
-        monkeypatch.setattr(pump.Connection, "put", relabelled)
+        monkeypatch.setattr(Connection, "put", relabelled)
         with pytest.raises(LinkError):
             await fetch(a, b, Sink(), range(3), progress_s=0.5, blob=of_scope(2))
 

@@ -22,10 +22,9 @@ from shoal.swarm.errors import LinkError, WireError
 from shoal.swarm.protocol.messages import Message, PeerToPeerMemoryOpened, PeerToPeerOfferMemory
 from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.transport import data_plane as bulk
-from shoal.swarm.transport import framing, shared_memory
+from shoal.swarm.transport import shared_memory
 from shoal.swarm.transport.frame_crypto import TAG_BYTES, SealedLink
-from shoal.swarm.transport.frames import Frame
-from shoal.swarm.transport.links import Link
+from shoal.swarm.transport.link import Connection, Frame, Link
 from shoal.swarm.transport.shared_memory import Offered, Place, RingReader, RingWriter, SharedMemory, open_shared
 from shoal.swarm.transport.sockets import is_on_this_machine
 
@@ -289,14 +288,14 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.placed: dict[bool, int] = {True: 0, False: 0}
-        put = framing.Connection._put_in_memory
+        put = Connection._put_in_memory
 
-        def counting(connection: framing.Connection, link: Link, header: bytes, payload: memoryview) -> bool:
+        def counting(connection: Connection, link: Link, header: bytes, payload: memoryview) -> bool:
             is_placed = put(connection, link, header, payload)
             self.placed[is_placed] += 1
             return is_placed
 
-        monkeypatch.setattr(framing.Connection, "_put_in_memory", counting)
+        monkeypatch.setattr(Connection, "_put_in_memory", counting)
 
 
 @pytest.fixture
@@ -492,7 +491,7 @@ async def test_a_word_out_of_turn_costs_the_link(
         opened: list[int] = []
         monkeypatch.setattr(bulk, "open_shared", lambda *numbers: opened.append(numbers))
         sender, link = (a, ours) if by_opener else (b, theirs)
-        sender.node._data._pump.order(link, encode(Envelope("notice", 0, message)))
+        sender.node._data._io_thread.order(link, encode(Envelope("notice", 0, message)))
         await until(lambda: not a.node._data._links and not b.node._data._links)
         assert not opened
         monkeypatch.setattr(bulk, "open_shared", open_shared)
@@ -573,7 +572,7 @@ def test_it_goes_with_the_link() -> None:
                 if answered:
                     await shared(a, b)
                 else:
-                    b.node._data._pump._intake._on_orders = lambda link: None
+                    b.node._data._io_thread._intake._on_orders = lambda link: None
                     await a.node._link(*a.node._known(b.peer, 0), LONG_S)
                     assert (await link_of(a)).offered is not None
                 assert shared_now()
@@ -602,7 +601,7 @@ def test_a_frame_and_its_place_in_pieces() -> None:
     ours, theirs = socket.socketpair()
     sizes = [5, 2**16, 2**16, 100, 2**20, 0, 2**15]
     with recorder, other, ours, theirs:
-        writer, reader = framing.Connection(recorder, opener, 0.0), framing.Connection(theirs, acceptor, 0.0)
+        writer, reader = Connection(recorder, opener, 0.0), Connection(theirs, acceptor, 0.0)
         opener.connections.append(writer)
         theirs.setblocking(False)
         sent = bytearray()
@@ -631,7 +630,7 @@ def test_only_one_connection_says_places_and_only_when_both_ends_have_the_memory
     assert opener.memory is not None
     frame, (recorder, other) = Frame(3, 0, memoryview(bytes(2**16))), socket.socketpair()
     with recorder, other:
-        first, second = (framing.Connection(recorder, opener, 0.0) for _ in range(2))
+        first, second = (Connection(recorder, opener, 0.0) for _ in range(2))
         opener.connections += [first, second]
         for connection, is_shared, is_placed in [(first, True, True), (second, True, False), (first, False, False)]:
             opener.memory.is_shared = is_shared

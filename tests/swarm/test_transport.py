@@ -18,6 +18,7 @@ import zmq.asyncio
 from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, introduce, run, swarm, until
 from zmq.utils import z85
 
+from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import (
     BlobUnavailable,
     DeadlineExceeded,
@@ -47,22 +48,25 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerPong,
 )
 from shoal.swarm.protocol.wire import Envelope, encode
-from shoal.swarm.transport import control, pump
+from shoal.swarm.transport import control, io_thread
 from shoal.swarm.transport.frame_crypto import CREDIT as CREDIT_FRAME
 from shoal.swarm.transport.frame_crypto import HELLO, ORDER, TAG_BYTES, SealedLink
-from shoal.swarm.transport.frames import Frame, FrameQueue
-from shoal.swarm.transport.framing import MAX_CHUNK_BYTES, PREFIX_BYTES
-from shoal.swarm.transport.links import (
+from shoal.swarm.transport.io_thread import IoThread
+from shoal.swarm.transport.link import (
     CREDIT,
+    MAX_CHUNK_BYTES,
     MAX_STREAMS_PER_LINK,
     MOST_CREDIT,
+    PREFIX_BYTES,
+    Connection,
+    Frame,
+    FrameQueue,
     Incoming,
     Link,
     Meter,
     Outgoing,
-    in_thread,
 )
-from shoal.swarm.transport.transport import Node
+from shoal.swarm.transport.node import Node
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -618,7 +622,7 @@ async def test_resumes_when_a_chunk_never_comes(lost: int, monkeypatch: pytest.M
     async with swarm() as (a, b):
         source, sink = Source(20), Sink()
         b.node.publish(STATE, source)
-        send, sent = b.node._data._pump.send, []
+        send, sent = b.node._data._io_thread.send, []
 
         def lossy(link: Link, frame: Frame, *, urgent: bool) -> None:
             sent.append(frame.chunk)
@@ -626,7 +630,7 @@ async def test_resumes_when_a_chunk_never_comes(lost: int, monkeypatch: pytest.M
                 return
             send(link, frame)
 
-        monkeypatch.setattr(b.node._data._pump, "send", lossy)
+        monkeypatch.setattr(b.node._data._io_thread, "send", lossy)
         assert await fetch(a, b, sink, range(20), progress_s=3) == list(range(20))
         assert sink.holds(source, range(20))
         assert sent.count(lost) == 2
@@ -637,9 +641,9 @@ async def test_resumes_after_a_damaged_frame_without_a_hole(monkeypatch: pytest.
     async with swarm() as (a, b):
         source, sink = Source(20), Sink()
         b.node.publish(STATE, source)
-        put, damaged = pump.Connection.put, False
+        put, damaged = Connection.put, False
 
-        def damage(self: pump.Connection, link: Link, frame: Frame) -> int:
+        def damage(self: Connection, link: Link, frame: Frame) -> int:
             nonlocal damaged
             size = put(self, link, frame)
             if not damaged and frame.chunk == 5:
@@ -647,7 +651,7 @@ async def test_resumes_after_a_damaged_frame_without_a_hole(monkeypatch: pytest.
                 self._unsent[PREFIX_BYTES + 3] ^= 1
             return size
 
-        monkeypatch.setattr(pump.Connection, "put", damage)
+        monkeypatch.setattr(Connection, "put", damage)
         assert await fetch(a, b, sink, range(20)) == list(range(20))
         assert damaged
         assert sink.holds(source, range(20))
@@ -803,7 +807,7 @@ async def test_the_time_that_the_consumer_takes_is_not_silence(monkeypatch: pyte
         b.node.publish(STATE, Source(20))
         clock = time.monotonic
         skipped = 0.0
-        monkeypatch.setattr("shoal.swarm.transport.transport.time.monotonic", lambda: clock() + skipped)
+        monkeypatch.setattr("shoal.swarm.transport.node.time.monotonic", lambda: clock() + skipped)
         got = []
         async for index in a.node.fetch(b.peer, STATE, range(20), Sink(), 20):
             got.append(index)
@@ -839,13 +843,13 @@ async def test_a_silent_link_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
         b.node.publish(STATE, source)
         await fetch(a, b, Sink(), range(1))
         (link,) = b.node._data._links.values()
-        send = b.node._data._pump.send
+        send = b.node._data._io_thread.send
 
         def mute(which: Link, frame: Frame, *, urgent: bool) -> None:
             if which is not link:  # nothing will ever come over it
                 send(which, frame)
 
-        monkeypatch.setattr(b.node._data._pump, "send", mute)
+        monkeypatch.setattr(b.node._data._io_thread, "send", mute)
         assert await fetch(a, b, sink, range(5), progress_s=1.5) == list(range(5))
         assert sink.holds(source, range(5))
         assert not link.connections
@@ -989,11 +993,11 @@ async def test_nonsense_about_streams_costs_the_link(monkeypatch: pytest.MonkeyP
         link = await linked(a, b)
         (theirs,) = b.node._data._links.values()
         b.node.publish(STATE, Source(5, held_at=0))
-        monkeypatch.setattr(pump, "MAX_ORDER_BYTES", 2**20)  # the sender's own check
         hear = b.node._data._hear
-        monkeypatch.setattr(b.node._data._pump._intake, "_on_orders", lambda link: None)
+        monkeypatch.setattr(b.node._data._io_thread._intake, "_on_orders", lambda link: None)
         for message in messages:
-            a.node._data._pump.order(link, message)
+            link.queue.put(Frame(0, 0, memoryview(message), kind=ORDER), FrameQueue.ORDER)  # without the sender's check
+        a.node._data._io_thread._flush_soon(link)
         if len(messages) == 600 or len(messages[0]) > 2**12:  # before anybody has listened
             await until(lambda: not b.node._data._links)
         else:
@@ -1004,7 +1008,7 @@ async def test_nonsense_about_streams_costs_the_link(monkeypatch: pytest.MonkeyP
         await until(lambda: not a.node._data._links)
         assert not theirs.outgoing
         b.node.publish(STATE, Source(5))
-        monkeypatch.setattr(b.node._data._pump._intake, "_on_orders", hear)
+        monkeypatch.setattr(b.node._data._io_thread._intake, "_on_orders", hear)
         assert await fetch(a, b, Sink(), range(5)) == [0, 1, 2, 3, 4]
 
 
@@ -1145,28 +1149,28 @@ async def test_a_data_connection_has_to_prove_its_link(monkeypatch: pytest.Monke
 
 @run
 async def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "_GREETING_S", 0.0)
+    monkeypatch.setattr(io_thread, "_GREETING_S", 0.0)
     async with swarm(1) as (a,):
         assert await speak(a.ports[1], b"\0\0") == b""
 
 
 @run
 async def test_many_strangers_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "strangers_allowed", lambda descriptors: 6)
+    monkeypatch.setattr(io_thread, "strangers_allowed", lambda descriptors: 6)
     async with swarm() as (a, b):
         strangers = [await asyncio.open_connection(HOST, b.ports[1]) for _ in range(10)]
         ends = [asyncio.ensure_future(reader.read()) for reader, _ in strangers]
         await until(lambda: sum(end.done() for end in ends) == 7)
         b.node.publish(STATE, Source(3))
         assert await fetch(a, b, Sink(), range(3)) == [0, 1, 2]
-        assert len(b.node._data._pump._strangers) <= 3
+        assert len(b.node._data._io_thread._strangers) <= 3
         for _, writer in strangers:
             writer.close()
 
 
 @run
 async def test_a_link_has_only_so_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "MAX_CONNECTIONS_PER_LINK", 2)
+    monkeypatch.setattr(io_thread, "MAX_CONNECTIONS_PER_LINK", 2)
     async with swarm() as (a, b):
         b.node.publish(STATE, Source(3))
         await fetch(a, b, Sink(), range(1))
@@ -1180,10 +1184,10 @@ async def test_a_link_has_only_so_many_connections(monkeypatch: pytest.MonkeyPat
 
 @run
 async def test_a_thread_that_fails_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: pump.Pump) -> None:
+    def broken(self: IoThread) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(pump.Pump, "_turn", broken)
+    monkeypatch.setattr(IoThread, "_turn", broken)
     member = Member()
     with pytest.raises(MemoryError):
         async with asyncio.timeout(LONG_S), Node.open(member.keys, HOST, (0, 0), member.admit):
@@ -1199,11 +1203,11 @@ async def test_an_oversized_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         assert await fetch(a, b, sink, range(2), blob=largest) == [0, 1]
         honest = MAX_CHUNK_BYTES
 
-        def careless(self: pump.Pump, link: Link, frame: Frame, *, urgent: bool) -> None:
+        def careless(self: IoThread, link: Link, frame: Frame, *, urgent: bool) -> None:
             link.queue.put(frame, FrameQueue.USUAL)
             self._flush_soon(link)
 
-        monkeypatch.setattr(pump.Pump, "send", careless)
+        monkeypatch.setattr(IoThread, "send", careless)
         b.node.publish(STATE, Source(2, honest + 8))
         sink = Sink(limit=2**30)
         with pytest.raises(LinkError):  # noqa: PT012
@@ -1255,7 +1259,7 @@ def test_frames_are_put_together_from_whatever_pieces() -> None:
     sizes = [0, 1, 1000, 0, 70_000, 16, 5]
     recorder, other = socket.socketpair()
     with recorder, other:
-        writer, frames = pump.Connection(recorder, opener, 0.0), bytearray()
+        writer, frames = Connection(recorder, opener, 0.0), bytearray()
         for chunk, size in enumerate(sizes):
             writer.put(opener, Frame(3, chunk, memoryview(bytes([chunk]) * size)))
             frames += writer._unsent
@@ -1265,7 +1269,7 @@ def test_frames_are_put_together_from_whatever_pieces() -> None:
         with ours, theirs:
             acceptor.sealed = SealedLink(bytes(8), secrets, "aes-256-gcm", opener=False)
             theirs.setblocking(False)
-            reader, got, at = pump.Connection(theirs, acceptor, 0.0), [], 0
+            reader, got, at = Connection(theirs, acceptor, 0.0), [], 0
             while len(got) < len(sizes):
                 size = rng.randint(1, most)
                 ours.sendall(frames[at : at + size])
@@ -1297,7 +1301,7 @@ async def test_connections_that_break_together_while_they_are_blocked() -> None:
         await until(lambda: any(link.connections for link in b.node._data._links.values()))
         (ours,), (theirs,) = a.node._data._links.values(), b.node._data._links.values()
         await until(lambda: len(theirs.connections) == 4 and all(one.is_blocked for one in theirs.connections))
-        serving = b.node._data._pump
+        serving = b.node._data._io_thread
         serving._order(lambda: time.sleep(0.2))  # so that it hears of all of them at once
         for connection in ours.connections:
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -1314,7 +1318,7 @@ async def test_connections_that_break_together_while_they_are_blocked() -> None:
 async def test_no_descriptor_left_for_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm() as (a, b):
         first = await asyncio.open_connection(HOST, b.ports[1])
-        await until(lambda: len(b.node._data._pump._strangers) == 1)
+        await until(lambda: len(b.node._data._io_thread._strangers) == 1)
         accept, failed = socket.socket.accept, threading.Event()
 
         def exhausted(self: socket.socket) -> Any:
@@ -1324,7 +1328,7 @@ async def test_no_descriptor_left_for_a_caller(monkeypatch: pytest.MonkeyPatch) 
             return accept(self)
 
         monkeypatch.setattr(socket.socket, "accept", exhausted)
-        b.node._data._pump._order(lambda: time.sleep(0.2))
+        b.node._data._io_thread._order(lambda: time.sleep(0.2))
         first[1].write(b"\0")  # and it has something to say in the same turn
         second = await asyncio.open_connection(HOST, b.ports[1])
         async with asyncio.timeout(LONG_S):
@@ -1356,13 +1360,13 @@ async def test_who_opens_a_link_of_the_name_that_we_are_opening(monkeypatch: pyt
         assert await fetch(a, b, Sink(), range(3), progress_s=6) == [0, 1, 2]
         assert squatted
         links = list(a.node._data._links.values())
-        connected = [key.data for key in a.node._data._pump._selector.get_map().values() if key.data is not None]
-        assert sum(isinstance(one, pump.Connection) for one in connected) == sum(len(one.connections) for one in links)
+        connected = [key.data for key in a.node._data._io_thread._selector.get_map().values() if key.data is not None]
+        assert sum(isinstance(one, Connection) for one in connected) == sum(len(one.connections) for one in links)
 
 
 @run
 async def test_who_asks_for_ever_more_and_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "_MOST_WAITING_BYTES", 2**24)
+    monkeypatch.setattr(io_thread, "_MOST_WAITING_BYTES", 2**24)
     async with swarm() as (a, b):
         b.node.publish(STATE, Source(10_000, 2**20))
         hold = threading.Event()

@@ -9,8 +9,7 @@ import time
 import pytest
 from tests.swarm.network import HOST, STATE, Sink, Source, fetch, swarm, until
 
-from shoal.swarm.transport.framing import Connection
-from shoal.swarm.transport.links import Link
+from shoal.swarm.transport.link import Connection, Link
 from shoal.swarm.transport.pacing import TICK_S, Pacing, Uplink, portions
 from shoal.swarm.transport.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s, tune_stream
 
@@ -318,7 +317,7 @@ def test_ways_within_a_house_are_not_paced() -> None:
 def test_a_thread_that_rests_reads_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     rests: list[float] = []
     monkeypatch.setattr(Pacing, "rest_s", 0.002)
-    monkeypatch.setattr("shoal.swarm.transport.pump.time.sleep", rests.append)
+    monkeypatch.setattr("shoal.swarm.transport.io_thread.time.sleep", rests.append)
     marks: list[int] = []
     receive = Connection.receive
 
@@ -344,7 +343,7 @@ def test_sharing_reaches_the_thread_that_moves_the_bytes() -> None:
         async with swarm() as (a, b):
             b.node.publish(STATE, Source(4))
             await fetch(a, b, Sink(), range(4))
-            pacing = b.node._data._pump._pacing
+            pacing = b.node._data._io_thread._pacing
             link: Link = next(iter(b.node._data._links.values()))
             b.node.share_uplink({a.peer: 1.0, "nobody": 1.0})
             await until(lambda: bool(pacing._acked))

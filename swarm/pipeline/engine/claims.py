@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from shoal.swarm.coordinator.lease_ledger import Ranges, covers, merge, within
 from shoal.swarm.pipeline.engine.effects import Claim, MicroBatch, Release, as_range
+from shoal.swarm.sample_ranges import Ranges, covers, merge, within
 
 _State = Literal["asked", "granted", "refused"]
 

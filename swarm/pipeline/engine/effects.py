@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.swarm.coordinator.lease_ledger import Ranges
+from shoal.swarm.sample_ranges import Ranges
 
 
 @dataclass(frozen=True, order=True)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.pipeline.engine.claims import Claims
 from shoal.swarm.pipeline.engine.effects import (
     Answer,
@@ -33,6 +32,7 @@ from shoal.swarm.pipeline.engine.effects import (
 )
 from shoal.swarm.pipeline.engine.gradient_outbox import Handback, Handbacks
 from shoal.swarm.pipeline.engine.micro_batch_source import Driving
+from shoal.swarm.sample_ranges import Ranges
 
 
 class Rooms:

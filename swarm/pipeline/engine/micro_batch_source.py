@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container
 
-from shoal.swarm.coordinator.lease_ledger import Ranges, merge, subtract
 from shoal.swarm.pipeline.engine.effects import AskToDrive, MicroBatch, as_range
+from shoal.swarm.sample_ranges import Ranges, merge, subtract
 
 
 def cut(round_number: int, ranges: Ranges, samples: int) -> list[MicroBatch]:

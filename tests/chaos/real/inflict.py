@@ -15,8 +15,7 @@ from typing import Any
 
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
-from shoal.swarm.transport.intake import Intake
-from shoal.swarm.transport.pump import Pump
+from shoal.swarm.transport.io_thread import Intake, IoThread
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 _AGAIN_S = 0.05
@@ -68,7 +67,7 @@ class Silence:
     def install(self) -> None:
         """Around the planes' ways in and out, above the connections themselves: TCP sees nothing."""
         send, dispatch = Channel.send, ControlPlane._dispatch
-        send_chunk, grant, order, take = Pump.send, Pump.grant, Pump.order, Intake.take
+        send_chunk, grant, order, take = IoThread.send, IoThread.grant, IoThread.order, Intake.take
 
         async def quiet_send(channel: Any, envelope: Any) -> None:
             if not self._muted(channel.remote_key):
@@ -96,9 +95,9 @@ class Silence:
 
         Channel.send = quiet_send  # type: ignore[method-assign]
         ControlPlane._dispatch = quiet_dispatch  # type: ignore[method-assign]
-        Pump.send = quiet_send_chunk  # type: ignore[method-assign]
-        Pump.grant = quiet_grant  # type: ignore[method-assign]
-        Pump.order = quiet_order  # type: ignore[method-assign]
+        IoThread.send = quiet_send_chunk  # type: ignore[method-assign]
+        IoThread.grant = quiet_grant  # type: ignore[method-assign]
+        IoThread.order = quiet_order  # type: ignore[method-assign]
         Intake.take = quiet_take  # type: ignore[method-assign]
 
 

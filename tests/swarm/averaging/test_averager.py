@@ -15,7 +15,6 @@ from torch import Tensor
 from shoal.compression.registry import CODEC_NAMES
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync
 from shoal.swarm.coordinator.events import WentBack
-from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.protocol.messages import (
     PeerToCoordinatorHeartbeat,
@@ -23,6 +22,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReport,
 )
 from shoal.swarm.protocol.verdict_chain import check_verdict
+from shoal.swarm.sample_ranges import count
 
 ELEMENTS = 3 * 4096 + 17
 """Four chunks: of three members one owns two."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shoal.swarm.averaging.chunk_streams import Chunks, PrefetchedStream
 from shoal.swarm.averaging.outcome import Committed, Outcome
-from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.errors import BlobUnavailable, LinkError
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
+from shoal.swarm.sample_ranges import count
 
 SMALL, LARGE = 3 * 4096 + 17, 1_500_000
 """In chunks of the same size for two and three members; and in other ones."""

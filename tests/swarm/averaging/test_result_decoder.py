@@ -11,7 +11,7 @@ from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.results import ResultDecoder, ResultStore, chunks_of
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import MAX_MEMBERS
-from shoal.swarm.transport.framing import MAX_CHUNK_BYTES
+from shoal.swarm.transport.link import MAX_CHUNK_BYTES
 
 ELEMENTS = 5 * 64 + 7
 CODING = get_coding("int8", None, [("w", (ELEMENTS,))])

@@ -13,8 +13,8 @@ from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.outer_optimizer import AdamW
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.outcome import Aborted, Committed
-from shoal.swarm.coordinator.lease_ledger import count, merge
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
+from shoal.swarm.sample_ranges import count, merge
 
 ROUND_SAMPLES = 48
 ROUNDS = 4

@@ -22,7 +22,6 @@ from tests.swarm.coordinator.world import NOT_FROM_FACTS as NOT_FROM_STAGE_FACTS
 from tests.swarm.coordinator.world import journaled as journaled_stage
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.pipeline_run import PipelineMachine
 from shoal.swarm.coordinator.stage_scope import StageMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork
@@ -44,6 +43,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis, tied_together
+from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, subtract, to_wire
 
 STAGES, LAYERS, MICRO = 3, 6, 2
 BATCH = 12

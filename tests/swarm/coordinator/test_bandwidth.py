@@ -8,7 +8,7 @@ from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.grouping import Rules, lay_out
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import Delivery, PeerToCoordinatorRoundReport, PlanMember, RoundPlan
-from shoal.swarm.protocol.run_values import make_coding
+from shoal.swarm.protocol.run_file import make_coding
 
 
 def cut(plan: RoundPlan, *chunks: int) -> RoundPlan:

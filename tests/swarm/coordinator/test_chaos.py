@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, run_file
 
-from shoal.swarm.coordinator.lease_ledger import count, subtract, to_wire
 from shoal.swarm.protocol.messages import KeptState, SampleRange
+from shoal.swarm.sample_ranges import count, subtract, to_wire
 
 NUMBERS = st.integers(0, 3)
 FEW = st.lists(st.integers(0, 3), max_size=2).map(tuple)

@@ -4,9 +4,10 @@ import pytest
 from tests.swarm.coordinator.world import MODEL, SIGNER, TOKENS_PER_SAMPLE, World, run_file
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, coverage_of, covers, epochs_covered
+from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, coverage_of, epochs_covered
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.protocol.messages import MAX_EPOCHS
+from shoal.swarm.sample_ranges import covers
 
 
 def of(ledger: LeaseLedger, samples: int = 10) -> list[tuple[int, int, int, int]]:

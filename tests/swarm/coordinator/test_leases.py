@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.coordinator.lease_ledger import MAX_FRAGMENTS, LeaseLedger, count, covers, is_tidy, merge, subtract
+from shoal.swarm.coordinator.lease_ledger import MAX_FRAGMENTS, LeaseLedger
+from shoal.swarm.sample_ranges import count, covers, is_tidy, merge, subtract
 
 SETS = st.sets(st.integers(0, 40))
 

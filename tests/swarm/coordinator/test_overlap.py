@@ -4,8 +4,8 @@ import pytest
 from tests.swarm.coordinator.world import TOKENS_PER_SAMPLE, Worker, World, run_file
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import count, subtract
 from shoal.swarm.coordinator.round_rules import Judgement
+from shoal.swarm.sample_ranges import count, subtract
 
 
 def closing(members: int = 2, **settings: float) -> World:

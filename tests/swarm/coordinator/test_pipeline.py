@@ -23,12 +23,12 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, peer_na
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.lease_ledger import Ranges, to_wire
 from shoal.swarm.coordinator.placement import planner_of
 from shoal.swarm.coordinator.stage_scope import Batch, Drives
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import Capability, LayerSize, PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, tied_together
+from shoal.swarm.sample_ranges import Ranges, to_wire
 
 CELLS = [(start, start + MICRO) for start in range(0, BATCH, MICRO)]
 

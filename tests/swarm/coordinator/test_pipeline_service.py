@@ -16,7 +16,6 @@ from tests.swarm.test_transport import run
 from shoal.swarm.coordinator import service as service_module
 from shoal.swarm.coordinator.events import Fact, verdicts_in
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.lease_ledger import count, from_wire
 from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.service import CoordinatorService
@@ -49,6 +48,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.verdict_chain import chain_hash, check_verdict, genesis, signed_bytes
+from shoal.swarm.sample_ranges import count, from_wire
 from shoal.swarm.transport.control import Channel
 
 TOML = """

@@ -4,11 +4,11 @@ import pytest
 from tests.swarm.coordinator.world import INITIAL, Worker, World, next_state, peer_name, run_file
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import count, merge
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.errors import StorageError
 from shoal.swarm.protocol.messages import KeptState
+from shoal.swarm.sample_ranges import count, merge
 
 RETURN_S = 12.0
 """``return_s`` of the world's patience."""

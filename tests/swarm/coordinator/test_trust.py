@@ -10,7 +10,6 @@ from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World,
 
 from shoal.swarm.averaging.chunk_header import holders
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import count
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member, weightiest, witnesses
 from shoal.swarm.coordinator.round_rules import Judgement, Round, judge, lost_work
 from shoal.swarm.coordinator.trust import (
@@ -25,6 +24,7 @@ from shoal.swarm.coordinator.trust import (
 )
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.sample_ranges import count
 
 TURN_S = 0.25
 ROUND_S = 5.0

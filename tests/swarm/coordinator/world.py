@@ -11,7 +11,6 @@ from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_o
 
 from shoal.swarm.averaging.norm_bounds import pack, ranges
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import Ranges, count, from_wire, merge, subtract, to_wire
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.protocol.identity import Identity
@@ -33,6 +32,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
+from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, subtract, to_wire
 
 CPU = DeviceInfo(kind="cpu", name="some CPU", memory_bytes=2**33)
 SIGNER = Identity.generate()

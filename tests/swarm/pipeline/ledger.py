@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shoal.swarm.coordinator.lease_ledger import Ranges, merge
 from shoal.swarm.coordinator.stage_scope import fair_samples
 from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, Release
+from shoal.swarm.sample_ranges import Ranges, merge
 
 if TYPE_CHECKING:
     from tests.swarm.pipeline.simulator import SimulatedPeer, Simulation

@@ -7,7 +7,6 @@ from typing import TypeVar
 import pytest
 from tests.swarm.pipeline.turns import Turns
 
-from shoal.swarm.coordinator.lease_ledger import Ranges
 from shoal.swarm.pipeline.engine.effects import (
     AskToDrive,
     Claim,
@@ -28,6 +27,7 @@ from shoal.swarm.pipeline.engine.effects import (
 )
 from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
 from shoal.swarm.pipeline.engine.micro_batch_source import cut
+from shoal.swarm.sample_ranges import Ranges
 
 ROUND = 5
 RETRY_S, PATIENCE_S = 2.0, 30.0

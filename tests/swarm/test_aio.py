@@ -2,7 +2,7 @@ import asyncio
 
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.swarm.changes import Changes
+from shoal.swarm.aio import Changes
 
 
 def test_what_holds_already_is_not_waited_for() -> None:

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol, TypeVar
 
 import zmq.asyncio
 
-from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, Unreachable
+from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import (
     Acknowledged,
@@ -25,17 +25,18 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerCheckLink,
     PeerToPeerLinkOpened,
     PeerToPeerOpenLink,
+    PeerToPeerPing,
+    PeerToPeerPong,
     RosterEntry,
 )
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.data_plane import DataPlane
-from shoal.swarm.transport.links import Link, Meter, Sink
+from shoal.swarm.transport.link import Link, Meter, Sink
 from shoal.swarm.transport.pacing import together
 from shoal.swarm.transport.roster import Rosters
-from shoal.swarm.transport.serving import answer_members
 from shoal.swarm.transport.source import ChunkSource
-from shoal.swarm.transport.zap_auth import Admit, Gate
+from shoal.swarm.transport.zap_auth import Admit, ZapAuthenticator
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Node:
             async with asyncio.TaskGroup() as tasks:
                 data = DataPlane(tasks)
                 node = cls(ControlPlane(context, keys, tasks), data)
-                gate = Gate(context, tasks, admit, node.control.guard)
+                gate = ZapAuthenticator(context, tasks, admit, node.control.guard)
                 try:
                     answer_members(node.control, data, node.knows_key)
                     gate.start()
@@ -297,3 +298,49 @@ class _Ended(Exception):
 
 async def _end() -> None:
     raise _Ended
+
+
+def answer_members(control: ControlPlane, data: DataPlane, is_member: Callable[[bytes], bool]) -> None:
+    """Register the handlers. Links only with members."""
+
+    async def ping(channel: Channel, message: Message) -> Message:
+        return PeerToPeerPong()
+
+    async def open_link(channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToPeerOpenLink)
+        if not is_member(channel.remote_key):
+            raise NotAdmitted("only members of the run may open links")
+        return data.accept_link(channel.remote_key, message)
+
+    async def check_link(channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToPeerCheckLink)
+        data.find_link(channel.remote_key, message.link)
+        return Acknowledged()
+
+    control.handle(PeerToPeerPing, ping)
+    control.handle(PeerToPeerOpenLink, open_link)
+    control.handle(PeerToPeerCheckLink, check_link)
+
+
+class ScopedEndpoint:
+    """Its blobs are those of ``scope`` (an ``Endpoint``)."""
+
+    def __init__(self, endpoint: Endpoint, scope: int) -> None:
+        self._endpoint = endpoint
+        self._scope = scope
+
+    def publish(self, blob: Blob, source: ChunkSource) -> None:
+        self._endpoint.publish(self._own(blob), source)
+
+    def retract(self, blob: Blob) -> None:
+        self._endpoint.retract(self._own(blob))
+
+    def share_uplink(self, shares: Mapping[str, float], scope: int = 0) -> None:
+        self._endpoint.share_uplink(shares, scope or self._scope)
+
+    def fetch(self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float) -> AsyncGenerator[int, None]:
+        """As the endpoint's."""
+        return self._endpoint.fetch(peer, self._own(blob), chunks, sink, progress_s)
+
+    def _own(self, blob: Blob) -> Blob:
+        return blob.model_copy(update={"scope": self._scope})
