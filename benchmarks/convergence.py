@@ -20,8 +20,8 @@ from torch.optim import AdamW
 
 from shoal.peer.offline.export import read_model
 from shoal.peer.recipes import Recipe, load_recipe
+from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.lr_schedule import lr_factor
-from shoal.peer.training.sample_order import SampleOrder
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 PEERS = 4

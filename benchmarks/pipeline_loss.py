@@ -14,8 +14,8 @@ from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.pipeline.tensor_io import TensorForm, pack, unpack
 from shoal.peer.pipeline.training import Samples
 from shoal.peer.recipes.gpt import GptRecipe
+from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
-from shoal.peer.training.sample_order import SampleOrder
 from shoal.swarm.pipeline.engine.effects import MicroBatch
 from shoal.swarm.protocol.run_file import DataSection, make_codec
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.peer.recipes import check_settings
-from shoal.peer.training.layered import Layered, layered_from_makers
-from shoal.peer.training.stage_model import StageModel
+from shoal.peer.training.layers import Layered, StageModel, layered_from_makers
 from shoal.swarm.protocol.run_file import DataSection
 
 NAME = "resting"

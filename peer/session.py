@@ -20,18 +20,17 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.peer.closing import is_due, least_s
 from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.member import Member
 from shoal.peer.member.replica import Brought, Replica
+from shoal.peer.member.round_deadline import is_due, least_s
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.options import SessionOptions
 from shoal.peer.step_clock import StepClock
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
-from shoal.peer.training.data import DataAbout, Dataset, LeasedSamples, fingerprint, take_batch
+from shoal.peer.training.data import DataAbout, Dataset, LeasedSamples, fingerprint, run_order, take_batch
 from shoal.peer.training.lr_schedule import run_lr_factor
-from shoal.peer.training.sample_order import run_order
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.messages import RunView
 from shoal.swarm.protocol.run_file import RunFile

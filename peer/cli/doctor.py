@@ -19,8 +19,8 @@ from rich.table import Table
 from shoal.peer.cli.hosting import DEFAULT_PORT
 from shoal.peer.pipeline.profile import CACHE, MeasuredModel, measured_model
 from shoal.peer.recipes import load_recipe
+from shoal.peer.recipes.model_memory import check_layers_fit, held_copies
 from shoal.peer.training.device import autocast, choose_device, describe_device, usable_bytes
-from shoal.peer.training.model_memory import check_layers_fit, held_copies
 from shoal.swarm.errors import DeviceError, RecipeError
 from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.messages import DeviceInfo

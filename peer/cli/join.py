@@ -26,12 +26,12 @@ from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.recipes import Recipe, load_recipe
+from shoal.peer.recipes.model_memory import check_model_fits, held_copies
 from shoal.peer.session import Session
 from shoal.peer.terminal.snapshot import Watched
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import autocast, choose_device, free_bytes, samples_that_fit
 from shoal.peer.training.inner_loop import InnerLoop, make_inner
-from shoal.peer.training.model_memory import check_model_fits, held_copies
 from shoal.swarm.client.observer import look_up_run
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.identity import Identity

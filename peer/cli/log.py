@@ -27,7 +27,7 @@ from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.cli.hosting import ORIGIN_FILE
 from shoal.peer.history.chain import ChainCheck, Kept, Origin, unpack_history
-from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.regular_file import read_regular
 from shoal.peer.terminal.events import bytes_text, count_text, loss_text, printable

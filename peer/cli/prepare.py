@@ -17,8 +17,8 @@ import torch
 
 from shoal.peer.cli.start_section import RUN_FILE
 from shoal.peer.recipes import layered_recipe, load_recipe
+from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.training.anchor import GrowingDigest
-from shoal.peer.training.model_memory import check_start_fits
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm import durable

@@ -13,8 +13,8 @@ from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
 from shoal.peer.checkpoints.source import Source
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
 from shoal.peer.recipes import layered_recipe, load_recipe
-from shoal.peer.state_transfer.start_files import hash_of, run_of, whole_checkpoints
-from shoal.peer.training.model_memory import check_start_fits
+from shoal.peer.recipes.model_memory import check_start_fits
+from shoal.peer.state_transfer.start import hash_of, run_of, whole_checkpoints
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.coordinator.journal import JOURNAL

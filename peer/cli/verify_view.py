@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from shoal.peer.checkpoints.manifest import Manifest
-from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.offline.verify import Refused, Verified
 from shoal.peer.terminal.events import bytes_text, count_text, printable
 

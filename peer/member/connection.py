@@ -13,8 +13,7 @@ from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.member.memberships import StageMembers
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.options import SessionOptions
-from shoal.peer.state_transfer.start_files import StartFiles
-from shoal.peer.state_transfer.start_state import RunStart
+from shoal.peer.state_transfer.start import RunStart, StartFiles
 from shoal.peer.training.device import describe_device
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.client.bandwidth_probe import witnesses

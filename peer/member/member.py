@@ -1,28 +1,27 @@
-"""A trainer's life in the run, or in a stage of it, on the event loop: heartbeats, leases, state, rounds.
-``session.py`` drives it; ``stage_members.py`` holds one for each stage."""
+"""Membership in the run, or in one of its stages, on the event loop: heartbeats, leases, state, records, rounds.
+
+``session.py`` drives it from the training thread; ``memberships.py`` holds one for each stage."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from shoal.compression.kernels import loader as fast
-from shoal.peer.history.catch_up import Steps
-from shoal.peer.history.missed_rounds import MissedRounds
+from shoal.peer.history.catch_up import MissedRounds, Steps
+from shoal.peer.history.history_sync import HistoryKeeper, fetch_verdicts
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import Owner, RoundRecords
-from shoal.peer.history.sync import HistoryKeeper, fetch_verdicts
-from shoal.peer.member.tenure import Tenure, during
+from shoal.peer.state_transfer.acquire import CatchUp, Downloads, OwnStates, agree_on_state
 from shoal.peer.state_transfer.chunk_format import form_named
 from shoal.peer.state_transfer.donor import DonorState
-from shoal.peer.state_transfer.joining import CatchUp, Downloads, agree_on_state
-from shoal.peer.state_transfer.own_states import OwnStates
-from shoal.peer.state_transfer.start_state import RunStart, StartState
-from shoal.peer.state_transfer.state_fetch import Report
+from shoal.peer.state_transfer.download import Report
+from shoal.peer.state_transfer.start import RunStart, StartState
 from shoal.peer.training.anchor import State
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
@@ -42,6 +41,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
+    RunView,
     SampleRange,
     TensorSpec,
     Verdict,
@@ -49,6 +49,34 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Tenure:
+    """Of ``what``, for as long as ``is_ours`` holds of the run's views, which ``client`` hears."""
+
+    def __init__(self, client: CoordinatorClient, is_ours: Callable[[RunView], bool], what: str) -> None:
+        self._client = client
+        self._is_ours = is_ours
+        self._what = what
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work gives, or raises. Raises ``NotAdmitted``, and cancels it, when the tenure ends before."""
+        async with task_scope() as tasks:
+            working = tasks.create_task(work)
+            working.add_done_callback(lambda _: self._client.wake())
+            await self._client.wait_for(lambda view: working.done() or not self._is_ours(view))
+            if working.done():
+                return working.result()
+            working.cancel()
+        raise NotAdmitted(f"{self._what} is not this peer's any more: the plan has given it to others")
+
+
+async def during(tenure: Tenure | None, work: Coroutine[Any, Any, T]) -> T:
+    """``Tenure.during``; without one as long as it takes."""
+    return await (work if tenure is None else tenure.during(work))
+
 
 _COMPILED_ELEMENTS = 2**19
 """From this size of a model on it pays to compile the codecs: below, a round's coding takes milliseconds anyway."""

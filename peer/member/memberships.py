@@ -14,8 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from shoal.peer.member.member import Member
-from shoal.peer.member.tenure import Tenure
+from shoal.peer.member.member import Member, Tenure
 from shoal.swarm.aio import task_scope
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import ShoalError

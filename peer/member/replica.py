@@ -1,7 +1,6 @@
-"""This peer's copy of the run, or of a stage: the state it holds, the local work on it, how a round changes both.
+"""This peer's copy of the run, or of one stage: its state, the local work on it, and how a round changes both.
 
-On the training thread; everything asynchronous is done by ``member.py`` on the network thread.
-"""
+Runs on the training thread; ``member.py`` does everything asynchronous on the network thread."""
 
 from __future__ import annotations
 
@@ -17,17 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.compression.codec import CodecError
 from shoal.compression.norms import norms_of
+from shoal.peer.checkpoints.checkpoint import Checkpoint
+from shoal.peer.checkpoints.local_state import carried_of, own_tree, restore_own
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.checkpoints.writer import CheckpointKeeper, Subject
-from shoal.peer.history.catch_up import Steps, roll_forward
-from shoal.peer.history.file import HISTORY_FILE
-from shoal.peer.history.missed_rounds import MissedRounds
+from shoal.peer.history.catch_up import MissedRounds, Steps, roll_forward
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.member.member import Member
-from shoal.peer.member.own_part import OwnPart
 from shoal.peer.network_thread import Interrupted, NetworkThread
-from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.state_transfer.acquire import OwnStates
 from shoal.peer.training.algorithms import LocalWork, local_work
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout, LeasedSamples
@@ -41,6 +41,42 @@ from shoal.swarm.protocol.messages import KeptState, PeerToCoordinatorDescribeMo
 from shoal.swarm.protocol.run_file import RunFile
 
 log = logging.getLogger(__name__)
+
+
+class OwnPart:
+    """On the training thread."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, samples: LeasedSamples, member: Member) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._samples = samples
+        self._member = member
+
+    def tree(self) -> dict[str, Any]:
+        """All of it, by reference: see ``own_tree``."""
+        carried = self._member.averager.carried
+        return {**own_tree(self._optimizer, self._model, carried), **self._samples.counters()}
+
+    def take_up(self, checkpoint: Checkpoint, state: State) -> bool:
+        """Go on from it with ``state``, the run's; returns whether the residual came back, too.
+
+        Optimizer, buffers and random state of some rounds ago are better than none. The residual belongs to its state,
+        and only where none of it may be in a mean by now."""
+        own = checkpoint.own
+        if own is None or checkpoint.manifest.peer != self._member.client.peer:
+            return False
+        restore_own(own, self._optimizer, self._model)
+        self._samples.count_on(own)
+        carried = carried_of(own, state.anchor.numel())
+        if carried is None or state is not checkpoint.state or self._member.client.view.plan is not None:
+            return False
+        try:
+            self._member.averager.restore(carried)
+        except CodecError as error:
+            log.warning("going on without the residual of the checkpoint: %s", error)
+            return False
+        return True
+
 
 Emit = Callable[..., None]
 

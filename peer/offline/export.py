@@ -23,7 +23,7 @@ from shoal.peer.checkpoints.manifest import Manifest, StageAbout
 from shoal.peer.checkpoints.store import CheckpointWriter
 from shoal.peer.checkpoints.tensors import file_header
 from shoal.peer.checkpoints.writer import Subject
-from shoal.peer.history.sync import fetch_verdicts
+from shoal.peer.history.history_sync import fetch_verdicts
 from shoal.peer.offline.run_reader import LiveRun, look_at
 from shoal.peer.offline.whole_model import WholeCheckpoint, WholeModel, use_newest, write_whole
 from shoal.peer.recipes import load_model

@@ -15,13 +15,13 @@ from typing import TypeVar
 from torch import Tensor
 
 from shoal.peer.recipes import Recipe, layered_recipe, load_recipe
+from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.state_transfer.bfloat16_anchor import fetch_rounded_anchor
 from shoal.peer.state_transfer.chunk_format import form_named
+from shoal.peer.state_transfer.download import StateFetch
 from shoal.peer.state_transfer.partial_state import PartialState, Wanted
-from shoal.peer.state_transfer.start_state import RunStart
-from shoal.peer.state_transfer.state_fetch import StateFetch
+from shoal.peer.state_transfer.start import RunStart
 from shoal.peer.training.anchor import State
-from shoal.peer.training.model_memory import check_start_fits
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.client.coordinator_client import CoordinatorClient

@@ -12,7 +12,7 @@ from shoal.peer.checkpoints.manifest import MANIFEST, VERDICTS_FILE, Manifest
 from shoal.peer.checkpoints.source import FolderSource, Source, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoints_in, say_nothing_found
 from shoal.peer.history.chain import check_chain, unpack_history
-from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.regular_file import read_regular
 from shoal.peer.training.anchor import State

@@ -46,7 +46,7 @@ from shoal.peer.checkpoints.store import (
 from shoal.peer.checkpoints.tensors import file_pieces, shards, vectors
 from shoal.peer.history.catch_up import Steps, path, roll_forward
 from shoal.peer.history.chain import unpack_history
-from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
 from shoal.peer.regular_file import read_regular
 from shoal.peer.training.anchor import GrowingDigest, State

@@ -18,8 +18,8 @@ from torch.func import functional_call
 
 from shoal.peer.pipeline.tensor_io import moved
 from shoal.peer.training.algorithms import LocalWork
+from shoal.peer.training.layers import StageModel
 from shoal.peer.training.rng import derived_seed, random_states, seeded
-from shoal.peer.training.stage_model import StageModel
 from shoal.swarm.errors import WireError
 
 

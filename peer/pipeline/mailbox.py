@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.pipeline.tensor_io import TensorForm
 from shoal.peer.pipeline.tensor_store import StageTensors
-from shoal.peer.training.layered import Layered, LayeredRecipe
+from shoal.peer.training.layers import Layered, LayeredRecipe
 from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import Answer, Fetch, MicroBatch, Note, Offer
 from shoal.swarm.pipeline.engine.engine import Span

@@ -27,11 +27,10 @@ from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import Samples
 from shoal.peer.pipeline.view_watch import Attention, Place, place_of
 from shoal.peer.recipes import Recipe, layered_recipe
+from shoal.peer.recipes.model_memory import check_layers_fit
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
-from shoal.peer.training.data import DataAbout
+from shoal.peer.training.data import DataAbout, run_order
 from shoal.peer.training.device import has_all_state, usable_bytes
-from shoal.peer.training.model_memory import check_layers_fit
-from shoal.peer.training.sample_order import run_order
 from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
 from shoal.swarm.pipeline.planner.model import PeerCapability, Swarm

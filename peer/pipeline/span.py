@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.member import Member, Progress
 from shoal.peer.member.memberships import StageMembers, stage_folder
@@ -33,8 +33,7 @@ from shoal.peer.terminal.snapshot import Flow, Snapshot, held_stages, with_stage
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import autocast
 from shoal.peer.training.divergence import Divergence
-from shoal.peer.training.layered import Layered
-from shoal.peer.training.stage_model import StageModel
+from shoal.peer.training.layers import Layered, StageModel
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
 from shoal.swarm.pipeline.engine.routing import Router

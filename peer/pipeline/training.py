@@ -19,9 +19,8 @@ from shoal.peer.member.replica import Replica
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.pipeline.tasks import Backward, Forget, Forward, Made
 from shoal.peer.pipeline.tensor_io import Computed
-from shoal.peer.training.data import Dataset, take_batch
-from shoal.peer.training.layered import LayeredRecipe
-from shoal.peer.training.sample_order import SampleOrder
+from shoal.peer.training.data import Dataset, SampleOrder, take_batch
+from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.engine.effects import MicroBatch
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.peer.closing import is_due
 from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers
+from shoal.peer.member.round_deadline import is_due
 from shoal.swarm.aio import task_scope
 from shoal.swarm.pipeline.engine.engine import Span
 from shoal.swarm.protocol.messages import RunView

@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
-from shoal.peer.training.layered import LayeredRecipe
+from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.run_file import DataSection, RunFile
 

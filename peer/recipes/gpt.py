@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.peer.recipes import check_settings
 from shoal.peer.recipes.corpus import BYTE_VOCAB, SEPARATOR, Corpus, WindowDataset, load_corpus
 from shoal.peer.recipes.gpt_model import Gpt, GptSettings, empty_model, layered_gpt
-from shoal.peer.training.layered import Layered
+from shoal.peer.training.layers import Layered
 from shoal.swarm.errors import RecipeError
 from shoal.swarm.protocol.run_file import DataSection
 

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from shoal.peer.recipes.corpus import BYTE_VOCAB
-from shoal.peer.training.layered import Layered
-from shoal.peer.training.stage_model import Layer
+from shoal.peer.training.layers import Layer, Layered
 
 _LINEAR_GAIN = 0.7
 _DRAWS = 3

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shoal.peer.state_transfer.chunk_format import BFLOAT16
 from shoal.peer.state_transfer.donor import rounded_digests_blob
+from shoal.peer.state_transfer.download import StateFetch
 from shoal.peer.state_transfer.partial_state import PartialState, Wanted
-from shoal.peer.state_transfer.state_fetch import StateFetch
 from shoal.peer.training.anchor import DIGEST_BYTES, chunks_in, state_digest
 from shoal.swarm.aio import task_scope
 from shoal.swarm.errors import LinkError, ShoalError, WireError

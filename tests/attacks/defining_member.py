@@ -8,7 +8,7 @@ import torch
 
 from shoal.peer.cli.cli import main
 from shoal.peer.recipes.gpt import GptRecipe
-from shoal.peer.state_transfer import joining
+from shoal.peer.state_transfer import acquire
 from shoal.swarm.protocol.pins import PinsSection
 
 
@@ -33,13 +33,13 @@ def lie_about(what: str) -> None:
                         parameter.mul_(1000)
                 return model
 
-            async def insist(holder: joining.Holder, state: Any) -> bool:
+            async def insist(holder: acquire.Holder, state: Any) -> bool:
                 holder.hold(state)
                 await holder.beat()
                 return True
 
             GptRecipe.build_model = poisoned  # type: ignore[method-assign]
-            joining._is_agreed = insist
+            acquire._is_agreed = insist
 
 
 if __name__ == "__main__":

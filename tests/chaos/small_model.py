@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.peer.pipeline.profile import LayerMeasure, MeasuredModel
-from shoal.peer.training.layered import Layered, layered_from_makers
-from shoal.peer.training.sample_order import SampleOrder
+from shoal.peer.training.data import SampleOrder
+from shoal.peer.training.layers import Layered, layered_from_makers
 from shoal.swarm.pipeline.planner.model import LayerCost, state_copies
 
 LAYERS, WIDTH, KINDS, POINTS = 6, 8, 3, 500

@@ -10,8 +10,7 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, swarm
 from torch import Tensor
 
-from shoal.peer.history.catch_up import Steps
-from shoal.peer.history.missed_rounds import MissedRounds
+from shoal.peer.history.catch_up import MissedRounds, Steps
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
 from shoal.peer.training.anchor import State

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.recipes import load_recipe
-from shoal.peer.training.sample_order import SampleOrder
+from shoal.peer.training.data import SampleOrder
 from shoal.swarm.protocol.run_file import parse_run_file
 
 

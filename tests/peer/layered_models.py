@@ -18,7 +18,7 @@ from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm
 from shoal.peer.recipes import Recipe, Samples
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.algorithms import AccumulatedGradient
-from shoal.peer.training.layered import Layered, LayeredRecipe
+from shoal.peer.training.layers import Layered, LayeredRecipe
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.protocol.run_file import DataSection
 

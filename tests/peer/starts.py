@@ -14,10 +14,9 @@ from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore, Retention
 from shoal.peer.cli.start_section import StartFrom, start_section, with_section
-from shoal.peer.state_transfer.start_files import StartFiles
-from shoal.peer.state_transfer.start_state import RunStart
+from shoal.peer.state_transfer.start import RunStart, StartFiles
 from shoal.peer.training.anchor import State
-from shoal.peer.training.layered import Layered
+from shoal.peer.training.layers import Layered
 from shoal.swarm.protocol.messages import TensorSpec
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from shoal.peer.state_transfer.joining import agree_on_state
-from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.state_transfer.acquire import OwnStates, agree_on_state
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError
 

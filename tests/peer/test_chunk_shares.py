@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from shoal.peer.state_transfer.chunk_shares import ChunkShares
+from shoal.peer.state_transfer.download import ChunkShares
 
 
 def test_donors_take_what_is_next() -> None:

@@ -3,7 +3,7 @@ import math
 import pytest
 from tests.swarm.coordinator.world import World, run_file
 
-from shoal.peer.closing import is_due, least_s
+from shoal.peer.member.round_deadline import is_due, least_s
 from shoal.swarm.protocol.messages import Phase, RunView
 
 

@@ -13,7 +13,7 @@ from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.training.algorithms import AccumulatedGradient, PseudoGradient
 from shoal.peer.training.device import autocast, choose_device, describe_device, free_bytes, samples_that_fit
 from shoal.peer.training.inner_loop import InnerLoop, make_inner
-from shoal.peer.training.layered import layered_from_sequential
+from shoal.peer.training.layers import layered_from_sequential
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.protocol.run_file import InnerSection

@@ -7,7 +7,7 @@ import pytest
 from tests.peer.checkpoints.making import RUN, RUN_TOML, verdict_chain
 
 from shoal.peer.history.chain import Origin, check_chain, pack_head, pack_history, unpack_history
-from shoal.peer.history.file import HistoryFile
+from shoal.peer.history.history_file import HistoryFile
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import Verdict

@@ -9,8 +9,8 @@ import torch
 from tests.fakes.memory_network import MemoryNetwork, UplinkNetwork
 from tests.fakes.virtual_clock import now_s, run_virtual
 
+from shoal.peer.state_transfer.acquire import CatchUp, Downloads, agree_on_state
 from shoal.peer.state_transfer.donor import DonorState
-from shoal.peer.state_transfer.joining import CatchUp, Downloads, agree_on_state
 from shoal.peer.state_transfer.partial_state import PartialState, Wanted, begun_state
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError, RunEnded

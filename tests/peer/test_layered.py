@@ -11,9 +11,15 @@ from torch import Tensor, nn
 
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.recipes.gpt_model import GptSettings, layered_gpt
-from shoal.peer.training.layered import Layered, LayeredRecipe, layered_from_makers, layered_from_sequential
+from shoal.peer.training.layers import (
+    Layer,
+    Layered,
+    LayeredRecipe,
+    StageModel,
+    layered_from_makers,
+    layered_from_sequential,
+)
 from shoal.peer.training.parameters import ParameterVector
-from shoal.peer.training.stage_model import Layer, StageModel
 from shoal.swarm.errors import ModelMismatch, RecipeError
 from shoal.swarm.protocol.run_file import DataSection
 

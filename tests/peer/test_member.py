@@ -13,9 +13,8 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.member.member import Member
-from shoal.peer.member.tenure import Tenure, during
-from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.member.member import Member, Tenure, during
+from shoal.peer.state_transfer.acquire import OwnStates
 from shoal.peer.training.anchor import State
 from shoal.swarm.averaging.outcome import Outcome, RoundOffer
 from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted

@@ -10,10 +10,16 @@ import torch
 from tests.peer.layered_models import gpt
 from torch import Tensor, nn
 
+from shoal.peer.recipes import model_memory
 from shoal.peer.recipes.gpt import GptRecipe
-from shoal.peer.training import model_memory
-from shoal.peer.training.model_memory import check_layers_fit, check_model_fits, check_start_fits, held_copies
-from shoal.peer.training.model_outline import ModelOutline, outline_of
+from shoal.peer.recipes.model_memory import (
+    ModelOutline,
+    check_layers_fit,
+    check_model_fits,
+    check_start_fits,
+    held_copies,
+    outline_of,
+)
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import DeviceError, RecipeError
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file

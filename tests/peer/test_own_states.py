@@ -8,8 +8,7 @@ import pytest
 import torch
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.state_transfer.joining import agree_on_state
-from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.state_transfer.acquire import OwnStates, agree_on_state
 from shoal.peer.training.anchor import State
 from shoal.swarm.protocol.messages import MAX_KEPT, KeptState
 

@@ -17,7 +17,7 @@ from shoal.peer.history.round_records import Owner, RoundRecords
 from shoal.peer.member.member import Progress
 from shoal.peer.member.replica import Brought, Replica
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.state_transfer.acquire import OwnStates
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.divergence import TRIES

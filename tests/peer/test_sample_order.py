@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.peer.training.sample_order import MAX_LENGTH, SampleOrder
+from shoal.peer.training.data import MAX_LENGTH, SampleOrder
 
 lengths = st.integers(1, 3000)
 seeds = st.integers(0, 2**63 - 1)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.training.algorithms import AccumulatedGradient
-from shoal.peer.training.layered import Layered, layered_from_sequential
+from shoal.peer.training.layers import Layered, layered_from_sequential
 from shoal.peer.training.outer_optimizer import AdamW
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import WireError

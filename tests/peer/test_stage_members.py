@@ -14,13 +14,13 @@ from tests.fakes.swarm import run_toml
 from torch import Tensor, nn
 
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore, Retention
-from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers, scope_of, stage_folder
 from shoal.peer.member.replica import Brought, Replica
 from shoal.peer.network_thread import NetworkThread
-from shoal.peer.state_transfer.own_states import OwnStates
+from shoal.peer.state_transfer.acquire import OwnStates
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout
 from shoal.swarm.client.coordinator_client import MemberInfo

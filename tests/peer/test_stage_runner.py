@@ -28,8 +28,8 @@ from shoal.peer.pipeline.tasks import LookUp, Made
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import Samples, SpanTraining
 from shoal.peer.training.algorithms import AccumulatedGradient
+from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
-from shoal.peer.training.sample_order import SampleOrder
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import Unreachable, WireError
 from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine

@@ -28,12 +28,12 @@ from shoal.peer.checkpoints.store import CheckpointStore, Retention
 from shoal.peer.cli.files import start_of
 from shoal.peer.cli.start_section import StartFrom, start_section, started_run_file, with_section
 from shoal.peer.history.catch_up import next_state
-from shoal.peer.state_transfer.start_files import StartFiles
+from shoal.peer.state_transfer.start import StartFiles
 from shoal.peer.training.anchor import State
+from shoal.peer.training.data import run_order
 from shoal.peer.training.lr_schedule import lr_factor, run_lr_factor
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.peer.training.sample_order import run_order
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import ModelMismatch, RunFileError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file

@@ -10,11 +10,10 @@ from tests.fakes.memory_network import MemoryNetwork, Step, changed
 from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.peer.starts import random_state, run_start, run_toml, same_bits, started, write_checkpoint
 
-from shoal.peer.state_transfer import start_state
-from shoal.peer.state_transfer.joining import Downloads
+from shoal.peer.state_transfer import start
+from shoal.peer.state_transfer.acquire import Downloads
 from shoal.peer.state_transfer.partial_state import Wanted
-from shoal.peer.state_transfer.start_files import StartFiles
-from shoal.peer.state_transfer.start_state import RunStart, StartState
+from shoal.peer.state_transfer.start import RunStart, StartFiles, StartState
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import Busy, LinkError, ModelMismatch
 from shoal.swarm.protocol.messages import TensorSpec
@@ -207,7 +206,7 @@ def test_a_damaged_file_is_somebody_elses_turn(place: Path, tmp_path: Path, capl
 
 
 def test_few_tensors_are_in_memory_for_others(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_state, "_MOST_TENSORS_SERVED", 1)
+    monkeypatch.setattr(start, "_MOST_TENSORS_SERVED", 1)
 
     async def main() -> None:
         world = World(place)

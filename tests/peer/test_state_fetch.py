@@ -11,8 +11,8 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 
 from shoal.peer.state_transfer.chunk_format import LOSSLESS
 from shoal.peer.state_transfer.donor import DonorState
+from shoal.peer.state_transfer.download import MOST_CHUNKS_A_RUN, StateFetch
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, Wanted
-from shoal.peer.state_transfer.state_fetch import MOST_CHUNKS_A_RUN, StateFetch
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError, StorageError
 

@@ -92,7 +92,7 @@ def test_what_cannot_be_prepared_is_refused(text: str, tmp_path: Path, monkeypat
     ):
         with pytest.raises(error):
             pins_of(parse_run_file(changed), lambda words: None, [tmp_path])
-    monkeypatch.setattr("shoal.peer.training.model_memory.usable_bytes", lambda device, limit: 1000)
+    monkeypatch.setattr("shoal.peer.recipes.model_memory.usable_bytes", lambda device, limit: 1000)
     with pytest.raises(CorpusError, match="--data"):
         pins_of(parse_run_file(text), lambda words: None)
     with pytest.raises(DeviceError):

@@ -25,7 +25,7 @@ from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointWriter
 from shoal.peer.cli.cli import app
 from shoal.peer.cli.verify_view import verify_table
 from shoal.peer.history.chain import Origin, pack_history
-from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.member.memberships import scope_of, stage_folder
 from shoal.peer.offline.export import export_model, gather_checkpoint
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints

@@ -15,7 +15,7 @@ from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.store import CheckpointStore, Retention
 from shoal.peer.cli.cli import app
 from shoal.peer.history.chain import Origin, pack_history
-from shoal.peer.history.file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import CurveKeys, Identity

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.peer.history.chain import Origin
-from shoal.peer.history.file import HistoryFile
+from shoal.peer.history.history_file import HistoryFile
 from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, RunEnded, StateFileError, StorageError, Superseded, WireError
