@@ -17,10 +17,9 @@ import torch
 from common import publish, size_of
 from torch import Tensor
 
-from shoal.compression.coding import Coding
+from shoal.compression.codec_map import CodecMap, get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.kernels import loader as fast
-from shoal.compression.registry import get_coding
 from shoal.compression.weighted_mean import WeightedMean
 from shoal.swarm.averaging.results import part_digest
 from shoal.swarm.coordinator.partition import chunk_elements
@@ -37,9 +36,9 @@ _LARGEST = 10.0
 class _Bench:
     """One peer's share of a round of ``peers``, ``elements`` each; all methods do all of it once."""
 
-    def __init__(self, coding: Coding, elements: int, peers: int) -> None:
-        self.coding, self.peers = coding, peers
-        size = chunk_elements(elements, peers, _FAST_BPS, coding.most_in_a_chunk)
+    def __init__(self, codec_map: CodecMap, elements: int, peers: int) -> None:
+        self.codec_map, self.peers = codec_map, peers
+        size = chunk_elements(elements, peers, _FAST_BPS, codec_map.formats.max_chunk_values)
         self.bounds = [(start, min(start + size, elements)) for start in range(0, elements, size)]
         own = max(1, len(self.bounds) // peers)
         self.own, self.others = self.bounds[:own], self.bounds[own:]
@@ -47,7 +46,7 @@ class _Bench:
         self.feedback = ErrorFeedback(elements)
         self.feedback.begin(self.contribution)
         self.packed = {
-            bounds: self.feedback.encode_chunk(coding.contribution(*bounds), *bounds) for bounds in self.bounds
+            bounds: self.feedback.encode_chunk(codec_map.contribution(*bounds), *bounds) for bounds in self.bounds
         }
         self.mean = torch.zeros(elements)
         self.means: dict[tuple[int, int], Tensor] = {}
@@ -75,15 +74,15 @@ class _Bench:
 
     def encode(self) -> None:
         for bounds in self.others:
-            self.feedback.encode_chunk(self.coding.contribution(*bounds), *bounds, self.packed[bounds])
+            self.feedback.encode_chunk(self.codec_map.contribution(*bounds), *bounds, self.packed[bounds])
 
     def reduce(self) -> None:
         for start, stop in self.own:
-            codec, mean = self.coding.contribution(start, stop), WeightedMean(stop - start)
+            codec, mean = self.codec_map.contribution(start, stop), WeightedMean(stop - start)
             mean.add_values(*self.feedback.brought(start, stop), 1.0)
             for _ in range(self.peers - 1):
                 mean.add_packed(codec, self.packed[start, stop], 1.0)
-            codec = self.coding.result(start, stop, self.peers)
+            codec = self.codec_map.result(start, stop, self.peers)
             size = codec.packed_bytes(stop - start)
             packed = self.means.setdefault((start, stop), torch.empty(size, dtype=torch.uint8))
             left, decay = self.feedback.room(start, stop)
@@ -95,7 +94,9 @@ class _Bench:
 
     def decode(self) -> None:
         for start, stop in self.bounds:
-            self.coding.contribution(start, stop).decode(self.packed[start, stop], stop - start, self.mean[start:stop])
+            self.codec_map.contribution(start, stop).decode(
+                self.packed[start, stop], stop - start, self.mean[start:stop]
+            )
 
     def seal_s(self) -> float:
         return sum(self._seal_and_open(payload)[0] for payload in self._sent())
@@ -117,10 +118,10 @@ class _Bench:
 def steps(codec: str, elements: int, peers: int) -> dict[str, float]:
     """CPU seconds of each step for all peers together."""
     torch.set_num_threads(1)
-    coding = get_coding(codec)
-    for thread in fast.compile_ahead(coding.kernels):
+    codec_map = get_codec_map(codec)
+    for thread in fast.compile_ahead(codec_map.kernels):
         thread.join()
-    bench = _Bench(coding, elements, peers)
+    bench = _Bench(codec_map, elements, peers)
     whole: dict[str, Callable[[], float]] = {
         "settle the residual": lambda: _cpu_s(bench.settle),
         "encode": lambda: _cpu_s(bench.encode),

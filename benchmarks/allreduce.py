@@ -27,7 +27,7 @@ from peer_systems import gloo_peer, has_hivemind, hivemind_peer
 from round_case import Case
 from shoal_round import Measured, measure
 
-from shoal.compression.registry import get_coding
+from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.coordinator.partition import chunk_elements
 
 _GRID_SIDE = 4
@@ -149,9 +149,9 @@ def in_turns(systems: Sequence[System], turns: int, limit_s: float) -> Iterator[
 
 def flat_bytes(codec: str, elements: int, peers: int) -> float:
     """What a peer of one flat group sends: 2 (N - 1) / N times the encoded vector, chunk by chunk."""
-    coding, chunk = get_coding(codec), chunk_elements(elements, peers)
+    codec_map, chunk = get_codec_map(codec), chunk_elements(elements, peers)
     whole = sum(
-        coding.contribution(start, min(start + chunk, elements)).packed_bytes(min(chunk, elements - start))
+        codec_map.contribution(start, min(start + chunk, elements)).packed_bytes(min(chunk, elements - start))
         for start in range(0, elements, chunk)
     )
     return 2 * (peers - 1) / peers * whole

@@ -17,8 +17,8 @@ import torch
 from common import console
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError
-from shoal.compression.coding import Uniform
+from shoal.compression.codec import Codec
+from shoal.compression.formats import CodecError
 from shoal.compression.kernels import loader as fast
 from shoal.compression.registry import get_codec
 
@@ -80,7 +80,7 @@ def own(names: list[str], device: torch.device) -> list[Subject]:
             console.print(f"{codec.name} does not run on {device}: {error}", markup=False)
             continue
         found.append(of_codec(codec, "torch"))
-        modules = Uniform(codec).kernels if device.type == "cpu" else ()
+        modules = [codec.kernels] if codec.kernels and device.type == "cpu" else []
         for thread in fast.compile_ahead(modules):
             thread.join()
         if modules and all(fast.kernels(module) for module in modules):

@@ -36,7 +36,7 @@ from codec_subjects import BLOCK, ROWS, Subject, limit_threads, on_path, own, pe
 from common import console, parser, publish
 from torch import Tensor
 
-from shoal.compression.registry import CODEC_NAMES
+from shoal.compression.formats import CODEC_NAMES
 from shoal.peer.recipes import load_recipe
 from shoal.swarm.protocol.run_file import parse_run_file
 

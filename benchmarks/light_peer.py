@@ -22,7 +22,7 @@ from light_view import Glance, Record, glance
 from zmq.utils import z85
 
 from shoal.swarm.aio import task_scope
-from shoal.swarm.averaging.norm_bounds import pack, ranges
+from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite

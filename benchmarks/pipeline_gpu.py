@@ -26,6 +26,7 @@ from common import comma, over, parser, publish
 from torch import Tensor
 
 from shoal.compression.codec import Codec
+from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, moved
 from shoal.peer.recipes.gpt import GptRecipe
@@ -34,7 +35,7 @@ from shoal.peer.training.device import autocast, choose_device
 from shoal.peer.training.inner_loop import InnerLoop
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import DeviceError
-from shoal.swarm.protocol.run_file import DataSection, PipelineSection, make_codec
+from shoal.swarm.protocol.run_file import DataSection, PipelineSection
 
 SIZES = {"layers": 12, "width": 1024, "heads": 16, "context": 1024}
 SMALL = {"layers": 2, "width": 64, "heads": 2, "context": 32}
@@ -203,7 +204,7 @@ def measured(recipe: GptRecipe, precision: str, options: argparse.Namespace) -> 
     batches = list(torch.split(data.batch(indices), size))
     in_flight = PipelineSection(stages=2, micro_batch=size).in_flight
     unsplit = Unsplit(recipe, device, precision)
-    stages = {name: TwoStages(recipe, device, precision, make_codec(name), in_flight) for name in options.codecs}
+    stages = {name: TwoStages(recipe, device, precision, get_codec(name), in_flight) for name in options.codecs}
     subjects: dict[str, Unsplit | TwoStages] = {"unsplit": unsplit, **stages}
     taken_s: dict[str, list[float]] = {name: [] for name in subjects}
     for turn in range(1 + options.repeats):

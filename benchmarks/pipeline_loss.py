@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec
+from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.pipeline.tensor_io import TensorForm, pack, unpack
 from shoal.peer.pipeline.training import Samples
@@ -17,7 +18,7 @@ from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.pipeline.engine.effects import MicroBatch
-from shoal.swarm.protocol.run_file import DataSection, make_codec
+from shoal.swarm.protocol.run_file import DataSection
 
 SETTINGS = {"layers": 4, "width": 96, "heads": 4, "context": 64, "tie_embedding": False}
 BOUNDARIES = (0, 2, 4, 6)
@@ -115,7 +116,7 @@ def held_out_losses(codec: str, seeds: Sequence[int], steps: int, samples: int =
     recipe = GptRecipe(SETTINGS, DataSection(source="stdlib"))
     losses = []
     for seed in seeds:
-        chain = Chain(recipe, seed, make_codec(codec))
+        chain = Chain(recipe, seed, get_codec(codec))
         chain.train(steps)
         losses.append(chain.held_out_loss(samples))
     return losses

@@ -22,7 +22,7 @@ from shoal.compression.norms import norms_of
 from shoal.peer.member.member import Member
 from shoal.peer.training.anchor import State
 from shoal.swarm.aio import task_scope
-from shoal.swarm.averaging.norm_bounds import ranges as claimed_ranges
+from shoal.swarm.averaging.norm_claims import ranges as claimed_ranges
 from shoal.swarm.averaging.outcome import Committed, RoundOffer
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.protocol.identity import CurveKeys, Identity
@@ -123,7 +123,7 @@ class _Peer:
         await self._client.ask(model, CoordinatorToPeerModelAccepted)
         self._member.prepare_averaging(layout)
         for thread in threading.enumerate():
-            if thread.name.endswith("_kernels"):
+            if thread.name.endswith("-kernels"):
                 await asyncio.to_thread(thread.join)
         await asyncio.to_thread(self._pace.introduce, self._client.peer)
         self._hold(0)

@@ -22,7 +22,7 @@ from shoal.peer.training.inner_loop import make_inner
 from shoal.peer.training.lr_schedule import lr_factor
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.averaging.norm_bounds import pack, ranges, total_norm
+from shoal.swarm.averaging.norm_claims import pack, ranges, total_norm
 from shoal.swarm.coordinator.influence import (
     bounded,
     exceeds,

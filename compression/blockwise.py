@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.compression.codec import (
-    CodecError,
+    Codec,
     Packed,
     checked_out,
     checked_values,
@@ -26,8 +26,7 @@ from shoal.compression.codec import (
     room_for,
     rounded_weight,
 )
-from shoal.compression.dither import dither
-from shoal.compression.kernels import loader as fast
+from shoal.compression.formats import BlockFormat, CodecError
 from shoal.compression.scratch import scratch
 
 _Arrays: TypeAlias = tuple[NDArray[np.float32], NDArray[np.uint8]]
@@ -49,7 +48,7 @@ class Summand(NamedTuple):
     values: tuple[Tensor, Tensor] | None = None
 
 
-class Blockwise:
+class Blockwise(Codec):
     """Symmetric int8 or int4, one float32 scale a block: ``scale = max|x| / q``, ``code = round(x * (q / max|x|))``.
 
     ``q`` is 127 or 7. Rounds to nearest, ties to even: ``|x - decoded| <= scale / 2``, but for the rounding of
@@ -66,18 +65,15 @@ class Blockwise:
                             low four bits; after an odd last one the high bits are 8
     """
 
-    def __init__(self, bits: int = 8, block: int | None = None, seed: int | None = None) -> None:
-        if bits not in DEFAULT_BLOCK:
-            raise CodecError(f"block-wise codes have 8 or 4 bits, not {bits}")
-        block = DEFAULT_BLOCK[bits] if block is None else block
-        if not 2 <= block <= 2**20 or block % 2:
-            raise CodecError(f"block is the number of values that share a scale, even, 2 to 2**20, not {block}")
-        if seed is not None and not 0 <= seed < 2**32:
-            raise CodecError(f"the seed of stochastic rounding is 0 to 2**32 - 1, not {seed}")
-        self.bits = bits
-        self.block = block
-        self.seed = seed
-        self._largest = 2 ** (bits - 1) - 1
+    kernels = "blockwise"
+    format: BlockFormat
+
+    def __init__(self, form: BlockFormat) -> None:
+        super().__init__(form)
+        self.bits = {"int8": 8, "int4": 4}[form.kind]
+        self.block = form.block
+        self.seed = form.seed
+        self._largest = 2 ** (self.bits - 1) - 1
         self._smallest = self._largest * _TINY
         self._smallest_bits = _bits_of(self._smallest)
         # The largest float32 whose product with the largest code is still finite.
@@ -88,20 +84,9 @@ class Blockwise:
         self._safe_bits = _bits_of(_FLOAT_MAX / (self._largest + 1))
 
     @property
-    def name(self) -> str:
-        """``int8`` or ``int4``, with the options that are not the default's."""
-        options = [] if self.block == DEFAULT_BLOCK[self.bits] else [f"block={self.block}"]
-        options += [] if self.seed is None else [f"seed={self.seed}"]
-        return f"int{self.bits}" + (f"({','.join(options)})" if options else "")
-
-    @property
     def growth(self) -> float:
         """See ``Codec.growth`` and ``linear_growth``."""
         return linear_growth(self._largest, self.block, 0.5 if self.seed is None else 1.0)
-
-    def packed_bytes(self, n: int) -> int:
-        """One byte a value, or half of one, and four a block."""
-        return 4 * self._blocks(n) + self._code_bytes(n)
 
     # Encoding -----------------------------------------------------------------------------------------------
 
@@ -109,7 +94,7 @@ class Blockwise:
         """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError for NaN or infinity."""
         values = checked_values(values)
         packed = self._room(values)
-        kernels = self._kernels(values)
+        kernels = self.compiled(values.device)
         if kernels is None:
             self._encode_tiles(values, *self._split(packed, values.numel()))
         elif kernels.encode(values.numpy(), *self._arrays(packed, values.numel()), *self._how()) >= 0:
@@ -123,7 +108,7 @@ class Blockwise:
         values, residual = checked_values(values), checked_out(residual, values.numel(), values.device)
         left = residual if left is None else checked_out(left, values.numel(), values.device)
         packed = self._room(values, packed)
-        kernels = self._kernels(values)
+        kernels = self.compiled(values.device)
         if kernels is not None:
             arrays = values.numpy(), residual.numpy()
             # What is overwritten is to be as before when a sum anywhere is not finite.
@@ -158,9 +143,9 @@ class Blockwise:
                 inverse.masked_fill_(empty, 0.0)
             scaled = torch.mul(rows, inverse, out=scratch("scaled", stop - start, rows.device).view_as(rows))
             if self.seed is not None:
-                scaled += dither(largest, self.seed, first, rows.shape[1])
+                scaled += _dither(largest, self.seed, first, rows.shape[1])
                 scaled.clamp_(-self._largest, self._largest)
-            self._write_codes(scaled.round_().view(-1), codes[self._code_bytes(start) : self._code_bytes(stop)])
+            self._write_codes(scaled.round_().view(-1), self._codes(codes, start, stop))
 
     def _write_codes(self, rounded: Tensor, codes: Tensor) -> None:
         if self.bits == 8:
@@ -178,14 +163,14 @@ class Blockwise:
         tensor = packed_tensor(packed, self.packed_bytes(n))
         out = torch.empty(n, dtype=torch.float32, device=tensor.device) if out is None else out
         values = checked_out(out, n, tensor.device)
-        kernels = self._kernels(values)
+        kernels = self.compiled(values.device)
         if kernels is not None:
             kernels.decode(*self._checked_arrays(tensor, n, kernels), values.numpy(), self.block, self.bits)
             return out
         scales, codes = self._split(tensor, n)
         self._check_scales(scales, codes)
         for start, stop, rows in self._tiles(values):
-            self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], rows.view(-1))
+            self._read_codes(self._codes(codes, start, stop), rows.view(-1))
             first = start // self.block
             rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
         return out
@@ -193,7 +178,7 @@ class Blockwise:
     def decode_all(self, packed: Sequence[Packed], outs: Sequence[Tensor]) -> list[int]:
         """Decode each as ``decode`` does, ``(n,) float32`` on the CPU, in one call of the kernels. Returns the indices
         of what is left for ``decode``: what that refuses, or looks at closely, and all where there are no kernels."""
-        kernels = fast.kernels("blockwise_kernels")
+        kernels = self.compiled(_CPU)
         if kernels is None or not outs:
             return list(range(len(outs)))
         tensors = [packed_tensor(one, self.packed_bytes(out.numel())) for one, out in zip(packed, outs, strict=True)]
@@ -208,7 +193,7 @@ class Blockwise:
         n, weight = total.numel(), rounded_weight(weight)
         tensor = packed_tensor(packed, self.packed_bytes(n))
         total = checked_out(total, n, tensor.device)
-        kernels = self._kernels(total)
+        kernels = self.compiled(total.device)
         if kernels is not None:
             arrays = self._checked_arrays(tensor, n, kernels)
             kernels.accumulate(*arrays, total.numpy(), weight, self.block, self.bits)
@@ -217,7 +202,7 @@ class Blockwise:
         self._check_scales(scales, codes)
         for start, stop, rows in self._tiles(total):
             tile = scratch("decoded", stop - start, total.device)
-            self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], tile)
+            self._read_codes(self._codes(codes, start, stop), tile)
             first = start // self.block
             tile.view_as(rows).mul_(scales[first : first + len(rows)].unsqueeze(1)).mul_(weight)
             rows.add_(tile.view_as(rows))
@@ -225,15 +210,15 @@ class Blockwise:
     def squared_norm(self, packed: Packed, n: int) -> float:
         """See ``Codec.squared_norm``. By kernels the codes' squares are summed exactly, as they are packed."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
-        kernels = self._kernels(tensor)
+        kernels = self.compiled(tensor.device)
         if kernels is not None:
             return float(kernels.squared_norm(*self._arrays(tensor, n), n, self.block, self.bits))
         (scales, codes), total = self._split(tensor, n), 0.0
         for start in range(0, n, step := self.block * max(1, _TILE // self.block)):
             stop, first = min(start + step, n), start // self.block
-            blocks = self._blocks(stop - start)
+            blocks = self.format.blocks(stop - start)
             rows = scratch("decoded", blocks * self.block, tensor.device).zero_()
-            self._read_codes(codes[self._code_bytes(start) : self._code_bytes(stop)], rows[: stop - start])
+            self._read_codes(self._codes(codes, start, stop), rows[: stop - start])
             squares = rows.view(blocks, self.block).square_().sum(1, dtype=torch.float64)
             total += float(torch.dot(squares, scales[first : first + blocks].double().square_()))
         return total
@@ -245,7 +230,7 @@ class Blockwise:
     def checked(self, packed: Packed, n: int) -> Tensor:
         """``packed`` as a tensor, to be read only, that decodes to ``n`` values. CodecError as ``decode``."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
-        kernels = self._kernels(tensor)
+        kernels = self.compiled(tensor.device)
         if kernels is None:
             self._check_scales(*self._split(tensor, n))
         else:
@@ -261,7 +246,7 @@ class Blockwise:
 
         Returns what no absolute value of the loss is above; None, with nothing done, where no kernels are compiled.
         Raises CodecError when the mean is not finite: ``left`` and ``packed`` are undefined then."""
-        kernels = self._kernels(left)
+        kernels = self.compiled(left.device)
         if kernels is None:
             return None
         left, packed = checked_out(left, left.numel(), left.device), self._room(left, packed)
@@ -317,9 +302,6 @@ class Blockwise:
 
     # Shapes -------------------------------------------------------------------------------------------------
 
-    def _kernels(self, values: Tensor) -> ModuleType | None:
-        return fast.kernels("blockwise_kernels") if values.device.type == "cpu" else None
-
     def _how(self) -> tuple[int, int, int]:
         """Block, bits and the seed, -1 for none, as kernels take them."""
         return self.block, self.bits, -1 if self.seed is None else self.seed
@@ -327,20 +309,18 @@ class Blockwise:
     def _room(self, values: Tensor, packed: Tensor | None = None) -> Tensor:
         return room_for(self.packed_bytes(values.numel()), values.device, packed)
 
-    def _blocks(self, n: int) -> int:
-        return -(-n // self.block)
-
-    def _code_bytes(self, n: int) -> int:
-        return n if self.bits == 8 else (n + 1) // 2
+    def _codes(self, codes: Tensor, start: int, stop: int) -> Tensor:
+        """The codes of values [start, stop)."""
+        return codes[self.format.code_bytes(start) : self.format.code_bytes(stop)]
 
     def _split(self, packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Views of ``packed``: the scales ``(blocks,) float32`` and the codes ``(code bytes,) uint8``."""
-        scales_bytes = 4 * self._blocks(n)
+        scales_bytes = self.format.scale_bytes(n)
         return packed[:scales_bytes].view(torch.float32), packed[scales_bytes:]
 
     def _arrays(self, packed: Tensor, n: int) -> _Arrays:
         """As ``_split``, for kernels: a view is made in a fifth of the time here."""
-        raw, scales_bytes = packed.numpy(), 4 * self._blocks(n)
+        raw, scales_bytes = packed.numpy(), self.format.scale_bytes(n)
         return raw[:scales_bytes].view(np.float32), raw[scales_bytes:]
 
     def _tile_values(self, values: Tensor) -> int:
@@ -369,9 +349,21 @@ def linear_growth(largest: int, block: int, error: float) -> float:
     return math.sqrt(1.0 + error / a)
 
 
-DEFAULT_BLOCK = {8: 1024, 4: 256}
-"""Values that share a scale, by the bits of a code; chosen by measurement (``docs/codecs.md``)."""
-
-
 def _bits_of(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+def _dither(largest: Tensor, seed: int, first_block: int, width: int) -> Tensor:
+    """Uniform in [-1/2, 1/2), ``(rows, width) float32``, multiples of 2**-24: what nearest rounding is shaken with."""
+    blocks = torch.arange(first_block, first_block + len(largest), device=largest.device).unsqueeze(1)
+    keys = _mix(_mix(largest.to(torch.int64) ^ seed) ^ (blocks & 0xFFFFFFFF))
+    drawn = _mix((keys + torch.arange(width, device=largest.device)) & 0xFFFFFFFF)
+    return (drawn >> 8).to(torch.float32).mul_(2.0**-24).sub_(0.5)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """32 bits, in int64, to 32 well-mixed bits; multiplied in halves, as int64 must not overflow."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = x ^ (x >> shift)
+        x = ((x & 0xFFFF) * factor + (((x >> 16) * (factor & 0xFFFF)) << 16)) & 0xFFFFFFFF
+    return x ^ (x >> 16)

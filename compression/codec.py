@@ -1,16 +1,19 @@
-"""What a codec is: a named, stateless pair of functions between a float32 vector and its packed bytes."""
+"""Base class of all codecs, from float32 vectors to packed bytes and back, and checks of what they are given."""
 
 from __future__ import annotations
 
 import math
 import sys
 from abc import ABC, abstractmethod
-from typing import Protocol, TypeAlias
+from types import ModuleType
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.compression.formats import CodecError, CodecFormat
+from shoal.compression.kernels import loader
 from shoal.compression.scratch import scratch
 
 if sys.byteorder != "little":  # pragma: no cover
@@ -24,40 +27,59 @@ _ROUNDS_TO_INFINITY = (2.0 - 2.0**-24) * 2.0**127
 """The smallest float64 that is infinite as a float32."""
 
 
-class CodecError(ValueError):
-    """The values or the packed bytes cannot be coded; whoever sent such bytes is to be dropped."""
+class Codec(ABC):
+    """Packs float32 vectors into the bytes of its format, and back.
 
-
-class Codec(Protocol):
-    """Tensor to bytes to tensor. Stateless, so one object serves any number of threads at once.
-
-    Decoding is deterministic to the bit: every machine that decodes the same bytes holds the same floats. Each
-    codec's wire layout stands in its module, and golden vectors in the tests hold it.
+    Stateless, so one object serves any number of threads at once. Decoding is deterministic to the bit: every machine
+    that decodes the same bytes holds the same floats. Each codec's wire layout stands in its module, and golden vectors
+    in the tests hold it.
     """
+
+    kernels: ClassVar[str | None] = None
+    """The name of the compiled kernels that it runs faster with (``loader.compile_ahead``)."""
+
+    def __init__(self, form: CodecFormat) -> None:
+        self.format = form
 
     @property
     def name(self) -> str:
-        """The name in run files and messages, options included: ``int8``, ``topk(k=32)``."""
-        ...
+        """See ``CodecFormat.name``."""
+        return self.format.name
+
+    def packed_bytes(self, n: int) -> int:
+        """See ``CodecFormat.packed_bytes``."""
+        return self.format.packed_bytes(n)
 
     @property
+    @abstractmethod
     def growth(self) -> float:
         """Bound on how much packing lengthens a vector: ``norm(decode(encode(x))) <= growth * norm(x)`` for each ``x``.
 
         Proven for each codec, not measured, up to float32 rounding (1e-4) and 2**-126 a value."""
-        ...
 
-    def packed_bytes(self, n: int) -> int:
-        """The exact size of ``n`` packed values, in bytes."""
-        ...
-
+    @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
         """Pack ``values``, ``(n,) float32``, contiguous, into ``(packed_bytes(n),) uint8`` on the same device.
 
         The result never shares memory with ``values``. Raises CodecError, which says where, when a value is NaN
         or infinite.
         """
-        ...
+
+    @abstractmethod
+    def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
+        """Unpack ``n`` values into ``out``, ``(n,) float32``, contiguous, or a new tensor; each of them finite.
+
+        The result never shares memory with ``packed``. Raises CodecError when ``packed`` is not
+        ``packed_bytes(n)`` long, or when a value in it is NaN or infinite: the bytes may be hostile. What
+        ``out`` holds then is undefined.
+        """
+
+    @abstractmethod
+    def squared_norm(self, packed: Packed, n: int) -> float:
+        """The squared L2 norm of ``decode(packed)``, to within ``norms.RELATIVE_ERROR``.
+
+        Of bytes that do not decode it may be anything, NaN as well, or raise CodecError.
+        """
 
     def encode_residual(
         self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
@@ -70,45 +92,6 @@ class Codec(Protocol):
         where the result goes, if not into a new tensor. Raises CodecError when ``corrected`` is not finite;
         ``residual`` is as before then, and what ``left`` and ``packed`` hold undefined.
         """
-        ...
-
-    def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
-        """Unpack ``n`` values into ``out``, ``(n,) float32``, contiguous, or a new tensor; each of them finite.
-
-        The result never shares memory with ``packed``. Raises CodecError when ``packed`` is not
-        ``packed_bytes(n)`` long, or when a value in it is NaN or infinite: the bytes may be hostile. What
-        ``out`` holds then is undefined.
-        """
-        ...
-
-    def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
-        """``total += weight * decode(packed)``, for ``total``, ``(n,) float32``: the product rounded, then the sum.
-
-        ``weight`` is rounded to float32 first. Raises CodecError as ``decode`` does, with ``total`` unchanged.
-        """
-        ...
-
-    def squared_norm(self, packed: Packed, n: int) -> float:
-        """The squared L2 norm of ``decode(packed)``, to within ``norms.RELATIVE_ERROR``.
-
-        Of bytes that do not decode it may be anything, NaN as well, or raise CodecError.
-        """
-        ...
-
-
-class WholeTensorCodec(ABC):
-    """``encode_residual`` and ``accumulate`` in terms of a codec's ``encode`` and ``decode``: right, not fast."""
-
-    @abstractmethod
-    def encode(self, values: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor: ...
-
-    def encode_residual(
-        self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
-    ) -> Tensor:
-        """See ``Codec.encode_residual``."""
         values = checked_values(values)
         residual = checked_out(residual, values.numel(), values.device)
         left = residual if left is None else checked_out(left, values.numel(), values.device)
@@ -118,10 +101,17 @@ class WholeTensorCodec(ABC):
         return made if packed is None else room_for(made.numel(), values.device, packed).copy_(made)
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
-        """See ``Codec.accumulate``."""
+        """``total += weight * decode(packed)``, for ``total``, ``(n,) float32``: the product rounded, then the sum.
+
+        ``weight`` is rounded to float32 first. Raises CodecError as ``decode`` does, with ``total`` unchanged.
+        """
         weight = rounded_weight(weight)
         decoded = self.decode(packed, total.numel())
         checked_out(total, decoded.numel(), decoded.device).add_(decoded.mul_(weight))
+
+    def compiled(self, device: torch.device) -> ModuleType | None:
+        """The compiled kernels, once they are ready, where they can work on tensors of ``device``."""
+        return loader.kernels(self.kernels) if self.kernels is not None and device.type == "cpu" else None
 
 
 def checked_range(values: Tensor) -> tuple[float, float]:

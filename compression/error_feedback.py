@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError, checked_range, checked_values, largest_of
+from shoal.compression.codec import Codec, checked_range, checked_values, largest_of
+from shoal.compression.formats import CodecError
 from shoal.compression.norms import norms_of
 from shoal.compression.scratch import scratch, spacious
 from shoal.compression.weighted_mean import Lost

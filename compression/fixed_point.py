@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.compression.codec import CodecError, Packed, checked_values, packed_tensor
+from shoal.compression.codec import Packed, checked_values, packed_tensor
+from shoal.compression.formats import CodecError
 
 Codes: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """``(n,)`` uint16 or uint32: integers modulo 2^bits, little-endian in memory as on the wire."""

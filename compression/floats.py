@@ -18,12 +18,16 @@ import math
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import CodecError, checked_range
-from shoal.compression.tiled import Layout, TiledCodec, option_name
+from shoal.compression.codec import checked_range
+from shoal.compression.formats import BlockFormat, CodecError
+from shoal.compression.tiled import TiledCodec
 
-_BLOCK = 4096
-# A short block is filled up to a whole one while it is worked on.
-_LARGEST_BLOCK = 1 << 20
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
 # float8 e4m3 bits shifted into a float16 are the float8's value times 2**-8, exactly.
 _FLOAT8_SHIFT = 7
 _FLOAT8_TO_FLOAT16 = -8
@@ -37,16 +41,10 @@ class FloatCodec(TiledCodec):
     For normal values bfloat16 errs by at most ``|x| * 2**-8``. What is beyond its largest value saturates.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        super().__init__(Layout(1, torch.uint8, 0, 1, dtype.itemsize))
-        self._name = name
-        self._dtype = dtype
-        self._largest = torch.finfo(dtype).max
-
-    @property
-    def name(self) -> str:
-        """``float32`` or ``bfloat16``."""
-        return self._name
+    def __init__(self, form: BlockFormat) -> None:
+        super().__init__(form)
+        self._dtype = _DTYPES[form.kind]
+        self._largest = torch.finfo(self._dtype).max
 
     @property
     def growth(self) -> float:
@@ -79,21 +77,13 @@ class ScaledFloatCodec(TiledCodec):
     2**112`` (float16: 3.401e38) or ``largest * 2**119`` (float8_e4m3: 2.977e38) saturates.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, *, block: int = _BLOCK) -> None:
-        if not 1 <= block <= _LARGEST_BLOCK:
-            raise CodecError(f"block is the number of values that share a scale, 1 to {_LARGEST_BLOCK}, not {block}")
-        super().__init__(Layout(block, torch.int16, 1, 1, dtype.itemsize))
-        self._name = name
-        self._dtype = dtype
-        self._largest = torch.finfo(dtype).max
+    def __init__(self, form: BlockFormat) -> None:
+        super().__init__(form, torch.int16, 1)
+        self._dtype = _DTYPES[form.kind]
+        info = torch.finfo(self._dtype)
+        self._largest = info.max
         self._largest_mantissa, self._largest_exponent = math.frexp(self._largest)
-        smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
-        self._exponents = -126 - round(math.log2(smallest)), 128 - self._largest_exponent
-
-    @property
-    def name(self) -> str:
-        """``float16`` or ``float8_e4m3``, with the block where it is not 4096: ``float16(block=512)``."""
-        return option_name(self._name, self._layout.block, _BLOCK)
+        self._exponents = -126 - round(math.log2(info.tiny * info.eps)), 128 - self._largest_exponent
 
     @property
     def growth(self) -> float:
@@ -101,7 +91,7 @@ class ScaledFloatCodec(TiledCodec):
         half the smallest code, which is known as a share of the block's largest value."""
         info = torch.finfo(self._dtype)
         smallest_share = info.smallest_normal * info.eps / info.max  # the largest value has a code of max / 2 at least
-        return 1.0 + info.eps / 2 + math.sqrt(self._layout.block) * smallest_share
+        return 1.0 + info.eps / 2 + math.sqrt(self.format.block) * smallest_share
 
     def _measure(self, rows: Tensor, n: int, scales: Tensor) -> Tensor:
         largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
@@ -132,7 +122,7 @@ class ScaledFloatCodec(TiledCodec):
         lowest, highest = self._exponents
         low, high = torch.aminmax(scales)
         if int(low) < lowest or int(high) > highest:
-            raise CodecError(f"an exponent of {self._name} is outside {lowest} .. {highest}")
+            raise CodecError(f"an exponent of {self.format.kind} is outside {lowest} .. {highest}")
         if self._dtype == torch.float16:
             checked_range(codes.view(torch.float16))
         elif int((codes & _FLOAT8_NAN).amax()) == _FLOAT8_NAN:

@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import (
-    CodecError,
     Packed,
     checked_out,
     checked_values,
@@ -49,18 +48,16 @@ from shoal.compression.codec import (
     packed_tensor,
     rounded_weight,
 )
-from shoal.compression.kernels import loader as fast
+from shoal.compression.formats import BlockFormat, CodecError
 from shoal.compression.scratch import scratch
-from shoal.compression.tiled import Layout, TiledCodec, option_name
+from shoal.compression.tiled import TiledCodec
 
 _Array: TypeAlias = npt.NDArray[Any]
 
-_BLOCK = 512
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _SMALLEST_NORMAL_BITS, _LARGEST_FINITE_BITS = 0x0080, 0x7F7F
 _LARGEST_MAGNITUDE = torch.finfo(torch.bfloat16).max
-# Sums are of |x| * 2**-16, so that no sum of up to 2**16 values overflows.
-_LARGEST_BLOCK = 1 << 16
+# Sums are of |x| * 2**-16, so that no sum of a block of up to 2**16 values overflows.
 _DOWN, _UP = 2.0**-16, 2.0**16
 # Values above this multiple of the mean |x| make the outer magnitude.
 _OUTER = 1.4
@@ -87,16 +84,16 @@ _SIGNS = _bytes_of_bits(1, -1)
 class _LowBit(TiledCodec):
     """What both codecs share: compiled kernels where there are any (``fast.py``), else torch in tiles."""
 
-    def __init__(self, block: int, levels: int) -> None:
-        if not 8 <= block <= _LARGEST_BLOCK or block & (block - 1):
-            raise CodecError(f"block is a power of two between 8 and {_LARGEST_BLOCK}, not {block}")
-        super().__init__(Layout(block, torch.bfloat16, levels, 8, levels))
-        self._how = block, levels
+    kernels = "lowbit"
+
+    def __init__(self, form: BlockFormat, levels: int) -> None:
+        super().__init__(form, torch.bfloat16, levels)
+        self._how = form.block, levels
 
     def encode(self, values: Tensor) -> Tensor:
         """See ``Codec.encode``."""
         values = checked_values(values)
-        kernels = _kernels(values)
+        kernels = self.compiled(values.device)
         if kernels is None:
             return super().encode(values)
         packed = self._room(values)
@@ -109,7 +106,7 @@ class _LowBit(TiledCodec):
     ) -> Tensor:
         """See ``Codec.encode_residual``. Fused: values and residual are read and the residual is written in one go."""
         values, residual = checked_values(values), checked_out(residual, values.numel(), values.device)
-        kernels = _kernels(values)
+        kernels = self.compiled(values.device)
         if kernels is None:
             return super().encode_residual(values, residual, left, packed)
         residual, packed = in_place(residual, left), self._room(values, packed)
@@ -121,7 +118,7 @@ class _LowBit(TiledCodec):
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``."""
         packed = packed_tensor(packed, self.packed_bytes(n))
-        kernels = _kernels(packed)
+        kernels = self.compiled(packed.device)
         if kernels is None:
             return super().decode(packed, n, out)
         out = torch.empty(n, dtype=torch.float32) if out is None else out
@@ -134,7 +131,7 @@ class _LowBit(TiledCodec):
         """See ``Codec.accumulate``. Fused: the decoded values never get to memory."""
         n, weight = total.numel(), rounded_weight(weight)
         packed = packed_tensor(packed, self.packed_bytes(n))
-        kernels = _kernels(packed)
+        kernels = self.compiled(packed.device)
         if kernels is None:
             super().accumulate(packed, total, weight)
             return
@@ -153,7 +150,7 @@ class _LowBit(TiledCodec):
 
     def _arrays(self, packed: Tensor, n: int) -> tuple[_Array, _Array]:
         """Views of ``packed``: the bits of the scales, int16, and the codes, uint8."""
-        array, codes = packed.numpy(), self._layout.scale_bytes(n)
+        array, codes = packed.numpy(), self.format.scale_bytes(n)
         return array[:codes].view(np.int16), array[codes:]
 
     def _checked_arrays(self, packed: Tensor, n: int, kernels: ModuleType) -> tuple[_Array, _Array]:
@@ -171,13 +168,8 @@ class Sign(_LowBit):
     of values, and rounded to bfloat16; below ``2**-126`` it is 0.
     """
 
-    def __init__(self, *, block: int = _BLOCK) -> None:
-        super().__init__(block, 1)
-
-    @property
-    def name(self) -> str:
-        """``sign``, with the block where it is not 512: ``sign(block=64)``."""
-        return option_name("sign", self._layout.block, _BLOCK)
+    def __init__(self, form: BlockFormat) -> None:
+        super().__init__(form, 1)
 
     @property
     def growth(self) -> float:
@@ -204,13 +196,8 @@ class Int2(_LowBit):
     from sums in halves, as in ``Sign``. A block with nothing above has ``outer = inner``.
     """
 
-    def __init__(self, *, block: int = _BLOCK) -> None:
-        super().__init__(block, 2)
-
-    @property
-    def name(self) -> str:
-        """``int2``, with the block where it is not 512: ``int2(block=64)``."""
-        return option_name("int2", self._layout.block, _BLOCK)
+    def __init__(self, form: BlockFormat) -> None:
+        super().__init__(form, 2)
 
     @property
     def growth(self) -> float:
@@ -250,10 +237,6 @@ class Int2(_LowBit):
         bits.bitwise_and_(inner ^ outer).bitwise_xor_(inner)
         _spread(groups[:, 0], _SIGNS, signs)
         rows.mul_(signs)
-
-
-def _kernels(values: Tensor) -> ModuleType | None:
-    return fast.kernels("lowbit_kernels") if values.device.type == "cpu" else None
 
 
 def _scratch_like(purpose: str, rows: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import (
+    Codec,
     Packed,
     checked_out,
     checked_values,
@@ -20,36 +21,12 @@ from shoal.compression.codec import (
     room_for,
     rounded_weight,
 )
+from shoal.compression.formats import BlockFormat
 from shoal.compression.norms import squared_norm
 from shoal.compression.scratch import scratch
 
 _TILE_VALUES = 1 << 18
 """1 MiB of float32, as large as what is sent at once. Half of it is a fifth to a third slower: calls cost."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Packed bytes: the stored scales of all blocks, then the codes of all groups of values."""
-
-    block: int
-    """Values that share their scales; the last block may be short."""
-    scale_dtype: torch.dtype
-    scales_a_block: int
-    group: int
-    """Values whose codes fill whole bytes together; a divisor of ``block``. The last group may be short."""
-    group_bytes: int
-
-    def blocks(self, n: int) -> int:
-        """How many blocks hold ``n`` values."""
-        return -(-n // self.block)
-
-    def scale_bytes(self, n: int) -> int:
-        """Where the codes of ``n`` values begin."""
-        return self.blocks(n) * self.scales_a_block * self.scale_dtype.itemsize
-
-    def code_bytes(self, n: int) -> int:
-        """The size of the codes of ``n`` values."""
-        return -(-n // self.group) * self.group_bytes
 
 
 @dataclass(frozen=True)
@@ -62,14 +39,18 @@ class _Tile:
     codes: Tensor
 
 
-class TiledCodec(ABC):
+class TiledCodec(Codec):
     """A codec in terms of four operations on rows: ``rows`` is ``(r, block) float32``, a row being a block.
 
     A short last block is filled up with zeros, a short last group with codes that nobody reads.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    format: BlockFormat
+
+    def __init__(self, form: BlockFormat, scale_dtype: torch.dtype = torch.uint8, scales_a_block: int = 0) -> None:
+        super().__init__(form)
+        self._scale_dtype = scale_dtype
+        self._scales_a_block = scales_a_block
 
     @abstractmethod
     def _measure(self, rows: Tensor, n: int, scales: Tensor) -> Tensor:
@@ -89,15 +70,6 @@ class TiledCodec(ABC):
     @abstractmethod
     def _check(self, scales: Tensor, codes: Tensor) -> None:
         """CodecError when ``scales`` or ``codes`` stand for a value that is not finite."""
-
-    @property
-    @abstractmethod
-    def growth(self) -> float:
-        """See ``Codec.growth``."""
-
-    def packed_bytes(self, n: int) -> int:
-        """See ``Codec.packed_bytes``."""
-        return self._layout.scale_bytes(n) + self._layout.code_bytes(n)
 
     def encode(self, values: Tensor) -> Tensor:
         """See ``Codec.encode``."""
@@ -169,9 +141,9 @@ class TiledCodec(ABC):
         return room_for(self.packed_bytes(values.numel()), values.device, packed)
 
     def _tiles(self, packed: Tensor, n: int) -> Iterator[_Tile]:
-        layout = self._layout
+        layout = self.format
         scale_bytes = layout.scale_bytes(n)
-        scales = packed[:scale_bytes].view(layout.scale_dtype).view(layout.blocks(n), layout.scales_a_block)
+        scales = packed[:scale_bytes].view(self._scale_dtype).view(layout.blocks(n), self._scales_a_block)
         codes = packed[scale_bytes:]
         step = max(1, _TILE_VALUES // layout.block) * layout.block
         for start in range(0, n, step):
@@ -185,9 +157,9 @@ class TiledCodec(ABC):
 
     def _rows(self, values: Tensor, residual: Tensor | None, tile: _Tile) -> Tensor:
         """``values`` (+ ``residual``) of a tile as ``(r, block)``: a view where nothing has to be made."""
-        block, count = self._layout.block, tile.stop - tile.start
+        block, count = self.format.block, tile.stop - tile.start
         part = values[tile.start : tile.stop]
-        padded = self._layout.blocks(count) * block
+        padded = self.format.blocks(count) * block
         if residual is None and padded == count:
             return part.view(-1, block)
         rows = scratch("tile_rows", padded, values.device)
@@ -205,7 +177,7 @@ class TiledCodec(ABC):
         return math.isfinite(float(low)) and math.isfinite(float(high))
 
     def _pack_tile(self, rows: Tensor, tile: _Tile) -> None:
-        whole = self._layout.code_bytes(rows.numel())
+        whole = self.format.code_bytes(rows.numel())
         if whole == tile.codes.numel():
             self._pack(rows, tile.scales, tile.codes)
             return
@@ -215,20 +187,15 @@ class TiledCodec(ABC):
 
     def _unpack_tile(self, tile: _Tile, out: Tensor) -> None:
         """Fill ``out``, ``(stop - start,)``, with the decoded values of a tile."""
-        count, block = tile.stop - tile.start, self._layout.block
-        padded = self._layout.blocks(count) * block
+        count, block = tile.stop - tile.start, self.format.block
+        padded = self.format.blocks(count) * block
         if padded == count:
             self._unpack(tile.codes, tile.scales, out.view(-1, block))
             return
         rows = scratch("tile_padded", padded, out.device)
         codes = tile.codes
-        if codes.numel() < self._layout.code_bytes(padded):
-            codes = torch.zeros(self._layout.code_bytes(padded), dtype=torch.uint8, device=rows.device)
+        if codes.numel() < self.format.code_bytes(padded):
+            codes = torch.zeros(self.format.code_bytes(padded), dtype=torch.uint8, device=rows.device)
             codes[: tile.codes.numel()] = tile.codes
         self._unpack(codes, tile.scales, rows.view(-1, block))
         out.copy_(rows[:count])
-
-
-def option_name(name: str, block: int, default: int) -> str:
-    """``name``, with the block where it is not the default: ``sign(block=64)``."""
-    return name if block == default else f"{name}(block={block})"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from shoal.compression import sparse_torch
 from shoal.compression.blockwise import linear_growth
 from shoal.compression.codec import (
-    CodecError,
+    Codec,
     Packed,
     checked_out,
     checked_values,
@@ -27,16 +26,13 @@ from shoal.compression.codec import (
     room_for,
     rounded_weight,
 )
-from shoal.compression.kernels import loader as fast
+from shoal.compression.formats import CodecError, TopKFormat
 from shoal.compression.lowbit import TWO_MAGNITUDES_GROWTH
 from shoal.compression.norms import squared_norm
 from shoal.compression.topk_format import REASONS, ChunkFormat
 
-_VALUE_BITS = {"2bit": 2, "int8": 8}
-_LARGEST_CHUNK = 65536
 
-
-class TopK:
+class TopK(Codec):
     """Of every ``chunk`` values the ``k`` of largest magnitude; of equal ones the lower index. The rest decode to 0.
 
     The last chunk, of m < ``chunk`` values, keeps ``ceil(k * m / chunk)``. Layout version 1: the packed
@@ -59,45 +55,17 @@ class TopK:
     ``values="int8"``: one float32 scale ``max|x| / 127``, 0 or normal and positive; codes -127 .. 127.
     """
 
-    def __init__(self, k: int = 64, values: Literal["2bit", "int8"] = "2bit", chunk: int = 4096) -> None:
-        if not 1 <= chunk <= _LARGEST_CHUNK:
-            raise CodecError(f"chunk is the number of values that are compared, 1 to {_LARGEST_CHUNK}, not {chunk}")
-        if not 1 <= k <= chunk:
-            raise CodecError(f"k is how many of the {chunk} values of a chunk are sent, 1 to {chunk}, not {k}")
-        if values not in _VALUE_BITS:
-            raise CodecError(f"values is one of {', '.join(_VALUE_BITS)}, not {values!r}")
-        self.k = k
-        self.values = values
-        self.chunk = chunk
-
-    @property
-    def name(self) -> str:
-        """``topk``, with the options that are not the default ones: ``topk(k=32, values=int8)``."""
-        options = [("k", self.k, 64), ("values", self.values, "2bit"), ("chunk", self.chunk, 4096)]
-        shown = ", ".join(f"{option}={value}" for option, value, default in options if value != default)
-        return f"topk({shown})" if shown else "topk"
+    kernels = "topk"
+    format: TopKFormat
 
     @property
     def growth(self) -> float:
         """See ``Codec.growth``: a part of the values is sent, as two magnitudes or linearly, as one block."""
-        return TWO_MAGNITUDES_GROWTH if self.values == "2bit" else linear_growth(127, self.k, 0.5)
-
-    def packed_bytes(self, n: int) -> int:
-        """Exact; 84 bytes for each 4096 values with the default options, for the last few as many as they need."""
-        return sum((stop - start) // form.size * form.packed_bytes for start, stop, form in self._parts(n))
-
-    def widened(self, members: int) -> TopK:
-        """The codec for means of ``members`` contributions: ``k * members``, but at most half a chunk; never fewer.
-
-        Each member may have chosen other values, so that their mean holds up to ``k * members`` that are not 0.
-        """
-        if members < 1:
-            raise CodecError(f"members is how many contributions a mean is of, at least 1, not {members}")
-        return TopK(max(self.k, min(self.k * members, self.chunk // 2)), self.values, self.chunk)
+        return TWO_MAGNITUDES_GROWTH if self.format.values == "2bit" else linear_growth(127, self.format.k, 0.5)
 
     def encode(self, values: Tensor) -> Tensor:
         """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError, with the index, for NaN or infinity."""
-        return self._encode(checked_values(values), None, _kernels(values.device))
+        return self._encode(checked_values(values), None, self.compiled(values.device))
 
     def encode_residual(
         self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
@@ -106,9 +74,9 @@ class TopK:
         values = checked_values(values)
         residual = checked_out(residual, values.numel(), values.device)
         # First of all, for ``residual`` is to be as before when a value anywhere is not finite.
-        kernels = _kernels(values.device)
+        kernels = self.compiled(values.device)
         if kernels is None:
-            finite = sparse_torch.finite_sums(values, residual, self.chunk)
+            finite = sparse_torch.finite_sums(values, residual, self.format.chunk)
         else:
             finite = kernels.finite_sums(values.numpy(), residual.numpy())
         if not finite:
@@ -121,7 +89,7 @@ class TopK:
         if out is None:
             out = torch.empty(n, dtype=torch.float32, device=device)
         values = checked_out(out, n, device)
-        kernels = _kernels(device)
+        kernels = self.compiled(device)
         for part, chunks, form in self._split(raw, n):
             if kernels is None:
                 wrong = sparse_torch.decode(chunks, values[part], form)
@@ -134,7 +102,7 @@ class TopK:
         """See ``Codec.accumulate``. Only chosen values are added: a -0.0 in ``total`` stays where nothing was sent."""
         raw, device = packed_tensor(packed, self.packed_bytes(total.numel())), _device(packed)
         total, weight = checked_out(total, total.numel(), device), rounded_weight(weight)
-        kernels = _kernels(device)
+        kernels = self.compiled(device)
         if kernels is None:
             self._accumulate_by_torch(raw, total, weight)
             return
@@ -151,7 +119,7 @@ class TopK:
     def squared_norm(self, packed: Packed, n: int) -> float:
         """See ``Codec.squared_norm``. Of the values that were sent: all others are zero."""
         raw, total = packed_tensor(packed, self.packed_bytes(n)), 0.0
-        kernels = _kernels(_device(packed))
+        kernels = self.compiled(_device(packed))
         for part, chunks, form in self._split(raw, n):
             rows = (part.stop - part.start) // form.size
             if kernels is None:
@@ -190,27 +158,13 @@ class TopK:
                 raise first_bad(values if residual is None else values + residual)
         return packed
 
-    def _parts(self, n: int) -> Iterator[tuple[int, int, ChunkFormat]]:
-        """The range of the full chunks and that of the short one, where there are any, with each chunk's format."""
-        full = n // self.chunk * self.chunk
-        value_bits = _VALUE_BITS[self.values]
-        if full:
-            yield 0, full, ChunkFormat(self.chunk, self.k, value_bits)
-        if n > full:
-            yield full, n, ChunkFormat(n - full, -(-self.k * (n - full) // self.chunk), value_bits)
-
     def _split(self, packed: Tensor, n: int) -> Iterator[tuple[slice, Tensor, ChunkFormat]]:
         """For each of ``_parts``: its range of values, its packed chunks, its format."""
         at = 0
-        for start, stop, form in self._parts(n):
+        for start, stop, form in self.format.parts(n):
             end = at + (stop - start) // form.size * form.packed_bytes
             yield slice(start, stop), packed[at:end], form
             at = end
-
-
-def _kernels(device: torch.device) -> ModuleType | None:
-    """The compiled kernels, where they are ready and ``device`` is theirs."""
-    return fast.kernels("sparse_kernels") if device.type == "cpu" else None
 
 
 def _device(packed: Packed) -> torch.device:

@@ -222,6 +222,24 @@ def test_every_module_says_what_it_is() -> None:
     complain(problems, "these modules lack a docstring:")
 
 
+# --- what a host needs ------------------------------------------------------------------------------------
+
+TALKING = ("shoal.swarm.protocol", "shoal.swarm.transport", "shoal.swarm.client", "shoal.swarm.coordinator")
+"""Packages that a host needs, which has neither a model nor tensors."""
+
+IMPORT_ALL = f"""
+import importlib, pkgutil, sys
+for package in {TALKING}:
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+        importlib.import_module(module.name)
+print(*sorted({{"torch", "numba", "llvmlite"}} & sys.modules.keys()))
+"""
+
+
+def test_a_host_imports_neither_torch_nor_numba() -> None:
+    assert run_python("-c", IMPORT_ALL).split() == []
+
+
 # --- the folder `compression` beside the standard library's package --------------------------------------
 
 

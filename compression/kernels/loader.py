@@ -28,16 +28,16 @@ def _lowbit() -> ModuleType:
     return lowbit_kernels
 
 
-def _sparse() -> ModuleType:
+def _topk() -> ModuleType:
     from shoal.compression.kernels import sparse_kernels
 
     return sparse_kernels
 
 
 _IMPORTS: dict[str, Callable[[], ModuleType]] = {
-    "blockwise_kernels": _blockwise,
-    "lowbit_kernels": _lowbit,
-    "sparse_kernels": _sparse,
+    "blockwise": _blockwise,
+    "lowbit": _lowbit,
+    "topk": _topk,
 }
 _ready: dict[str, ModuleType] = {}
 _begun: dict[str, threading.Thread] = {}
@@ -60,7 +60,9 @@ def compile_ahead(names: Iterable[str]) -> list[threading.Thread]:
     with _lock:
         for name in names:
             if name not in _begun:
-                _begun[name] = threading.Thread(target=_compile, args=(name,), name=f"shoal-{name}", daemon=True)
+                _begun[name] = threading.Thread(
+                    target=_compile, args=(name,), name=f"shoal-{name}-kernels", daemon=True
+                )
                 _begun[name].start()
             threads.append(_begun[name])
     return threads

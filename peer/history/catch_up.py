@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.compression.coding import Coding
+from shoal.compression.codec_map import CodecMap
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import RoundRecords
 from shoal.peer.training.anchor import State
@@ -80,8 +80,8 @@ def follows(state: State, verdict: Verdict) -> bool:
 class Steps:
     """What makes means of committed bytes and states of means, in one run."""
 
-    def __init__(self, run: RunFile, coding: Coding, outer: OuterOptimizer) -> None:
-        self.coding = coding
+    def __init__(self, run: RunFile, codec_map: CodecMap, outer: OuterOptimizer) -> None:
+        self.codec_map = codec_map
         self._run = run
         self._outer = outer
 
@@ -90,7 +90,7 @@ class Steps:
 
     def results_bytes(self, verdict: Verdict) -> int:
         """At most so many have to be fetched for a round's results."""
-        store = ResultStore.of(verdict, self.coding)
+        store = ResultStore.of(verdict, self.codec_map)
         bounds = [store.bounds(chunk) for chunk in range(store.chunks)]
         return sum(
             store.group.result_bytes(store.codec(chunk), stop - start) for chunk, (start, stop) in enumerate(bounds)
@@ -104,7 +104,7 @@ class Steps:
             raise StateFileError(
                 f"{record.path}: field verdict: expected that of the run's chain; it is of another history"
             )
-        store = ResultStore.of(record.verdict, self.coding)
+        store = ResultStore.of(record.verdict, self.codec_map)
         try:
             store.adopt(record.read())
         except WireError as error:
@@ -219,7 +219,7 @@ class MissedRounds:
             log.debug("round %d is fetched: %s", verdict.round, error)
         assert verdict.plan is not None
         planned = {member.peer for member in verdict.plan.members}
-        store = ResultStore.of(verdict, self._steps.coding)
+        store = ResultStore.of(verdict, self._steps.codec_map)
         donors = sorted(self._donors(), key=lambda peer: peer not in planned)
         await fetch_committed(self._endpoint, store, verdict, donors, self._progress_s)
         self._keeper.add(store, verdict)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shoal.compression.codec_map import CodecMap
 from shoal.compression.kernels import loader as fast
 from shoal.peer.history.catch_up import MissedRounds, Steps
 from shoal.peer.history.history_sync import HistoryKeeper, fetch_verdicts
@@ -376,12 +377,12 @@ class Member:
 
     def prepare_averaging(self, layout: tuple[TensorSpec, ...]) -> None:
         """Once, when the model's tensors are known."""
-        coding = self.client.run_file.coding([(spec.name, spec.shape) for spec in layout])
+        codec_map = CodecMap(self.client.run_file.format_map([(spec.name, spec.shape) for spec in layout]))
         elements = sum(spec.elements for spec in layout)
-        self.compression = 4 * elements / coding.contribution(0, elements).packed_bytes(elements)
+        self.compression = 4 * elements / codec_map.contribution(0, elements).packed_bytes(elements)
         if elements >= _COMPILED_ELEMENTS:
-            fast.compile_ahead(coding.kernels)
-        self._averager = Averager(self.client, self.endpoint, coding, elements, self._keeper)
+            fast.compile_ahead(codec_map.kernels)
+        self._averager = Averager(self.client, self.endpoint, codec_map, elements, self._keeper)
         self._averager.on_exchange = self._donor.pause
         self._background.append(self._tasks.create_task(self._averager.prefetch_manager.run()))
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.compression.codec import CodecError
+from shoal.compression.codec_map import CodecMap
+from shoal.compression.formats import CodecError
 from shoal.compression.norms import norms_of
 from shoal.peer.checkpoints.checkpoint import Checkpoint
 from shoal.peer.checkpoints.local_state import carried_of, own_tree, restore_own
@@ -34,7 +35,7 @@ from shoal.peer.training.data import DataAbout, LeasedSamples
 from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.averaging.norm_bounds import ranges
+from shoal.swarm.averaging.norm_claims import ranges
 from shoal.swarm.averaging.outcome import Aborted, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.errors import CorpusError, NotAdmitted
 from shoal.swarm.protocol.messages import KeptState, PeerToCoordinatorDescribeModel, Verdict
@@ -139,8 +140,8 @@ class Replica:
         self._run = run
         self._outer = outer_of(run.outer)
         self._folder = folder
-        coding = run.coding([(spec.name, spec.shape) for spec in self.vector.layout])
-        self._steps = Steps(run, coding, self._outer)
+        codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in self.vector.layout]))
+        self._steps = Steps(run, codec_map, self._outer)
         self._network = network
         self._member = member
         self._missed: MissedRounds = self._member.missed_rounds(self._steps)

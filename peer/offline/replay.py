@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from shoal.compression.codec_map import CodecMap
 from shoal.peer.checkpoints.checkpoint import read_checkpoint, read_verdicts
 from shoal.peer.checkpoints.encryption import opened
 from shoal.peer.checkpoints.manifest import VERDICTS_FILE, Manifest, read_manifest
@@ -94,7 +95,9 @@ def _replay(place: Path, number: int | None, identity: Identity | None) -> Itera
     verdicts = _verdicts(records, [(sources[one], its) for one, its in checkpoints.items()], owner)
     start, way = _way(checkpoints, verdicts, records, number)
     run = _run_file(about, start)
-    steps = Steps(run, run.coding([(spec.name, spec.shape) for spec in about.layout]), outer_of(run.outer))
+    steps = Steps(
+        run, CodecMap(run.format_map([(spec.name, spec.shape) for spec in about.layout])), outer_of(run.outer)
+    )
     state = read_checkpoint(sources[start], owner.run_hash).state
     vouched = _vouched(verdicts, way, checkpoints.values())
     stage = about.stage.number if about.stage is not None else None

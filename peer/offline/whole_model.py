@@ -21,6 +21,7 @@ from typing import Self, TypeVar
 
 import torch
 
+from shoal.compression.codec_map import CodecMap
 from shoal.peer.checkpoints.checkpoint import pack_verdicts, read_checkpoint, read_verdicts
 from shoal.peer.checkpoints.encryption import opened
 from shoal.peer.checkpoints.manifest import (
@@ -267,9 +268,9 @@ class KeptStage:
         if not way:
             return state
         run = parse_run_file(self.manifest.run_toml, f"{self.place}: the run file")
-        coding = run.coding([(spec.name, spec.shape) for spec in self.manifest.layout])
+        codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in self.manifest.layout]))
         newest = way[-1].anchor_version
-        state = roll_forward(state, self._records, Steps(run, coding, outer_of(run.outer)), newest)
+        state = roll_forward(state, self._records, Steps(run, codec_map, outer_of(run.outer)), newest)
         if state.version != newest:
             raise StateFileError(f"{self._records.folder}: the rounds there lead to version {state.version} only")
         return state

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from shoal.compression.registry import codec_of
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.memberships import StageMembers
@@ -110,7 +111,7 @@ class PipelinePeer:
             samples=Samples(layers, data, run_order(run, len(data), recipe.tokens_per_sample)),
             about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
             recipe_config=recipe.config(),
-            staging=Staging(self._device, run.pipeline.codec),
+            staging=Staging(self._device, codec_of(run.pipeline.activation_format)),
             folder=connection.folder,
             store=self._open_store,
             emit=connection.emit,

@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from shoal.compression.codec import Codec
+from shoal.compression.formats import CodecFormat
 from shoal.peer.options import SHOAL_HOME
 from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.peer.training.device import autocast, describe_device, kept_bytes
@@ -234,7 +234,7 @@ def measured_model(
     no layers, or layers that share weights.
     """
     micro_batch = micro_batch_of(run)
-    codec = run.pipeline.codec if run.pipeline else None
+    codec = run.pipeline.activation_format if run.pipeline else None
     batch = recipe.training_data().batch([0] * micro_batch).to(device)
     bench = Bench(device, autocast(device, run.inner.precision), _sent_bytes(codec))
     names, whole, measure = _ways_to_measure(run, recipe, batch, bench)
@@ -319,7 +319,7 @@ class _WithLoss(nn.Module):
         return self._recipe.loss(self.model, batch)
 
 
-def _sent_bytes(codec: Codec | None) -> Callable[[int], int]:
+def _sent_bytes(codec: CodecFormat | None) -> Callable[[int], int]:
     return codec.packed_bytes if codec else lambda values: 4 * values
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from shoal.compression.codec import CodecError
+from shoal.compression.formats import CodecError
 from shoal.peer.member.memberships import StageMembers, scope_of
 from shoal.peer.pipeline.claims import ClaimLine, DriveLine
 from shoal.peer.pipeline.mailbox import StageInbox, StageShapes

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError, Packed, packed_tensor
+from shoal.compression.codec import Codec, Packed, packed_tensor
+from shoal.compression.formats import CodecError
 from shoal.swarm.errors import WireError
 
 MAX_DIMENSIONS = 8

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from shoal.compression.codec import CodecError
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.formats import CodecError
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.chunk_header import ChunkHeader, holders, may_hold

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from shoal.compression.codec import CodecError
-from shoal.compression.coding import Coding
+from shoal.compression.codec_map import CodecMap
 from shoal.compression.error_feedback import ErrorFeedback
+from shoal.compression.formats import CodecError
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import may_hold
 from shoal.swarm.averaging.chunk_streams import MeteredEndpoint
-from shoal.swarm.averaging.norm_bounds import claim_of, ranges
+from shoal.swarm.averaging.norm_claims import claim_of, ranges
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.averaging.prefetch import Prefetch, PrefetchManager
 from shoal.swarm.averaging.result_fetch import ensure_part
@@ -60,7 +60,7 @@ class Averager:
         self,
         client: CoordinatorClient,
         endpoint: Endpoint,
-        coding: Coding,
+        codec_map: CodecMap,
         elements: int,
         archive: Archive | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Averager:
         """Told when an exchange begins here and when it has ended: what else uses the link can wait."""
         self._client = client
         self._endpoint = MeteredEndpoint(endpoint)
-        self._coding = coding
+        self._codec_map = codec_map
         self._buffers = RoundBuffers()
         self._elements = elements
         self._archive = archive
@@ -79,7 +79,7 @@ class Averager:
         self._late: _Late | None = None
         self._stores = PublishedResults(self._endpoint, archive)
         self._exchange: AllReduce | None = None
-        self.prefetch_manager = PrefetchManager(client, self._endpoint, coding, self._buffers)
+        self.prefetch_manager = PrefetchManager(client, self._endpoint, codec_map, self._buffers)
         """To be run beside everything else: rounds are begun with before ``average`` is called for them."""
         self._prefetch: Prefetch | None = None
         self._is_offered = False
@@ -285,7 +285,7 @@ class Averager:
             self.on_exchange(False)
 
     def _open_store(self, plan: RoundPlan) -> ResultStore:
-        return self._stores.add(ResultStore(plan, self._coding, self._buffers))
+        return self._stores.add(ResultStore(plan, self._codec_map, self._buffers))
 
     # Verdict ------------------------------------------------------------------------------------------------
 

@@ -225,7 +225,7 @@ class ExchangeContext:
 
         def sizes_bytes(chunk: int) -> Collection[int]:
             start, stop = store.bounds(chunk)
-            return (store.coding.contribution(start, stop).packed_bytes(stop - start),)
+            return (store.codec_map.contribution(start, stop).packed_bytes(stop - start),)
 
         return StreamRequest(contribution_blob(store.plan), sizes_bytes, 0, self.deadlines.contribution_s)
 
@@ -235,7 +235,7 @@ class ExchangeContext:
 
         def sizes_bytes(chunk: int) -> Collection[int]:
             start, stop = store.bounds(chunk)
-            codec = store.coding.result(start, stop, len(group.members))
+            codec = store.codec_map.result(start, stop, len(group.members))
             return (group.header_bytes, group.result_bytes(codec, stop - start))
 
         blob = Blob(kind="partial", number=store.plan.round)

@@ -64,7 +64,7 @@ class ContributionSource:
         encoded = {}
         for index in run:
             bounds = self._store.bounds(index)
-            codec = self._store.coding.contribution(*bounds)
+            codec = self._store.codec_map.contribution(*bounds)
             encoded[index] = self._store.buffers.passing.take(codec.packed_bytes(bounds[1] - bounds[0]))
             feedback.encode_chunk(codec, *bounds, torch.frombuffer(encoded[index], dtype=torch.uint8))
         return encoded

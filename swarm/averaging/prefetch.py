@@ -11,7 +11,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from shoal.compression.coding import Coding
+from shoal.compression.codec_map import CodecMap
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_streams import ExchangeContext, MeteredEndpoint, PrefetchedStream
@@ -80,11 +80,11 @@ class PrefetchManager:
     the plan comes, the round goes otherwise, or we are too late for it."""
 
     def __init__(
-        self, client: CoordinatorClient, endpoint: MeteredEndpoint, coding: Coding, buffers: RoundBuffers
+        self, client: CoordinatorClient, endpoint: MeteredEndpoint, codec_map: CodecMap, buffers: RoundBuffers
     ) -> None:
         self._client = client
         self._endpoint = endpoint
-        self._coding = coding
+        self._codec_map = codec_map
         self._buffers = buffers
         self._tasks: asyncio.TaskGroup | None = None
         self._prefetch: Prefetch | None = None
@@ -146,7 +146,7 @@ class PrefetchManager:
             return
         log.debug("round %d: asking for contributions ahead of the plan", plan.round)
         index = [member.peer for member in plan.members].index(client.peer)
-        store = ResultStore(plan, self._coding, self._buffers)
+        store = ResultStore(plan, self._codec_map, self._buffers)
         self._endpoint.forget()
         self._prefetch = Prefetch(ExchangeContext(self._endpoint, store, index, client.deadlines, client.was_away, {}))
         self._last, self._joins = plan, client.joins

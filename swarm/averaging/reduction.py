@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import CodecError, Packed
-from shoal.compression.coding import Coding
+from shoal.compression.codec import Packed
+from shoal.compression.codec_map import CodecMap
+from shoal.compression.formats import CodecError
 from shoal.compression.weighted_mean import Lost, WeightedMean
 from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
@@ -66,7 +67,7 @@ class PartReducer:
 
     def __init__(
         self,
-        coding: Coding,
+        codec_map: CodecMap,
         norm_bounds: NormBounds,
         group: Group,
         chunks: Mapping[int, tuple[int, int]],
@@ -79,7 +80,7 @@ class PartReducer:
         self._buffers = buffers or RoundBuffers()
         self.group = group
         self.own = own
-        self._coding = coding
+        self._codec_map = codec_map
         self._norm_bounds = norm_bounds
         self._bounds = chunks
         self._start = min(start for start, _ in chunks.values())
@@ -159,7 +160,7 @@ class PartReducer:
         if not header.included:
             return void
         size, total = bounds[1] - bounds[0], group.weight(header.included)
-        codec = self._coding.result(*bounds, len(group.members))
+        codec = self._codec_map.result(*bounds, len(group.members))
         if room is None:
             left, times = self._buffers.passing.floats(size), 1.0
         else:
@@ -185,7 +186,7 @@ class PartReducer:
         """Add what a row's members brought to ``mean``, times their pulls; returns whose there was. ``squares`` gets
         what they have used up of their claims."""
         state, (start, stop) = self._chunks[chunk], self._bounds[chunk]
-        codec, added = self._coding.contribution(start, stop), []
+        codec, added = self._codec_map.contribution(start, stop), []
         for member in self.group.rows[row]:
             pull, packed = self._norm_bounds.pulls[member], state.arrived.get(member)
             if member == self.own:
@@ -217,7 +218,7 @@ class PartReducer:
         included, packed = group.header(partial).included, partial[group.header_bytes :]
         if not included:
             return []
-        codec = self._coding.result(*bounds, len(group.members))
+        codec = self._codec_map.result(*bounds, len(group.members))
         try:
             square = codec.squared_norm(packed, bounds[1] - bounds[0])
             if not square <= self._norm_bounds.partial(included, *bounds):
@@ -360,7 +361,7 @@ class Reduction:
         bounds = {index: context.store.bounds(index) for index in chunks}
         relayed = {row: relay for row, relay in enumerate(relays) if relay is not None}
         store = context.store
-        reducer = PartReducer(store.coding, store.norm_bounds, self.group, bounds, own, relayed, store.buffers)
+        reducer = PartReducer(store.codec_map, store.norm_bounds, self.group, bounds, own, relayed, store.buffers)
         async with asyncio.TaskGroup() as tasks:
             work = ChunkCollector(context, reducer, chunks, tasks)
             guard = tasks.create_task(work.guard.run())

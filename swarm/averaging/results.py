@@ -14,9 +14,9 @@ from typing import Protocol
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError
-from shoal.compression.coding import Coding
-from shoal.compression.decoding import Piece, decode_all
+from shoal.compression.codec import Codec
+from shoal.compression.codec_map import CodecMap, Piece, decode_all
+from shoal.compression.formats import CodecError
 from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
@@ -108,16 +108,16 @@ def chunks_of(plan: RoundPlan, part: Part) -> range:
 class ResultStore(ChunkStore):
     """The result chunks of a round as they arrive or are made; offered to every member."""
 
-    def __init__(self, plan: RoundPlan, coding: Coding, buffers: RoundBuffers | None = None) -> None:
+    def __init__(self, plan: RoundPlan, codec_map: CodecMap, buffers: RoundBuffers | None = None) -> None:
         """Raises ``WireError`` for a plan with larger chunks than the run's codec packs into a frame."""
-        if plan.chunk_elements > coding.most_in_a_chunk:
-            most = coding.most_in_a_chunk
+        if plan.chunk_elements > codec_map.formats.max_chunk_values:
+            most = codec_map.formats.max_chunk_values
             raise WireError(
                 f"the plan of round {plan.round} has chunks of {plan.chunk_elements} values, not up to {most}"
             )
         self.plan = plan
         self.buffers = buffers or RoundBuffers()
-        self.coding = coding
+        self.codec_map = codec_map
         self.group = Group.of(plan)
         self.elements = plan.parts[-1].stop
         self._dropped: set[int] = set()
@@ -127,10 +127,10 @@ class ResultStore(ChunkStore):
         super().__init__(-(-self.elements // plan.chunk_elements), f"round {plan.round}")
 
     @classmethod
-    def of(cls, verdict: Verdict, coding: Coding) -> ResultStore:
+    def of(cls, verdict: Verdict, codec_map: CodecMap) -> ResultStore:
         """For what a verdict has committed; still empty."""
         assert verdict.plan is not None
-        store = cls(verdict.plan, coding)
+        store = cls(verdict.plan, codec_map)
         for part, digest in zip(verdict.plan.parts, verdict.digests, strict=True):
             if digest is None:
                 store.drop(part)
@@ -139,7 +139,7 @@ class ResultStore(ChunkStore):
     @cached_property
     def norm_bounds(self) -> NormBounds:
         """Of the plan's contributions and means."""
-        return NormBounds(self.plan, self.coding)
+        return NormBounds(self.plan, self.codec_map)
 
     @property
     def blob(self) -> Blob:
@@ -157,7 +157,7 @@ class ResultStore(ChunkStore):
 
     def codec(self, chunk: int) -> Codec:
         """What the mean of a chunk is packed with."""
-        return self.coding.result(*self.bounds(chunk), len(self.plan.members))
+        return self.codec_map.result(*self.bounds(chunk), len(self.plan.members))
 
     def chunks_of(self, part: Part) -> range:
         return chunks_of(self.plan, part)

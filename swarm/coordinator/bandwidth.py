@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from statistics import median_high, median_low
 from types import MappingProxyType
 
-from shoal.compression.coding import Coding
+from shoal.compression.formats import FormatMap
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.coordinator.partition import FAST_BPS
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
@@ -89,7 +89,7 @@ class Bandwidths:
 
 
 def sent_at_least(
-    plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport], coding: Coding, took_s: float
+    plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport], format_map: FormatMap, took_s: float
 ) -> dict[str, float]:
     """What each member must have sent, in bits a second, by peer id, for all to have everything after ``took_s``: since
     the first of them was ready, as some of it goes out then. Nothing where anything is missing."""
@@ -101,8 +101,8 @@ def sent_at_least(
         if report is None or None in report.digests or report.dropped or report.failed:
             return {}
     elements, traffic = plan.parts[-1].stop, Traffic(plan)
-    codecs = coding.contribution(0, elements), coding.result(0, elements, len(members))
-    packed_bytes = min(codec.packed_bytes(elements) for codec in codecs)
+    formats = format_map.contribution(0, elements), format_map.result(0, elements, len(members))
+    packed_bytes = min(one.packed_bytes(elements) for one in formats)
     sent_bytes = {peer: packed_bytes * traffic.elements(index) / elements for index, peer in enumerate(members)}
     return {peer: 8 * size / took_s for peer, size in sent_bytes.items() if size >= _FEWEST_BYTES}
 

@@ -177,7 +177,7 @@ class Ending(RunState):
     def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
         self._measure()
         number, trainers, run = self.round.number, self.membership.trainers(), self.run
-        rules = Rules(run.averaging.group_size, run.run.seed, run.most_in_a_chunk)
+        rules = Rules(run.averaging.group_size, run.run.seed, run.max_chunk_values)
         plan = plan_round(number, self.anchor_version, self.elements, ready, trainers, rules)
         return self.accusations.into(plan) if plan else None
 
@@ -194,7 +194,7 @@ class Ending(RunState):
         reports, took_s = self.round.reports, self.round.reported_s - self.round.ready_s
         counted = counting(self.membership.members, reports)
         witnesses = {peer: reports[peer] for peer in counted} if len(counted) >= _FEWEST_WITNESSES else reports
-        self._bandwidths.learn(plan, witnesses, sent_at_least(plan, reports, self.run.coding(shapes), took_s))
+        self._bandwidths.learn(plan, witnesses, sent_at_least(plan, reports, self.run.format_map(shapes), took_s))
 
     def expect(self) -> None:
         """Say ahead what the plan will be, if all who work for the round are ready: of a flat group only, as the plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.swarm.averaging.norm_bounds import claim_bytes
+from shoal.swarm.averaging.norm_claims import claim_bytes
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.ending import Ending
 from shoal.swarm.coordinator.status import status_of

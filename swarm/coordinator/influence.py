@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median, median_low
 
-from shoal.swarm.averaging.norm_bounds import total_norm
+from shoal.swarm.averaging.norm_claims import total_norm
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
 from shoal.swarm.protocol.messages import PlanMember, RoundPlan

@@ -172,7 +172,7 @@ class PeerToCoordinatorRequestLease(Message):
 
 class PeerToCoordinatorRoundReady(Message):
     """Local work has stopped; a contribution over these sample ranges is waiting to be averaged. ``norms``: what it
-    claims of that contribution, before any of it is sent (``averaging/norm_bounds.py``)."""
+    claims of that contribution, before any of it is sent (``averaging/norm_claims.py``)."""
 
     round: Count
     anchor_version: Count

@@ -35,7 +35,7 @@ from shoal.swarm.protocol.types import (
 class PlanMember(Record):
     """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; a flat group is all row 0.
 
-    ``norms``: what it claims of its contribution (``averaging/norm_bounds.py``); chunks above their claim are left out.
+    ``norms``: what it claims of its contribution (``averaging/norm_claims.py``); chunks above their claim are left out.
     ``factor``: what its contribution is multiplied with, so that it moves the mean no further than the run's bound.
     ``carried_tokens``: of its work that earlier rounds were planned with and left out, as far as that raises its bound
     (``coordinator/influence.py``). ``detours``: members that it did not get from what they had to; it asks others for

@@ -12,9 +12,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from shoal.compression.codec import Codec, CodecError
-from shoal.compression.coding import Coding, Shapes
-from shoal.compression.registry import get_codec, get_coding
+from shoal.compression.formats import (
+    BlockFormat,
+    CodecError,
+    FormatMap,
+    Shapes,
+    TopKFormat,
+    named_format,
+    named_format_map,
+)
 from shoal.swarm.errors import IdentityError, RunFileError
 from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.pins import PinsSection
@@ -24,14 +30,14 @@ from shoal.swarm.protocol.start_section import StartSection
 MAX_SETTINGS_DEPTH = 8
 
 
-def make_coding(setting: str | dict[str, Any], shapes: Shapes) -> Coding:
-    """What a setting names, for tensors of these ``shapes``. Raises ``CodecError``."""
-    return get_coding(*_name_and_options(setting), shapes)
+def make_format_map(setting: str | dict[str, Any], shapes: Shapes) -> FormatMap:
+    """The formats that a setting names, for tensors of these ``shapes``. Raises ``CodecError``."""
+    return named_format_map(*_name_and_options(setting), shapes)
 
 
-def make_codec(setting: str | dict[str, Any]) -> Codec:
-    """The one codec that a setting names, for tensors of any shape. Raises ``CodecError``."""
-    return get_codec(*_name_and_options(setting))
+def make_format(setting: str | dict[str, Any]) -> BlockFormat | TopKFormat:
+    """The one format that a setting names, for tensors of any shape. Raises ``CodecError``."""
+    return named_format(*_name_and_options(setting))
 
 
 def _name_and_options(setting: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -184,7 +190,7 @@ class AveragingSection(_Section):
     @classmethod
     def _known(cls, codec: str | dict[str, Any]) -> str | dict[str, Any]:
         try:
-            make_coding(codec, ())
+            make_format_map(codec, ())
         except CodecError as error:
             raise ValueError(str(error)) from error
         return codec
@@ -268,7 +274,7 @@ class PipelineSection(_Section):
     @classmethod
     def _known(cls, activations: str | dict[str, Any]) -> str | dict[str, Any]:
         try:
-            make_codec(activations)
+            make_format(activations)
         except CodecError as error:
             raise ValueError(str(error)) from error
         return activations
@@ -283,9 +289,9 @@ class PipelineSection(_Section):
         return _SPARE_IN_FLIGHT + 2 * stages
 
     @property
-    def codec(self) -> Codec:
-        """What activations and their gradients are packed with."""
-        return make_codec(self.activations)
+    def activation_format(self) -> BlockFormat | TopKFormat:
+        """The format that activations and their gradients are packed in."""
+        return make_format(self.activations)
 
 
 _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -376,13 +382,13 @@ class RunFile(_Section):
             raise RunFileError(f"run {self.run.name}: {error}") from error
 
     @property
-    def most_in_a_chunk(self) -> int:
+    def max_chunk_values(self) -> int:
         """Values: as many as packed are no larger than 4 MiB of float32, which a frame can hold."""
-        return self.coding(()).most_in_a_chunk
+        return self.format_map(()).max_chunk_values
 
-    def coding(self, shapes: Shapes) -> Coding:
-        """What contributions and results are packed with, for a model of these tensors."""
-        return make_coding(self.averaging.codec, shapes)
+    def format_map(self, shapes: Shapes) -> FormatMap:
+        """The formats that contributions and results are packed in, for a model of these tensors."""
+        return make_format_map(self.averaging.codec, shapes)
 
     @property
     def hash(self) -> bytes:

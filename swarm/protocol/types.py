@@ -31,7 +31,7 @@ PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Key = Annotated[bytes, Field(min_length=32, max_length=32)]
 NormClaim = Annotated[bytes, Field(max_length=MAX_CLAIM_BYTES)]
-"""Norms of a contribution by range, as ``averaging/norm_bounds.py`` packs them; empty: of nothing but zeros."""
+"""Norms of a contribution by range, as ``averaging/norm_claims.py`` packs them; empty: of nothing but zeros."""
 Text = Annotated[str, Field(max_length=2000)]
 Host = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65_535)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.peer.cli.cli import main
 from shoal.swarm.averaging import averager
-from shoal.swarm.averaging.norm_bounds import pack
+from shoal.swarm.averaging.norm_claims import pack
 from shoal.swarm.averaging.reduction import PartReducer, Reduced
 
 STEP_S = 0.25
@@ -58,7 +58,7 @@ def enlarge_means() -> None:
 
     def encode(self: PartReducer, mean: Any, header: Any, bounds: tuple[int, int], room: Any) -> Reduced:
         made, size = real(self, mean, header, bounds, room), bounds[1] - bounds[0]
-        codec, packed = self._coding.result(*bounds, len(self.group.members)), made.result[self.group.header_bytes :]
+        codec, packed = self._codec_map.result(*bounds, len(self.group.members)), made.result[self.group.header_bytes :]
         if made.included:
             packed[:] = codec.encode(codec.decode(packed, size) * ENLARGED).numpy()
         return made

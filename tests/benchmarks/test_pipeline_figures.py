@@ -84,14 +84,15 @@ def test_ratios_have_the_goals_names_and_are_the_worst_of_all_rows() -> None:
 def test_a_chain_that_packs_nothing_away_trains_as_the_whole_model_does() -> None:
     from pipeline_loss import Chain
 
+    from shoal.compression.registry import get_codec
     from shoal.peer.recipes.gpt import GptRecipe
-    from shoal.swarm.protocol.run_file import DataSection, make_codec
+    from shoal.swarm.protocol.run_file import DataSection
 
     settings = {"layers": 4, "width": 16, "heads": 2, "context": 16, "tie_embedding": False}
     recipe = GptRecipe(settings, DataSection(source="stdlib"))
     losses = {}
     for codec in ("float32", "int4"):
-        chain = Chain(recipe, 1, make_codec(codec))
+        chain = Chain(recipe, 1, get_codec(codec))
         before = chain.held_out_loss(8)
         chain.train(3)
         losses[codec] = before, chain.held_out_loss(8)

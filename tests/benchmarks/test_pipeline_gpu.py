@@ -8,7 +8,7 @@ import torch
 from tests.peer.devices import devices
 from tests.peer.layered_models import batch_of, gpt
 
-from shoal.compression.codec import CodecError
+from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
 
 MICRO_BATCHES, IN_FLIGHT = 12, 3

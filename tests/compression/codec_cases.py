@@ -11,12 +11,36 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError
+from shoal.compression.blockwise import Blockwise
+from shoal.compression.codec import Codec
+from shoal.compression.formats import CODEC_NAMES, BlockFormat, CodecError, TopKFormat, named_format
 from shoal.compression.kernels import loader as fast
-from shoal.compression.registry import CODEC_NAMES, get_codec
+from shoal.compression.lowbit import Int2, Sign
+from shoal.compression.registry import get_codec
+from shoal.compression.topk import TopK
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny
+
+
+def blockwise(bits: int = 8, block: int | None = None, seed: int | None = None) -> Blockwise:
+    """int8 or int4, in blocks of the default size for None."""
+    default = named_format(f"int{bits}")
+    assert isinstance(default, BlockFormat)
+    return Blockwise(BlockFormat(default.kind, default.block if block is None else block, seed))
+
+
+def sign(block: int = 512) -> Sign:
+    return Sign(BlockFormat("sign", block))
+
+
+def int2(block: int = 512) -> Int2:
+    return Int2(BlockFormat("int2", block))
+
+
+def topk(k: int = 64, values: str = "2bit", chunk: int = 4096) -> TopK:
+    return TopK(TopKFormat(k, values, chunk))
+
 
 # Small blocks as well, so that a few values already fill several.
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -67,7 +91,7 @@ floats = st.one_of(
 
 def compiled() -> bool:
     """Whether it is the compiled kernels' turn."""
-    return fast.kernels("blockwise_kernels") is not None
+    return fast.kernels("blockwise") is not None
 
 
 def gaussian(n: int, seed: int = 0) -> Tensor:

@@ -6,17 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.compression.codec_cases import gaussian, needs_numba, same_bits, use
+from tests.compression.codec_cases import blockwise, gaussian, needs_numba, same_bits, use
 from torch import Tensor
 
 from shoal.compression.blockwise import Blockwise
-from shoal.compression.codec import CodecError
+from shoal.compression.formats import CodecError
 from shoal.compression.kernels import loader as fast
+from shoal.compression.registry import get_codec
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny
 
-CODECS = [*(Blockwise(bits, block) for bits in (8, 4) for block in (None, 4)), Blockwise(8, 6, 5), Blockwise(4, 6, 7)]
+CODECS = [*(blockwise(bits, block) for bits in (8, 4) for block in (None, 4)), blockwise(8, 6, 5), blockwise(4, 6, 7)]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
 floats = st.one_of(
@@ -29,11 +30,11 @@ vectors = st.lists(floats, max_size=40).map(lambda xs: torch.tensor(xs, dtype=to
 
 def test_kernels_are_compiled_ahead_in_the_background() -> None:
     pytest.importorskip("numba", reason="the compiled kernels need numba (pip install 'shoal[fast]')")
-    (thread,) = fast.compile_ahead(["blockwise_kernels"])
-    assert [thread] == fast.compile_ahead(["blockwise_kernels"])
+    (thread,) = fast.compile_ahead(["blockwise"])
+    assert [thread] == fast.compile_ahead(["blockwise"])
     assert thread is not threading.current_thread()
     thread.join()
-    assert fast.kernels("blockwise_kernels") is not None
+    assert fast.kernels("blockwise") is not None
 
 
 @every_codec
@@ -53,7 +54,7 @@ def test_the_error_is_bounded_by_the_scale(codec: Blockwise, values: Tensor) -> 
 def test_stochastic_rounding_is_right_on_average_and_from_its_seed() -> None:
     values = torch.full((60_000,), 0.3)
     values[::1000] = 127.0
-    decoded = [Blockwise(8, 1000, seed).decode(Blockwise(8, 1000, seed).encode(values), 60_000) for seed in (1, 1, 2)]
+    decoded = [blockwise(8, 1000, seed).decode(blockwise(8, 1000, seed).encode(values), 60_000) for seed in (1, 1, 2)]
     assert torch.equal(decoded[0], decoded[1])
     assert not torch.equal(decoded[0], decoded[2])
     small = decoded[0][values < 1.0]
@@ -64,18 +65,18 @@ def test_stochastic_rounding_is_right_on_average_and_from_its_seed() -> None:
 
 def test_golden_bytes() -> None:
     values = torch.tensor([1.0, -0.5, 0.25, 127.0, -127.0, 3.6, 0.0])
-    assert Blockwise(8, 4).encode(values).numpy().tobytes().hex() == "0000803f0000803f0100007f810400"
-    assert Blockwise(4, 4).encode(values).numpy().tobytes().hex() == "922491419224914188f88188"
-    decoded = Blockwise(8, 4).decode(bytes.fromhex("0000803f0000803f0100007f810400"), 7)
+    assert blockwise(8, 4).encode(values).numpy().tobytes().hex() == "0000803f0000803f0100007f810400"
+    assert blockwise(4, 4).encode(values).numpy().tobytes().hex() == "922491419224914188f88188"
+    decoded = blockwise(8, 4).decode(bytes.fromhex("0000803f0000803f0100007f810400"), 7)
     assert decoded.tolist() == [1.0, 0.0, 0.0, 127.0, -127.0, 4.0, 0.0]
     # By hand: the scales are 127 / 7 in float32, and 0x88, 0xf8, 0x81, 0x88 hold 0, 0, 0, 7, -7, 0, 0.
-    decoded = Blockwise(4, 4).decode(bytes.fromhex("922491419224914188f88188"), 7)
+    decoded = blockwise(4, 4).decode(bytes.fromhex("922491419224914188f88188"), 7)
     assert decoded.tolist() == [0.0, 0.0, 0.0, 127.0, -127.0, 0.0, 0.0]
-    assert Blockwise(8, 4, seed=7).encode(values).numpy().tobytes().hex() == "0000803f0000803f01ff007f810400"
+    assert blockwise(8, 4, seed=7).encode(values).numpy().tobytes().hex() == "0000803f0000803f01ff007f810400"
 
 
 @pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf"), TINY / 2, FLOAT_MAX])
-@pytest.mark.parametrize("codec", [Blockwise(8, 4), Blockwise(4, 4)], ids=["int8", "int4"])
+@pytest.mark.parametrize("codec", [blockwise(8, 4), blockwise(4, 4)], ids=["int8", "int4"])
 def test_bad_scales_are_refused(codec: Blockwise, scale: float) -> None:
     packed = codec.encode(torch.ones(8))
     packed[4:8] = torch.tensor([scale]).view(torch.uint8)
@@ -83,7 +84,7 @@ def test_bad_scales_are_refused(codec: Blockwise, scale: float) -> None:
         codec.decode(packed, 8)
 
 
-@pytest.mark.parametrize("codec", [Blockwise(8, 4), Blockwise(4, 4)], ids=["int8", "int4"])
+@pytest.mark.parametrize("codec", [blockwise(8, 4), blockwise(4, 4)], ids=["int8", "int4"])
 def test_the_lowest_code_under_the_largest_scale_is_refused(codec: Blockwise) -> None:
     packed = codec.encode(torch.full((4,), -FLOAT_MAX))
     assert bool(torch.isfinite(codec.decode(packed, 4)).all())
@@ -93,15 +94,15 @@ def test_the_lowest_code_under_the_largest_scale_is_refused(codec: Blockwise) ->
 
 
 def test_other_widths_are_refused() -> None:
-    with pytest.raises(CodecError, match="8 or 4 bits, not 3"):
-        Blockwise(3)
+    with pytest.raises(CodecError, match=r"int8, int4, .* not 'int3'"):
+        get_codec("int3")
 
 
 @needs_numba
 @pytest.mark.parametrize("block", [32, 1024, 8192, 1000])
 @pytest.mark.parametrize("lead", [0, 1, 7])
 def test_the_bits_do_not_depend_on_where_values_lie(block: int, lead: int) -> None:
-    codec, n = Blockwise(8, block), 20_000
+    codec, n = blockwise(8, block), 20_000
     room = torch.empty(n + 32)
     first = -room.data_ptr() // 4 % 16 + lead  # so many values after the beginning of a line
     values, residual, left = gaussian(n, 1), gaussian(n, 2) * 0.01, room[first : first + n]
@@ -124,7 +125,7 @@ def test_the_bits_do_not_depend_on_where_values_lie(block: int, lead: int) -> No
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 31, 2047, 2500])
 def test_one_bad_value_among_many_is_found(bad: float, at: int) -> None:
-    codec, values = Blockwise(8, 1024), gaussian(2600)
+    codec, values = blockwise(8, 1024), gaussian(2600)
     values[at] = bad
     with use("numba"):
         with pytest.raises(CodecError, match=f" at {at} of"):
@@ -137,7 +138,7 @@ def test_one_bad_value_among_many_is_found(bad: float, at: int) -> None:
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_whole_strips_have_the_bits_of_single_values(data: st.DataObject) -> None:
-    codec, n = Blockwise(8, 32), data.draw(st.integers(32, 100))
+    codec, n = blockwise(8, 32), data.draw(st.integers(32, 100))
     draw = st.lists(floats, min_size=8, max_size=8).map(lambda some: torch.tensor(some).repeat(13)[:n])
     values, residual, left, lost = data.draw(draw), data.draw(draw) * 0.25, torch.empty(n), torch.empty(n)
     with use("torch"):

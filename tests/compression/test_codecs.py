@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.compression.codec_cases import FLOAT_MAX, OPTIONS, PATHS, compiled, floats, gaussian, outcome, same_bits, use
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError
-from shoal.compression.registry import CODEC_NAMES
+from shoal.compression.codec import Codec
+from shoal.compression.formats import CODEC_NAMES, CodecError
 
 SIZES = (0, 1, 2, 3, 7, 8, 9, 36, 255, 256, 257, 1000, 4095, 4096, 4097, 9000)
 # More than any codec works on at a time.

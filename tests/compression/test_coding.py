@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError
-from shoal.compression.coding import SMALL_VALUES
-from shoal.compression.registry import CODEC_NAMES, CODING_NAMES, get_codec, get_coding
-from shoal.compression.segmented import Segmented
+from shoal.compression.codec import Codec
+from shoal.compression.codec_map import Segmented, get_codec_map
+from shoal.compression.formats import (
+    CODEC_NAMES,
+    FORMAT_MAP_NAMES,
+    SMALL_VALUES,
+    CodecError,
+    SegmentedFormat,
+    named_format,
+)
+from shoal.compression.registry import get_codec
 
 SHAPES = [
     ("token_embedding.weight", (100, 64)),
@@ -33,7 +40,7 @@ def noise(n: int, seed: int = 0) -> Tensor:
 
 
 def test_auto_chooses_by_size_and_role() -> None:
-    assert get_coding("auto", None, SHAPES).contribution(0, N).name == (
+    assert get_codec_map("auto", None, SHAPES).contribution(0, N).name == (
         "int8*6400+float16*64+int4*32768+float16*5064+int8*6400"
     )
 
@@ -55,28 +62,28 @@ def test_auto_chooses_by_size_and_role() -> None:
 )
 def test_tables_are_told_by_their_names(name: str, role: str) -> None:
     shape = (64, 64, 3, 3) if name.startswith("conv") else (64, 64)
-    assert get_coding("auto", None, [(name, shape)]).contribution(0, 64).name == role
+    assert get_codec_map("auto", None, [(name, shape)]).contribution(0, 64).name == role
 
 
 @pytest.mark.parametrize(("rows", "name"), [(63, "float16"), (64, "int4")])
 def test_a_small_matrix_stays_at_16_bits(rows: int, name: str) -> None:
     assert SMALL_VALUES == 64 * 64
-    assert get_coding("auto", None, [("w", (rows, 64))]).contribution(0, rows * 64).name == name
+    assert get_codec_map("auto", None, [("w", (rows, 64))]).contribution(0, rows * 64).name == name
 
 
 def test_auto_chooses_from_the_codecs_that_it_is_given() -> None:
     options = {"matrices": "sign", "tables": "bfloat16", "small": "float32"}
-    coding = get_coding("auto", options, SHAPES)
-    assert coding.contribution(6400 - 8, 6464 + 8).name == "bfloat16*8+float32*64+sign*8"
+    codec_map = get_codec_map("auto", options, SHAPES)
+    assert codec_map.contribution(6400 - 8, 6464 + 8).name == "bfloat16*8+float32*64+sign*8"
 
 
 @given(bounds=st.tuples(st.integers(0, N - 1), st.integers(1, N)).map(sorted).filter(lambda b: b[0] < b[1]))
 def test_auto_covers_every_range(bounds: list[int]) -> None:
     """What a range is packed with is what the whole says of its values."""
-    coding = get_coding("auto", None, SHAPES)
+    codec_map = get_codec_map("auto", None, SHAPES)
     start, stop = bounds
-    of_each = [name for n, name in spelled(coding.contribution(0, N), N) for _ in range(n)]
-    assert [name for n, name in spelled(coding.contribution(start, stop), stop - start) for _ in range(n)] == (
+    of_each = [name for n, name in spelled(codec_map.contribution(0, N), N) for _ in range(n)]
+    assert [name for n, name in spelled(codec_map.contribution(start, stop), stop - start) for _ in range(n)] == (
         of_each[start:stop]
     )
 
@@ -87,48 +94,48 @@ def spelled(codec: Codec, n: int) -> list[tuple[int, str]]:
 
 
 def test_tensors_without_values_count_for_nothing() -> None:
-    coding = get_coding("auto", None, [("a", (0, 8)), ("w", (64, 64)), ("b", (0,)), ("v", (64, 64))])
-    assert coding.contribution(0, 8192).name == "int4"
+    codec_map = get_codec_map("auto", None, [("a", (0, 8)), ("w", (64, 64)), ("b", (0,)), ("v", (64, 64))])
+    assert codec_map.contribution(0, 8192).name == "int4"
 
 
 # Results and kernels --------------------------------------------------------------------------------------
 
 
 def test_a_mean_keeps_more_values_than_a_contribution() -> None:
-    coding = get_coding("topk", {"k": 32})
-    assert coding.contribution(0, 9).name == "topk(k=32)"
-    assert [coding.result(0, 9, members).name for members in (1, 3, 64, 1000)] == [
+    codec_map = get_codec_map("topk", {"k": 32})
+    assert codec_map.contribution(0, 9).name == "topk(k=32)"
+    assert [codec_map.result(0, 9, members).name for members in (1, 3, 64, 1000)] == [
         "topk(k=32)",
         "topk(k=96)",
         "topk(k=2048)",
         "topk(k=2048)",
     ]
-    auto = get_coding("auto", {"matrices": "topk"}, SHAPES)
+    auto = get_codec_map("auto", {"matrices": "topk"}, SHAPES)
     assert auto.result(6464, 6464 + 4096, 2).name == "topk(k=128)"
 
 
 @pytest.mark.parametrize("name", [name for name in CODEC_NAMES if name != "topk"])
 def test_others_pack_a_mean_like_a_contribution(name: str) -> None:
-    coding = get_coding(name)
-    assert coding.result(0, 10, 8) is coding.contribution(0, 10)
+    codec_map = get_codec_map(name)
+    assert codec_map.result(0, 10, 8) is codec_map.contribution(0, 10)
 
 
 def test_kernels_are_those_of_the_codecs_in_use() -> None:
-    assert list(get_coding("float16").kernels) == []
-    assert list(get_coding("int4").kernels) == ["blockwise_kernels"]
-    assert list(get_coding("topk").kernels) == ["sparse_kernels"]
-    assert list(get_coding("auto", {"tables": "topk"}, SHAPES).kernels) == ["blockwise_kernels", "sparse_kernels"]
-    assert list(get_coding("auto", None, [("norm", (64,))]).kernels) == []
+    assert list(get_codec_map("float16").kernels) == []
+    assert list(get_codec_map("int4").kernels) == ["blockwise"]
+    assert list(get_codec_map("topk").kernels) == ["topk"]
+    assert list(get_codec_map("auto", {"tables": "topk"}, SHAPES).kernels) == ["blockwise", "topk"]
+    assert list(get_codec_map("auto", None, [("norm", (64,))]).kernels) == []
 
 
-def test_unknown_codings_are_refused_with_the_known_ones() -> None:
-    assert set(CODING_NAMES) - set(CODEC_NAMES) == {"auto"}
+def test_unknown_codec_maps_are_refused_with_the_known_ones() -> None:
+    assert set(FORMAT_MAP_NAMES) - set(CODEC_NAMES) == {"auto"}
     with pytest.raises(CodecError, match=r"expected one of float32, .*topk, auto, not 'zip'"):
-        get_coding("zip")
+        get_codec_map("zip")
     with pytest.raises(CodecError, match=r"unknown option 'k' of codec auto: auto has matrices, tables, small"):
-        get_coding("auto", {"k": 3})
+        get_codec_map("auto", {"k": 3})
     with pytest.raises(CodecError, match=r"not 'auto'"):
-        get_coding("auto", {"small": "auto"})
+        get_codec_map("auto", {"small": "auto"})
 
 
 # Segmented ------------------------------------------------------------------------------------------------
@@ -137,7 +144,7 @@ PIECES = [(300, "int8"), (7, "float16"), (5000, "topk"), (1, "sign"), (4097, "in
 
 
 def segmented() -> Segmented:
-    return Segmented([(n, get_codec(name)) for n, name in PIECES])
+    return Segmented(SegmentedFormat(tuple((n, named_format(name)) for n, name in PIECES)))
 
 
 def test_segments_are_packed_one_after_the_other() -> None:
@@ -218,7 +225,9 @@ def test_segments_are_for_their_number_of_values() -> None:
 def test_a_chunk_is_four_mebibytes_as_packed_where_a_codec_reads_block_by_block(
     name: str, options: dict[str, int], values: int
 ) -> None:
-    coding = get_coding(name, options)
-    assert coding.most_in_a_chunk == values
+    codec_map = get_codec_map(name, options)
+    assert codec_map.formats.max_chunk_values == values
     if name != "auto":
-        assert coding.result(0, values, 1000).packed_bytes(values) <= 2**22 + 2**15, "as a frame holds, with its header"
+        assert codec_map.result(0, values, 1000).packed_bytes(values) <= 2**22 + 2**15, (
+            "as a frame holds, with its header"
+        )

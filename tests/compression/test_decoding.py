@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from tests.compression.codec_cases import gaussian, needs_numba, same_bits, use
+from tests.compression.codec_cases import blockwise, gaussian, needs_numba, same_bits, use
 from torch import Tensor
 
-from shoal.compression.blockwise import Blockwise
-from shoal.compression.codec import CodecError
-from shoal.compression.decoding import Piece, decode_all
+from shoal.compression.codec_map import Piece, decode_all
+from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
 
 paths = pytest.mark.parametrize("path", ["torch", pytest.param("numba", marks=needs_numba)])
@@ -29,7 +28,7 @@ def place(n: int, off: int = 0) -> Tensor:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("block", [6, 100, 256, 1024, 2048])
 def test_all_are_decoded_as_each_is_alone(path: str, bits: int, block: int) -> None:
-    codec, sizes = Blockwise(bits, block), (1, 15, 16, 1024, 4096, 5000)
+    codec, sizes = blockwise(bits, block), (1, 15, 16, 1024, 4096, 5000)
     packed = [codec.encode(gaussian(n, seed)) for seed, n in enumerate(sizes)]
     for off in (0, 1, 8):
         rooms = [place(n, off) for n in sizes]
@@ -52,7 +51,7 @@ def test_codecs_may_differ(path: str) -> None:
 @paths
 @pytest.mark.parametrize("spoil", ["nan", "short"])
 def test_what_does_not_decode_is_named_and_the_others_are_decoded(path: str, spoil: str) -> None:
-    codec = Blockwise(8)
+    codec = blockwise(8)
     packed = [codec.encode(gaussian(2048, seed)) for seed in range(4)]
     bad = packed[2].clone()
     bad[:4] = torch.tensor([0x00, 0x00, 0xC0, 0x7F], dtype=torch.uint8)  # a scale of NaN
@@ -68,7 +67,7 @@ def test_what_does_not_decode_is_named_and_the_others_are_decoded(path: str, spo
 @paths
 def test_unusual_scales_are_looked_at_closely(path: str) -> None:
     """Some that are no good for any code are good for these."""
-    codec = Blockwise(8, 4)
+    codec = blockwise(8, 4)
     packed = codec.encode(torch.tensor([3.4e38, 1.0, -3.4e38, 0.0]))
     out = torch.empty(4)
     assert decoded(path, [Piece(codec, packed, out)]) == {}

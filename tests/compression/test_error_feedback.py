@@ -7,12 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compression.codec_cases import blockwise
 from torch import Tensor
 
 from shoal.compression.blockwise import Blockwise
-from shoal.compression.codec import Codec, CodecError
+from shoal.compression.codec import Codec
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.registry import CODEC_NAMES, get_codec
+from shoal.compression.formats import CODEC_NAMES, CodecError
+from shoal.compression.registry import get_codec
 from shoal.compression.weighted_mean import Lost
 
 N, CHUNK = 700, 300
@@ -186,7 +188,7 @@ def test_what_is_pending_already_is_not_encoded_again(monkeypatch: pytest.Monkey
     feedback.begin(noise(1))
     feedback.reserve(600, N)
     for bounds in CHUNKS:
-        feedback.encode_chunk(Blockwise(8), *bounds)
+        feedback.encode_chunk(blockwise(8), *bounds)
     encoded.clear()
     for bounds in CHUNKS:
         feedback.include_encoded(*bounds)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.compression.codec import CodecError
-from shoal.compression.coding import Uniform
+from shoal.compression.codec_map import get_codec_map
+from shoal.compression.formats import CodecError
 from shoal.compression.kernels import loader as fast
 from shoal.compression.registry import get_codec
 
@@ -89,7 +89,7 @@ def test_nothing_is_compiled_after_warming_up(name: str, options: dict[str, Any]
         codec = get_codec(name, options)
     except CodecError:
         pytest.skip("no such option")
-    (thread,) = fast.compile_ahead(Uniform(codec).kernels)
+    (thread,) = fast.compile_ahead(get_codec_map(name, options).kernels)
     thread.join()
     (module,) = fast._ready.values()
     kernels = {name: one for name, one in vars(module).items() if hasattr(one, "signatures")}

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.compression.codec import CodecError
 from shoal.compression.fixed_point import Codes, FixedPoint
+from shoal.compression.formats import CodecError
 
 TINY = torch.finfo(torch.float32).tiny
 both_widths = pytest.mark.parametrize("bits", [16, 32])

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.compression.codec_cases import int2, sign
 from torch import Tensor
 
 from shoal.compression import tiled as tiles
-from shoal.compression.codec import CodecError
 from shoal.compression.floats import FloatCodec, ScaledFloatCodec
-from shoal.compression.lowbit import Int2, Sign
+from shoal.compression.formats import BlockFormat, CodecError
 from shoal.compression.tiled import TiledCodec
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -20,16 +20,16 @@ F8 = torch.float8_e4m3fn
 
 
 def float16(block: int = 4096) -> ScaledFloatCodec:
-    return ScaledFloatCodec("float16", torch.float16, block=block)
+    return ScaledFloatCodec(BlockFormat("float16", block))
 
 
 def float8(block: int = 4096) -> ScaledFloatCodec:
-    return ScaledFloatCodec("float8_e4m3", F8, block=block)
+    return ScaledFloatCodec(BlockFormat("float8_e4m3", block))
 
 
-PLAIN = [FloatCodec("float32", torch.float32), FloatCodec("bfloat16", torch.bfloat16)]
+PLAIN = [FloatCodec(BlockFormat("float32", 1)), FloatCodec(BlockFormat("bfloat16", 1))]
 SCALED = [float16(), float8(), float16(5), float8(8)]
-TILED: list[TiledCodec] = [*PLAIN, *SCALED, Sign(), Int2(), Sign(block=8), Int2(block=16)]
+TILED: list[TiledCodec] = [*PLAIN, *SCALED, sign(), int2(), sign(block=8), int2(block=16)]
 every_tiled = pytest.mark.parametrize("codec", TILED, ids=[codec.name for codec in TILED])
 every_scaled = pytest.mark.parametrize("codec", SCALED, ids=[codec.name for codec in SCALED])
 
@@ -122,7 +122,7 @@ def test_errs_by_half_a_bit(codec: ScaledFloatCodec, values: Tensor, size: float
     share = 2.0**-24 / 65504 if half else 2.0**-9 / 448
     saturated = values.double().clamp(*[s * (65504 if half else 448) * 2.0**highest for s in (-1, 1)])
     decoded = codec.decode(codec.encode(values), values.numel()).double()
-    block = codec._layout.block
+    block = codec.format.block
     for start in range(0, values.numel(), block):
         part, back = saturated[start : start + block], decoded[start : start + block]
         least = 2.0 ** (lowest - (25 if half else 10))

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shoal.compression.codec import CodecError
-from shoal.compression.registry import CODEC_NAMES, get_codec
+from shoal.compression.formats import CODEC_NAMES, CodecError
+from shoal.compression.registry import get_codec
 
 NAMES = ("float32", "bfloat16", "float16", "float8_e4m3", "int8", "int4", "int2", "sign", "topk")
 KNOWN = {

@@ -1,18 +1,19 @@
 """The 1-bit and 2-bit codecs against slow definitions of the same, and their layouts. The contract: test_codecs."""
 
-import importlib
 import struct
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.compression.codec_cases import needs_numba, same_bits, use
+from tests.compression.codec_cases import int2, needs_numba, same_bits, sign, use
 from torch import Tensor
 
-from shoal.compression.codec import CodecError
-from shoal.compression.coding import Uniform
+from shoal.compression.codec_map import CodecMap
+from shoal.compression.formats import CodecError, UniformFormatMap
+from shoal.compression.kernels import loader as fast
 from shoal.compression.lowbit import Int2, Sign
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -78,7 +79,7 @@ def slow_int2(values: list[float], block: int) -> list[float]:
 @settings(deadline=None, max_examples=200)
 def test_equals_the_slow_definition_to_the_bit(path: str, values: list[float], block: int) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
-    for codec, slow in ((Sign(block=block), slow_sign), (Int2(block=block), slow_int2)):
+    for codec, slow in ((sign(block=block), slow_sign), (int2(block=block), slow_int2)):
         with use(path):
             decoded = codec.decode(codec.encode(tensor), len(values))
         expected = torch.tensor(slow(values, block), dtype=torch.float32)
@@ -87,9 +88,9 @@ def test_equals_the_slow_definition_to_the_bit(path: str, values: list[float], b
 
 @needs_numba
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 65536])
-@pytest.mark.parametrize("of", [Sign, Int2])
-def test_both_paths_agree_for_every_kind_of_block(of: type[Sign | Int2], block: int) -> None:
-    codec = of(block=block)
+@pytest.mark.parametrize("of", [sign, int2])
+def test_both_paths_agree_for_every_kind_of_block(of: Callable[[int], Sign | Int2], block: int) -> None:
+    codec = of(block)
     # Nothing but whole blocks, a short last one, and one whose last group is short as well.
     for n in (2 * block, 2 * block + 8, 2 * block + 5, block - 1, 3):
         values, residual = noise(n), noise(n, 1) * 0.1
@@ -113,14 +114,14 @@ def test_sums_are_made_in_halves(path: str) -> None:
             values = [0.0] * block
             values[0], values[step], values[-1] = 1 + 2.0**-8, 2.0**-24, 2.0**-24
             with use(path):
-                codec = Sign(block=block)
+                codec = sign(block=block)
                 assert codec.decode(codec.encode(torch.tensor(values)), block).tolist() == slow_sign(values, block)
 
 
 @needs_numba
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 512, 4096])
 def test_kernels_sum_in_the_same_order(block: int) -> None:
-    kernels = importlib.import_module("shoal.compression.kernels.lowbit")
+    kernels = fast.import_kernels("lowbit")
     for seed in range(5):
         values, sums = noise(block, seed).numpy(), np.empty(block // 8, np.float32)
         sizes = [abs(x) * F(2.0**-16) for x in values]
@@ -133,7 +134,7 @@ def test_kernels_sum_in_the_same_order(block: int) -> None:
 
 
 @pytest.mark.parametrize("path", ["torch", pytest.param("numba", marks=needs_numba)])
-@pytest.mark.parametrize("codec", [Sign(), Int2()], ids=["sign", "int2"])
+@pytest.mark.parametrize("codec", [sign(), int2()], ids=["sign", "int2"])
 def test_more_values_than_a_tile_leave_their_residual(path: str, codec: Sign | Int2) -> None:
     n = 2**18 + 1001
     values, residual = noise(n), noise(n, 1)
@@ -145,7 +146,7 @@ def test_more_values_than_a_tile_leave_their_residual(path: str, codec: Sign | I
 
 
 @needs_numba
-@pytest.mark.parametrize("codec", [Sign(block=8), Int2(block=8)], ids=["sign", "int2"])
+@pytest.mark.parametrize("codec", [sign(block=8), int2(block=8)], ids=["sign", "int2"])
 def test_the_kernels_write_nothing_beyond(codec: Sign | Int2) -> None:
     with use("numba"):
         for n in (1, 7, 8, 9, 23):
@@ -160,7 +161,7 @@ def test_the_kernels_write_nothing_beyond(codec: Sign | Int2) -> None:
 
 @needs_numba
 def test_a_tie_takes_the_inner_magnitude_on_both_paths() -> None:
-    codec = Int2(block=8)
+    codec = int2(block=8)
     # Magnitudes 2 and 4, by hand: the mean is 2.5, what is above 3.5 is 4 (twice); the others sum to 12.
     values = torch.tensor([4.0, -4.0, 3.0, -3.0, 2.0, 2.0, 1.0, -1.0])
     expected = [4.0, -4.0, 2.0, -2.0, 2.0, 2.0, 2.0, -2.0]
@@ -171,33 +172,33 @@ def test_a_tie_takes_the_inner_magnitude_on_both_paths() -> None:
 
 @needs_numba
 def test_kernels_are_compiled_ahead_for_both() -> None:
-    importlib.import_module("shoal.compression.kernels.lowbit").warm_up()
-    for codec in (Sign(), Int2(block=64)):
-        assert list(Uniform(codec).kernels) == ["lowbit_kernels"]
+    fast.import_kernels("lowbit").warm_up()
+    for codec in (sign(), int2(block=64)):
+        assert list(CodecMap(UniformFormatMap(codec.format)).kernels) == ["lowbit"]
 
 
 def test_layout_is_the_golden_one() -> None:
     values = torch.tensor([1.0, -2.5, 0.1, 1000.0, -0.0, 3e-5, 65504.0, -7.0, 0.3, -3e38])
-    assert Sign(block=8).encode(values).numpy().tobytes().hex() == "0246e27e9202"
-    assert Int2(block=8).encode(values).numpy().tobytes().hex() == "104380470000627f92400202"
+    assert sign(block=8).encode(values).numpy().tobytes().hex() == "0246e27e9202"
+    assert int2(block=8).encode(values).numpy().tobytes().hex() == "104380470000627f92400202"
     # By hand: 0x4602 is 8320, 0x92 has bits 1, 4 and 7; 0x4310 is 144, 0x4780 is 65536, 0x40 has bit 6.
-    decoded = Sign(block=8).decode(bytes.fromhex("0246803f9202"), 10).tolist()
+    decoded = sign(block=8).decode(bytes.fromhex("0246803f9202"), 10).tolist()
     assert decoded == [8320, -8320, 8320, 8320, -8320, 8320, 8320, -8320, 1, -1]
-    decoded = Int2(block=8).decode(bytes.fromhex("104380470000803f92400202"), 10).tolist()
+    decoded = int2(block=8).decode(bytes.fromhex("104380470000803f92400202"), 10).tolist()
     assert decoded == [144, -144, 144, 144, -144, 144, 65536, -144, 0, -1]
 
 
 def test_bits_beyond_the_last_value_are_0_when_written_and_never_read() -> None:
-    assert Sign().encode(torch.tensor([-1.0])).tolist()[2:] == [1]
-    assert Int2().encode(torch.tensor([-1.0])).tolist()[4:] == [1, 0]
-    assert Sign().decode(b"\x80\x3f\xfe", 1).tolist() == [1.0]
-    assert Int2().decode(b"\x80\x3f\x00\x40\xfe\xff", 1).tolist() == [2.0]
+    assert sign().encode(torch.tensor([-1.0])).tolist()[2:] == [1]
+    assert int2().encode(torch.tensor([-1.0])).tolist()[4:] == [1, 0]
+    assert sign().decode(b"\x80\x3f\xfe", 1).tolist() == [1.0]
+    assert int2().decode(b"\x80\x3f\x00\x40\xfe\xff", 1).tolist() == [2.0]
 
 
 def test_sizes_and_names() -> None:
-    assert [Sign().packed_bytes(n) for n in (0, 1, 8, 9, 512, 513)] == [0, 3, 3, 4, 66, 69]
-    assert [Int2().packed_bytes(n) for n in (0, 1, 8, 9, 512, 513)] == [0, 6, 6, 8, 132, 138]
-    assert [c.name for c in (Sign(), Int2(), Sign(block=64), Int2(block=64))] == [
+    assert [sign().packed_bytes(n) for n in (0, 1, 8, 9, 512, 513)] == [0, 3, 3, 4, 66, 69]
+    assert [int2().packed_bytes(n) for n in (0, 1, 8, 9, 512, 513)] == [0, 6, 6, 8, 132, 138]
+    assert [c.name for c in (sign(), int2(), sign(block=64), int2(block=64))] == [
         "sign", "int2", "sign(block=64)", "int2(block=64)",
     ]  # fmt: skip
 
@@ -210,13 +211,13 @@ def relative_error(codec: Sign | Int2, values: Tensor) -> float:
 def test_errors_are_those_of_the_best_levels() -> None:
     values = noise(1 << 16)
     # sqrt(1 - 2/pi), and Max's 4 levels for a normal distribution: sqrt(0.1175).
-    assert relative_error(Sign(), values) == pytest.approx(0.6028, abs=0.004)
-    assert 0.340 < relative_error(Int2(), values) < 0.350
+    assert relative_error(sign(), values) == pytest.approx(0.6028, abs=0.004)
+    assert 0.340 < relative_error(int2(), values) < 0.350
     tailed = values / noise(1 << 16, 1).abs().clamp(min=0.3)
-    assert relative_error(Int2(), tailed) < 0.8 * relative_error(Sign(), tailed)
+    assert relative_error(int2(), tailed) < 0.8 * relative_error(sign(), tailed)
 
 
-@pytest.mark.parametrize("codec", [Sign(), Int2()], ids=["sign", "int2"])
+@pytest.mark.parametrize("codec", [sign(), int2()], ids=["sign", "int2"])
 @pytest.mark.parametrize("size", [1e-36, 1e-3, 1.0, 1e30, 3e38])
 def test_any_size_will_do(codec: Sign | Int2, size: float) -> None:
     values = (noise(2000).clamp(-4, 4) / 4) * size
@@ -225,7 +226,7 @@ def test_any_size_will_do(codec: Sign | Int2, size: float) -> None:
     torch.testing.assert_close(codec.decode(codec.encode(constant), 700), constant, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("codec", [Sign(block=64), Int2(block=64)], ids=["sign", "int2"])
+@pytest.mark.parametrize("codec", [sign(block=64), int2(block=64)], ids=["sign", "int2"])
 def test_error_feedback_makes_up_for_the_loss(codec: Sign | Int2) -> None:
     values, residual, total = noise(1000), torch.zeros(1000), torch.zeros(1000)
     for _ in range(100):
@@ -237,7 +238,7 @@ def test_error_feedback_makes_up_for_the_loss(codec: Sign | Int2) -> None:
 @pytest.mark.parametrize("bad", ["0080", "7f80", "807f", "c07f", "80bf", "0100", "7f00", "ffff"])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_bad_magnitudes_are_refused(bad: str, at: int) -> None:
-    for codec, a_block in ((Sign(block=8), 1), (Int2(block=8), 2)):
+    for codec, a_block in ((sign(block=8), 1), (int2(block=8), 2)):
         scales = [b"\x80\x3f"] * 3 * a_block
         scales[at] = bytes.fromhex(bad)
         codes = bytes(codec.packed_bytes(24) - 2 * len(scales))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.compression.codec_cases import floats, gaussian, needs_numba, same_bits, use
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CodecError, largest_of
+from shoal.compression.codec import Codec, largest_of
+from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
 from shoal.compression.weighted_mean import Lost, WeightedMean
 

@@ -6,16 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.compression.codec_cases import CODECS, PATHS, floats, gaussian, use
+from tests.compression.codec_cases import CODECS, PATHS, blockwise, floats, gaussian, int2, topk, use
 from torch import Tensor
 
-from shoal.compression.blockwise import Blockwise, linear_growth
-from shoal.compression.codec import Codec, CodecError
+from shoal.compression.blockwise import linear_growth
+from shoal.compression.codec import Codec
+from shoal.compression.codec_map import Segmented
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.lowbit import Int2
+from shoal.compression.formats import CodecError, SegmentedFormat
 from shoal.compression.norms import RELATIVE_ERROR, norms_of, squared_norm
-from shoal.compression.segmented import Segmented
-from shoal.compression.topk import TopK
 
 SUBNORMAL = 2.0**-126
 
@@ -113,21 +112,21 @@ def test_nor_do_the_worst_of_vectors_grow_more(codec: Codec) -> None:
 def test_linear_codes_grow_nearly_as_much_as_they_say() -> None:
     values = torch.full((1024,), 3.5001 / 127)
     values[0] = 1.0
-    assert 0.995 * Blockwise().growth <= grows_no_more_than_it_says(Blockwise(), values) <= Blockwise().growth
+    assert 0.995 * blockwise().growth <= grows_no_more_than_it_says(blockwise(), values) <= blockwise().growth
     assert linear_growth(127, 1, 0.5) == 1.0
-    assert Blockwise(8).growth < Blockwise(8, seed=1).growth < Blockwise(4).growth < Blockwise(4, seed=1).growth
+    assert blockwise(8).growth < blockwise(8, seed=1).growth < blockwise(4).growth < blockwise(4, seed=1).growth
 
 
 def test_classes_of_values_may_grow_beyond_half_a_block() -> None:
     """Where ``int2`` takes values for larger than those that made its outer magnitude."""
     values = torch.cat([torch.zeros(146), torch.full((365,), 1.399), torch.full((1,), 1.8)])
-    assert grows_no_more_than_it_says(Int2(), values) > 1.2
-    assert Int2().growth == TopK().growth > TopK(values="int8").growth
+    assert grows_no_more_than_it_says(int2(), values) > 1.2
+    assert int2().growth == topk().growth > topk(values="int8").growth
 
 
 def test_segments_grow_as_the_one_that_grows_most() -> None:
-    codec = Segmented([(4096, Blockwise(4)), (64, Blockwise(8))])
-    assert codec.growth == Blockwise(4).growth
+    codec = Segmented(SegmentedFormat(((4096, blockwise(4).format), (64, blockwise(8).format))))
+    assert codec.growth == blockwise(4).growth
     packed = codec.encode(gaussian(4160))
     assert codec.squared_norm(packed, 4160) == pytest.approx(exact(codec.decode(packed, 4160)))
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.compression.codec_cases import gaussian, needs_numba, same_bits, use
+from tests.compression.codec_cases import blockwise, gaussian, needs_numba, same_bits, use
 from torch import Tensor
 
 from shoal.compression.blockwise import Blockwise, Summand
@@ -20,7 +20,7 @@ def place(n: int, off: int) -> Tensor:
 
 @pytest.mark.parametrize("off", [0, 1, 8, 15])
 @pytest.mark.parametrize(
-    "codec", [Blockwise(8), Blockwise(8, 6), Blockwise(8, 8192), Blockwise(4), Blockwise(8, 100, 3)]
+    "codec", [blockwise(8), blockwise(8, 6), blockwise(8, 8192), blockwise(4), blockwise(8, 100, 3)]
 )
 @pytest.mark.parametrize("n", [1, 15, 17, 4096, 4097, 3 * 8192 + 5])
 def test_what_is_lost_is_written_to_its_place_alone(n: int, codec: Blockwise, off: int) -> None:

@@ -3,18 +3,16 @@
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.compression.codec_cases import topk, use
 from torch import Tensor
 
-from shoal.compression.codec import CodecError
+from shoal.compression.formats import CodecError, TopKFormat
 from shoal.compression.kernels import loader as fast
 from shoal.compression.topk import TopK
 
@@ -26,21 +24,9 @@ PATHS = ["torch", pytest.param("numba", marks=needs_numba)]
 every_path = pytest.mark.parametrize("path", PATHS)
 every_codec = pytest.mark.parametrize(
     "codec",
-    [TopK(), TopK(values="int8"), TopK(5, chunk=37), TopK(7, "int8", 7), TopK(1, chunk=1), TopK(3, "int8", 1000)],
+    [topk(), topk(values="int8"), topk(5, chunk=37), topk(7, "int8", 7), topk(1, chunk=1), topk(3, "int8", 1000)],
     ids=lambda codec: codec.name,
 )
-
-
-@contextmanager
-def use(path: str) -> Iterator[None]:
-    """Only the kernels of ``path``, whatever has been compiled so far."""
-
-    def kernels(name: str) -> ModuleType | None:
-        return importlib.import_module(f"shoal.compression.{name}") if path == "numba" else None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "kernels", kernels)
-        yield
 
 
 def gaussian(n: int, seed: int = 0) -> Tensor:
@@ -81,17 +67,17 @@ def decode_or_none(codec: TopK, raw: bytes, n: int) -> Tensor | None:
 
 
 def test_default_chunk_takes_84_bytes() -> None:
-    codec = TopK()
+    codec = topk()
     assert codec.packed_bytes(4096) == 84
     assert 4 * 4096 / codec.packed_bytes(4096) >= 195
-    assert TopK(values="int8").packed_bytes(4096) == 132
+    assert topk(values="int8").packed_bytes(4096) == 132
     assert [codec.packed_bytes(n) for n in (0, 1, 64, 65, 8192, 8193)] == [0, 6, 7, 8, 168, 174]
 
 
 def test_name_shows_what_is_not_the_default() -> None:
-    assert TopK().name == "topk"
-    assert TopK(k=32, values="int8").name == "topk(k=32, values=int8)"
-    assert TopK(chunk=1024).name == "topk(chunk=1024)"
+    assert topk().name == "topk"
+    assert topk(k=32, values="int8").name == "topk(k=32, values=int8)"
+    assert topk(chunk=1024).name == "topk(chunk=1024)"
 
 
 @every_path
@@ -100,7 +86,7 @@ def test_golden_two_bit_chunk(path: str) -> None:
     values = torch.zeros(16)
     values[[1, 6, 7, 14]] = torch.tensor([-1.0, 8.0, 3.0, -10.0])
     golden = "004010414db9c9"
-    codec = TopK(4, chunk=16)
+    codec = topk(4, chunk=16)
     with use(path):
         assert codec.encode(values).numpy().tobytes().hex() == golden
         decoded = codec.decode(bytes.fromhex(golden), 16)
@@ -113,7 +99,7 @@ def test_golden_int8_chunk(path: str) -> None:
     values = torch.zeros(16)
     values[[1, 6, 7, 14]] = torch.tensor([-254.0, 3.0, 5.0, 2.0])
     golden = "000000404db981020201"
-    codec = TopK(4, "int8", 16)
+    codec = topk(4, "int8", 16)
     with use(path):
         assert codec.encode(values).numpy().tobytes().hex() == golden
         decoded = codec.decode(bytes.fromhex(golden), 16)
@@ -125,7 +111,7 @@ def test_golden_of_short_last_chunk(path: str) -> None:
     # 3 of 8 (indices 0, 2, 4), then ceil(3 * 5 / 8) = 2 of 5 (1, 4): one low bit each, 6 and 4 upper bits.
     values = torch.tensor([5.0, 0.0, 1.0, 0.0, -5.0, 0.0, 0.0, 1.0, 0.0, -7.0, 0.0, 0.0, 7.0])
     golden = "803fa040150032e040e040090101"
-    codec = TopK(3, chunk=8)
+    codec = topk(3, chunk=8)
     with use(path):
         assert codec.encode(values).numpy().tobytes().hex() == golden
         decoded = codec.decode(bytes.fromhex(golden), 13)
@@ -141,14 +127,14 @@ def test_largest_are_chosen(codec: TopK, path: str, n: int) -> None:
         packed = codec.encode(values)
         assert packed.shape == (codec.packed_bytes(n),)
         decoded = codec.decode(packed, n)
-    expected = expected_indices(values, codec.k, codec.chunk)
+    expected = expected_indices(values, codec.format.k, codec.format.chunk)
     sent = decoded.nonzero().view(-1).tolist()
     assert set(sent) <= set(expected)
-    if codec.values == "2bit":
+    if codec.format.values == "2bit":
         assert sent == expected
     else:
-        for start in range(0, n, codec.chunk):
-            part = slice(start, start + codec.chunk)
+        for start in range(0, n, codec.format.chunk):
+            part = slice(start, start + codec.format.chunk)
             step = float(values[part].abs().max()) / 127
             here = [i for i in expected if part.start <= i < part.stop]
             assert float((decoded[here] - values[here]).abs().max()) <= step / 2 * 1.00001
@@ -160,7 +146,7 @@ def test_of_ties_the_lower_indices_are_chosen(codec: TopK, levels: int) -> None:
     values = torch.randint(1, levels + 1, (5000,), generator=torch.Generator().manual_seed(levels)).float()
     values *= torch.where(gaussian(5000) < 0, -1.0, 1.0)
     packed = both_paths_encode(codec, values)
-    assert sent_indices(codec, packed, 5000) == expected_indices(values, codec.k, codec.chunk)
+    assert sent_indices(codec, packed, 5000) == expected_indices(values, codec.format.k, codec.format.chunk)
 
 
 def test_paths_agree_on_values_of_any_size() -> None:
@@ -170,7 +156,7 @@ def test_paths_agree_on_values_of_any_size() -> None:
         n = int(torch.randint(1, 10000, (1,), generator=generator))
         few = sizes[torch.randperm(8, generator=generator)[: 1 + seed % 8]]
         values = few[torch.randint(len(few), (n,), generator=generator)] * (torch.rand(n, generator=generator) * 2 - 1)
-        for codec in (TopK(), TopK(values="int8"), TopK(9, chunk=100), TopK(300, "int8", 301)):
+        for codec in (topk(), topk(values="int8"), topk(9, chunk=100), topk(300, "int8", 301)):
             packed = both_paths_encode(codec, values)
             with use("torch"):
                 decoded = codec.decode(packed, n)
@@ -182,8 +168,8 @@ def test_paths_agree_on_values_of_any_size() -> None:
 
 def test_chunks_of_different_sizes_of_value_in_turn() -> None:
     values = torch.cat([gaussian(4096, i) * 10.0 ** ((i * 7) % 60 - 30) for i in range(30)])
-    packed = both_paths_encode(TopK(), values)
-    assert sent_indices(TopK(), packed, values.numel()) == expected_indices(values, 64, 4096)
+    packed = both_paths_encode(topk(), values)
+    assert sent_indices(topk(), packed, values.numel()) == expected_indices(values, 64, 4096)
 
 
 def test_two_magnitudes_err_hardly_more_than_the_best_two() -> None:
@@ -193,7 +179,7 @@ def test_two_magnitudes_err_hardly_more_than_the_best_two() -> None:
             float((half - half.mean()).square().sum() + (rest - rest.mean()).square().sum())
             for half, rest in ((chosen[:i], chosen[i:]) for i in range(1, 64))
         )
-        decoded = TopK().decode(TopK().encode(values), 4096)
+        decoded = topk().decode(topk().encode(values), 4096)
         sent = decoded != 0
         error = float((decoded[sent] - values[sent]).double().square().sum())
         assert error <= best * 1.1 + 1e-5 * float(chosen.square().sum()), seed
@@ -203,29 +189,29 @@ def test_two_magnitudes_err_hardly_more_than_the_best_two() -> None:
 @pytest.mark.parametrize(
     ("codec", "raw", "match"),
     [
-        (TopK(4, chunk=16), "00c010414db9c9", "scale"),  # negative
-        (TopK(4, chunk=16), "004000804db9c9", "scale"),  # -0.0
-        (TopK(4, chunk=16), "0040807f4db9c9", "scale"),  # infinite
-        (TopK(4, chunk=16), "c17f10414db9c9", "scale"),  # NaN
-        (TopK(4, chunk=16), "7f0010414db9c9", "scale"),  # subnormal
-        (TopK(4, chunk=16), "004010410db9c9", "indices"),  # three bits
-        (TopK(4, chunk=16), "004010415db9c9", "indices"),  # five bits
-        (TopK(4, chunk=16), "004010418db9c9", "indices"),  # a bit past the upper bits
-        (TopK(4, chunk=16), "004010414da9c9", "indices"),  # 1, 6, 6, 14
-        (TopK(4, chunk=16), "004010414dadc9", "indices"),  # 1, 7, 6, 14
-        (TopK(3, chunk=8), "803fa040150832", "padding"),
-        (TopK(3, chunk=8), "803fa040150072", "padding"),
-        (TopK(3, chunk=15), "00401041253900", "indices"),  # 15 of 0 .. 14
-        (TopK(4, "int8", 16), "000000404db980020201", "code"),
-        (TopK(4, "int8", 16), "000000c04db981020201", "scale"),
-        (TopK(4, "int8", 16), "0000c07f4db981020201", "scale"),
-        (TopK(4, "int8", 16), "0402017c4db981020201", "scale"),  # 127 times it is infinite
-        (TopK(4, "int8", 16), "ffff7f004db981020201", "scale"),
+        (topk(4, chunk=16), "00c010414db9c9", "scale"),  # negative
+        (topk(4, chunk=16), "004000804db9c9", "scale"),  # -0.0
+        (topk(4, chunk=16), "0040807f4db9c9", "scale"),  # infinite
+        (topk(4, chunk=16), "c17f10414db9c9", "scale"),  # NaN
+        (topk(4, chunk=16), "7f0010414db9c9", "scale"),  # subnormal
+        (topk(4, chunk=16), "004010410db9c9", "indices"),  # three bits
+        (topk(4, chunk=16), "004010415db9c9", "indices"),  # five bits
+        (topk(4, chunk=16), "004010418db9c9", "indices"),  # a bit past the upper bits
+        (topk(4, chunk=16), "004010414da9c9", "indices"),  # 1, 6, 6, 14
+        (topk(4, chunk=16), "004010414dadc9", "indices"),  # 1, 7, 6, 14
+        (topk(3, chunk=8), "803fa040150832", "padding"),
+        (topk(3, chunk=8), "803fa040150072", "padding"),
+        (topk(3, chunk=15), "00401041253900", "indices"),  # 15 of 0 .. 14
+        (topk(4, "int8", 16), "000000404db980020201", "code"),
+        (topk(4, "int8", 16), "000000c04db981020201", "scale"),
+        (topk(4, "int8", 16), "0000c07f4db981020201", "scale"),
+        (topk(4, "int8", 16), "0402017c4db981020201", "scale"),  # 127 times it is infinite
+        (topk(4, "int8", 16), "ffff7f004db981020201", "scale"),
     ],
 )
 def test_hostile_chunks_are_refused(path: str, codec: TopK, raw: str, match: str) -> None:
     with use(path), pytest.raises(CodecError, match=match):
-        codec.decode(bytes.fromhex(raw), codec.chunk)
+        codec.decode(bytes.fromhex(raw), codec.format.chunk)
 
 
 @every_path
@@ -235,9 +221,9 @@ def test_bits_that_another_chunk_lacks_are_refused(path: str, uppers: tuple[str,
     total = torch.ones(32)
     with use(path):
         with pytest.raises(CodecError, match="indices"):
-            TopK(4, chunk=16).decode(raw, 32)
+            topk(4, chunk=16).decode(raw, 32)
         with pytest.raises(CodecError, match="indices"):
-            TopK(4, chunk=16).accumulate(raw, total, 1.0)
+            topk(4, chunk=16).accumulate(raw, total, 1.0)
     assert torch.equal(total, torch.ones(32))
 
 
@@ -245,8 +231,8 @@ def test_bits_that_another_chunk_lacks_are_refused(path: str, uppers: tuple[str,
 def test_largest_scales_decode_to_finite_values(path: str) -> None:
     with use(path):
         for codec, raw in (
-            (TopK(4, chunk=16), "7f7f7f7f4db9c9"),
-            (TopK(4, "int8", 16), "0302017c4db981028101"),
+            (topk(4, chunk=16), "7f7f7f7f4db9c9"),
+            (topk(4, "int8", 16), "0302017c4db981028101"),
         ):
             assert bool(torch.isfinite(codec.decode(bytes.fromhex(raw), 16)).all())
 
@@ -255,7 +241,7 @@ def test_largest_scales_decode_to_finite_values(path: str) -> None:
 def fuzzed(draw: st.DrawFn) -> tuple[TopK, bytes, int]:
     """A codec, bytes of the right length (random, or valid ones with a few bytes changed), and n."""
     chunk = draw(st.integers(1, 70))
-    codec = TopK(draw(st.integers(1, chunk)), draw(st.sampled_from(["2bit", "int8"])), chunk)
+    codec = topk(draw(st.integers(1, chunk)), draw(st.sampled_from(["2bit", "int8"])), chunk)
     n = draw(st.integers(0, 200))
     size = codec.packed_bytes(n)
     if draw(st.booleans()):
@@ -283,21 +269,21 @@ def test_fuzzed_bytes_decode_to_finite_values_or_an_error_alike_on_every_path(ca
 
 
 def test_widened_keeps_what_all_members_may_send_up_to_half_a_chunk() -> None:
-    kept = [TopK().widened(members).k for members in (1, 2, 31, 32, 33, 1000)]
+    kept = [TopKFormat().widened(members).k for members in (1, 2, 31, 32, 33, 1000)]
     assert kept == [64, 128, 1984, 2048, 2048, 2048]
-    assert TopK(3, "int8", 8).widened(2).name == "topk(k=4, values=int8, chunk=8)"
-    assert TopK(7, chunk=8).widened(5).k == 7
+    assert TopKFormat(3, "int8", 8).widened(2).name == "topk(k=4, values=int8, chunk=8)"
+    assert TopKFormat(7, chunk=8).widened(5).k == 7
     with pytest.raises(CodecError, match="members"):
-        TopK().widened(0)
+        TopKFormat().widened(0)
 
 
 @every_path
 def test_of_a_mean_nothing_is_lost_but_precision_when_widened(path: str) -> None:
-    mean, codec = torch.zeros(9000), TopK(values="int8")
+    mean, codec = torch.zeros(9000), topk(values="int8")
     with use(path):
         for seed in range(4):
             codec.accumulate(codec.encode(gaussian(9000, seed)), mean, 0.25)
-        wide = codec.widened(4)
+        wide = TopK(codec.format.widened(4))
         decoded = wide.decode(wide.encode(mean), 9000)
     assert torch.allclose(decoded, mean, atol=float(mean.abs().max()) / 254 * 1.001, rtol=0)
 
@@ -313,14 +299,14 @@ def test_ties_across_columns_and_rows_of_zeros() -> None:
     rows[13, :512] = 5.0  # the columns' tops all alike, lower indices first
     rows[15, 3584:] = 5.0
     rows[17].mul_(1e-44)
-    for codec in (TopK(), TopK(values="int8"), TopK(256), TopK(300), TopK(16, chunk=256)):
+    for codec in (topk(), topk(values="int8"), topk(256), topk(300), topk(16, chunk=256)):
         packed = both_paths_encode(codec, values)
         with use("torch"):
             decoded = codec.decode(packed, values.numel())
         sent = set(decoded.nonzero().view(-1).tolist())
-        assert sent <= set(expected_indices(values, codec.k, codec.chunk))
+        assert sent <= set(expected_indices(values, codec.format.k, codec.format.chunk))
         assert {i % 4096 for i in sent if i // 4096 == 7} == {
-            i for start in range(0, 4096, codec.chunk) for i in range(start, start + codec.k)
+            i for start in range(0, 4096, codec.format.chunk) for i in range(start, start + codec.format.k)
         }
 
 
@@ -331,8 +317,8 @@ def test_residual_of_many_tiles_is_what_was_lost_or_as_before(codec: TopK, path:
     values, residual = gaussian(n), gaussian(n, 1) * 0.5
     values[::7] = -0.0
     residual[::7] = -0.0
-    values[: codec.chunk] = -0.0
-    residual[: codec.chunk] = -0.0
+    values[: codec.format.chunk] = -0.0
+    residual[: codec.format.chunk] = -0.0
     corrected, before = values + residual, residual.clone()
     with use(path):
         for at in (n - 1, 2**18 + 1, 2**18 - 1):
@@ -367,7 +353,7 @@ def test_torch_threads_do_not_change_the_bytes(codec: TopK) -> None:
 
 @every_path
 def test_one_codec_serves_many_threads_at_once(path: str) -> None:
-    codec, n = TopK(), 50_000
+    codec, n = topk(), 50_000
 
     def trip(seed: int) -> tuple[Tensor, Tensor]:
         residual = gaussian(n, seed + 100)
@@ -403,4 +389,4 @@ def test_a_gpu_gives_the_bytes_and_the_residual_of_the_cpu(codec: TopK) -> None:
 
 @needs_numba
 def test_kernels_warm_up() -> None:
-    importlib.import_module("shoal.compression.kernels.sparse_kernels").warm_up()
+    fast.import_kernels("topk").warm_up()

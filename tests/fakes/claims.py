@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shoal.compression.norms import norms_of
-from shoal.swarm.averaging.norm_bounds import pack, ranges
+from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.protocol.messages import RoundPlan
 
 

@@ -10,8 +10,8 @@ from tests.fakes.means import weighted
 from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
 
+from shoal.compression.codec_map import get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.allreduce import AllReduce, ExchangeResult
 from shoal.swarm.averaging.results import HeldResults, ResultStore
 from shoal.swarm.deadlines import Deadlines
@@ -62,7 +62,7 @@ def make_sides(
     ]
     plan = claiming(plan, claims, [member.factor for member in plan.members])
     for member, feedback, brought in zip(plan.members, feedbacks, contributions, strict=True):
-        store = ResultStore(plan, get_coding(codec))
+        store = ResultStore(plan, get_codec_map(codec))
         endpoint = network.endpoints.get(member.peer) or network.endpoint(member.peer)
         endpoint.publish(store.blob, store)
         endpoint.publish(store.held, HeldResults(store))

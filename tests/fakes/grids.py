@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shoal.compression.coding import Coding
+from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.coordinator.grid import plan_parts
 from shoal.swarm.coordinator.partition import chunk_elements
@@ -49,15 +49,15 @@ def plan_of(
     )
 
 
-def sent_bytes(plan: RoundPlan, coding: Coding) -> list[int]:
+def sent_bytes(plan: RoundPlan, codec_map: CodecMap) -> list[int]:
     """What each member sends in a round without failures, of contributions, partials and results."""
     sent, group = [0] * len(plan.members), Group.of(plan)
     for part in plan.parts:
         relays = plan.relays(part) or (part.owner,)
         for start in range(part.start, part.stop, plan.chunk_elements):
             stop = min(start + plan.chunk_elements, part.stop)
-            contribution = coding.contribution(start, stop).packed_bytes(stop - start)
-            result = group.result_bytes(coding.result(start, stop, len(group.members)), stop - start)
+            contribution = codec_map.contribution(start, stop).packed_bytes(stop - start)
+            result = group.result_bytes(codec_map.result(start, stop, len(group.members)), stop - start)
             for row, relay in enumerate(relays):
                 those = group.row(row)
                 for member in those.members:
@@ -65,6 +65,6 @@ def sent_bytes(plan: RoundPlan, coding: Coding) -> list[int]:
                         sent[member] += contribution
                         sent[relay] += result
                 if relay != part.owner:
-                    sent[relay] += those.result_bytes(coding.result(start, stop, len(those.members)), stop - start)
+                    sent[relay] += those.result_bytes(codec_map.result(start, stop, len(those.members)), stop - start)
                     sent[part.owner] += result
     return sent

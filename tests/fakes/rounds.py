@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from tests.fakes.memory_coordinator import identity
 
-from shoal.compression.coding import Coding
+from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.results import ResultStore, chunks_of, part_digest
 from shoal.swarm.protocol.messages import RoundPlan, Verdict
@@ -16,9 +16,9 @@ COORDINATOR = identity(1_000_000)
 RUN_HASH = hashlib.sha256(b"a run").digest()
 
 
-def results_of(plan: RoundPlan, coding: Coding, seed: int = 0, empty: Collection[int] = ()) -> list[memoryview]:
+def results_of(plan: RoundPlan, codec_map: CodecMap, seed: int = 0, empty: Collection[int] = ()) -> list[memoryview]:
     """A mean of random values, with everybody in it but in the chunks of ``empty``, which have nobody."""
-    store, generator = ResultStore(plan, coding), torch.Generator().manual_seed(seed)
+    store, generator = ResultStore(plan, codec_map), torch.Generator().manual_seed(seed)
     everybody, chunks = ChunkHeader(store.group.members), []
     for chunk in range(store.chunks):
         start, stop = store.bounds(chunk)

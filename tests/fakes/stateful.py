@@ -10,6 +10,7 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, swarm
 from torch import Tensor
 
+from shoal.compression.codec_map import CodecMap
 from shoal.peer.history.catch_up import MissedRounds, Steps
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
@@ -41,14 +42,14 @@ class StatefulMember(SimMember):
 
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
         run = self.client.run_file
-        self.steps = Steps(run, run.coding([("w", (self.elements,))]), self.outer)
+        self.steps = Steps(run, CodecMap(run.format_map([("w", (self.elements,))])), self.outer)
         records = RoundRecords(self.folder / self.peer / RECORDS, Owner(run.hash, self.client.coordinator_key))
         self.keeper = RecordKeeper(records, self.endpoint, tasks, 0, lambda: None)
         await self.keeper.start()
         self.missed = MissedRounds(
             self.steps, self.endpoint, self.keeper, self.verdicts_from, self.donors, lambda: self.view, PATIENCE_S / 2
         )
-        return Averager(self.client, self.endpoint, self.steps.coding, self.elements, self.keeper)
+        return Averager(self.client, self.endpoint, self.steps.codec_map, self.elements, self.keeper)
 
     def donors(self) -> list[str]:
         return [member.peer for member in self.swarm.members if member is not self]

@@ -13,9 +13,10 @@ from tests.fakes.memory_coordinator import MemoryCoordinator, curve_keys, identi
 from tests.fakes.memory_network import MemoryNetwork
 from torch import Tensor
 
+from shoal.compression.codec_map import CodecMap
 from shoal.compression.norms import norms_of
 from shoal.swarm.averaging.averager import Averager
-from shoal.swarm.averaging.norm_bounds import ranges
+from shoal.swarm.averaging.norm_claims import ranges
 from shoal.swarm.averaging.outcome import Aborted, Committed, Outcome, RoundOffer
 from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.protocol.messages import (
@@ -118,8 +119,8 @@ class SimMember:
         self.task = tasks.create_task(self._live())
 
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
-        coding = self.client.run_file.coding([("w", (self.elements,))])
-        return Averager(self.client, self.endpoint, coding, self.elements)
+        codec_map = CodecMap(self.client.run_file.format_map([("w", (self.elements,))]))
+        return Averager(self.client, self.endpoint, codec_map, self.elements)
 
     def die(self) -> None:
         """As by ``kill -9``: no goodbye, no bytes, no answers."""

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.compression.codec import CodecError
+from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.tensor_io import MAX_ELEMENTS, TensorForm, pack, unpack
 from shoal.swarm.errors import WireError

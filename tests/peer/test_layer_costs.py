@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.profile import Bench, LayerMeasure, measure_layers
 from shoal.swarm.errors import DeviceError
-from shoal.swarm.protocol.run_file import make_codec
 
 CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ def test_a_layer_of_the_same_kind_is_measured_again_at_another_shape() -> None:
 
 
 def test_outputs_count_as_they_are_sent() -> None:
-    codec = make_codec("int8")
+    codec = get_codec("int8")
     bench = Bench(CPU, sent_bytes=codec.packed_bytes)
     found = measured([nn.Linear(8, 64)], torch.zeros(2, 8), bench)
     assert found[0].cost.activation_bytes == codec.packed_bytes(128) < 4 * 128

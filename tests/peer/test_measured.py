@@ -116,7 +116,7 @@ def test_a_model_in_layers_is_measured_by_layers(tmp_path: Path) -> None:
     layered = layered_recipe(load_recipe(run), run).layers(run.run.seed)
     assert [one.cost.parameters_bytes for one in found.layers] == [layered.parameters_bytes(i) for i in range(5)]
     assert run.pipeline is not None
-    assert found.layers[0].cost.activation_bytes == run.pipeline.codec.packed_bytes(2 * 8 * 16)
+    assert found.layers[0].cost.activation_bytes == run.pipeline.activation_format.packed_bytes(2 * 8 * 16)
     assert found.micro_batch == 2
     told = found.capability("me", 1000, 1e6, 0.01)
     assert told.layer_s == tuple(one.seconds for one in found.layers)

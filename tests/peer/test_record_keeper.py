@@ -14,7 +14,7 @@ from tests.fakes.memory_network import MemoryEndpoint, MemoryNetwork
 from tests.fakes.rounds import COORDINATOR, RUN_HASH, results_of, verdict_on
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.compression.registry import get_coding
+from shoal.compression.codec_map import get_codec_map
 from shoal.peer.history import record_writer as record_keeper
 from shoal.peer.history import round_records
 from shoal.peer.history.record_writer import RecordKeeper
@@ -24,15 +24,15 @@ from shoal.swarm.errors import BlobUnavailable
 from shoal.swarm.protocol.messages import Blob, Verdict
 
 ELEMENTS = 5 * 64 + 7
-CODING = get_coding("int8", None, [("w", (ELEMENTS,))])
+CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])
 
 
 def round_of(number: int) -> tuple[ResultStore, Verdict]:
     """Its results in memory, and the verdict on them."""
     plan = plan_of([3, 4], [[0, 1]], ELEMENTS, chunk=64).model_copy(update={"round": number, "anchor_version": number})
-    chunks = results_of(plan, CODING, seed=number)
+    chunks = results_of(plan, CODEC_MAP, seed=number)
     verdict = verdict_on(plan, chunks)
-    store = ResultStore.of(verdict, CODING)
+    store = ResultStore.of(verdict, CODEC_MAP)
     for index, chunk in enumerate(chunks):  # memory of the store's own, which it uses again
         held = store.buffers.results.take(chunk.nbytes, store.group.header_bytes)
         held[:] = chunk

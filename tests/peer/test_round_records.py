@@ -9,7 +9,7 @@ from safetensors import safe_open
 from tests.fakes.grids import plan_of
 from tests.fakes.rounds import COORDINATOR, RUN_HASH, protocol_3_digest, results_of, signed, verdict_on
 
-from shoal.compression.registry import get_coding
+from shoal.compression.codec_map import get_codec_map
 from shoal.peer.history import round_records
 from shoal.peer.history.round_records import Owner, RoundRecords, open_record
 from shoal.swarm.averaging.results import ResultStore
@@ -17,9 +17,9 @@ from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, Wi
 
 OWNER = Owner(RUN_HASH, COORDINATOR.public_key)
 ELEMENTS = 5 * 64 + 7
-CODING = get_coding("int8", None, [("w", (ELEMENTS,))])
+CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])
 PLAN = plan_of([3, 4], [[0, 1]], ELEMENTS, chunk=64)
-CHUNKS = results_of(PLAN, CODING, empty=[4])
+CHUNKS = results_of(PLAN, CODEC_MAP, empty=[4])
 VERDICT = verdict_on(PLAN, CHUNKS)
 
 
@@ -57,7 +57,7 @@ def test_void_parts_are_left_out(records: RoundRecords) -> None:
     records.write(verdict, own_bytes)
     record = records.open(PLAN.round)
     first = record.read()
-    store = ResultStore.of(verdict, CODING)
+    store = ResultStore.of(verdict, CODEC_MAP)
     store.adopt(first)
     mean, (start, stop) = store.mean(), (PLAN.parts[0].start, PLAN.parts[0].stop)
     assert not bool(mean[start:stop].any())
@@ -101,7 +101,7 @@ def test_a_chunk_that_ends_elsewhere_is_refused() -> None:
     joined, header_bytes = bytes(CHUNKS[3]) + bytes(CHUNKS[4]), CHUNKS[4].nbytes
     others = [memoryview(joined[:header_bytes]), memoryview(joined[header_bytes:])]
     with pytest.raises(WireError, match=r"result chunk 3 .* with its header"):
-        ResultStore.of(VERDICT, CODING).adopt([*CHUNKS[:3], *others, *CHUNKS[5:]])
+        ResultStore.of(VERDICT, CODEC_MAP).adopt([*CHUNKS[:3], *others, *CHUNKS[5:]])
 
 
 def test_records_of_others_are_refused(records: RoundRecords) -> None:

@@ -10,7 +10,7 @@ from tests.peer.layered_models import Key, Line, batch_of, gpt
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shoal.compression.codec import CodecError
+from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, moved, pack, unpack
 from shoal.peer.training.device import autocast

@@ -144,10 +144,10 @@ def test_overlap_is_for_algorithms_with_local_parameters(algorithm: str) -> None
 def test_the_codec_is_made_for_the_models_tensors() -> None:
     shapes = [("weight", (100, 100)), ("norm", (100,))]
     run = parse_run_file('averaging.codec = { name = "auto", matrices = "sign" }\n' + LEAST)
-    assert run.coding(shapes).contribution(0, 10_100).name == "sign*10000+float16*100"
+    assert run.format_map(shapes).contribution(0, 10_100).name == "sign*10000+float16*100"
     run = parse_run_file('averaging.codec = { name = "topk", k = 5 }\n' + LEAST)
-    assert run.coding(shapes).contribution(0, 10_100).name == "topk(k=5)"
-    assert run.coding(shapes).result(0, 10_100, 3).name == "topk(k=15)"
+    assert run.format_map(shapes).contribution(0, 10_100).name == "topk(k=5)"
+    assert run.format_map(shapes).result(0, 10_100, 3).name == "topk(k=15)"
 
 
 # The pipeline -------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_pipelines_defaults() -> None:
     pipeline = parse_run_file(PIPELINE + LEAST).pipeline
     assert pipeline is not None
     assert pipeline.model_dump() == {"stages": "auto", "micro_batch": 4, "activations": "int8", "max_in_flight": "auto"}
-    assert pipeline.codec.name == "int8"
+    assert pipeline.activation_format.name == "int8"
     assert pipeline.in_flight == 10
 
 
@@ -181,7 +181,7 @@ def test_a_whole_pipeline() -> None:
     more = 'stages = 3\nactivations = { name = "int8", block = 64 }\nmax_in_flight = 2\n'
     pipeline = parse_run_file(PIPELINE + more + LEAST).pipeline
     assert pipeline is not None
-    assert (pipeline.stages, pipeline.max_in_flight, pipeline.codec.name) == (3, 2, "int8(block=64)")
+    assert (pipeline.stages, pipeline.max_in_flight, pipeline.activation_format.name) == (3, 2, "int8(block=64)")
 
 
 @pytest.mark.parametrize(

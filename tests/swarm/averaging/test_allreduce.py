@@ -9,8 +9,9 @@ from tests.fakes.memory_network import Fault, MemoryNetwork, Step, at, changed, 
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
+from shoal.compression.codec_map import get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.registry import CODEC_NAMES, get_coding
+from shoal.compression.formats import CODEC_NAMES
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.reduction import _WINDOW
@@ -574,7 +575,7 @@ def test_an_owner_whose_bytes_are_not_the_committed_ones_is_in_them_as_it_was_en
         start, stop = store.bounds(chunk)
         sent = torch.zeros(stop - start)
         if asked:
-            codec = store.coding.contribution(start, stop)
+            codec = store.codec_map.contribution(start, stop)
             sent = codec.decode(await side.exchange._source.chunk(chunk), stop - start)
         others = bytearray(store[chunk])
         others[-1] ^= 1
@@ -626,7 +627,7 @@ def test_the_round_is_not_over_while_a_chunk_is_being_encoded() -> None:
 def test_closing_a_store_ends_the_streams_that_wait_on_it() -> None:
     async def main() -> None:
         network = MemoryNetwork()
-        store = ResultStore(make_plan([1, 1]), get_coding("float32"))
+        store = ResultStore(make_plan([1, 1]), get_codec_map("float32"))
         waiting = asyncio.create_task(store.chunk(0))
         await asyncio.sleep(1)
         assert not waiting.done()
@@ -634,7 +635,7 @@ def test_closing_a_store_ends_the_streams_that_wait_on_it() -> None:
         with pytest.raises(BlobUnavailable):
             await waiting
         network.endpoint(PEERS[0]).publish(store.blob, store)
-        other = ResultStore(store.plan, store.coding)
+        other = ResultStore(store.plan, store.codec_map)
         with pytest.raises(BlobUnavailable):
             await fetch_part(network.endpoint(PEERS[1]), other, store.plan.parts[0], PEERS[0], 1.0)
 

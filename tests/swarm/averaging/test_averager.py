@@ -12,7 +12,7 @@ from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, tog
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
-from shoal.compression.registry import CODEC_NAMES
+from shoal.compression.formats import CODEC_NAMES
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Resync
 from shoal.swarm.coordinator.events import WentBack
 from shoal.swarm.coordinator.round_rules import Judgement

@@ -6,19 +6,18 @@ import gc
 import torch
 from tests.fakes.grids import plan_of
 
-from shoal.compression.coding import Coding
+from shoal.compression.codec_map import CodecMap, get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.registry import get_coding
 from shoal.swarm.averaging.contribution import ContributionSource
 from shoal.swarm.averaging.results import ResultStore
 
 ELEMENTS = 8 * 64
-CODING: Coding = get_coding("int8", None, [("w", (ELEMENTS,))])
+CODEC_MAP: CodecMap = get_codec_map("int8", None, [("w", (ELEMENTS,))])
 PLAN = plan_of([3, 4], [[0, 1]], ELEMENTS, chunk=64)
 
 
 def begun() -> tuple[ContributionSource, ResultStore, ErrorFeedback]:
-    feedback, store = ErrorFeedback(ELEMENTS), ResultStore(PLAN, CODING)
+    feedback, store = ErrorFeedback(ELEMENTS), ResultStore(PLAN, CODEC_MAP)
     feedback.begin(torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1)))
     source = ContributionSource(store)
     source.begin(feedback)

@@ -15,8 +15,9 @@ from tests.fakes.memory_network import MemoryNetwork, at, changed, stalled
 from tests.fakes.virtual_clock import now_s, run_virtual, until
 from torch import Tensor
 
+from shoal.compression.codec_map import get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.registry import CODEC_NAMES, get_coding
+from shoal.compression.formats import CODEC_NAMES
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.result_fetch import ensure_part
@@ -125,10 +126,10 @@ def moved(plan: RoundPlan, codec: str) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 def test_sixteen_peers_need_six_partners_and_no_more_bytes(codec: str) -> None:
     elements = 16 * 8 * 4096
-    square, flat, coding = grid(SQUARE, elements), plan_of(WEIGHTS, [range(16)], elements), get_coding(codec)
+    square, flat, codec_map = grid(SQUARE, elements), plan_of(WEIGHTS, [range(16)], elements), get_codec_map(codec)
     sent, partners = moved(square, codec)
     flat_sent, flat_partners = moved(flat, codec)
-    assert (sent, flat_sent) == (sent_bytes(square, coding), sent_bytes(flat, coding))
+    assert (sent, flat_sent) == (sent_bytes(square, codec_map), sent_bytes(flat, codec_map))
     assert max(partners) == 6
     assert min(flat_partners) == 15
     assert max(sent) <= 1.05 * max(flat_sent)
@@ -200,7 +201,7 @@ def test_a_relay_that_is_in_a_mean_by_itself_is_in_it_as_it_was_encoded() -> Non
         unflagged = group.pack_header(ChunkHeader(header.included)) + bytes(result[group.header_bytes :])
         await side.store.put(chunk, memoryview(unflagged))
         start, stop = side.store.bounds(chunk)
-        codec = side.store.coding.contribution(start, stop)
+        codec = side.store.codec_map.contribution(start, stop)
         sent = codec.decode(await side.exchange._source.chunk(chunk), stop - start)
         await side.commit()
         assert torch.equal(side.feedback.residual[start:stop], side.brought[start:stop] - sent)

@@ -16,11 +16,14 @@ from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
 from shoal.compression.codec import Codec
+from shoal.compression.codec_map import get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.registry import CODEC_NAMES, get_codec, get_coding
+from shoal.compression.formats import CODEC_NAMES
+from shoal.compression.registry import get_codec
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
-from shoal.swarm.averaging.norm_bounds import MAX_RANGES, NormBounds, claim_of, pack, range_elements, ranges, unpack
+from shoal.swarm.averaging.norm_bounds import NormBounds
+from shoal.swarm.averaging.norm_claims import MAX_RANGES, claim_of, pack, range_elements, ranges, unpack
 from shoal.swarm.averaging.reduction import PartReducer, Reduced
 from shoal.swarm.averaging.result_fetch import adopt_agreed, ensure_part
 from shoal.swarm.averaging.results import ResultStore
@@ -49,11 +52,11 @@ class OnePart:
 
     def __init__(self, claim: bytes, codec: str = "float32", chunk: int = 4096, elements: int = ELEMENTS) -> None:
         self.codec: Codec = get_codec(codec)
-        coding = get_coding(codec)
+        codec_map = get_codec_map(codec)
         plan = claiming(plan_of([1, 1], [[0, 1]], elements), [b"", claim])
         starts = range(0, elements, chunk)
         self.bounds = {index: (start, min(start + chunk, elements)) for index, start in enumerate(starts)}
-        self.reducer = PartReducer(coding, NormBounds(plan, coding), Group.of(plan), self.bounds, 0)
+        self.reducer = PartReducer(codec_map, NormBounds(plan, codec_map), Group.of(plan), self.bounds, 0)
 
     def takes(self, index: int, values: Tensor) -> bool:
         """Whether the other member's chunk is in the mean."""
@@ -364,7 +367,7 @@ def test_committed_means_above_the_bound_are_taken_and_told(caplog: pytest.LogCa
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_a_mean_of_nobody_is_not_above_a_bound_and_one_of_no_numbers_is(codec: str) -> None:
     """An owner could void its part with bytes that do not decode, and nobody would blame it."""
-    store = ResultStore(claiming(flat(), [generous(ELEMENTS)] * 4), get_coding(codec))
+    store = ResultStore(claiming(flat(), [generous(ELEMENTS)] * 4), get_codec_map(codec))
     store.check_norm(0, memoryview(bytearray(store.group.header_bytes)))
     size = store.group.result_bytes(store.codec(0), store.bounds(0)[1]) - store.group.header_bytes
     data = memoryview(bytearray(store.group.pack_header(ChunkHeader([0, 1, 2, 3])) + b"\xff" * size))
@@ -374,7 +377,7 @@ def test_a_mean_of_nobody_is_not_above_a_bound_and_one_of_no_numbers_is(codec: s
 
 def test_bounds_of_means_follow_who_is_in_them() -> None:
     claims = [pack([norm] * len(ranges(ELEMENTS))) for norm in (1.0, 2.0, 4.0, 8.0)]
-    bounds = NormBounds(claiming(flat(), claims, [1.0, 0.5, 1.0, 0.0]), get_coding("float32"))
+    bounds = NormBounds(claiming(flat(), claims, [1.0, 0.5, 1.0, 0.0]), get_codec_map("float32"))
 
     def norm(included: list[int]) -> float:
         return math.sqrt(bounds.mean(included, 0, 4096, relayed=False))
@@ -382,7 +385,7 @@ def test_bounds_of_means_follow_who_is_in_them() -> None:
     assert norm([0, 1, 2, 3]) == pytest.approx((4 + 1 + 12 + 0) / 10, rel=0.01)
     assert norm([1]) == pytest.approx(1.0, rel=0.01)
     assert norm([3]) == 0.0
-    lax = NormBounds(claiming(flat(), claims), get_coding("int4"))
+    lax = NormBounds(claiming(flat(), claims), get_codec_map("int4"))
     flat_mean = lax.mean([0], 0, 4096, relayed=False)
     assert lax.mean([0], 0, 4096, relayed=True) > flat_mean > bounds.mean([0], 0, 4096, relayed=False)
     assert lax.partial([0], 0, 4096) == flat_mean

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.averaging.norm_bounds import MAX_RANGES, pack, ranges, squared_bound, total_norm, unpack
+from shoal.swarm.averaging.norm_claims import MAX_RANGES, pack, ranges, squared_bound, total_norm, unpack
 
 NORMS = st.floats(0.0, 1e30).filter(lambda norm: norm == 0.0 or norm > 1e-30)
 

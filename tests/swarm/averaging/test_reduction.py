@@ -8,7 +8,9 @@ from tests.fakes.means import MEAN_ATOL
 from torch import Tensor
 
 from shoal.compression.codec import Codec
-from shoal.compression.registry import CODEC_NAMES, get_codec, get_coding
+from shoal.compression.codec_map import get_codec_map
+from shoal.compression.formats import CODEC_NAMES
+from shoal.compression.registry import get_codec
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.averaging.reduction import PartReducer, Reduced
@@ -27,9 +29,9 @@ def flat(weights: Sequence[int]) -> Group:
 def reducer(weights: Sequence[int], own: int = 0, codec: str = "float32", chunks: int = 1) -> PartReducer:
     bounds = {index: (index * SIZE, (index + 1) * SIZE) for index in range(chunks)}
     plan = plan_of(weights, [range(len(weights))], chunks * SIZE)
-    coding = get_coding(codec)
-    limits = NormBounds(claiming(plan, [generous(chunks * SIZE)] * len(weights)), coding)
-    return PartReducer(coding, limits, flat(weights), bounds, own)
+    codec_map = get_codec_map(codec)
+    limits = NormBounds(claiming(plan, [generous(chunks * SIZE)] * len(weights)), codec_map)
+    return PartReducer(codec_map, limits, flat(weights), bounds, own)
 
 
 def reduced(work: PartReducer, chunk: int, own: Tensor | None) -> Reduced:
@@ -43,7 +45,7 @@ def packed(seed: int, codec: str = "float32") -> Tensor:
 
 
 def result_codec(codec: str, members: int) -> Codec:
-    return get_coding(codec).result(0, SIZE, members)
+    return get_codec_map(codec).result(0, SIZE, members)
 
 
 def decoded(made: Reduced, group: Group, codec: str = "float32") -> Tensor:

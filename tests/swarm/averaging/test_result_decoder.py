@@ -7,21 +7,21 @@ import torch
 from tests.fakes.grids import plan_of
 from tests.fakes.rounds import results_of, verdict_on
 
-from shoal.compression.registry import get_coding
+from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.results import ResultDecoder, ResultStore, chunks_of
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import MAX_MEMBERS
 from shoal.swarm.transport.link import MAX_CHUNK_BYTES
 
 ELEMENTS = 5 * 64 + 7
-CODING = get_coding("int8", None, [("w", (ELEMENTS,))])
+CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])
 PLAN = plan_of([3, 4], [[0, 1]], ELEMENTS, chunk=64)
 FIRST, SECOND = PLAN.parts
-CHUNKS = results_of(PLAN, CODING, empty=[4])
+CHUNKS = results_of(PLAN, CODEC_MAP, empty=[4])
 
 
 def filled() -> ResultStore:
-    store = ResultStore(PLAN, CODING)
+    store = ResultStore(PLAN, CODEC_MAP)
     store.adopt(CHUNKS)
     return store
 
@@ -32,7 +32,7 @@ def put(store: ResultStore, chunk: int, data: bytes) -> None:
 
 def of_twice_the_scale(chunk: memoryview) -> bytes:
     """The same codes with another scale."""
-    after = ResultStore(PLAN, CODING).group.header_bytes
+    after = ResultStore(PLAN, CODEC_MAP).group.header_bytes
     scale = torch.frombuffer(bytearray(chunk[after : after + 4]), dtype=torch.float32)
     return bytes(chunk[:after]) + (2 * scale).numpy().tobytes() + bytes(chunk[after + 4 :])
 
@@ -48,11 +48,11 @@ def test_parts_in_any_order_make_the_whole_mean() -> None:
 
 def test_chunks_are_as_large_as_frames_can_be_and_no_larger() -> None:
     plan = plan_of([3] * 4, [[0, 1, 2, 3]], 2**24, chunk=2**22)
-    store = ResultStore(plan, get_coding("int8"))
+    store = ResultStore(plan, get_codec_map("int8"))
     of_most_members = 2 * MAX_MEMBERS // 8  # a bit each, and in a grid one for its row
     assert 2**22 < store.group.result_bytes(store.codec(0), 2**22) + of_most_members <= MAX_CHUNK_BYTES
     with pytest.raises(WireError, match="chunks of 4194304 values, not up to 1048576"):
-        ResultStore(plan, get_coding("float32"))
+        ResultStore(plan, get_codec_map("float32"))
 
 
 def test_what_is_decoded_is_not_decoded_again() -> None:
@@ -104,6 +104,6 @@ def test_a_chunk_that_did_not_decode_counts_again_with_other_bytes() -> None:
 
 def test_a_void_part_needs_no_bytes() -> None:
     verdict = verdict_on(PLAN, CHUNKS)
-    store = ResultStore.of(verdict.model_copy(update={"digests": (None, verdict.digests[1])}), CODING)
+    store = ResultStore.of(verdict.model_copy(update={"digests": (None, verdict.digests[1])}), CODEC_MAP)
     store.adopt([None if index in store.chunks_of(FIRST) else chunk for index, chunk in enumerate(CHUNKS)])
     assert not bool(ResultDecoder(store).finish()[: FIRST.stop].any())

@@ -7,16 +7,16 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.rounds import results_of, verdict_on
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.compression.registry import get_coding
+from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.messages import Blob
 
 ELEMENTS = 5 * 64 + 7
-CODING = get_coding("int8", None, [("w", (ELEMENTS,))])
+CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])
 PLAN = plan_of([3, 4], [[0, 1]], ELEMENTS, chunk=64)
-CHUNKS = results_of(PLAN, CODING, empty=[4])
+CHUNKS = results_of(PLAN, CODEC_MAP, empty=[4])
 VERDICT = verdict_on(PLAN, CHUNKS)
 ME = PEERS[20]
 
@@ -34,7 +34,7 @@ class Given:
 
 def fetched(*donors: list[memoryview]) -> ResultStore:
     """What comes of asking members that offer these chunks, in that order."""
-    store = ResultStore.of(VERDICT, CODING)
+    store = ResultStore.of(VERDICT, CODEC_MAP)
 
     async def main() -> None:
         network = MemoryNetwork()
@@ -48,7 +48,7 @@ def fetched(*donors: list[memoryview]) -> ResultStore:
 
 
 def mean_of(chunks: list[memoryview]) -> torch.Tensor:
-    store = ResultStore.of(VERDICT, CODING)
+    store = ResultStore.of(VERDICT, CODEC_MAP)
     store.adopt(chunks)
     return store.mean()
 
@@ -71,7 +71,7 @@ def test_a_member_that_splits_a_part_elsewhere_is_left() -> None:
 
 
 def test_other_bytes_are_not_taken() -> None:
-    other = results_of(PLAN, CODING, seed=1, empty=[4])
+    other = results_of(PLAN, CODEC_MAP, seed=1, empty=[4])
     assert torch.equal(fetched(other, CHUNKS).mean(), mean_of(CHUNKS))
     with pytest.raises(LinkError, match=f"{PEERS[0]} has other bytes of round 3"):
         fetched(other)

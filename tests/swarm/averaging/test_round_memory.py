@@ -7,7 +7,7 @@ import torch
 from tests.fakes.swarm import run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.compression.registry import get_coding
+from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.buffer_pool import _SEGMENT_BYTES
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.averaging.reduction import _WINDOW
@@ -25,7 +25,7 @@ def test_rounds_with_chunks_of_all_sizes_need_a_mean_its_encoded_forms_and_a_win
     """Links are seen to be slower and faster, so chunks are larger and smaller: memory is used again all the same."""
     sizes = itertools.cycle(CHUNKS)
     monkeypatch.setattr(grouping, "chunk_elements", lambda *about: next(sizes))
-    encoded_bytes = get_coding(codec).contribution(0, ELEMENTS).packed_bytes(ELEMENTS)
+    encoded_bytes = get_codec_map(codec).contribution(0, ELEMENTS).packed_bytes(ELEMENTS)
     own_bytes = 4 * ELEMENTS // MEMBERS
     window_bytes = (MEMBERS - 1) * min(_WINDOW * 4 * max(CHUNKS), encoded_bytes // MEMBERS)
     # The mean; the error on our part of it; our contribution, encoded; this round's results and the last one's.

@@ -8,7 +8,7 @@ from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.grouping import Rules, lay_out
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import Delivery, PeerToCoordinatorRoundReport, PlanMember, RoundPlan
-from shoal.swarm.protocol.run_file import make_coding
+from shoal.swarm.protocol.run_file import make_format_map
 
 
 def cut(plan: RoundPlan, *chunks: int) -> RoundPlan:
@@ -127,7 +127,7 @@ MANY = cut(some_plan(dict.fromkeys(range(4), 10)), *[1024] * 4)
 """4 Mi elements a part."""
 
 ALL_WELL = {worker.peer: report(MANY) for worker in MANY.members}
-INT8 = make_coding("int8", ())
+INT8 = make_format_map("int8", ())
 
 
 def test_what_a_round_moved_everybody_must_have_sent() -> None:
@@ -141,7 +141,7 @@ def test_what_a_round_moved_everybody_must_have_sent() -> None:
 
 
 def test_where_means_are_packed_larger_nobody_must_have_sent_more_than_contributions() -> None:
-    sparse = make_coding("topk", ())
+    sparse = make_format_map("topk", ())
     assert sparse.contribution(0, 2**24).packed_bytes(2**24) < sparse.result(0, 2**24, 4).packed_bytes(2**24)
     large = cut(some_plan(dict.fromkeys(range(4), 10)), *[65536] * 4)
     said_well = {one.peer: report(large) for one in large.members}

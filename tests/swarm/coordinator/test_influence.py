@@ -6,7 +6,7 @@ import pytest
 from tests.swarm.coordinator.test_machine import averaging, until
 from tests.swarm.coordinator.world import World, claim, run_file
 
-from shoal.swarm.averaging.norm_bounds import pack, total_norm
+from shoal.swarm.averaging.norm_claims import pack, total_norm
 from shoal.swarm.coordinator.influence import (
     REMEMBERED_ROUNDS,
     SLACK,

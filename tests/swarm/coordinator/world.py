@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_of
 
-from shoal.swarm.averaging.norm_bounds import pack, ranges
+from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.errors import NotAdmitted, StaleWork

@@ -1,0 +1,140 @@
+"""Codecs of a whole contribution: which one packs which of its values, to the owners and back to everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.compression.blockwise import Blockwise
+from shoal.compression.codec import (
+    Codec,
+    Packed,
+    checked_out,
+    checked_values,
+    packed_tensor,
+)
+from shoal.compression.formats import (
+    BlockFormat,
+    CodecError,
+    CodecFormat,
+    FormatMap,
+    SegmentedFormat,
+    Shapes,
+    TopKFormat,
+    named_format_map,
+)
+from shoal.compression.registry import codec_of
+
+
+class CodecMap:
+    """The codecs of ``(n,) float32`` by range, as ``formats`` says."""
+
+    def __init__(self, formats: FormatMap) -> None:
+        self.formats = formats
+
+    @property
+    def kernels(self) -> Collection[str]:
+        """The names of the compiled kernels that its codecs run faster with (``loader.compile_ahead``)."""
+        return sorted({name for form in self.formats.formats if (name := _codec(form).kernels) is not None})
+
+    def contribution(self, start: int, stop: int) -> Codec:
+        """The codec of a member's values [start, stop) on their way to the owner."""
+        return _codec(self.formats.contribution(start, stop))
+
+    def result(self, start: int, stop: int, members: int) -> Codec:
+        """The codec of the mean of up to ``members`` contributions in [start, stop)."""
+        return _codec(self.formats.result(start, stop, members))
+
+
+def get_codec_map(name: str, options: Mapping[str, Any] | None = None, shapes: Shapes = ()) -> CodecMap:
+    """The codec map called ``name``: see ``formats.named_format_map``. Raises CodecError as that does."""
+    return CodecMap(named_format_map(name, options, shapes))
+
+
+def _codec(form: CodecFormat) -> Codec:
+    if isinstance(form, SegmentedFormat):
+        return Segmented(form)
+    assert isinstance(form, BlockFormat | TopKFormat)
+    return codec_of(form)
+
+
+class Segmented(Codec):
+    """Several codecs, one after another, as one: for a range of values that more than one tensor has a part in."""
+
+    format: SegmentedFormat
+
+    def __init__(self, form: SegmentedFormat) -> None:
+        super().__init__(form)
+        self._segments = [(n, _codec(one)) for n, one in form.segments]
+
+    @property
+    def growth(self) -> float:
+        """See ``Codec.growth``: the largest of the segments'."""
+        return max(codec.growth for _, codec in self._segments)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """See ``Codec.encode``."""
+        values = checked_values(values)
+        packed = torch.empty(self.packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        for span, room, codec in self._spans():
+            try:
+                packed[room] = codec.encode(values[span])
+            except CodecError as error:
+                raise CodecError(f"from value {span.start} on: {error}") from error
+        return packed
+
+    def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
+        """See ``Codec.decode``."""
+        packed = packed_tensor(packed, self.packed_bytes(n))
+        out = torch.empty(n, device=packed.device) if out is None else checked_out(out, n, packed.device)
+        for span, room, codec in self._spans():
+            codec.decode(packed[room], span.stop - span.start, out[span])
+        return out
+
+    def squared_norm(self, packed: Packed, n: int) -> float:
+        """See ``Codec.squared_norm``."""
+        packed = packed_tensor(packed, self.packed_bytes(n))
+        return sum(codec.squared_norm(packed[room], span.stop - span.start) for span, room, codec in self._spans())
+
+    def _spans(self) -> Iterator[tuple[slice, slice, Codec]]:
+        """For each segment: where its values are, where its bytes are, its codec."""
+        at, byte = 0, 0
+        for n, codec in self._segments:
+            size = codec.packed_bytes(n)
+            yield slice(at, at + n), slice(byte, byte + size), codec
+            at, byte = at + n, byte + size
+
+
+class Piece(NamedTuple):
+    """What ``codec`` has packed, and where it goes: ``(n,) float32`` on the CPU."""
+
+    codec: Codec
+    packed: Packed
+    out: Tensor
+
+
+def decode_all(pieces: Sequence[Piece]) -> dict[int, CodecError]:
+    """Decode each as its codec's ``decode`` does; returns the errors of those that do not decode, by their index: what
+    is in their ``out`` then is undefined."""
+    errors: dict[int, CodecError] = {}
+    for codec, run in groupby(range(len(pieces)), key=lambda index: pieces[index].codec):
+        left = list(run)
+        if isinstance(codec, Blockwise):
+            with suppress(CodecError):  # one has another length: which, is seen below
+                left = [left[at] for at in codec.decode_all(*_columns(pieces[left[0] : left[-1] + 1]))]
+        for index in left:
+            _, packed, out = pieces[index]
+            try:
+                codec.decode(packed, out.numel(), out)
+            except CodecError as error:
+                errors[index] = error
+    return errors
+
+
+def _columns(pieces: Sequence[Piece]) -> tuple[list[Packed], list[Tensor]]:
+    return [piece.packed for piece in pieces], [piece.out for piece in pieces]

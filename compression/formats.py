@@ -1,0 +1,364 @@
+"""Codec formats: names, options, block sizes and packed sizes, without torch and numba.
+
+A run file names a format. Whoever plans or checks a run needs no more than what stands here; ``registry.codec_of`` and
+``codec_map.CodecMap`` make what packs tensors so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from shoal.compression.topk_format import ChunkFormat
+
+Shapes: TypeAlias = Sequence[tuple[str, Sequence[int]]]
+"""Names and shapes of the tensors that, flat and one after the other, make a contribution."""
+
+SMALL_VALUES = 4096
+"""A tensor with fewer values is small: its bytes do not count beside a matrix's, its precision may."""
+
+_CHUNK_VALUES, _CHUNK_VALUES_READ_ONCE = 2**20, 2**22
+_PACKED_CHUNK_BYTES = 2**22 + 2**15
+"""A chunk is 4 MiB, as packed; of codecs that have temporaries as large as it, 4 MiB of float32."""
+
+# Names of tables of tokens and of output layers in torch, GPT-2, Llama and their relatives.
+_TABLE = re.compile(r"(^|\.)(\w*embed\w*|\w*embd|wte|wpe|lm_head|output|head)(\.|$)")
+
+
+class CodecError(ValueError):
+    """Values or packed bytes that cannot be coded, or options that no codec has.
+
+    A peer that sends such bytes is to be dropped."""
+
+
+class CodecFormat(Protocol):
+    """What packed bytes look like: equal formats pack the same values into the same bytes."""
+
+    @property
+    def name(self) -> str:
+        """The name in run files and messages, options included: ``int8``, ``topk(k=32)``."""
+        ...
+
+    def packed_bytes(self, n: int) -> int:
+        """The exact size of ``n`` packed values, in bytes."""
+        ...
+
+
+# Blocks of values -----------------------------------------------------------------------------------------------
+
+
+class _BlockKind(NamedTuple):
+    scale_bytes: int
+    """Bytes of the scales of one block."""
+    group: int
+    """Values whose codes fill whole bytes together; a divisor of each block."""
+    group_bytes: int
+    default_block: int = 1
+
+
+_BLOCK_KINDS = {
+    "float32": _BlockKind(0, 1, 4),
+    "bfloat16": _BlockKind(0, 1, 2),
+    "float16": _BlockKind(2, 1, 2, default_block=4096),
+    "float8_e4m3": _BlockKind(2, 1, 1, default_block=4096),
+    # int8 and int4: chosen by measurement (docs/codecs.md).
+    "int8": _BlockKind(4, 1, 1, default_block=1024),
+    "int4": _BlockKind(4, 2, 1, default_block=256),
+    "int2": _BlockKind(4, 8, 2, default_block=512),
+    "sign": _BlockKind(2, 8, 1, default_block=512),
+}
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """The scales of all blocks, then the codes of all groups of values; the last block and group may be short.
+
+    ``kind``: one of ``_BLOCK_KINDS``. ``block``: values that share scales. ``seed``: of stochastic rounding, None to
+    round to nearest; only int8 and int4 have one. Raises CodecError for an option out of range."""
+
+    kind: str
+    block: int
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        block = self.block
+        if self.kind in ("float16", "float8_e4m3") and not 1 <= block <= 2**20:
+            raise CodecError(f"block is the number of values that share a scale, 1 to {2**20}, not {block}")
+        if self.kind in ("int8", "int4") and (not 2 <= block <= 2**20 or block % 2):
+            raise CodecError(f"block is the number of values that share a scale, even, 2 to 2**20, not {block}")
+        # Sums over a block are of |x| * 2**-16, so that none of up to 2**16 values overflows.
+        if self.kind in ("int2", "sign") and (not 8 <= block <= 2**16 or block & (block - 1)):
+            raise CodecError(f"block is a power of two between 8 and {2**16}, not {block}")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise CodecError(f"the seed of stochastic rounding is 0 to 2**32 - 1, not {self.seed}")
+
+    @property
+    def name(self) -> str:
+        """The kind, with the options that are not the defaults: ``int8(block=64,seed=7)``."""
+        options = [] if self.block == _BLOCK_KINDS[self.kind].default_block else [f"block={self.block}"]
+        options += [] if self.seed is None else [f"seed={self.seed}"]
+        return self.kind + (f"({','.join(options)})" if options else "")
+
+    def packed_bytes(self, n: int) -> int:
+        """See ``CodecFormat.packed_bytes``."""
+        return self.scale_bytes(n) + self.code_bytes(n)
+
+    def blocks(self, n: int) -> int:
+        """The number of blocks that hold ``n`` values."""
+        return -(-n // self.block)
+
+    def scale_bytes(self, n: int) -> int:
+        """The size of the scales of ``n`` values; their codes begin there."""
+        return self.blocks(n) * _BLOCK_KINDS[self.kind].scale_bytes
+
+    def code_bytes(self, n: int) -> int:
+        """The size of the codes of ``n`` values."""
+        kind = _BLOCK_KINDS[self.kind]
+        return -(-n // kind.group) * kind.group_bytes
+
+
+# Chunked top-k --------------------------------------------------------------------------------------------------
+
+_MAX_TOPK_CHUNK = 65536
+_TOPK_VALUE_BITS = {"2bit": 2, "int8": 8}
+
+
+@dataclass(frozen=True)
+class TopKFormat:
+    """Of every ``chunk`` values the ``k`` of largest magnitude, each in the bits that ``values`` (2bit, int8) says.
+
+    The last chunk, of m < ``chunk`` values, keeps ``ceil(k * m / chunk)``. Raises CodecError for an option out of
+    range."""
+
+    k: int = 64
+    values: str = "2bit"
+    chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        k, chunk = self.k, self.chunk
+        if not 1 <= chunk <= _MAX_TOPK_CHUNK:
+            raise CodecError(f"chunk is the number of values that are compared, 1 to {_MAX_TOPK_CHUNK}, not {chunk}")
+        if not 1 <= k <= chunk:
+            raise CodecError(f"k is how many of the {chunk} values of a chunk are sent, 1 to {chunk}, not {k}")
+        if self.values not in _TOPK_VALUE_BITS:
+            raise CodecError(f"values is one of {', '.join(_TOPK_VALUE_BITS)}, not {self.values!r}")
+
+    @property
+    def name(self) -> str:
+        """``topk``, with the options that are not the defaults: ``topk(k=32, values=int8)``."""
+        options = [("k", self.k, 64), ("values", self.values, "2bit"), ("chunk", self.chunk, 4096)]
+        shown = ", ".join(f"{option}={value}" for option, value, default in options if value != default)
+        return f"topk({shown})" if shown else "topk"
+
+    def packed_bytes(self, n: int) -> int:
+        """See ``CodecFormat.packed_bytes``; 84 bytes for each 4096 values with the default options."""
+        return sum((stop - start) // form.size * form.packed_bytes for start, stop, form in self.parts(n))
+
+    def widened(self, members: int) -> TopKFormat:
+        """The format for means of ``members`` contributions: ``k * members``, at most half a chunk, at least ``k``.
+
+        Each member may have chosen other values, so that their mean holds up to ``k * members`` that are not 0."""
+        if members < 1:
+            raise CodecError(f"members is how many contributions a mean is of, at least 1, not {members}")
+        return TopKFormat(max(self.k, min(self.k * members, self.chunk // 2)), self.values, self.chunk)
+
+    def parts(self, n: int) -> Iterator[tuple[int, int, ChunkFormat]]:
+        """The range of the full chunks and that of the short one, where there are any, with each chunk's format."""
+        full = n // self.chunk * self.chunk
+        value_bits = _TOPK_VALUE_BITS[self.values]
+        if full:
+            yield 0, full, ChunkFormat(self.chunk, self.k, value_bits)
+        if n > full:
+            yield full, n, ChunkFormat(n - full, -(-self.k * (n - full) // self.chunk), value_bits)
+
+
+# Names and options ----------------------------------------------------------------------------------------------
+
+_OPTIONS: dict[str, dict[str, type]] = {
+    "float32": {},
+    "bfloat16": {},
+    "float16": {"block": int},
+    "float8_e4m3": {"block": int},
+    "int8": {"block": int, "seed": int},
+    "int4": {"block": int, "seed": int},
+    "int2": {"block": int},
+    "sign": {"block": int},
+    "topk": {"k": int, "values": str, "chunk": int},
+}
+
+CODEC_NAMES: tuple[str, ...] = tuple(_OPTIONS)
+"""Every name that ``named_format`` knows."""
+
+FORMAT_MAP_NAMES: tuple[str, ...] = (*CODEC_NAMES, "auto")
+"""Every name that ``named_format_map`` knows."""
+
+_AUTO: dict[str, str] = {"matrices": "int4", "tables": "int8", "small": "float16"}
+
+
+def named_format(name: str, options: Mapping[str, Any] | None = None) -> BlockFormat | TopKFormat:
+    """The format of the codec called ``name``, with these options. CodecError, naming the known ones, for any other."""
+    if name not in _OPTIONS:
+        raise _unknown(name, CODEC_NAMES)
+    options = _checked(name, options or {}, _OPTIONS[name])
+    if name == "topk":
+        return TopKFormat(**options)
+    return BlockFormat(name, options.get("block", _BLOCK_KINDS[name].default_block), options.get("seed"))
+
+
+def named_format_map(name: str, options: Mapping[str, Any] | None = None, shapes: Shapes = ()) -> FormatMap:
+    """The format map called ``name``: one format for everything, or ``auto``, which chooses by ``shapes``.
+
+    The options of ``auto`` are the names of the codecs that it chooses from: ``matrices``, ``tables``, ``small``.
+    CodecError, naming the known ones, for another name or option."""
+    if name == "auto":
+        chosen = {**_AUTO, **_checked(name, options or {}, dict.fromkeys(_AUTO, str))}
+        return AutoFormatMap(shapes, **{role: named_format(codec) for role, codec in chosen.items()})
+    if name not in _OPTIONS:
+        raise _unknown(name, FORMAT_MAP_NAMES)
+    return UniformFormatMap(named_format(name, options))
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> CodecError:
+    return CodecError(f"expected one of {', '.join(known)}, not {name!r}")
+
+
+def _checked(name: str, options: Mapping[str, Any], known: Mapping[str, type]) -> Mapping[str, Any]:
+    for option, value in options.items():
+        if option not in known:
+            has = f"{name} has {', '.join(known)}" if known else f"{name} has none"
+            raise CodecError(f"unknown option {option!r} of codec {name}: {has}")
+        if type(value) is not known[option]:
+            raise CodecError(f"{option} of codec {name}: expected {known[option].__name__}, not {value!r}")
+    return options
+
+
+# Formats of a whole contribution --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SegmentedFormat:
+    """The first ``n_0`` values in the first format, the next ``n_1`` in the second, and so on; for that many only.
+
+    Packed layout: each segment in its own format, one after the other, with nothing between."""
+
+    segments: tuple[tuple[int, CodecFormat], ...]
+
+    @property
+    def n(self) -> int:
+        """The number of values that it is for."""
+        return sum(n for n, _ in self.segments)
+
+    @property
+    def name(self) -> str:
+        """The segments in their order: ``int4*8192+float16*64``."""
+        return "+".join(f"{form.name}*{n}" for n, form in self.segments)
+
+    def packed_bytes(self, n: int) -> int:
+        """The sum over the segments. CodecError for another number of values."""
+        if n != self.n:
+            raise CodecError(f"{n} values where there should be {self.n}")
+        return sum(form.packed_bytes(count) for count, form in self.segments)
+
+
+class FormatMap(Protocol):
+    """The formats of ``(n,) float32`` by range: every member has the same, so sizes need not be announced."""
+
+    @property
+    def formats(self) -> Sequence[CodecFormat]:
+        """Every format that contributions are packed in."""
+        ...
+
+    @property
+    def max_chunk_values(self) -> int:
+        """The most values that are packed, and sent, as one chunk."""
+        ...
+
+    def contribution(self, start: int, stop: int) -> CodecFormat:
+        """The format of a member's values [start, stop) on their way to the owner."""
+        ...
+
+    def result(self, start: int, stop: int, members: int) -> CodecFormat:
+        """The format of the mean of up to ``members`` contributions in [start, stop)."""
+        ...
+
+
+class UniformFormatMap:
+    """One format for everything; top-k keeps more values of a mean than of each contribution to it."""
+
+    def __init__(self, form: CodecFormat) -> None:
+        self._format = form
+
+    @property
+    def formats(self) -> Sequence[CodecFormat]:
+        """See ``FormatMap.formats``."""
+        return [self._format]
+
+    @property
+    def max_chunk_values(self) -> int:
+        """See ``FormatMap.max_chunk_values``. int8 and int4 read each value once, and keep none."""
+        reads_once = isinstance(self._format, BlockFormat) and self._format.kind in ("int8", "int4")
+        values = _CHUNK_VALUES_READ_ONCE if reads_once else _CHUNK_VALUES
+        while values > _CHUNK_VALUES and self._format.packed_bytes(values) > _PACKED_CHUNK_BYTES:
+            values //= 2
+        return values
+
+    def contribution(self, start: int, stop: int) -> CodecFormat:
+        """See ``FormatMap.contribution``."""
+        return self._format
+
+    def result(self, start: int, stop: int, members: int) -> CodecFormat:
+        """See ``FormatMap.result``."""
+        return _format_of_results(self._format, members)
+
+
+class AutoFormatMap:
+    """A format for each tensor by its size and role.
+
+    Small and one-dimensional tensors (norms, biases: few bytes, and a mistake there is a mistake everywhere) take
+    ``small``; tables (embeddings and output layers, told by their names: few rows of them have a gradient at a time,
+    and those of rare tokens are much smaller than the others) take ``tables``; all other matrices ``matrices``.
+    Where adjacent tensors have the same role, their blocks run on across the border.
+    """
+
+    max_chunk_values = _CHUNK_VALUES
+
+    def __init__(self, shapes: Shapes, matrices: CodecFormat, tables: CodecFormat, small: CodecFormat) -> None:
+        self._starts: list[int] = []
+        self.formats: list[CodecFormat] = []
+        self.n = 0
+        for name, shape in shapes:
+            size = math.prod(shape)
+            form = tables if _TABLE.search(name) else matrices
+            if size < SMALL_VALUES or len(shape) < 2:
+                form = small
+            if size and (not self.formats or self.formats[-1] is not form):
+                self._starts.append(self.n)
+                self.formats.append(form)
+            self.n += size
+
+    def contribution(self, start: int, stop: int) -> CodecFormat:
+        """See ``FormatMap.contribution``."""
+        return self._joined(start, stop, None)
+
+    def result(self, start: int, stop: int, members: int) -> CodecFormat:
+        """See ``FormatMap.result``."""
+        return self._joined(start, stop, members)
+
+    def _joined(self, start: int, stop: int, members: int | None) -> CodecFormat:
+        assert 0 <= start < stop <= self.n, (start, stop, self.n)
+        segments = []
+        at = bisect_right(self._starts, start) - 1
+        while start < stop:
+            end = min(stop, self._starts[at + 1] if at + 1 < len(self._starts) else self.n)
+            form = self.formats[at]
+            segments.append((end - start, form if members is None else _format_of_results(form, members)))
+            start, at = end, at + 1
+        return segments[0][1] if len(segments) == 1 else SegmentedFormat(tuple(segments))
+
+
+def _format_of_results(form: CodecFormat, members: int) -> CodecFormat:
+    return form.widened(members) if isinstance(form, TopKFormat) else form
