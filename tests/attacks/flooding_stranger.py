@@ -89,6 +89,8 @@ def flood(kind: str, host: str, port: int, key: bytes, until_s: float) -> None:
                 while monitor.poll(0):
                     monitor.recv_multipart()
                     reached += 1
+                    if reached == 1:  # at once: this process may be ended by what it does next
+                        say()
             socket.disable_monitor()
     context.destroy(linger=0)
 
@@ -192,10 +194,14 @@ def in_parallel(work: object, count: int, *arguments: object) -> None:
         thread.join()
 
 
+def say() -> None:
+    print(json.dumps({"made": made, "reached": reached}), flush=True)
+
+
 def report() -> None:
     while True:
         time.sleep(1.0)
-        print(json.dumps({"made": made, "reached": reached}), flush=True)
+        say()
 
 
 def main() -> None:
