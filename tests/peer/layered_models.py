@@ -78,7 +78,7 @@ def mean_gradient(recipe: LayeredAndWhole, model: nn.Module, batch: Tensor) -> T
     return ParameterVector(model).take_gradients()
 
 
-class CoordinatorConnector:
+class Line:
     """Peers that hold spans of stages, in one process: micro-batches go through chosen ones, packed in between."""
 
     def __init__(
