@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.compression.codec import Codec
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, moved
+from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, moved
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.device import autocast, choose_device
@@ -133,7 +133,7 @@ class TwoStages:
         other = self._sides[1 - side.number]
 
         def send(key: Key, tensor: Tensor) -> None:
-            made = Computed.here(tensor)
+            made = ComputedTensor.here(tensor)
             other.inbox.put((key, carriers.submit(_carried, side.staging, other.staging, made)))
 
         is_done = False
@@ -175,10 +175,10 @@ class _OtherFailed(Exception):
     """And raises why."""
 
 
-def _carried(sender: Staging, receiver: Staging, made: Computed) -> Tensor:
+def _carried(sender: Staging, receiver: Staging, made: ComputedTensor) -> Tensor:
     packed = sender.packed(made)
     arrived = receiver.room(packed.numel()).copy_(packed)
-    return receiver.unpacked(arrived, TensorForm.of(made.tensor))
+    return receiver.unpacked(arrived, TensorHeader.of(made.tensor))
 
 
 # Measuring ---------------------------------------------------------------------------------------------------

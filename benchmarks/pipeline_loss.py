@@ -12,8 +12,8 @@ from torch import Tensor
 from shoal.compression.codec import Codec
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.pipeline.tensor_io import TensorForm, pack, unpack
-from shoal.peer.pipeline.training import Samples
+from shoal.peer.pipeline.tensor_io import TensorHeader, pack, unpack
+from shoal.peer.pipeline.training import TrainingSamples
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
@@ -61,7 +61,7 @@ class Chain:
         self._recipe, self._codec, self._seed = recipe, codec, seed
         self._layered = recipe.layers(seed)
         data = recipe.training_data()
-        self._samples = Samples(recipe, data, SampleOrder(len(data), seed))
+        self._samples = TrainingSamples(recipe, data, SampleOrder(len(data), seed))
         self._works: list[_Summed] = []
         self._computes: list[StageCompute] = []
         self._models = [self._layered.build(first, stop) for first, stop in pairwise(BOUNDARIES)]
@@ -108,7 +108,7 @@ class Chain:
                 received = self._sent(back)
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return unpack(pack(tensor, self._codec).numpy().data, TensorForm.of(tensor), self._codec)
+        return unpack(pack(tensor, self._codec).numpy().data, TensorHeader.of(tensor), self._codec)
 
 
 def held_out_losses(codec: str, seeds: Sequence[int], steps: int, samples: int = 256) -> list[float]:

@@ -13,9 +13,9 @@ import numpy as np
 from common import comma, over, parser, publish
 from greedy_blocks import greedy
 
-from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, SpanTable, StagePlan, Swarm
+from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, PlanningProblem, SpanTable, StagePlan
 from shoal.swarm.pipeline.planner.planner import plan_rate, plan_stages
-from shoal.swarm.pipeline.planner.solver import prices
+from shoal.swarm.pipeline.planner.solver import dual_prices
 
 IN_FLIGHT = 4
 OPTIMIZER_VALUES = 2
@@ -68,7 +68,7 @@ def simulated(kind: Kind, peers: int, layers: int, seed: int) -> tuple[list[Laye
     return costs, members
 
 
-def optimal(swarm: Swarm, stages: int | None) -> float:
+def optimal(swarm: PlanningProblem, stages: int | None) -> float:
     """By trying every cut with every assignment; of small swarms."""
     numbers = range(1, swarm.layers + 1) if stages is None else [stages]
     cuts = (cut for count in numbers for cut in combinations(range(1, swarm.layers), count - 1))
@@ -87,7 +87,7 @@ def best_of_cut(table: SpanTable) -> float:
     return float(sums.min(axis=1).max())
 
 
-def best_greedy(swarm: Swarm, cuts: Iterable[tuple[int, ...]], seed: int) -> float:
+def best_greedy(swarm: PlanningProblem, cuts: Iterable[tuple[int, ...]], seed: int) -> float:
     """The best that Petals' rule makes with any of the cuts, of as many blocks as fit or one; 0 if none is complete."""
     order = list(range(len(swarm.peers)))
     random.Random(seed).shuffle(order)
@@ -106,7 +106,7 @@ def measured(kind: Kind, peers: int, layers: int, stages: int | None, seed: int)
     planner_s = time.perf_counter() - started
     row: dict[str, Any] = {"swarm": kind.name, "peers": peers, "layers": layers, "asked": stages or "auto"}
     row |= {"stages": None, "planner s": planner_s, "plan": None, "optimal": None, "greedy": None, "bound": None}
-    swarm = Swarm(costs, members, **LIMITS)
+    swarm = PlanningProblem(costs, members, **LIMITS)
     if (peers, layers, stages) in SMALL:
         row["optimal"] = optimal(swarm, stages) or None
     # With "auto" Petals' rule may take single layers, as it does at home.
@@ -116,7 +116,7 @@ def measured(kind: Kind, peers: int, layers: int, stages: int | None, seed: int)
         row["stages"] = plan.stages
         row["plan"] = plan_rate(plan, costs, members, **LIMITS)
         if peers >= LARGE:
-            row["bound"] = prices(swarm.table(plan.boundaries), BOUND_STEPS)[1]
+            row["bound"] = dual_prices(swarm.table(plan.boundaries), BOUND_STEPS)[1]
     row["greedy"] = best_greedy(swarm, cuts, seed) or None
     return row | {
         "vs optimal": over(row["plan"] or 0.0, row["optimal"]),

@@ -21,7 +21,7 @@ from shaped_links import enter
 from shoal.peer import recipes
 from shoal.peer.cli.cli import main as shoal
 from shoal.peer.pipeline import peer as pipeline_peer
-from shoal.peer.pipeline.profile import MeasuredModel, measured_model
+from shoal.peer.pipeline.profile import ModelProfile, profile_model
 from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import service
 from shoal.swarm.coordinator.placement import planner_of
@@ -57,18 +57,18 @@ class Notes:
 def tell_speed(notes: Notes) -> None:
     """Layers are measured, and told to take what they do on a machine with nothing else to do: while the others start
     on the same cores, some layers would seem slower than the rest, and the model would be cut accordingly."""
-    tell = MeasuredModel.capability
+    tell = ModelProfile.capability
 
-    def told(self: MeasuredModel, *arguments: Any) -> Any:
+    def told(self: ModelProfile, *arguments: Any) -> Any:
         capability = tell(self, *arguments)
         costs = [[one.cost.parameters_bytes, one.cost.activation_bytes, one.cost.kept_bytes] for one in self.layers]
         notes.write("capability", layers=costs, **vars(capability))
         return capability
 
-    MeasuredModel.capability = told  # type: ignore[method-assign,assignment]
+    ModelProfile.capability = told  # type: ignore[method-assign,assignment]
 
-    def measured(run: RunFile, *about: Any) -> MeasuredModel:
-        model = measured_model(run, *about, cache=Path("measured.json"))  # type: ignore[misc]
+    def measured(run: RunFile, *about: Any) -> ModelProfile:
+        model = profile_model(run, *about, cache=Path("measured.json"))  # type: ignore[misc]
         layer_s = run.recipe.settings["layer_ms"] / 1000 * pipeline_recipe.slowness
         return replace(model, layers=tuple(replace(one, seconds=layer_s) for one in model.layers))
 

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.peer.cli.hosting import DEFAULT_PORT
-from shoal.peer.pipeline.profile import CACHE, MeasuredModel, measured_model
+from shoal.peer.pipeline.profile import CACHE, ModelProfile, profile_model
 from shoal.peer.recipes import load_recipe
 from shoal.peer.recipes.model_memory import check_layers_fit, held_copies
 from shoal.peer.training.device import autocast, choose_device, describe_device, usable_bytes
@@ -65,7 +65,7 @@ class Diagnosis:
     usable_bytes: int
     limit_bytes: int | None
     precision: str
-    model: MeasuredModel
+    model: ModelProfile
     layer_bytes: tuple[int, ...]
     span: tuple[int, int]
     has_numba: bool
@@ -103,7 +103,7 @@ def examine(
         raise DeviceError(f"no memory of {device} is free: end other programs that use it")
     recipe = load_recipe(run, data)
     check_layers_fit(run, recipe, usable)
-    model = measured_model(run, recipe, device, time.time(), cache)
+    model = profile_model(run, recipe, device, time.time(), cache)
     costs = [layer.cost for layer in model.layers]
     layer_bytes = tuple(held_bytes(cost, run, device) for cost in costs)
     return Diagnosis(

@@ -35,14 +35,14 @@ from shoal.peer.demo.figures import (
 from shoal.peer.demo.processes import DemoFailed, DemoSwarm
 from shoal.peer.demo.run_files import BATCH, CONTEXT, STAGE_MEMORY
 from shoal.peer.offline.export import export_model, read_model
-from shoal.peer.pipeline.profile import measured_model
+from shoal.peer.pipeline.profile import profile_model
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
 from shoal.peer.terminal.events import Event, count_text
 from shoal.peer.training.device import parse_memory
 from shoal.swarm.client.observer import get_status
 from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import LinkError, StateFileError
-from shoal.swarm.pipeline.planner.model import PeerCapability, Swarm
+from shoal.swarm.pipeline.planner.model import PeerCapability, PlanningProblem
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import RunFile, load_run_file
 
@@ -272,10 +272,10 @@ def memory_needs(
     """What each stage of this cut takes at least of a peer, and what the model takes as a whole, in bytes: as the plan
     counts them. ``cache``: for what is measured."""
     assert run.pipeline is not None
-    model = measured_model(run, recipe, torch.device("cpu"), time.time(), cache)
+    model = profile_model(run, recipe, torch.device("cpu"), time.time(), cache)
     costs = [layer.cost for layer in model.layers]
     peer = PeerCapability("peer", 0, (0.0,) * len(costs), 1.0, holds_all=True)
-    swarm = Swarm(costs, [peer], run.pipeline.in_flight, optimizer_values(run.outer))
+    swarm = PlanningProblem(costs, [peer], run.pipeline.in_flight, optimizer_values(run.outer))
     cut = np.array(boundaries)
     stages = swarm.least_bytes(cut[:-1], cut[1:])
     whole = swarm.least_bytes(cut[:1], cut[-1:])

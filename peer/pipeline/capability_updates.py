@@ -20,7 +20,7 @@ _WINDOW, _FEWEST = 32, 8
 """Micro-batches that the real speed is taken from."""
 
 
-class Showing:
+class CapabilityUpdates:
     """What was shown last, and whether what is so now is worth showing."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def _is_clear(one: float, other: float) -> bool:
     return max(one, other) >= _CLEARLY * min(one, other) > 0 or (min(one, other) == 0 < max(one, other))
 
 
-class RealSpeed:
+class SpeedEstimate:
     """What micro-batches take beside what they would by the layers' measured seconds: other programs use the machine,
     too. ``expected_s``: of the layers from one stage's first on to the last that is held."""
 

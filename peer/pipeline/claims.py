@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _CLAIMS_AT_ONCE = 64
 
 
-class ClaimLine:
+class ClaimQueue:
     """The claims and releases of one stage, one after the other; claims that wait together are asked together."""
 
     def __init__(self, client: CoordinatorClient, answered: Callable[[Claim, Ranges], None]) -> None:
@@ -91,7 +91,7 @@ def _fits(claim: Claim, others: list[Claim]) -> bool:
     )
 
 
-class DriveLine:
+class DriveRequests:
     """The samples that this peer is to drive. The coordinator names all of them each time, the engine wants to hear of
     new ones only."""
 

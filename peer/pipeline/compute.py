@@ -23,7 +23,7 @@ from shoal.peer.training.rng import derived_seed, random_states, seeded
 from shoal.swarm.errors import WireError
 
 
-class MicroBatch(Protocol):
+class MicroBatchKey(Protocol):
     """Samples [start, stop) of a round; hashable, and another one for each of its ways through the stages."""
 
     @property
@@ -70,7 +70,7 @@ class ComputeSettings:
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardResult:
     """``input_gradient``: for the stage before, shaped as its output; None at the first. ``loss``: the mean, at the
     last stage, () float32 on the device: reading it waits for the device."""
 
@@ -102,7 +102,7 @@ class StageCompute:
             stage.number: [one for one in stage.model.parameters() if one.requires_grad] for stage in stages
         }
         self._persistent = [stage.model.state_dict().keys() for stage in stages]
-        self._kept: dict[MicroBatch, _Kept] = {}
+        self._kept: dict[MicroBatchKey, _Kept] = {}
         self._draws: dict[int, bool] = {}
 
     @property
@@ -110,7 +110,7 @@ class StageCompute:
         """Micro-batches that went forward and not yet backward."""
         return len(self._kept)
 
-    def forward(self, key: MicroBatch, given: Tensor) -> Tensor | None:
+    def forward(self, key: MicroBatchKey, given: Tensor) -> Tensor | None:
         """Take in a micro-batch: ``given`` is the output of the stage before, or the first layer's input, ``(b, …)`` on
         any device. Returns the output, detached, for the next stage; None at the last one. Raises ``WireError`` for an
         input that is not this micro-batch's."""
@@ -131,7 +131,7 @@ class StageCompute:
         self._kept[key] = kept
         return None if output is None else output.detach()
 
-    def backward(self, key: MicroBatch, received: Tensor, accumulate: Collection[int]) -> Backward:
+    def backward(self, key: MicroBatchKey, received: Tensor, accumulate: Collection[int]) -> BackwardResult:
         """The way back of a micro-batch, which is forgotten then: ``received`` is the gradient of what ``forward``
         returned, or at the last stage the targets. Stages with numbers in ``accumulate`` take in the gradient of their
         parameters; for the others it is not even computed. Raises ``WireError`` for a gradient or targets that are not
@@ -158,9 +158,9 @@ class StageCompute:
             parameter.grad = its
         for stage in granted:
             stage.work.step(samples, 1.0)
-        return Backward(back, None if loss is None else loss.detach().float())
+        return BackwardResult(back, None if loss is None else loss.detach().float())
 
-    def drop(self, key: MicroBatch) -> None:
+    def drop(self, key: MicroBatchKey) -> None:
         """Forget a micro-batch, if it is there."""
         self._kept.pop(key, None)
 
@@ -168,7 +168,7 @@ class StageCompute:
         """Forget all: gradients at parameters that are about to change are of no use."""
         self._kept.clear()
 
-    def _end(self, key: MicroBatch, kept: _Kept, received: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _end(self, key: MicroBatchKey, kept: _Kept, received: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """What to go back from, its gradient, and the loss."""
         output = kept.output
         if output is None:
@@ -180,7 +180,7 @@ class StageCompute:
             loss = self._loss.loss_of(output, received)
         return loss, torch.ones_like(loss), loss
 
-    def _run(self, key: MicroBatch, given: Tensor, buffers: list[dict[str, Tensor]] | None) -> Tensor:
+    def _run(self, key: MicroBatchKey, given: Tensor, buffers: list[dict[str, Tensor]] | None) -> Tensor:
         """The last layer's output, with the model's buffers or, changed then in their stead, ``buffers``."""
         with self._settings.autocast():
             for number, stage in enumerate(self._stages):
@@ -192,7 +192,7 @@ class StageCompute:
         return given
 
     @contextmanager
-    def _seeded(self, key: MicroBatch, first_layer: int, layer: int) -> Iterator[None]:
+    def _seeded(self, key: MicroBatchKey, first_layer: int, layer: int) -> Iterator[None]:
         """What a layer draws (dropout) is a function of round, samples and layer: the same when it is computed again,
         by whomever. Whether it draws at all is seen in its first pass."""
         number, device = first_layer + layer, self._settings.device

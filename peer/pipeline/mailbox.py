@@ -9,12 +9,12 @@ from functools import partial
 from torch import Tensor
 
 from shoal.peer.member.memberships import scope_of
-from shoal.peer.pipeline.tensor_io import TensorForm
-from shoal.peer.pipeline.tensor_store import StageTensors
+from shoal.peer.pipeline.tensor_io import TensorHeader
+from shoal.peer.pipeline.tensor_store import TensorStore
 from shoal.peer.training.layers import Layered, LayeredRecipe
 from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
-from shoal.swarm.pipeline.engine.effects import Answer, Fetch, MicroBatch, Note, Offer
-from shoal.swarm.pipeline.engine.engine import Span
+from shoal.swarm.pipeline.engine.effects import Answer, Fetch, MicroBatch, PeerNote, TensorOffer
+from shoal.swarm.pipeline.engine.engine import StageSpan
 from shoal.swarm.protocol.messages import Acknowledged, Message, PeerToPeerNote, PeerToPeerOfferTensor
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.node import Node
@@ -27,7 +27,7 @@ class StageShapes:
 
     recipe: LayeredRecipe
     inputs: tuple[tuple[int, ...], ...]
-    targets: TensorForm
+    targets: TensorHeader
     micro_batch: int
 
     @classmethod
@@ -35,12 +35,12 @@ class StageShapes:
         cls, recipe: LayeredRecipe, layered: Layered, boundaries: tuple[int, ...], batch: Tensor, micro_batch: int
     ) -> StageShapes:
         """``batch``: any samples of the run's data, collated."""
-        given, targets = recipe.input_of(batch), TensorForm.of(recipe.targets_of(batch))
+        given, targets = recipe.input_of(batch), TensorHeader.of(recipe.targets_of(batch))
         outputs = [tuple(given.shape), *layered.activation_shapes(given)]
         inputs = tuple(outputs[first][1:] for first in boundaries[:-1])
-        return cls(recipe, inputs, TensorForm(targets.shape[1:], targets.dtype), micro_batch)
+        return cls(recipe, inputs, TensorHeader(targets.shape[1:], targets.dtype), micro_batch)
 
-    def expected(self, offer: PeerToPeerOfferTensor, stage: int) -> tuple[tuple[int, ...], TensorForm | None]:
+    def expected(self, offer: PeerToPeerOfferTensor, stage: int) -> tuple[tuple[int, ...], TensorHeader | None]:
         """The shape of what is offered to a stage, and the form of the targets with it. Raises ``WireError`` for
         something that no stage sends."""
         samples = offer.stop - offer.start
@@ -52,7 +52,7 @@ class StageShapes:
         shape = (samples, *self.inputs[at])
         if offer.kind == "gradient":
             return shape, None
-        return shape, TensorForm((samples, *self.targets.shape), self.targets.dtype)
+        return shape, TensorHeader((samples, *self.targets.shape), self.targets.dtype)
 
     def check_targets(self, targets: Tensor | None, samples: int) -> None:
         """Before they reach a device. Raises ``WireError`` unless they could be those of so many samples."""
@@ -64,17 +64,17 @@ class StageShapes:
             raise WireError(f"targets that no sample has: {error}") from error
 
 
-class StageInbox:
+class StageMailbox:
     """``offered`` and ``noted`` tell the engine, and have what follows done."""
 
     def __init__(
         self,
         node: Node,
-        span: Span,
+        span: StageSpan,
         shapes: StageShapes,
-        tensors: StageTensors,
-        offered: Callable[[Offer], Answer],
-        noted: Callable[[Note], None],
+        tensors: TensorStore,
+        offered: Callable[[TensorOffer], Answer],
+        noted: Callable[[PeerNote], None],
     ) -> None:
         self._node = node
         self._span = span
@@ -113,7 +113,7 @@ class StageInbox:
         is_known = key in self._offers  # offered before: another attempt offers the same
         self._offers.setdefault(key, message)
         micro_batch = MicroBatch(message.round, message.start, message.stop)
-        offer = Offer(message.kind, sender, micro_batch, stage, message.attempt, message.number)
+        offer = TensorOffer(message.kind, sender, micro_batch, stage, message.attempt, message.number)
         answer = self._offered(offer)
         if answer == "accepted":
             return Acknowledged()
@@ -126,7 +126,7 @@ class StageInbox:
     async def _on_note(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerNote)
         micro_batch = MicroBatch(message.round, message.start, message.stop)
-        self._noted(Note(message.kind, self._member(channel), micro_batch, message.stage, message.attempt))
+        self._noted(PeerNote(message.kind, self._member(channel), micro_batch, message.stage, message.attempt))
         return Acknowledged()
 
     def _member(self, channel: Channel) -> str:

@@ -20,13 +20,13 @@ from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.memberships import StageMembers
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.pipeline.capability_updates import Showing
-from shoal.peer.pipeline.profile import MeasuredModel, measured_model
-from shoal.peer.pipeline.span import HeldSpan, SpanWork
-from shoal.peer.pipeline.tasks import LookUp, Made
+from shoal.peer.pipeline.capability_updates import CapabilityUpdates
+from shoal.peer.pipeline.profile import ModelProfile, profile_model
+from shoal.peer.pipeline.span import HeldSpan, SpanContext
+from shoal.peer.pipeline.tasks import AttentionTask, ComputeResult
 from shoal.peer.pipeline.tensor_io import Staging
-from shoal.peer.pipeline.training import Samples
-from shoal.peer.pipeline.view_watch import Attention, Place, place_of
+from shoal.peer.pipeline.training import TrainingSamples
+from shoal.peer.pipeline.view_watch import AssignedSpan, Attention, assigned_span
 from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.peer.recipes.model_memory import check_layers_fit
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
@@ -34,8 +34,8 @@ from shoal.peer.training.data import DataAbout, run_order
 from shoal.peer.training.device import has_all_state, usable_bytes
 from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
-from shoal.swarm.pipeline.planner.model import PeerCapability, Swarm
-from shoal.swarm.pipeline.planner.planner import no_place
+from shoal.swarm.pipeline.planner.model import PeerCapability, PlanningProblem
+from shoal.swarm.pipeline.planner.planner import explain_no_place
 from shoal.swarm.protocol.messages import Acknowledged, Capability, LayerSize, PeerToCoordinatorShowCapability, RunView
 
 log = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class PipelinePeer:
         self._held: HeldSpan | None = None
         self._left_with: list[dict[str, Any]] = []
         self._tokens_trained = 0
-        self._measured: MeasuredModel
+        self._measured: ModelProfile
         self._slowdown = 1.0
-        self._showing = Showing()
+        self._showing = CapabilityUpdates()
         self._look_s = 0.0
         self._telling: Future[None] | None = None
         self._said = ""
@@ -89,7 +89,7 @@ class PipelinePeer:
         except RunEnded as error:  # while this peer was still getting ready for it
             log.info("%s", error)
 
-    def _prepare(self) -> SpanWork:
+    def _prepare(self) -> SpanContext:
         run, connection, recipe = self._connection.run_file, self._connection, self._recipe
         assert run.pipeline is not None
         layers = layered_recipe(recipe, run)
@@ -104,11 +104,11 @@ class PipelinePeer:
         if self._max_memory_bytes is not None and self._memory_bytes < self._max_memory_bytes:
             log.warning("of --max-memory only %.0f MB are free now, and count", self._memory_bytes / 1e6)
         check_layers_fit(run, recipe, self._memory_bytes)
-        self._measured = measured_model(run, recipe, self._device, time.time())
-        return SpanWork(
+        self._measured = profile_model(run, recipe, self._device, time.time())
+        return SpanContext(
             run=run,
             layered=layered,
-            samples=Samples(layers, data, run_order(run, len(data), recipe.tokens_per_sample)),
+            samples=TrainingSamples(layers, data, run_order(run, len(data), recipe.tokens_per_sample)),
             about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
             recipe_config=recipe.config(),
             staging=Staging(self._device, codec_of(run.pipeline.activation_format)),
@@ -188,13 +188,13 @@ class PipelinePeer:
         except NotAdmitted as error:  # the next heartbeat joins again, and then it is shown anew
             log.info("what this machine can do was not heard: %s", error)
 
-    def _wait_for_place(self) -> Place | None:
+    def _wait_for_place(self) -> AssignedSpan | None:
         """What this peer is to hold; None when the run has ended or this peer stops."""
         client = self._members.run.client
         self._members.run.progress.activity = "waiting"
 
         def is_over(view: RunView) -> bool:
-            return self._members.run.rejoined or view.phase == "ended" or place_of(view, client.peer) is not None
+            return self._members.run.rejoined or view.phase == "ended" or assigned_span(view, client.peer) is not None
 
         while not self._stopping:
             view = self._network.call(client.wait_for(is_over, client.deadlines.heartbeat_s), interruptible=True)
@@ -203,7 +203,7 @@ class PipelinePeer:
                 continue
             if view.phase == "ended":
                 return None
-            if (place := place_of(view, client.peer)) is not None:
+            if (place := assigned_span(view, client.peer)) is not None:
                 return place
             if view.pipeline is not None:
                 self._say_why_it_waits(view.pipeline.boundaries)
@@ -216,14 +216,16 @@ class PipelinePeer:
         assert run.pipeline is not None
         costs = [layer.cost for layer in self._measured.layers]
         one, _ = self._capability()
-        why = no_place(Swarm(costs, [one], run.pipeline.in_flight, optimizer_values(run.outer)), boundaries)
+        why = explain_no_place(
+            PlanningProblem(costs, [one], run.pipeline.in_flight, optimizer_values(run.outer)), boundaries
+        )
         if why != self._said:
             self._said = why
             log.warning("%s", why)
 
     # Stages ---------------------------------------------------------------------------------------------------
 
-    def _hold_places(self, work: SpanWork) -> None:
+    def _hold_places(self, work: SpanContext) -> None:
         """One after the other, until there is none to come."""
         while (place := self._wait_for_place()) is not None:
             try:
@@ -240,13 +242,13 @@ class PipelinePeer:
 
     def _work_on(self, held: HeldSpan) -> None:
         """Until these stages are not ours any more, the run ends, or this peer stops."""
-        made: Made | None = None
+        made: ComputeResult | None = None
         try:
             held.begin()
             while not self._stopping:
                 task = held.next_task(made)
                 made = None
-                if not isinstance(task, LookUp):
+                if not isinstance(task, AttentionTask):
                     made = held.training.do(task)
                     self._members.run.progress.computed += made is not None
                     held.training.report_progress(self._members)
@@ -283,7 +285,7 @@ class PipelinePeer:
         if self._members.run.rejoined:
             self._show()
             self._wait_for_place()
-        place = place_of(self._members.run.client.view, self._members.run.client.peer)
+        place = assigned_span(self._members.run.client.view, self._members.run.client.peer)
         if place is None or place.span != held.span:
             return False
         held.training.start_afresh("the coordinator had given this peer up, or its state is not the run's")

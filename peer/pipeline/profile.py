@@ -34,7 +34,7 @@ _REPEATS, _ENOUGH_S = 5, 2.0
 
 
 @dataclass(frozen=True)
-class LayerMeasure:
+class LayerProfile:
     """``kind``: layers with the same one were measured once; ``seconds``: forward and backward of a micro-batch."""
 
     kind: str
@@ -43,7 +43,7 @@ class LayerMeasure:
 
 
 @dataclass(frozen=True)
-class Bench:
+class ProfileSetup:
     """Where and how layers are measured. ``sent_bytes``: of so many values, as the activations' codec packs them."""
 
     device: torch.device
@@ -51,13 +51,13 @@ class Bench:
     sent_bytes: Callable[[int], int] = lambda values: 4 * values
 
 
-def measure_layers(
+def profile_layers(
     outlines: Sequence[Sequence[nn.Module]],
     build: Callable[[int], nn.Module],
     given: Tensor,
     loss_of: Callable[[Tensor], Tensor],
-    bench: Bench,
-) -> tuple[LayerMeasure, ...]:
+    bench: ProfileSetup,
+) -> tuple[LayerProfile, ...]:
     """Every layer's cost at the run's shapes: ``given`` is the first one's input, one micro-batch, ``loss_of`` turns
     the last one's output into the loss, and counts as a part of it.
 
@@ -65,8 +65,8 @@ def measure_layers(
     parameters and input); ``build(i)`` gives layer i. Of each kind one is built and measured, and only one is there at
     a time, so the model need not fit as a whole. Raises ``DeviceError`` when the device has no memory for a layer.
     """
-    known: dict[str, tuple[LayerMeasure, Tensor]] = {}
-    found: list[LayerMeasure] = []
+    known: dict[str, tuple[LayerProfile, Tensor]] = {}
+    found: list[LayerProfile] = []
     flowing = given.to(bench.device)
     last = len(outlines) - 1
     for number, outline in enumerate(outlines):
@@ -101,8 +101,8 @@ def _plain(part: nn.Module) -> dict[str, int | float | str]:
 
 
 def _measure(
-    kind: str, layer: nn.Module, given: Tensor, loss_of: Callable[[Tensor], Tensor] | None, bench: Bench
-) -> tuple[LayerMeasure, Tensor]:
+    kind: str, layer: nn.Module, given: Tensor, loss_of: Callable[[Tensor], Tensor] | None, bench: ProfileSetup
+) -> tuple[LayerProfile, Tensor]:
     layer = layer.to(bench.device)
 
     def forward() -> Tensor:
@@ -120,7 +120,7 @@ def _measure(
         activation_bytes=bench.sent_bytes(output.numel()),
         kept_bytes=kept,
     )
-    return LayerMeasure(kind, cost, seconds), output.detach()
+    return LayerProfile(kind, cost, seconds), output.detach()
 
 
 @contextmanager
@@ -201,12 +201,12 @@ class _File(_Checked):
 
 
 @dataclass(frozen=True)
-class MeasuredModel:
+class ModelProfile:
     """``names`` and ``layers`` are as long as the model. ``whole``: why it is measured as one layer, if it is."""
 
     micro_batch: int
     names: tuple[str, ...]
-    layers: tuple[LayerMeasure, ...]
+    layers: tuple[LayerProfile, ...]
     whole: str = ""
 
     @property
@@ -225,9 +225,9 @@ def micro_batch_of(run: RunFile) -> int:
     return run.pipeline.micro_batch if run.pipeline else min(run.inner.batch_samples, _USUAL_MICRO_BATCH)
 
 
-def measured_model(
+def profile_model(
     run: RunFile, recipe: Recipe, device: torch.device, now_s: float, cache: Path = CACHE
-) -> MeasuredModel:
+) -> ModelProfile:
     """Measured on this device, now or some days ago at most. ``now_s``: the wall clock's.
 
     Raises ``DeviceError`` when a layer does not fit, ``RecipeError`` when a run with a pipeline has a recipe that gives
@@ -236,7 +236,7 @@ def measured_model(
     micro_batch = micro_batch_of(run)
     codec = run.pipeline.activation_format if run.pipeline else None
     batch = recipe.training_data().batch([0] * micro_batch).to(device)
-    bench = Bench(device, autocast(device, run.inner.precision), _sent_bytes(codec))
+    bench = ProfileSetup(device, autocast(device, run.inner.precision), _sent_bytes(codec))
     names, whole, measure = _ways_to_measure(run, recipe, batch, bench)
     about = {
         "device": describe_device(str(device)).name,
@@ -248,8 +248,8 @@ def measured_model(
         "threads": torch.get_num_threads(),
         "layers": list(names),
     }
-    layers = cached(cache, cache_key(about), now_s, len(names), measure)
-    return MeasuredModel(micro_batch, names, layers, whole)
+    layers = cached_profile(cache, cache_key(about), now_s, len(names), measure)
+    return ModelProfile(micro_batch, names, layers, whole)
 
 
 def cache_key(about: Mapping[str, Any]) -> str:
@@ -257,9 +257,9 @@ def cache_key(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-def cached(
-    path: Path, key: str, now_s: float, count: int, measure: Callable[[], tuple[LayerMeasure, ...]]
-) -> tuple[LayerMeasure, ...]:
+def cached_profile(
+    path: Path, key: str, now_s: float, count: int, measure: Callable[[], tuple[LayerProfile, ...]]
+) -> tuple[LayerProfile, ...]:
     """The ``count`` layers that ``path`` has under ``key``, or those that ``measure`` gives, and the file has then."""
     entries = _read(path)
     found = entries.get(key)
@@ -273,8 +273,8 @@ def cached(
 
 
 def _ways_to_measure(
-    run: RunFile, recipe: Recipe, batch: Tensor, bench: Bench
-) -> tuple[tuple[str, ...], str, Callable[[], tuple[LayerMeasure, ...]]]:
+    run: RunFile, recipe: Recipe, batch: Tensor, bench: ProfileSetup
+) -> tuple[tuple[str, ...], str, Callable[[], tuple[LayerProfile, ...]]]:
     """Names, why it is one layer if it is, and how to measure."""
     try:
         in_layers = layered_recipe(recipe, run)
@@ -289,14 +289,14 @@ def _ways_to_measure(
         return (
             ("the whole model",),
             str(error),
-            lambda: measure_layers([(model,)], lambda _: model, batch, lambda loss: loss, bench),
+            lambda: profile_layers([(model,)], lambda _: model, batch, lambda loss: loss, bench),
         )
     given, targets = in_layers.input_of(batch), in_layers.targets_of(batch)
     outlines = [layered.outline(number) for number in range(len(layered))]
     return (
         layered.names,
         "",
-        lambda: measure_layers(
+        lambda: profile_layers(
             outlines,
             lambda number: layered.build(number, number + 1),
             given,
@@ -339,7 +339,7 @@ def _write(path: Path, content: _File) -> None:
         log.warning("what was measured could not be kept, and is measured again next time: %s", error)
 
 
-def _layer_of(layer: LayerMeasure) -> _Layer:
+def _layer_of(layer: LayerProfile) -> _Layer:
     cost = layer.cost
     return _Layer(
         kind=layer.kind,
@@ -350,6 +350,6 @@ def _layer_of(layer: LayerMeasure) -> _Layer:
     )
 
 
-def _measure_of(layer: _Layer) -> LayerMeasure:
+def _measure_of(layer: _Layer) -> LayerProfile:
     cost = LayerCost(layer.parameters_bytes, layer.activation_bytes, layer.kept_bytes)
-    return LayerMeasure(layer.kind, cost, layer.seconds)
+    return LayerProfile(layer.kind, cost, layer.seconds)

@@ -16,12 +16,12 @@ from contextlib import suppress
 
 from shoal.compression.formats import CodecError
 from shoal.peer.member.memberships import StageMembers, scope_of
-from shoal.peer.pipeline.claims import ClaimLine, DriveLine
-from shoal.peer.pipeline.mailbox import StageInbox, StageShapes
-from shoal.peer.pipeline.tasks import Backward, Forget, Forward, LookUp, Made, Task
+from shoal.peer.pipeline.claims import ClaimQueue, DriveRequests
+from shoal.peer.pipeline.mailbox import StageMailbox, StageShapes
+from shoal.peer.pipeline.tasks import AttentionTask, BackwardTask, ComputeResult, ForgetTask, ForwardTask, Task
 from shoal.peer.pipeline.tensor_io import Staging
-from shoal.peer.pipeline.tensor_store import StageTensors, offer_of
-from shoal.peer.pipeline.view_watch import Attention, StageWatch
+from shoal.peer.pipeline.tensor_store import TensorStore, offer_of
+from shoal.peer.pipeline.view_watch import Attention, ViewWatch
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import (
@@ -31,23 +31,23 @@ from shoal.swarm.pipeline.engine.effects import (
     Compute,
     ComputeBackward,
     ComputeForward,
-    Done,
     Drop,
     DropRound,
     Effect,
     Fetch,
-    Note,
-    Offer,
+    MicroBatchDone,
+    PeerNote,
     Release,
     Reply,
     Send,
     TensorKind,
+    TensorOffer,
 )
 from shoal.swarm.pipeline.engine.engine import StageEngine
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerNote
 from shoal.swarm.sample_ranges import Ranges
 
-Do = Callable[[Iterable[Effect | Made]], None]
+Do = Callable[[Iterable[Effect | ComputeResult]], None]
 
 
 class SharedEngine:
@@ -58,7 +58,7 @@ class SharedEngine:
         self._engine = engine
         self._do, self._begin = do, begin
         self._lock = threading.RLock()
-        self._behind: deque[Effect | Made] = deque()
+        self._behind: deque[Effect | ComputeResult] = deque()
         """What the training thread has handed in, and what follows from it: the loop does it before anything newer."""
         self._is_behind = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
@@ -87,7 +87,7 @@ class SharedEngine:
             self._catch_up()
             self._do(event(*arguments, self._loop.time()))
 
-    def offered(self, offer: Offer) -> Answer:
+    def offered(self, offer: TensorOffer) -> Answer:
         with self._lock:
             self._catch_up()
             reply, *effects = self._engine.offered(offer, self._loop.time())
@@ -95,7 +95,7 @@ class SharedEngine:
             self._do(effects)
         return reply.answer
 
-    def noted(self, note: Note) -> None:
+    def noted(self, note: PeerNote) -> None:
         self.tell(self._engine.noted, note)
 
     def _catch_up(self) -> None:
@@ -104,7 +104,7 @@ class SharedEngine:
 
     # On the training thread -----------------------------------------------------------------------------------
 
-    def hand_in(self, made: Made) -> None:
+    def hand_in(self, made: ComputeResult) -> None:
         """Something was computed. The loop has to be woken then (``wake``)."""
         with self._lock:
             self._behind.append(made)
@@ -128,13 +128,13 @@ class StageRunner:
         self._shapes = shapes
         self._node = members.run.node
         self._deadlines = members.run.client.deadlines
-        self._tensors = StageTensors(self._node, staging)
-        self._drives = DriveLine(members.run.client)
-        self._watch = StageWatch(members, engine.span)
+        self._tensors = TensorStore(self._node, staging)
+        self._drives = DriveRequests(members.run.client)
+        self._watch = ViewWatch(members, engine.span)
         offered, noted = self._shared.offered, self._shared.noted
-        self._inbox = StageInbox(self._node, engine.span, shapes, self._tensors, offered, noted)
-        self._lines: dict[int, ClaimLine] = {
-            stage: ClaimLine(members.stages[stage].client, self._claim_answered)
+        self._inbox = StageMailbox(self._node, engine.span, shapes, self._tensors, offered, noted)
+        self._lines: dict[int, ClaimQueue] = {
+            stage: ClaimQueue(members.stages[stage].client, self._claim_answered)
             for stage in range(engine.span.first, engine.span.last + 1)
         }
         self._fetches: dict[int, asyncio.Task[None]] = {}
@@ -195,7 +195,7 @@ class StageRunner:
         """There is a verdict, or what was done here is lost."""
         self._shared.tell(self._engine.round_over)
 
-    def next_at_once(self, made: Made | None) -> Task | None:
+    def next_at_once(self, made: ComputeResult | None) -> Task | None:
         """On the training thread: what is to be done next, after what was ``made``; None: ``next_task`` knows. After
         something was made the loop has to be woken (``wake``)."""
         if made is not None:
@@ -215,7 +215,7 @@ class StageRunner:
             if self._failure is not None:
                 raise self._failure
             if reason:
-                return LookUp(reason)
+                return AttentionTask(reason)
             if self._due:
                 return self._due.popleft()
             if self._engine.is_settled:
@@ -229,7 +229,7 @@ class StageRunner:
     def _reason(self) -> Attention:
         return self._watch.attention(self._round) or ("spoilt" if self.trouble else "")
 
-    def _take(self, made: Made) -> None:
+    def _take(self, made: ComputeResult) -> None:
         job = made.compute.job
         if made.tensor is not None and job in self._jobs:
             kind: TensorKind = "activation" if isinstance(made.compute, ComputeForward) else "gradient"
@@ -245,26 +245,26 @@ class StageRunner:
         """Nobody wants what is still to be computed."""
         for fetch in self._fetches.values():
             fetch.cancel()
-        waiting = [task.compute for task in self._due if isinstance(task, Forward | Backward)]
+        waiting = [task.compute for task in self._due if isinstance(task, ForwardTask | BackwardTask)]
         self._due.clear()
         self._jobs.clear()
         self.trouble = ""
         self._inbox.forget()
         self._tensors.drop_all()
-        self._put(Forget(None))
+        self._put(ForgetTask(None))
         for compute in waiting:
             self._shared.tell(self._engine.computed, compute)
 
     # Effects --------------------------------------------------------------------------------------------------
 
-    def _execute(self, effects: Iterable[Effect | Made]) -> None:
+    def _execute(self, effects: Iterable[Effect | ComputeResult]) -> None:
         for effect in effects:
             match effect:
-                case Made():
+                case ComputeResult():
                     self._take(effect)
                 case Send():
                     self._tasks.create_task(self._send(effect))
-                case Note():
+                case PeerNote():
                     self._tasks.create_task(self._note(effect))
                 case Fetch():
                     self._begin_fetch(effect)
@@ -279,7 +279,7 @@ class StageRunner:
                     self._forget_round()
                 case AskToDrive():
                     self._tasks.create_task(self._drive(effect))
-                case Done():
+                case MicroBatchDone():
                     self._watch.driven += effect.micro_batch.samples
                 case Reply():
                     raise AssertionError("an answer that nobody asked for")
@@ -288,16 +288,16 @@ class StageRunner:
         """On either thread: what it needs is here."""
         if isinstance(compute, ComputeForward):
             self._jobs.add(compute.job)
-            self._due.append(Forward(compute, *self._tensors.take_input(compute.job)))
+            self._due.append(ForwardTask(compute, *self._tensors.take_input(compute.job)))
         else:
-            self._due.append(Backward(compute, self._tensors.take_gradient(compute.job)))
+            self._due.append(BackwardTask(compute, self._tensors.take_gradient(compute.job)))
 
     def _drop(self, job: int) -> None:
         if fetch := self._fetches.get(job):
             fetch.cancel()
         self._jobs.discard(job)
         self._tensors.drop(job)
-        self._put(Forget(job))
+        self._put(ForgetTask(job))
 
     async def _send(self, send: Send) -> None:
         engine = self._engine
@@ -322,7 +322,7 @@ class StageRunner:
             log.debug("%s was not offered %s of %s: %s", send.peer, send.kind, send.micro_batch, error)
             self._shared.tell(engine.send_failed, send)
 
-    async def _note(self, note: Note) -> None:
+    async def _note(self, note: PeerNote) -> None:
         of = note.micro_batch
         message = PeerToPeerNote(
             kind=note.kind, round=of.round, start=of.start, stop=of.stop, stage=note.stage, attempt=note.attempt

@@ -21,21 +21,21 @@ from shoal.peer.member.member import Member, Progress
 from shoal.peer.member.memberships import StageMembers, stage_folder
 from shoal.peer.member.replica import Brought, Emit, Replica
 from shoal.peer.network_thread import NetworkThread
-from shoal.peer.pipeline.capability_updates import RealSpeed
+from shoal.peer.pipeline.capability_updates import SpeedEstimate
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
-from shoal.peer.pipeline.tasks import Made, Task
+from shoal.peer.pipeline.tasks import ComputeResult, Task
 from shoal.peer.pipeline.tensor_io import Staging
-from shoal.peer.pipeline.training import Samples, SpanTraining
-from shoal.peer.pipeline.view_watch import Place, is_held
+from shoal.peer.pipeline.training import SpanTraining, TrainingSamples
+from shoal.peer.pipeline.view_watch import AssignedSpan, is_held
 from shoal.peer.terminal.snapshot import Flow, Snapshot, held_stages, with_stages
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import autocast
 from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.layers import Layered, StageModel
 from shoal.swarm.errors import LinkError, NotAdmitted
-from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
+from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 from shoal.swarm.pipeline.engine.routing import Router
 from shoal.swarm.pipeline.planner.model import RECOMPUTE_TIME
 from shoal.swarm.protocol.run_file import RunFile
@@ -48,13 +48,13 @@ could be taken for one of it."""
 
 
 @dataclass(frozen=True)
-class SpanWork:
+class SpanContext:
     """What this peer needs to hold any span of the run. ``store``: of a stage's checkpoints, in that folder, or
     None; ``layer_s``: each layer's measured seconds for a micro-batch, forward and backward."""
 
     run: RunFile
     layered: Layered
-    samples: Samples
+    samples: TrainingSamples
     about: DataAbout
     recipe_config: dict[str, Any]
     staging: Staging
@@ -72,10 +72,10 @@ class HeldSpan:
         self,
         network: NetworkThread[Any],
         members: StageMembers,
-        span: Span,
+        span: StageSpan,
         training: SpanTraining,
         runner: StageRunner,
-        speed: RealSpeed,
+        speed: SpeedEstimate,
     ) -> None:
         self.span = span
         self.speed = speed
@@ -89,10 +89,10 @@ class HeldSpan:
     @classmethod
     def enter(
         cls,
-        work: SpanWork,
+        work: SpanContext,
         network: NetworkThread[Any],
         members: StageMembers,
-        place: Place,
+        place: AssignedSpan,
     ) -> HeldSpan:
         """Build the layers of these stages and join them. Raises ``NotAdmitted`` when they are not ours any more,
         ``Interrupted``, and what a model raises that is not the run's."""
@@ -130,7 +130,7 @@ class HeldSpan:
             network.call(members.leave_all())
             raise
         settings = {stage: _compute_settings(work, shapes, stage, recompute=place.recomputes) for stage in stages}
-        speed = RealSpeed(partial(_expected_s, work, place, is_last=is_last))
+        speed = SpeedEstimate(partial(_expected_s, work, place, is_last=is_last))
         # Elsewhere computations are only begun when they return.
         took = speed.took if work.staging.device.type == "cpu" else lambda stage, seconds: None
         training = SpanTraining(held, replicas, work.samples, settings, took, is_last=is_last)
@@ -156,7 +156,7 @@ class HeldSpan:
             self._network.call(self.runner.end_round())
         self._network.call(self.runner.open_round(self.training.round))
 
-    def next_task(self, made: Made | None) -> Task:
+    def next_task(self, made: ComputeResult | None) -> Task:
         """What is to be done after what was ``made``, as soon as there is something. Raises ``Interrupted``."""
         task = self.runner.next_at_once(made)
         if made is not None:
@@ -205,12 +205,12 @@ def _nothing_is_ready(progress: Progress) -> None:
     progress.prepared, progress.has_work = 0.0, False
 
 
-def _at_start(work: SpanWork, first: int, stop: int) -> StageModel:
+def _at_start(work: SpanContext, first: int, stop: int) -> StageModel:
     """Those layers as the run began with them, whatever was trained since."""
     return work.samples.recipe.layers(work.run.run.seed).build(first, stop)
 
 
-def _replica(work: SpanWork, network: NetworkThread[Any], member: Member, stage: int, brought: Brought) -> Replica:
+def _replica(work: SpanContext, network: NetworkThread[Any], member: Member, stage: int, brought: Brought) -> Replica:
     folder = stage_folder(work.folder, stage)
     store = work.store(folder)
     needed_since = store.oldest_of_newest if store else lambda: None
@@ -222,13 +222,13 @@ def _replica(work: SpanWork, network: NetworkThread[Any], member: Member, stage:
     return replica
 
 
-def _expected_s(work: SpanWork, place: Place, from_stage: int, *, is_last: bool) -> float:
+def _expected_s(work: SpanContext, place: AssignedSpan, from_stage: int, *, is_last: bool) -> float:
     """Of a micro-batch that comes in at that stage, as planned: the last stage computes nothing twice."""
     layers = slice(place.boundaries[from_stage], place.boundaries[place.span.last + 1])
     return sum(work.layer_s[layers]) * (RECOMPUTE_TIME if place.recomputes and not is_last else 1.0)
 
 
-def _compute_settings(work: SpanWork, shapes: StageShapes, stage: int, *, recompute: bool) -> ComputeSettings:
+def _compute_settings(work: SpanContext, shapes: StageShapes, stage: int, *, recompute: bool) -> ComputeSettings:
     """For what comes in at ``stage``."""
     assert work.run.pipeline is not None
     return ComputeSettings(
@@ -241,9 +241,9 @@ def _compute_settings(work: SpanWork, shapes: StageShapes, stage: int, *, recomp
     )
 
 
-def _engine_settings(run: RunFile, stages: int, heartbeat_s: float) -> Settings:
+def _engine_settings(run: RunFile, stages: int, heartbeat_s: float) -> EngineSettings:
     assert run.pipeline is not None
-    return Settings(
+    return EngineSettings(
         stages=stages,
         micro_batch=run.pipeline.micro_batch,
         max_in_flight=run.pipeline.in_flight,

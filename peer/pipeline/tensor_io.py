@@ -1,6 +1,6 @@
 """Activations, gradients and targets as packed bytes, and their way between a device and the host's memory.
 
-The run's codec packs floating-point tensors; shape and dtype travel beside the bytes (``TensorForm``). On a GPU the
+The run's codec packs floating-point tensors; shape and dtype travel beside the bytes (``TensorHeader``). On a GPU the
 training thread computes on a stream of its own and runs ahead of it, while worker threads pack and unpack on two
 others, so that only packed bytes cross, from and to pinned memory. What these threads begin is over when they return or
 raise: nothing reads or writes their memory after that. On a CPU nothing is copied.
@@ -29,14 +29,14 @@ _INTEGERS = {"int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class TensorHeader:
     """What a message says of a tensor whose bytes are fetched apart. ``dtype`` is torch's name for it."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
+    def of(cls, tensor: Tensor) -> TensorHeader:
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
     def packed_bytes(self, codec: Codec) -> int:
@@ -63,9 +63,9 @@ class TensorForm:
 
 
 def pack(tensor: Tensor, codec: Codec) -> Tensor:
-    """``(TensorForm.of(tensor).packed_bytes(codec),) uint8`` on the tensor's device: a float32, bfloat16 or float16
+    """``(TensorHeader.of(tensor).packed_bytes(codec),) uint8`` on the tensor's device: a float32, bfloat16 or float16
     tensor by ``codec``, an integer one as it is. Raises ``CodecError`` when a value is NaN or infinite."""
-    form = TensorForm.of(tensor)
+    form = TensorHeader.of(tensor)
     assert form.dtype in _FLOATS or form.dtype in _INTEGERS, form.dtype
     flat = tensor.detach().reshape(-1)
     if form.dtype in _INTEGERS:
@@ -73,7 +73,7 @@ def pack(tensor: Tensor, codec: Codec) -> Tensor:
     return codec.encode(flat.float().contiguous())
 
 
-def unpack(packed: Packed, form: TensorForm, codec: Codec) -> Tensor:
+def unpack(packed: Packed, form: TensorHeader, codec: Codec) -> Tensor:
     """The tensor, on the CPU or where ``packed`` is; it never shares memory with ``packed``. Raises ``WireError`` for
     bytes that are not of that form."""
     expected = form.packed_bytes(codec)
@@ -95,14 +95,14 @@ _FIRST = -1
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedTensor:
     """A tensor that the training thread has computed, or on a GPU only begun to: it is there at ``ready``."""
 
     tensor: Tensor
     ready: torch.cuda.Event | None
 
     @classmethod
-    def here(cls, tensor: Tensor) -> Computed:
+    def here(cls, tensor: Tensor) -> ComputedTensor:
         """By the calling thread, on its current stream; before it begins anything else there."""
         if not tensor.is_cuda:
             return cls(tensor, None)
@@ -136,7 +136,7 @@ class Staging:
             yield
         around.wait_stream(self._compute)
 
-    def packed(self, made: Computed, tail: Tensor | None = None) -> Tensor:
+    def packed(self, made: ComputedTensor, tail: Tensor | None = None) -> Tensor:
         """``made``, packed, and after it the bytes of ``tail``, which is on the host already: ``(m,) uint8`` there.
         Raises ``CodecError`` when a value is infinite or not a number."""
         if made.ready is not None:
@@ -157,7 +157,7 @@ class Staging:
         keeps pinned memory that nobody uses any more and gives it out again: there is as much as was in use at once."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._incoming is not None)
 
-    def unpacked(self, packed: Tensor, form: TensorForm) -> Tensor:
+    def unpacked(self, packed: Tensor, form: TensorHeader) -> Tensor:
         """The tensor that ``packed`` holds, ``(m,) uint8`` on the host: on the device where that is a GPU, for
         ``computing`` alone, else on the CPU. Raises ``WireError`` for bytes that are not of that form."""
         if self._compute is None:

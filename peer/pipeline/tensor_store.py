@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, pack, unpack
+from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, pack, unpack
 from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.pipeline.engine.effects import Fetch, Send, TensorKind
@@ -27,8 +27,8 @@ class Parcel:
     """A packed tensor of that form, ``size_bytes`` of ``data``, and behind it the targets' raw bytes, if there are any
     (a ``ChunkSource``)."""
 
-    form: TensorForm
-    targets: TensorForm | None
+    form: TensorHeader
+    targets: TensorHeader | None
     size_bytes: int
     data: memoryview
 
@@ -49,12 +49,12 @@ class _Kept:
     given: Tensor | None = None
     targets: Tensor | None = None
     gradient: Tensor | None = None
-    made: dict[TensorKind, Computed] = field(default_factory=dict)
+    made: dict[TensorKind, ComputedTensor] = field(default_factory=dict)
     parcels: dict[TensorKind, Parcel] = field(default_factory=dict)
     packing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class StageTensors:
+class TensorStore:
     """Numbers are the engine's jobs."""
 
     def __init__(self, endpoint: Endpoint, staging: Staging) -> None:
@@ -67,7 +67,7 @@ class StageTensors:
 
     # Ours, for others -----------------------------------------------------------------------------------------
 
-    def made(self, job: int, kind: TensorKind, tensor: Computed, targets: Tensor | None = None) -> None:
+    def made(self, job: int, kind: TensorKind, tensor: ComputedTensor, targets: Tensor | None = None) -> None:
         """What a job has computed; what came for it is not needed any more, but for its targets, which go on with an
         activation, nor what it had made before."""
         earlier = self._kept.get(job, _Kept())
@@ -95,7 +95,7 @@ class StageTensors:
 
     # Others', for us ------------------------------------------------------------------------------------------
 
-    def check(self, offer: PeerToPeerOfferTensor, shape: tuple[int, ...], targets: TensorForm | None) -> None:
+    def check(self, offer: PeerToPeerOfferTensor, shape: tuple[int, ...], targets: TensorHeader | None) -> None:
         """Raises ``WireError`` unless the tensor that is offered has that shape, and targets of that form with it."""
         form = _form(offer)
         form.check(shape)
@@ -155,19 +155,19 @@ class StageTensors:
         self._endpoint.retract(Blob(kind="gradient", number=job))
 
 
-def _packed(made: Computed, targets: Tensor | None, staging: Staging) -> Parcel:
-    form = TensorForm.of(made.tensor)
+def _packed(made: ComputedTensor, targets: Tensor | None, staging: Staging) -> Parcel:
+    form = TensorHeader.of(made.tensor)
     data = staging.packed(made, None if targets is None else pack(targets.cpu(), staging.codec))
-    targets_form = None if targets is None else TensorForm.of(targets)
+    targets_form = None if targets is None else TensorHeader.of(targets)
     return Parcel(form, targets_form, form.packed_bytes(staging.codec), data.numpy().data)
 
 
-def _form(offer: PeerToPeerOfferTensor) -> TensorForm:
-    return TensorForm(offer.shape, offer.dtype)
+def _form(offer: PeerToPeerOfferTensor) -> TensorHeader:
+    return TensorHeader(offer.shape, offer.dtype)
 
 
-def _targets_form(offer: PeerToPeerOfferTensor) -> TensorForm | None:
-    return None if offer.targets is None else TensorForm(offer.targets.shape, offer.targets.dtype)
+def _targets_form(offer: PeerToPeerOfferTensor) -> TensorHeader | None:
+    return None if offer.targets is None else TensorHeader(offer.targets.shape, offer.targets.dtype)
 
 
 def offer_of(send: Send, parcel: Parcel) -> PeerToPeerOfferTensor:
@@ -186,7 +186,7 @@ def offer_of(send: Send, parcel: Parcel) -> PeerToPeerOfferTensor:
     )
 
 
-def wire_form(form: TensorForm | None) -> WireForm | None:
+def wire_form(form: TensorHeader | None) -> WireForm | None:
     """The same, as messages have it."""
     return None if form is None else WireForm(shape=form.shape, dtype=form.dtype)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from shoal.peer.member.memberships import StageMembers
 from shoal.peer.member.replica import Replica
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.pipeline.tasks import Backward, Forget, Forward, Made
-from shoal.peer.pipeline.tensor_io import Computed
+from shoal.peer.pipeline.tasks import BackwardTask, ComputeResult, ForgetTask, ForwardTask
+from shoal.peer.pipeline.tensor_io import ComputedTensor
 from shoal.peer.training.data import Dataset, SampleOrder, take_batch
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import NotAdmitted
@@ -45,7 +45,7 @@ class _Key:
 
 
 @dataclass(frozen=True)
-class Samples:
+class TrainingSamples:
     """What drivers read: the run's data in the run's order."""
 
     recipe: LayeredRecipe
@@ -65,7 +65,7 @@ class SpanTraining:
         self,
         held: Sequence[HeldStage],
         replicas: Mapping[int, Replica],
-        samples: Samples,
+        samples: TrainingSamples,
         settings: Mapping[int, ComputeSettings],
         took: Callable[[int, float], None],
         *,
@@ -90,18 +90,18 @@ class SpanTraining:
 
     # Computing ------------------------------------------------------------------------------------------------
 
-    def do(self, task: Forward | Backward | Forget) -> Made | None:
+    def do(self, task: ForwardTask | BackwardTask | ForgetTask) -> ComputeResult | None:
         """One task; what came of it, None for what gives nothing."""
         match task:
-            case Forward():
+            case ForwardTask():
                 return self._forward(task)
-            case Backward():
+            case BackwardTask():
                 return self._backward(task)
-            case Forget():
+            case ForgetTask():
                 self._forget(task.job)
         return None
 
-    def _forward(self, task: Forward) -> Made:
+    def _forward(self, task: ForwardTask) -> ComputeResult:
         began_s = time.perf_counter()
         micro_batch, job = task.compute.micro_batch, task.compute.job
         given, targets = task.given, task.targets
@@ -110,22 +110,22 @@ class SpanTraining:
         compute, key = self._computes[task.compute.from_stage], _Key.of(job, micro_batch)
         self._keys[job] = compute, key
         output = compute.forward(key, given)
-        made = None if output is None else Computed.here(output)
+        made = None if output is None else ComputedTensor.here(output)
         self.forwards += 1
         self._forward_s[job] = time.perf_counter() - began_s
         if self._is_last:
             self._targets[job] = targets
-            return Made(task.compute)
-        return Made(task.compute, made, targets)
+            return ComputeResult(task.compute)
+        return ComputeResult(task.compute, made, targets)
 
-    def _backward(self, task: Backward) -> Made:
+    def _backward(self, task: BackwardTask) -> ComputeResult:
         began_s = time.perf_counter()
         micro_batch, job, from_stage = task.compute.micro_batch, task.compute.job, task.compute.from_stage
         compute, key = self._keys.pop(job)
         received = self._targets.pop(job) if self._is_last else task.gradient
         assert received is not None, "a gradient comes before its backward"
         back = compute.backward(key, received, task.compute.accumulate)
-        made = None if back.input_gradient is None else Computed.here(back.input_gradient)
+        made = None if back.input_gradient is None else ComputedTensor.here(back.input_gradient)
         self.backwards += 1
         for stage in sorted(task.compute.accumulate):
             self.replicas[stage].trained(micro_batch.start, micro_batch.stop, back.loss)
@@ -133,7 +133,7 @@ class SpanTraining:
         if len(task.compute.accumulate) == len(range(from_stage, max(self.replicas) + 1)):
             self._took(from_stage, forward_s + time.perf_counter() - began_s)
         self._finished.append((time.monotonic(), micro_batch.samples))
-        return Made(task.compute, made)
+        return ComputeResult(task.compute, made)
 
     def _forget(self, job: int | None) -> None:
         for one in list(self._keys) if job is None else [job]:

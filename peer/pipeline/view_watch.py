@@ -10,7 +10,7 @@ from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers
 from shoal.peer.member.round_deadline import is_due
 from shoal.swarm.aio import task_scope
-from shoal.swarm.pipeline.engine.engine import Span
+from shoal.swarm.pipeline.engine.engine import StageSpan
 from shoal.swarm.protocol.messages import RunView
 
 Attention = Literal["", "round", "afresh", "spoilt", "moved", "ended"]
@@ -18,10 +18,10 @@ Attention = Literal["", "round", "afresh", "spoilt", "moved", "ended"]
 that is not the run's; results that are infinite or not a number; other stages; the run's end."""
 
 
-class StageWatch:
+class ViewWatch:
     """``driven``: samples that went through all stages from here."""
 
-    def __init__(self, members: StageMembers, span: Span) -> None:
+    def __init__(self, members: StageMembers, span: StageSpan) -> None:
         self.driven = 0
         self._members = members
         self._span = span
@@ -42,7 +42,7 @@ class StageWatch:
         run = self._members.run
         if run.rejoined or any(member.rejoined or member.client.view.must_resync for member in self._stages):
             return "afresh"
-        place = place_of(run.client.view, run.client.peer)
+        place = assigned_span(run.client.view, run.client.peer)
         if place is None or place.span != self._span:
             return "moved"
         views = [member.client.view for member in self._stages]
@@ -89,12 +89,12 @@ class StageWatch:
 
 
 @dataclass(frozen=True)
-class Place:
+class AssignedSpan:
     """What a peer is to hold, where the model is cut, and whether it is to keep inputs only and compute forward
     again."""
 
     boundaries: tuple[int, ...]
-    span: Span
+    span: StageSpan
     recomputes: bool
 
     @property
@@ -103,13 +103,13 @@ class Place:
         return len(self.boundaries) - 1
 
 
-def place_of(view: RunView, peer: str) -> Place | None:
+def assigned_span(view: RunView, peer: str) -> AssignedSpan | None:
     """Where the plan has that peer."""
     if view.pipeline is None:
         return None
     for one in view.pipeline.spans:
         if one.peer == peer:
-            return Place(view.pipeline.boundaries, Span(one.first, one.last), one.recomputes)
+            return AssignedSpan(view.pipeline.boundaries, StageSpan(one.first, one.last), one.recomputes)
     return None
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan, Swarm
-from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, predictions, replan
+from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, PlanningProblem, StagePlan
+from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, predict_rates, replan
 from shoal.swarm.protocol.messages import Capability, LayerSize, PipelineView, Span
 from shoal.swarm.protocol.run_file import OuterSection, RunFile
 
@@ -43,7 +43,7 @@ class PipelineViews:
         assert self._run.pipeline is not None
         costs = [cost_of(one) for one in layers]
         peers, in_flight = believed(self._capabilities), self._run.pipeline.in_flight
-        expected = predictions(Swarm(costs, peers, in_flight, optimizer_values(self._run.outer)), plan)
+        expected = predict_rates(PlanningProblem(costs, peers, in_flight, optimizer_values(self._run.outer)), plan)
         return PipelineView(
             boundaries=plan.boundaries,
             spans=tuple(

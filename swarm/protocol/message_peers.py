@@ -104,7 +104,7 @@ class PeerToPeerNote(Message):
     offered to it; ``abandoned``, what it had offered; ``taken``, the gradient that it keeps for us; ``room`` for one
     micro-batch more. ``stage``: the receiver's, whose input or output it is about; ``attempt`` as in the offer."""
 
-    kind: Literal["cancel", "abandoned", "taken", "room"]
+    kind: Literal["cancel", "abandoned", "taken", "slot_free"]
     round: Count
     start: Count
     stop: Count

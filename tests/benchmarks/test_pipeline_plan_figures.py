@@ -37,9 +37,9 @@ def test_a_large_case_is_compared_with_a_bound() -> None:
 def test_of_a_small_swarm_everything_is_tried() -> None:
     from pipeline_plan import KINDS, LIMITS, best_of_cut, simulated
 
-    from shoal.swarm.pipeline.planner.model import Swarm
+    from shoal.swarm.pipeline.planner.model import PlanningProblem
 
-    table = Swarm(*simulated(KINDS[0], 3, 6, 1), **LIMITS).table((0, 2, 4, 6))
+    table = PlanningProblem(*simulated(KINDS[0], 3, 6, 1), **LIMITS).table((0, 2, 4, 6))
     choices = product(range(-1, len(table.first)), repeat=3)
     assert best_of_cut(table) == pytest.approx(max(table.rate(np.array(choice)) for choice in choices))
 
@@ -47,12 +47,12 @@ def test_of_a_small_swarm_everything_is_tried() -> None:
 def test_a_server_goes_where_the_throughput_is_least() -> None:
     from greedy_blocks import greedy, where_least
 
-    from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, Swarm
+    from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability, PlanningProblem
 
     layers = [LayerCost(1_000_000, 1, 1)] * 4
     # 8.2 MB a layer: two layers each.
     peers = [PeerCapability(name, 17_000_000, (1.0,) * 4, 1e9) for name in "abc"]
-    table = Swarm(layers, peers, max_in_flight=1, optimizer_values=2).table(range(5))
+    table = PlanningProblem(layers, peers, max_in_flight=1, optimizer_values=2).table(range(5))
     least = where_least(table, np.array([3.0, 1.0, 2.0, 5.0]), 0, None)
     assert (table.first[least], table.last[least]) == (1, 2)
     # Equal: the first one. And no more blocks than asked for.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.pipeline.profile import LayerMeasure, MeasuredModel
+from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.layers import Layered, layered_from_makers
 from shoal.swarm.pipeline.planner.model import LayerCost, state_copies
@@ -77,10 +77,10 @@ class SmallRecipe:
         return {"name": "small", "settings": {}}
 
 
-def measured(*about: object) -> MeasuredModel:
+def measured(*about: object) -> ModelProfile:
     """All layers cost the same, whatever the machine is doing."""
-    layer = LayerMeasure("block", LayerCost(10**6, 1000, 1000), 0.05)
-    return MeasuredModel(2, tuple(f"block{number}" for number in range(LAYERS)), (layer,) * LAYERS)
+    layer = LayerProfile("block", LayerCost(10**6, 1000, 1000), 0.05)
+    return ModelProfile(2, tuple(f"block{number}" for number in range(LAYERS)), (layer,) * LAYERS)
 
 
 def memory_bytes(layers: int) -> int:

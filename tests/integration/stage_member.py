@@ -14,7 +14,7 @@ from doomed_member import Doom, answered
 
 from shoal.peer.cli.cli import main
 from shoal.peer.pipeline import peer as pipeline_peer
-from shoal.peer.pipeline.profile import MeasuredModel
+from shoal.peer.pipeline.profile import ModelProfile
 from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.protocol.messages import PeerToCoordinatorClaim, PeerToCoordinatorRoundReady
 
@@ -25,7 +25,7 @@ _STEP_S = 0.01
 def measure_alike() -> None:
     real = pipeline_peer.measured_model
 
-    def measured(*arguments: Any) -> MeasuredModel:
+    def measured(*arguments: Any) -> ModelProfile:
         model = real(*arguments)
         seconds = [0.1 if name.startswith("blocks") else 0.01 for name in model.names]
         layers = [dataclasses.replace(one, seconds=its) for one, its in zip(model.layers, seconds, strict=True)]

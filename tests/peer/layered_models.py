@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm
+from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader
 from shoal.peer.recipes import Recipe, Samples
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.training.algorithms import AccumulatedGradient
@@ -158,4 +158,4 @@ class Line:
                 stage.work.restart(anchors[stage.number])
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return self._staging.unpacked(self._staging.packed(Computed.here(tensor)), TensorForm.of(tensor))
+        return self._staging.unpacked(self._staging.packed(ComputedTensor.here(tensor)), TensorHeader.of(tensor))

@@ -32,7 +32,7 @@ another replica, or again when we say that there is room. Outdated: of a round, 
 
 
 @dataclass(frozen=True)
-class Offer:
+class TensorOffer:
     """From ``sender``: it keeps a tensor under ``number``. ``stage``: the receiver's, whose input an activation is, or
     of whose output a gradient is. ``attempt``: of the activation's sender at this micro-batch; a gradient has that of
     the activation that it answers."""
@@ -45,16 +45,16 @@ class Offer:
     number: int
 
 
-NoteKind = Literal["cancel", "abandoned", "taken", "room"]
+NoteKind = Literal["cancel", "abandoned", "taken", "slot_free"]
 """Cancel, to the next hop: we gave up this attempt and all before. Abandoned, to the one before: we gave up what it had
 sent us. Taken, to the next hop: we have the gradient, it need not keep it. Room, to the one before: after ``busy``, we
 hold a place open. Each saves time or memory; none is needed for a result, so they may get lost."""
 
 
 @dataclass(frozen=True)
-class Note:
+class PeerNote:
     """To ``peer`` as an effect, from ``peer`` as an event. Of a ``room`` only the kind counts. ``stage`` as in
-    ``Offer``."""
+    ``TensorOffer``."""
 
     kind: NoteKind
     peer: str
@@ -70,7 +70,7 @@ class Note:
 class Reply:
     """To an offer, as it is being answered."""
 
-    offer: Offer
+    offer: TensorOffer
     answer: Answer
 
 
@@ -162,14 +162,14 @@ class AskToDrive:
 
 
 @dataclass(frozen=True)
-class Done:
+class MicroBatchDone:
     """A micro-batch of ours went through all stages and back."""
 
     micro_batch: MicroBatch
 
 
 Compute = ComputeForward | ComputeBackward
-Effect = Reply | Send | Note | Fetch | Claim | Release | Compute | Drop | DropRound | AskToDrive | Done
+Effect = Reply | Send | PeerNote | Fetch | Claim | Release | Compute | Drop | DropRound | AskToDrive | MicroBatchDone
 
 
 def as_range(micro_batch: MicroBatch) -> Ranges:

@@ -19,23 +19,23 @@ from shoal.swarm.pipeline.engine.effects import (
     Compute,
     ComputeBackward,
     ComputeForward,
-    Done,
     Drop,
     DropRound,
     Effect,
     Fetch,
     MicroBatch,
-    Note,
-    Offer,
+    MicroBatchDone,
+    PeerNote,
     Reply,
     Send,
+    TensorOffer,
 )
-from shoal.swarm.pipeline.engine.gradient_outbox import Handback, Handbacks
-from shoal.swarm.pipeline.engine.micro_batch_source import Driving
+from shoal.swarm.pipeline.engine.gradient_outbox import GradientOutbox, KeptGradient
+from shoal.swarm.pipeline.engine.micro_batch_source import MicroBatchSource
 from shoal.swarm.sample_ranges import Ranges
 
 
-class Rooms:
+class Backpressure:
     """A peer that was refused waits in line; when its turn comes a place is held for it for ``hold_s``."""
 
     def __init__(self, hold_s: float) -> None:
@@ -70,7 +70,7 @@ class Rooms:
         return called
 
 
-Key = tuple[MicroBatch, int]
+AttemptKey = tuple[MicroBatch, int]
 """One attempt of ours at one micro-batch."""
 
 
@@ -79,17 +79,17 @@ class NextHop(Protocol):
 
     def set_replicas(self, stage: int, rates: Mapping[str, float | None], now_s: float) -> None: ...
     def pick(self, stage: int, now_s: float, avoid: Set[str] = ...) -> str | None: ...
-    def sent(self, peer: str, key: Key, now_s: float) -> None: ...
-    def finished(self, peer: str, key: Key, now_s: float) -> bool: ...
-    def refused(self, peer: str, key: Key, now_s: float) -> bool: ...
-    def withdrawn(self, peer: str, key: Key) -> bool: ...
-    def failed(self, peer: str, key: Key, now_s: float) -> bool: ...
-    def retire(self, peer: str) -> tuple[Key, ...]: ...
-    def overdue(self, now_s: float) -> tuple[Key, ...]: ...
+    def sent(self, peer: str, key: AttemptKey, now_s: float) -> None: ...
+    def finished(self, peer: str, key: AttemptKey, now_s: float) -> bool: ...
+    def refused(self, peer: str, key: AttemptKey, now_s: float) -> bool: ...
+    def withdrawn(self, peer: str, key: AttemptKey) -> bool: ...
+    def failed(self, peer: str, key: AttemptKey, now_s: float) -> bool: ...
+    def retire(self, peer: str) -> tuple[AttemptKey, ...]: ...
+    def overdue(self, now_s: float) -> tuple[AttemptKey, ...]: ...
 
 
 @dataclass(frozen=True)
-class Span:
+class StageSpan:
     """The stages that a peer holds, ``last`` inclusive."""
 
     first: int
@@ -97,7 +97,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Settings:
+class EngineSettings:
     """``micro_batch``: samples. ``retry_s``: what could not be done is tried again after so long. ``patience_s``: the
     run's; a gradient is kept for so long for one that does not fetch it."""
 
@@ -124,7 +124,7 @@ class Job:
     from_stage: int
     is_own: bool = False
     phase: Phase = "input"
-    upstreams: dict[str, Offer] = field(default_factory=dict)
+    upstreams: dict[str, TensorOffer] = field(default_factory=dict)
     fetch: Fetch | None = None
     peer: str | None = None
     attempt: int = 0
@@ -132,7 +132,7 @@ class Job:
     avoid: set[str] = field(default_factory=set)
     wait_until_s: float = 0.0
 
-    def stages(self, span: Span) -> range:
+    def stages(self, span: StageSpan) -> range:
         return range(self.from_stage, span.last + 1)
 
 
@@ -142,7 +142,7 @@ class StageEngine:
     Every public method is named for an event and returns the effects, to be executed in their order.
     """
 
-    def __init__(self, span: Span, settings: Settings, router: NextHop, first_number: int = 0) -> None:
+    def __init__(self, span: StageSpan, settings: EngineSettings, router: NextHop, first_number: int = 0) -> None:
         """``first_number``: tensors are offered under numbers from here on. Earlier and later processes of the same
         peer must not use the same numbers within a round."""
         assert 0 <= span.first <= span.last < settings.stages
@@ -165,9 +165,9 @@ class StageEngine:
         self._attempts: dict[MicroBatch, int] = {}
         self._answers: dict[tuple[MicroBatch, str], tuple[int, Answer]] = {}
         self._claims = Claims()
-        self._handbacks = Handbacks(settings.max_in_flight, settings.patience_s)
-        self._rooms = Rooms(settings.retry_s)
-        self._driving = Driving(number, settings.micro_batch, settings.retry_s)
+        self._outbox = GradientOutbox(settings.max_in_flight, settings.patience_s)
+        self._backpressure = Backpressure(settings.retry_s)
+        self._source = MicroBatchSource(number, settings.micro_batch, settings.retry_s)
 
     @property
     def is_last(self) -> bool:
@@ -182,7 +182,7 @@ class StageEngine:
     @property
     def kept_gradients(self) -> int:
         """Gradients that are kept for the one before: at most ``max_in_flight``."""
-        return len(self._handbacks)
+        return len(self._outbox)
 
     def counted(self, stage: int) -> Ranges:
         """The samples in this stage's accumulated gradient: what it brings to the round."""
@@ -198,7 +198,7 @@ class StageEngine:
     def round_opened(self, number: int, now_s: float) -> list[Effect]:
         """It begins; or, if it had begun, more samples are needed after all."""
         if self._round == number:
-            self._driving.is_closing = False
+            self._source.is_closing = False
         else:
             self._drop_round()
             self._round = number
@@ -207,7 +207,7 @@ class StageEngine:
 
     def round_closing(self, now_s: float) -> list[Effect]:
         """The batch is given out. What is under way is finished, and others' work is taken as before."""
-        self._driving.is_closing = True
+        self._source.is_closing = True
         return self._go_on(now_s)
 
     def round_over(self, now_s: float) -> list[Effect]:
@@ -219,7 +219,7 @@ class StageEngine:
         """The answer to ``ask``; empty when there is nothing to drive now."""
         if ask.round == self._round:
             own = {job.micro_batch for job in self._jobs.values() if job.is_own}
-            self._driving.granted(ask, ranges, own, now_s)
+            self._source.granted(ask, ranges, own, now_s)
         return self._go_on(now_s)
 
     def claim_answered(self, claim: Claim, granted: Ranges, now_s: float) -> list[Effect]:
@@ -232,7 +232,7 @@ class StageEngine:
 
     # Other peers ----------------------------------------------------------------------------------------------
 
-    def offered(self, offer: Offer, now_s: float) -> list[Effect]:
+    def offered(self, offer: TensorOffer, now_s: float) -> list[Effect]:
         """The first effect is the ``Reply``."""
         self._now_s = now_s
         take = self._take_activation if offer.kind == "activation" else self._take_gradient
@@ -240,7 +240,7 @@ class StageEngine:
         self._emit(Reply(offer, answer), *effects)
         return self._go_on(now_s)
 
-    def noted(self, note: Note, now_s: float) -> list[Effect]:
+    def noted(self, note: PeerNote, now_s: float) -> list[Effect]:
         self._now_s = now_s
         match note.kind:
             case "cancel":
@@ -248,9 +248,9 @@ class StageEngine:
             case "abandoned":
                 self._was_abandoned(note)
             case "taken":
-                self._emit(*self._handbacks.settled(note.peer, note.micro_batch, note.attempt))
-            case "room":
-                self._use_room(note.peer)
+                self._emit(*self._outbox.settled(note.peer, note.micro_batch, note.attempt))
+            case "slot_free":
+                self._use_slot(note.peer)
         return self._go_on(now_s)
 
     def tensor_arrived(self, fetch: Fetch, now_s: float) -> list[Effect]:
@@ -263,7 +263,7 @@ class StageEngine:
                 job.phase = "backward"
                 self._router.finished(fetch.peer, (job.micro_batch, job.attempt), now_s)
                 stage = self.span.last + 1
-                self._emit(Note("taken", fetch.peer, job.micro_batch, stage, job.attempt))
+                self._emit(PeerNote("taken", fetch.peer, job.micro_batch, stage, job.attempt))
             job.fetch = None
         return self._go_on(now_s)
 
@@ -274,7 +274,7 @@ class StageEngine:
         if job is not None and fetch.kind == "activation":
             attempt = job.upstreams[fetch.peer].attempt
             self._lose_upstream(job, fetch.peer)
-            self._emit(Note("abandoned", fetch.peer, job.micro_batch, job.from_stage - 1, attempt))
+            self._emit(PeerNote("abandoned", fetch.peer, job.micro_batch, job.from_stage - 1, attempt))
         elif job is not None:
             self._fail(job)
         return self._go_on(now_s)
@@ -284,9 +284,9 @@ class StageEngine:
         self._now_s = now_s
         if send.kind == "gradient":
             if answer == "outdated":
-                self._emit(*self._handbacks.settled(send.peer, send.micro_batch, send.attempt))
+                self._emit(*self._outbox.settled(send.peer, send.micro_batch, send.attempt))
             else:
-                self._handbacks.failed(send)
+                self._outbox.failed(send)
         elif (job := self._awaiting(send.peer, send.micro_batch, send.attempt)) is not None:
             self._router.refused(send.peer, (job.micro_batch, job.attempt), now_s)
             self._avoid(job, send.peer)
@@ -296,7 +296,7 @@ class StageEngine:
         """No answer, so it may have got there or not."""
         self._now_s = now_s
         if send.kind == "gradient":
-            self._handbacks.failed(send)
+            self._outbox.failed(send)
         elif (job := self._awaiting(send.peer, send.micro_batch, send.attempt)) is not None:
             self._fail(job)
         return self._go_on(now_s)
@@ -318,8 +318,8 @@ class StageEngine:
         self._router.retire(peer)
         self._next_peers -= {peer}
         self._answers = {key: answer for key, answer in self._answers.items() if key[1] != peer}
-        self._handbacks.gone(peer)
-        self._rooms.leave(peer)
+        self._outbox.gone(peer)
+        self._backpressure.leave(peer)
         for job in list(self._jobs.values()):
             if job.peer == peer and job.phase in ("away", "gradient"):
                 self._avoid(job, peer)
@@ -347,7 +347,7 @@ class StageEngine:
         self._now_s = now_s
         self._look_for_overdue()
         if self._round is not None:
-            self._emit(*self._handbacks.again(now_s, self.settings.retry_s))
+            self._emit(*self._outbox.again(now_s, self.settings.retry_s))
         return self._go_on(now_s)
 
     def _go_on(self, now_s: float) -> list[Effect]:
@@ -359,10 +359,10 @@ class StageEngine:
             if self.is_last:
                 self._claim_ahead()
             free = self._free_places()
-            for peer in self._rooms.call(free, now_s):
-                self._emit(Note("room", peer, MicroBatch(self._round, 0, 0), self.span.first, 0))
+            for peer in self._backpressure.call(free, now_s):
+                self._emit(PeerNote("slot_free", peer, MicroBatch(self._round, 0, 0), self.span.first, 0))
             if self.span.first == 0:
-                self._emit(*self._driving.ask(free, now_s))
+                self._emit(*self._source.ask(free, now_s))
         effects, self._effects = self._effects, []
         return effects
 
@@ -389,7 +389,7 @@ class StageEngine:
 
     # Offers of other peers ------------------------------------------------------------------------------------
 
-    def _take_activation(self, offer: Offer) -> tuple[Answer, list[Effect]]:
+    def _take_activation(self, offer: TensorOffer) -> tuple[Answer, list[Effect]]:
         micro_batch, sender = offer.micro_batch, offer.sender
         if (early := self._out_of_round(micro_batch)) is not None:
             return early, []
@@ -402,12 +402,12 @@ class StageEngine:
         self._answers[micro_batch, sender] = offer.attempt, answer
         return answer, effects
 
-    def _place(self, offer: Offer) -> tuple[Answer, list[Effect]]:
+    def _place(self, offer: TensorOffer) -> tuple[Answer, list[Effect]]:
         """A new attempt. What we have of its micro-batch, by whatever way, serves it, too."""
         micro_batch, sender, now_s = offer.micro_batch, offer.sender, self._now_s
-        handback = self._handbacks.find(micro_batch, offer.stage)
-        if handback is not None:
-            return "accepted", [self._handbacks.offer(handback, sender, offer.attempt, now_s)]
+        kept = self._outbox.find(micro_batch, offer.stage)
+        if kept is not None:
+            return "accepted", [self._outbox.offer(kept, sender, offer.attempt, now_s)]
         job = self._jobs.get(micro_batch)
         if job is not None and job.from_stage == offer.stage:
             job.upstreams[sender] = offer
@@ -417,18 +417,18 @@ class StageEngine:
             return "accepted", []
         if job is not None:
             return "busy", []  # it came in by another stage; when that one is done, not when there is room
-        is_full = self._free_places() <= self._rooms.held(now_s, besides=sender)
+        is_full = self._free_places() <= self._backpressure.held(now_s, besides=sender)
         # Who has samples of its own to drive is there for others only when they have nobody else.
-        has_own = self._driving.has_more and not self._rooms.is_called(sender)
+        has_own = self._source.has_more and not self._backpressure.is_called(sender)
         if is_full or has_own:
-            self._rooms.refused(sender)
+            self._backpressure.refused(sender)
             return "busy", []
-        self._rooms.leave(sender)
+        self._backpressure.leave(sender)
         job = self._new_job(micro_batch, offer.stage)
         job.upstreams[sender] = offer
         return "accepted", [self._fetch_input(job, offer)]
 
-    def _take_gradient(self, offer: Offer) -> tuple[Answer, list[Effect]]:
+    def _take_gradient(self, offer: TensorOffer) -> tuple[Answer, list[Effect]]:
         if (early := self._out_of_round(offer.micro_batch)) is not None:
             return early, []
         job = self._jobs.get(offer.micro_batch)
@@ -440,8 +440,8 @@ class StageEngine:
         job.fetch = Fetch("gradient", offer.sender, offer.number, job.number, offer.micro_batch, self.span.last)
         return "accepted", [job.fetch, *self._claims.ask(job.micro_batch, job.stages(self.span))]
 
-    def _cancelled(self, note: Note) -> None:
-        self._emit(*self._handbacks.settled(note.peer, note.micro_batch, note.attempt))
+    def _cancelled(self, note: PeerNote) -> None:
+        self._emit(*self._outbox.settled(note.peer, note.micro_batch, note.attempt))
         if self._out_of_round(note.micro_batch) is not None:
             return
         known, _ = self._answers.get((note.micro_batch, note.peer), (0, "outdated"))
@@ -474,7 +474,7 @@ class StageEngine:
         job = self._jobs.get(fetch.micro_batch)
         return job if job is not None and job.fetch == fetch else None
 
-    def _fetch_input(self, job: Job, offer: Offer) -> Fetch:
+    def _fetch_input(self, job: Job, offer: TensorOffer) -> Fetch:
         job.fetch = Fetch("activation", offer.sender, offer.number, job.number, job.micro_batch, job.from_stage)
         return job.fetch
 
@@ -503,7 +503,7 @@ class StageEngine:
         is_it = job is not None and (job.peer, job.attempt, job.phase) == (peer, attempt, "away")
         return job if is_it else None
 
-    def _was_abandoned(self, note: Note) -> None:
+    def _was_abandoned(self, note: PeerNote) -> None:
         if (job := self._awaiting(note.peer, note.micro_batch, note.attempt)) is not None:
             self._fail(job)
 
@@ -519,7 +519,7 @@ class StageEngine:
         """Nothing that comes from there counts any more."""
         if job.peer is not None and job.phase in ("away", "gradient"):
             self._withdraw(job)
-            self._emit(Note("cancel", job.peer, job.micro_batch, self.span.last + 1, job.attempt))
+            self._emit(PeerNote("cancel", job.peer, job.micro_batch, self.span.last + 1, job.attempt))
             job.phase, job.fetch, job.peer = "away", None, None
 
     def _withdraw(self, job: Job) -> None:
@@ -545,7 +545,7 @@ class StageEngine:
                 self._send_to(job, peer)
                 job.since_attempt = job.attempt
 
-    def _use_room(self, peer: str) -> None:
+    def _use_slot(self, peer: str) -> None:
         """A place is held for us there."""
         for job in self._jobs.values():
             if job.phase == "away" and job.peer is None and peer in self._next_peers:
@@ -598,9 +598,9 @@ class StageEngine:
             if job.phase == "forward":
                 self._forward(job)
                 return True
-        if self._free_places() <= self._rooms.held(self._now_s):
+        if self._free_places() <= self._backpressure.held(self._now_s):
             return False
-        micro_batch = self._driving.next(self._jobs)
+        micro_batch = self._source.next(self._jobs)
         if micro_batch is None:
             return False
         job = self._new_job(micro_batch, 0)
@@ -609,7 +609,7 @@ class StageEngine:
         return True
 
     def _may_go_back(self, job: Job) -> bool:
-        has_room = job.is_own or self._handbacks.has_room(self._now_s)
+        has_room = job.is_own or self._outbox.has_room(self._now_s)
         return has_room and self._claims.is_settled(job.micro_batch, job.stages(self.span))
 
     def _forward(self, job: Job) -> None:
@@ -628,7 +628,7 @@ class StageEngine:
 
     def _backward(self, job: Job) -> None:
         if not job.is_own:
-            self._emit(*self._handbacks.make_room(self._now_s))
+            self._emit(*self._outbox.make_room(self._now_s))
         accumulate = self._claims.count(job.micro_batch, job.stages(self.span))
         self._running = ComputeBackward(job.number, job.micro_batch, job.from_stage, accumulate)
         self._was_backward = True
@@ -637,10 +637,10 @@ class StageEngine:
     def _hand_back(self, job: Job) -> None:
         del self._jobs[job.micro_batch]
         if job.is_own:
-            self._driving.finished(job.micro_batch)
-            self._emit(Drop(job.number), Done(job.micro_batch))
+            self._source.finished(job.micro_batch)
+            self._emit(Drop(job.number), MicroBatchDone(job.micro_batch))
             return
-        handback = Handback(job.number, job.micro_batch, job.from_stage)
-        self._handbacks.add(handback)
+        kept = KeptGradient(job.number, job.micro_batch, job.from_stage)
+        self._outbox.add(kept)
         for peer, offer in job.upstreams.items():
-            self._emit(self._handbacks.offer(handback, peer, offer.attempt, self._now_s))
+            self._emit(self._outbox.offer(kept, peer, offer.attempt, self._now_s))

@@ -8,7 +8,7 @@ from shoal.swarm.pipeline.engine.effects import Drop, MicroBatch, Send
 
 
 @dataclass
-class _Waiting:
+class _Recipient:
     """One who shall have it. ``since_s``: when it was offered last; ``failed``: that offer did not get there."""
 
     attempt: int
@@ -17,23 +17,23 @@ class _Waiting:
 
 
 @dataclass
-class Handback:
+class KeptGradient:
     """The gradient of the input of ``from_stage``, kept under ``number``. Without anybody waiting it is an orphan."""
 
     number: int
     micro_batch: MicroBatch
     from_stage: int
-    waiting: dict[str, _Waiting] = field(default_factory=dict)
+    waiting: dict[str, _Recipient] = field(default_factory=dict)
 
 
-class Handbacks:
+class GradientOutbox:
     """At most ``limit``. Whoever is fetching one is given the patience for that; others make way, the oldest first:
     without it a micro-batch that comes again is computed again, and counts no second time."""
 
     def __init__(self, limit: int, patience_s: float) -> None:
         self._limit = limit
         self._patience_s = patience_s
-        self._kept: dict[int, Handback] = {}
+        self._kept: dict[int, KeptGradient] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -49,20 +49,20 @@ class Handbacks:
         assert oldest is not None
         return self._drop(oldest)
 
-    def add(self, handback: Handback) -> None:
-        self._kept[handback.number] = handback
+    def add(self, kept: KeptGradient) -> None:
+        self._kept[kept.number] = kept
         assert len(self._kept) <= self._limit
 
-    def find(self, micro_batch: MicroBatch, from_stage: int) -> Handback | None:
+    def find(self, micro_batch: MicroBatch, from_stage: int) -> KeptGradient | None:
         for one in self._kept.values():
             if (one.micro_batch, one.from_stage) == (micro_batch, from_stage):
                 return one
         return None
 
-    def offer(self, handback: Handback, peer: str, attempt: int, now_s: float) -> Send:
-        handback.waiting[peer] = _Waiting(attempt, now_s)
-        stage = handback.from_stage - 1
-        return Send("gradient", peer, handback.micro_batch, stage, attempt, handback.number)
+    def offer(self, kept: KeptGradient, peer: str, attempt: int, now_s: float) -> Send:
+        kept.waiting[peer] = _Recipient(attempt, now_s)
+        stage = kept.from_stage - 1
+        return Send("gradient", peer, kept.micro_batch, stage, attempt, kept.number)
 
     def settled(self, peer: str, micro_batch: MicroBatch, attempt: int) -> list[Drop]:
         """It has the gradient, or does not want it: of this attempt and those before."""
@@ -95,13 +95,13 @@ class Handbacks:
             if waiting.failed and now_s >= waiting.since_s + retry_s
         ]
 
-    def _least_needed(self, now_s: float) -> Handback | None:
+    def _least_needed(self, now_s: float) -> KeptGradient | None:
         late_s = now_s - self._patience_s
         for one in self._kept.values():
             if all(waiting.failed or waiting.since_s <= late_s for waiting in one.waiting.values()):
                 return one
         return None
 
-    def _drop(self, handback: Handback) -> list[Drop]:
-        del self._kept[handback.number]
-        return [Drop(handback.number)]
+    def _drop(self, kept: KeptGradient) -> list[Drop]:
+        del self._kept[kept.number]
+        return [Drop(kept.number)]

@@ -9,7 +9,7 @@ from shoal.swarm.pipeline.engine.effects import AskToDrive, MicroBatch, as_range
 from shoal.swarm.sample_ranges import Ranges, merge, subtract
 
 
-def cut(round_number: int, ranges: Ranges, samples: int) -> list[MicroBatch]:
+def cut_micro_batches(round_number: int, ranges: Ranges, samples: int) -> list[MicroBatch]:
     """On the multiples of ``samples``: samples that are driven again are cut as they were, however they are leased."""
     pieces = []
     for start, stop in ranges:
@@ -21,7 +21,7 @@ def cut(round_number: int, ranges: Ranges, samples: int) -> list[MicroBatch]:
     return pieces
 
 
-class Driving:
+class MicroBatchSource:
     """Of one round. One micro-batch is asked for ahead, so that a place that gets free does not wait for the answer."""
 
     def __init__(self, round_number: int, samples: int, retry_s: float) -> None:
@@ -54,7 +54,7 @@ class Driving:
         self._asked = None
         self._done = subtract(self._done, merge(ask.done))
         self._ask_again_s = now_s if ranges else now_s + self._retry_s
-        for micro_batch in cut(self.round, merge(ranges), self._samples):
+        for micro_batch in cut_micro_batches(self.round, merge(ranges), self._samples):
             if micro_batch not in self._queue and micro_batch not in in_work:
                 self._queue.append(micro_batch)
 

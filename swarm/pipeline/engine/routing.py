@@ -43,7 +43,7 @@ class _Sent:
     spell: int
 
 
-class Replica(Generic[KeyT]):
+class ReplicaEstimate(Generic[KeyT]):
     """One replica, as it looks from here: others send to it, too, and what it delivers to us is what counts."""
 
     def __init__(self, rate: float | None, part: float, patience_s: float) -> None:
@@ -194,7 +194,7 @@ class Router(Generic[KeyT]):
     def __init__(self, me: str, patience_s: float) -> None:
         """``me`` only decides where a sender begins: they would all begin with the same replica."""
         self._me, self._patience_s = me, patience_s
-        self._replicas: dict[str, Replica[KeyT]] = {}
+        self._replicas: dict[str, ReplicaEstimate[KeyT]] = {}
         self._hops: dict[int, _Hop] = {}
         self._ways: dict[KeyT, str] = {}
 
@@ -210,7 +210,7 @@ class Router(Generic[KeyT]):
         parts = self._parts(hop.turns)
         our_part = statistics.median(parts) if parts else 1.0
         for peer in new:
-            self._replicas.setdefault(peer, Replica(rates[peer], our_part, self._patience_s))
+            self._replicas.setdefault(peer, ReplicaEstimate(rates[peer], our_part, self._patience_s))
         hop.turns |= dict.fromkeys(new, hop.clock_s)
         for peer in new:
             hop.turns[peer] -= self._head_start(peer) * self._interval_s(peer, hop.turns, now_s)

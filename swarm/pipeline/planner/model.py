@@ -130,7 +130,7 @@ class SpanTable:
         return float(self.load(choice).min())
 
 
-class Swarm:
+class PlanningProblem:
     """Layers and peers as arrays. Peers are ordered by id, so that equal inputs give equal plans."""
 
     def __init__(

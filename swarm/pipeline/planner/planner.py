@@ -18,16 +18,16 @@ from shoal.swarm.pipeline.planner.model import (
     Infeasible,
     LayerCost,
     PeerCapability,
+    PlanningProblem,
     SpanTable,
     StagePlan,
-    Swarm,
 )
-from shoal.swarm.pipeline.planner.solver import EFFORT, Search, assign, cover, smooth_least
+from shoal.swarm.pipeline.planner.solver import EFFORT, PlanSearch, assign, cover_empty_stages, smooth_minimum
 
 
-def as_plan(swarm: Swarm, table: SpanTable, choice: Indices) -> StagePlan:
+def as_plan(problem: PlanningProblem, table: SpanTable, choice: Indices) -> StagePlan:
     spans, recomputes = {}, set()
-    for row, one in enumerate(swarm.peers):
+    for row, one in enumerate(problem.peers):
         if (at := int(choice[row])) >= 0:
             spans[one.peer] = (int(table.first[at]), int(table.last[at]))
             if table.recomputes[row, at]:
@@ -35,10 +35,10 @@ def as_plan(swarm: Swarm, table: SpanTable, choice: Indices) -> StagePlan:
     return StagePlan(table.boundaries, spans, frozenset(recomputes))
 
 
-def as_choice(swarm: Swarm, table: SpanTable, plan: StagePlan) -> Indices:
+def as_choice(problem: PlanningProblem, table: SpanTable, plan: StagePlan) -> Indices:
     """The other way round: of the peers that are there, what they hold and still can."""
-    choice = np.full(len(swarm.peers), -1, dtype=np.int64)
-    for row, one in enumerate(swarm.peers):
+    choice = np.full(len(problem.peers), -1, dtype=np.int64)
+    for row, one in enumerate(problem.peers):
         span = plan.spans.get(one.peer)
         if span is not None and table.rates[row, at := table.index_of(span)] > 0:
             choice[row] = at
@@ -46,50 +46,50 @@ def as_choice(swarm: Swarm, table: SpanTable, plan: StagePlan) -> Indices:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedRate:
     """``rate``: micro-batches a second; 0 for one whose memory is too small by now, which keeps as little as it can."""
 
     rate: float
     recomputes: bool
 
 
-def predictions(swarm: Swarm, plan: StagePlan) -> dict[str, Prediction]:
+def predict_rates(problem: PlanningProblem, plan: StagePlan) -> dict[str, PredictedRate]:
     """What is expected of the peers that are there, each in its span."""
-    table = swarm.table(plan.boundaries)
+    table = problem.table(plan.boundaries)
     found = {}
-    for row, one in enumerate(swarm.peers):
+    for row, one in enumerate(problem.peers):
         if (span := plan.spans.get(one.peer)) is not None:
             at = table.index_of(span)
             rate = float(table.rates[row, at])
-            found[one.peer] = Prediction(rate, rate == 0.0 or bool(table.recomputes[row, at]))
+            found[one.peer] = PredictedRate(rate, rate == 0.0 or bool(table.recomputes[row, at]))
     return found
 
 
-def no_place(swarm: Swarm, cut: Sequence[int]) -> str:
-    """Why the first peer of the swarm, alone in it, holds none of these stages, and what its owner may do."""
-    needs = swarm.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
+def explain_no_place(problem: PlanningProblem, cut: Sequence[int]) -> str:
+    """Why the only peer of the problem, holds none of these stages, and what its owner may do."""
+    needs = problem.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
     stage = int(np.argmin(needs))
-    if needs[stage] <= swarm.most_memory():
+    if needs[stage] <= problem.most_memory():
         return "the plan has no place for this machine now: it waits, and steps in where somebody is missing"
     return (
         f"this machine can hold no stage: the smallest, stage {stage} ({_layers(cut[stage], cut[stage + 1])}), takes "
-        f"{needs[stage] / 1e6:,.1f} MB of memory, and it has {swarm.most_memory() / 1e6:,.1f} MB to give: join again "
+        f"{needs[stage] / 1e6:,.1f} MB of memory, and it has {problem.most_memory() / 1e6:,.1f} MB to give: join again "
         f"with a larger --max-memory, or when other programs have ended"
     )
 
 
-def missing(swarm: Swarm, cut: Sequence[int], stages: Iterable[int]) -> Infeasible:
+def explain_infeasible(problem: PlanningProblem, cut: Sequence[int], stages: Iterable[int]) -> Infeasible:
     """That of these stages nobody can hold the largest one, or that those who can are too few."""
-    needs = swarm.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
+    needs = problem.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
     stage = max(stages, key=lambda one: (needs[one], -one))
     where = f"stage {stage} ({_layers(cut[stage], cut[stage + 1])})"
-    needed, most = f"{needs[stage] / 1e6:,.1f} MB", f"{swarm.most_memory() / 1e6:,.1f} MB"
-    if needs[stage] > swarm.most_memory():
+    needed, most = f"{needs[stage] / 1e6:,.1f} MB", f"{problem.most_memory() / 1e6:,.1f} MB"
+    if needs[stage] > problem.most_memory():
         return Infeasible(
             f"nobody can hold {where}: it takes {needed} of memory and the most that a peer has is {most}"
         )
     return Infeasible(
-        f"the {len(swarm.peers)} peers cannot hold all {len(cut) - 1} stages together: {where} alone takes {needed} "
+        f"the {len(problem.peers)} peers cannot hold all {len(cut) - 1} stages together: {where} alone takes {needed} "
         f"of memory, all of them {needs.sum() / 1e6:,.1f} MB; a peer more with {needed} or more is needed"
     )
 
@@ -129,23 +129,23 @@ def replan(
 
     Infeasible: some stage cannot be held by anybody; ask again when somebody comes, with the same ``previous``.
     """
-    swarm = Swarm(layers, peers, max_in_flight, optimizer_values)
-    if not swarm.peers:
+    problem = PlanningProblem(layers, peers, max_in_flight, optimizer_values)
+    if not problem.peers:
         return Infeasible("no peer is there that could hold a stage")
-    table = swarm.table(previous.boundaries)
-    before = as_choice(swarm, table, previous)
+    table = problem.table(previous.boundaries)
+    before = as_choice(problem, table, previous)
     homeless = before < 0
     choice: Indices | None = before
     if table.rate(before) <= 0:
-        choice = _refilled(swarm, table, before, rebalancing)
+        choice = _refilled(problem, table, before, rebalancing)
         if choice is None:
             # Of those that are empty now, what nobody can hold; else that they are too few for all.
             empty = [int(stage) for stage in np.flatnonzero(table.load(before) <= 0)]
-            return missing(swarm, previous.boundaries, empty)
+            return explain_infeasible(problem, previous.boundaries, empty)
     choice = assign(table, choice, homeless)
     if rebalancing is not None and _rested(rebalancing) and (choice[~homeless] == before[~homeless]).all():
         choice = _rebalanced(table, choice, ~homeless, rebalancing.gain)
-    return as_plan(swarm, table, choice)
+    return as_plan(problem, table, choice)
 
 
 def moved_between(before: StagePlan, after: StagePlan) -> frozenset[str]:
@@ -159,10 +159,12 @@ def _rested(rebalancing: Rebalancing) -> bool:
     return bool(rebalancing.now_s - last >= rebalancing.pause_s)
 
 
-def _refilled(swarm: Swarm, table: SpanTable, before: Indices, rebalancing: Rebalancing | None) -> Indices | None:
+def _refilled(
+    problem: PlanningProblem, table: SpanTable, before: Indices, rebalancing: Rebalancing | None
+) -> Indices | None:
     """With every stage held by somebody; None if that cannot be."""
-    tired = np.array([_is_tired(one.peer, rebalancing) for one in swarm.peers], dtype=np.bool_)
-    covering = cover(table, before, tired)
+    tired = np.array([_moved_recently(one.peer, rebalancing) for one in problem.peers], dtype=np.bool_)
+    covering = cover_empty_stages(table, before, tired)
     if covering is None:
         # Too many ways to try them all, or none.
         covering = assign(table)
@@ -171,7 +173,7 @@ def _refilled(swarm: Swarm, table: SpanTable, before: Indices, rebalancing: Reba
     return assign(table, covering, covering != before)
 
 
-def _is_tired(peer: str, rebalancing: Rebalancing | None) -> bool:
+def _moved_recently(peer: str, rebalancing: Rebalancing | None) -> bool:
     if rebalancing is None or peer not in rebalancing.moved_s:
         return False
     return rebalancing.now_s - rebalancing.moved_s[peer] < rebalancing.pause_s
@@ -195,7 +197,7 @@ def _rebalanced(table: SpanTable, choice: Indices, movable: Flags, gain: float) 
         at = int(after.argmax())
         if after[at] < best_after[0] or helps[at] == choice[peer]:
             continue
-        score = (float(after[at]), float(smooth_least(loads[at], 8 / after[at])))
+        score = (float(after[at]), float(smooth_minimum(loads[at], 8 / after[at])))
         if score > best_after:
             best, best_after = choice.copy(), score
             best[peer] = helps[at]
@@ -221,8 +223,8 @@ def plan_stages(
     """
     if stages is not None and not 1 <= stages <= len(layers):
         raise ValueError(f"{stages} stages cannot be cut from {len(layers)} layers")
-    swarm = Swarm(layers, peers, max_in_flight, optimizer_values)
-    search = Search(swarm)
+    problem = PlanningProblem(layers, peers, max_in_flight, optimizer_values)
+    search = PlanSearch(problem)
     numbers = [stages] if stages is not None else search.numbers()
     begun = {count: search.seed(count) for count in numbers}
     rates = {count: found[0].rate(found[1]) if found else 0.0 for count, found in begun.items()}
@@ -232,7 +234,7 @@ def plan_stages(
     if not good:
         return _why_not(search, stages)
     fastest = max(table.rate(choice) for table, choice in good)
-    return as_plan(swarm, *next(one for one in good if one[0].rate(one[1]) * CLEARLY >= fastest))
+    return as_plan(problem, *next(one for one in good if one[0].rate(one[1]) * CLEARLY >= fastest))
 
 
 def plan_rate(
@@ -244,15 +246,15 @@ def plan_rate(
     optimizer_values: int,
 ) -> float:
     """Micro-batches a second of the slowest stage. Peers that are not there, or cannot hold their span, give none."""
-    swarm = Swarm(layers, peers, max_in_flight, optimizer_values)
-    table = swarm.table(plan.boundaries)
-    return table.rate(as_choice(swarm, table, plan))
+    problem = PlanningProblem(layers, peers, max_in_flight, optimizer_values)
+    table = problem.table(plan.boundaries)
+    return table.rate(as_choice(problem, table, plan))
 
 
-def _why_not(search: Search, stages: int | None) -> Infeasible:
-    if not search.swarm.peers:
+def _why_not(search: PlanSearch, stages: int | None) -> Infeasible:
+    if not search.problem.peers:
         return Infeasible("no peer is there that could hold a stage")
-    count = search.swarm.layers if stages is None else stages
+    count = search.problem.layers if stages is None else stages
     cut = search.ranges.cuts(search.ranges.least_bytes, count, add=False)[1][-1]
     assert cut is not None
-    return missing(search.swarm, cut, range(count))
+    return explain_infeasible(search.problem, cut, range(count))

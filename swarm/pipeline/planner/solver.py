@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shoal.swarm.pipeline.planner.model import Flags, Floats, Indices, SpanTable, Swarm
+from shoal.swarm.pipeline.planner.model import Flags, Floats, Indices, PlanningProblem, SpanTable
 
 # Sharpness is counted in 1 / the rate that could be reached at best.
 SHARPNESS = tuple(float(one) for one in np.geomspace(0.3, 128, 24))
@@ -33,7 +33,7 @@ CEILING = 1e9
 """Of exponentials, so that their sums keep the small ones apart."""
 
 
-def prices(table: SpanTable, steps: int = 40) -> tuple[Floats, float]:
+def dual_prices(table: SpanTable, steps: int = 40) -> tuple[Floats, float]:
     """``(stages,)`` prices that add up to 1, and the upper bound of every assignment's rate that they prove.
 
     With prices w no assignment is faster than the sum over peers of their best span's rate times its price: the
@@ -67,7 +67,7 @@ def assign(table: SpanTable, start: Indices | None = None, movable: Flags | None
     choice = np.full(len(able), -1, dtype=np.int64) if start is None else start.copy()
     if not movable.any():
         return choice
-    _, bound = prices(table)
+    _, bound = dual_prices(table)
     # The strongest first: the weak ones then even out what these leave.
     order = [int(one) for one in np.argsort(-table.rates.max(axis=1), kind="stable") if movable[one]]
     best, best_rate = choice.copy(), table.rate(choice)
@@ -78,16 +78,16 @@ def assign(table: SpanTable, start: Indices | None = None, movable: Flags | None
             best, best_rate = choice.copy(), rate
             if rate >= CLOSE_ENOUGH * bound:
                 break
-    return with_everybody(table, best, movable)
+    return place_idle_peers(table, best, movable)
 
 
-def with_everybody(table: SpanTable, choice: Indices, movable: Flags) -> Indices:
+def place_idle_peers(table: SpanTable, choice: Indices, movable: Flags) -> Indices:
     """The same with a place for every movable peer that has none and can hold one: where it helps most."""
     choice = choice.copy()
     idle = [int(one) for one in np.flatnonzero((choice < 0) & movable & (table.rates.max(axis=1, initial=0.0) > 0))]
     if idle:
         idle.sort(key=lambda one: -float(table.rates[one].max()))
-        _sweep(table, choice, idle, SHARPNESS[-1] / _unit(table, choice))
+        _sweep(table, choice, idle, SHARPNESS[-1] / _rate_unit(table, choice))
     return choice
 
 
@@ -114,14 +114,14 @@ def _sweep(table: SpanTable, choice: Indices, order: list[int], scale: float) ->
         load[first[new] : stop[new]] += table.rates[peer, new]
 
 
-def in_pairs(table: SpanTable, start: Indices, effort: int = PAIR_EFFORT) -> Indices:
+def improve_in_pairs(table: SpanTable, start: Indices, effort: int = PAIR_EFFORT) -> Indices:
     """The same with pairs of peers moved, as long as that makes the slowest stages faster and effort is left."""
     choice = start.copy()
     for sharpness in PAIR_SHARPNESS:
         rate = table.rate(choice)
         if rate <= 0:
             break
-        pairs = _Pairs(table, sharpness / rate)
+        pairs = _PairSearch(table, sharpness / rate)
         while effort > 0:
             tried, better = pairs.improved(choice, effort)
             effort -= tried
@@ -131,7 +131,7 @@ def in_pairs(table: SpanTable, start: Indices, effort: int = PAIR_EFFORT) -> Ind
     return choice if table.rate(choice) >= table.rate(start) else start
 
 
-class _Pairs:
+class _PairSearch:
     """One peer moves to the slowest stage, and whoever gains most by it moves after it."""
 
     def __init__(self, table: SpanTable, scale: float) -> None:
@@ -188,13 +188,13 @@ class _Pairs:
         return float(np.exp(np.minimum(self._scale * (least - load), 600)).sum())
 
 
-def _unit(table: SpanTable, choice: Indices) -> float:
+def _rate_unit(table: SpanTable, choice: Indices) -> float:
     """The rate that sharpness is counted in."""
     rate = table.rate(choice)
     return rate if rate > 0 else max(float(table.rates.max(initial=0.0)), 1e-9)
 
 
-def smooth_least(load: Floats, scale: float) -> float:
+def smooth_minimum(load: Floats, scale: float) -> float:
     """A smooth minimum of ``(stages,)`` loads: it counts the second slowest stage a little, too."""
     least = float(load.min())
     return least - float(np.log(np.exp(scale * (least - load)).sum())) / scale
@@ -216,7 +216,7 @@ class Budget:
         return self.nodes >= 0
 
 
-def best_of(
+def branch_and_bound(
     tables: Iterable[SpanTable], found: tuple[SpanTable, Indices] | None, budget: Budget
 ) -> tuple[SpanTable, Indices] | None:
     """The fastest assignment to any of the tables, or what was ``found`` before if none is clearly faster.
@@ -224,17 +224,17 @@ def best_of(
     It is the best there is if the budget has nodes left afterwards.
     """
     rate = found[0].rate(found[1]) if found else 0.0
-    bounded = [(prices(table), table) for table in tables]
+    bounded = [(dual_prices(table), table) for table in tables]
     for (weights, bound), table in sorted(bounded, key=lambda one: (-one[0][1], one[1].boundaries)):
         if bound <= rate * MORE:
             break
-        choice = _Search(table, weights, rate, budget).run()
+        choice = _BranchAndBound(table, weights, rate, budget).run()
         if choice is not None:
             found, rate = (table, choice), table.rate(choice)
     return found
 
 
-class _Search:
+class _BranchAndBound:
     """Depth first over peers, the strongest first, and each one's spans."""
 
     def __init__(self, table: SpanTable, weights: Floats, rate: float, budget: Budget) -> None:
@@ -296,7 +296,7 @@ MOST_WAYS = 200
 """Ways to do it with equally few moves, of which the fastest is taken."""
 
 
-def cover(table: SpanTable, choice: Indices, tired: Flags | None = None) -> Indices | None:
+def cover_empty_stages(table: SpanTable, choice: Indices, tired: Flags | None = None) -> Indices | None:
     """``choice`` with the fewest peers that had a span moved such that no stage is empty.
 
     Among equally few moves: the fewest of the ``tired``, who have just moved; then the highest rate; then the first
@@ -306,7 +306,7 @@ def cover(table: SpanTable, choice: Indices, tired: Flags | None = None) -> Indi
     holders = np.zeros(table.stages, dtype=np.int64)
     for span in choice[choice >= 0]:
         holders[table.first[span] : table.last[span] + 1] += 1
-    search = _Cover(table, choice, Budget(NODES))
+    search = _CoverSearch(table, choice, Budget(NODES))
     for moves in range(int((choice >= 0).sum()) + 1):
         if search.budget.nodes <= 0:
             break
@@ -323,7 +323,7 @@ def cover(table: SpanTable, choice: Indices, tired: Flags | None = None) -> Indi
     return None
 
 
-class _Cover:
+class _CoverSearch:
     """Depth first: the first empty stage gets each peer that can take it, then the next one that is empty."""
 
     def __init__(self, table: SpanTable, start: Indices, budget: Budget) -> None:
@@ -389,15 +389,15 @@ CHAIN_PEERS = 48
 """Up to so many peers are tried as a chain in which each holds a piece of its own; more make replicas anyway."""
 
 
-class Ranges:
+class LayerRanges:
     """All ranges of layers, and how fast every peer would be as the holder of one."""
 
-    def __init__(self, swarm: Swarm) -> None:
-        self.layers = swarm.layers
-        starts, stops = np.triu_indices(swarm.layers + 1, k=1)
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.layers = problem.layers
+        starts, stops = np.triu_indices(problem.layers + 1, k=1)
         self.starts, self.stops = starts.astype(np.int64), stops.astype(np.int64)
-        self.rates, _ = swarm.stages(self.starts, self.stops)
-        self.least_bytes = swarm.least_bytes(self.starts, self.stops)
+        self.rates, _ = problem.stages(self.starts, self.stops)
+        self.least_bytes = problem.least_bytes(self.starts, self.stops)
         total = self.rates.sum(axis=0)
         # If peers shared their time among the stages, these fractions of it would add up to 1 / the plan's rate.
         self.cost = np.divide(1.0, total, out=np.full(len(total), np.inf), where=total > 0)
@@ -483,7 +483,7 @@ def _backwards(layers: int, origins: Sequence[Indices]) -> tuple[int, ...]:
     return (0, *reversed(cut))
 
 
-def neighbours(cut: tuple[int, ...], at: int) -> Iterator[tuple[int, ...]]:
+def shifted_cuts(cut: tuple[int, ...], at: int) -> Iterator[tuple[int, ...]]:
     """The cuts in which one boundary, not the first nor the last, lies elsewhere; near ones first."""
     low, high = cut[at - 1] + 1, cut[at + 1] - 1
     for place in sorted(range(low, high + 1), key=lambda one: (abs(one - cut[at]), one)):
@@ -508,18 +508,18 @@ EFFORT = 300_000
 inputs give equal plans."""
 
 
-class Search:
-    """Of one swarm, for any number of stages."""
+class PlanSearch:
+    """Search of one problem for any number of stages."""
 
-    def __init__(self, swarm: Swarm) -> None:
-        self.swarm = swarm
-        self.ranges = Ranges(swarm)
-        self.is_large = len(swarm.peers) >= LARGE
-        self.is_small = len(swarm.peers) <= EXACT_PEERS and swarm.layers <= EXACT_LAYERS
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem = problem
+        self.ranges = LayerRanges(problem)
+        self.is_large = len(problem.peers) >= LARGE
+        self.is_small = len(problem.peers) <= EXACT_PEERS and problem.layers <= EXACT_LAYERS
 
     def numbers(self) -> list[int]:
         """Of stages to try: all in a small swarm, else those that look best when peers share their time."""
-        peers, layers = len(self.swarm.peers), self.swarm.layers
+        peers, layers = len(self.problem.peers), self.problem.layers
         if self.is_small:
             return list(range(1, layers + 1))
         # The spans of so many peers begin and end at so many boundaries at most.
@@ -549,18 +549,18 @@ class Search:
 
     def refined(self, stages: int, found: Found | None, effort: int) -> Found | None:
         """The best there is in a small swarm, and as good as the effort allows in a large one."""
-        cuts = comb(self.swarm.layers - 1, stages - 1)
+        cuts = comb(self.problem.layers - 1, stages - 1)
         if found is not None:
             found = self._in_pairs(self._shifted(found, effort))
-        if cuts <= EXACT_CUTS and 0 < len(self.swarm.peers) <= EXACT_PEERS:
-            inner = combinations(range(1, self.swarm.layers), stages - 1)
-            tables = (self.swarm.table((0, *cut, self.swarm.layers)) for cut in inner)
-            found = best_of(tables, found, Budget(EXACT_NODES))
+        if cuts <= EXACT_CUTS and 0 < len(self.problem.peers) <= EXACT_PEERS:
+            inner = combinations(range(1, self.problem.layers), stages - 1)
+            tables = (self.problem.table((0, *cut, self.problem.layers)) for cut in inner)
+            found = branch_and_bound(tables, found, Budget(EXACT_NODES))
         return found
 
     def _seeds(self, stages: int) -> Iterable[tuple[tuple[int, ...], Indices | None]]:
         for cut, pieces in self.ranges.chains(stages):
-            choice = np.full(len(self.swarm.peers), -1, dtype=np.int64)
+            choice = np.full(len(self.problem.peers), -1, dtype=np.int64)
             for row, start, stop in pieces:
                 first, last = cut.index(start), cut.index(stop) - 1
                 choice[row] = first * stages - first * (first - 1) // 2 + last - first
@@ -574,9 +574,9 @@ class Search:
 
     def _better(self, cut: tuple[int, ...], found: Found | None, start: Indices | None = None) -> Found | None:
         """With this cut, if that is faster; what was found before otherwise."""
-        table = self.swarm.table(cut)
+        table = self.problem.table(cut)
         rate = found[0].rate(found[1]) if found else 0.0
-        _, bound = prices(table, steps=5)
+        _, bound = dual_prices(table, steps=5)
         if bound <= rate:
             return found
         if start is not None:
@@ -584,18 +584,18 @@ class Search:
             fits = (start >= 0) & (table.rates[np.arange(len(start)), start] > 0)
             start = np.where(fits, start, -1)
         choice = assign(table, start)
-        if table.rate(choice) <= 0 and found is None and (covering := cover(table, choice)) is not None:
+        if table.rate(choice) <= 0 and found is None and (covering := cover_empty_stages(table, choice)) is not None:
             choice = assign(table, covering)
         return (table, choice) if table.rate(choice) > rate else found
 
     def _in_pairs(self, found: Found) -> Found:
         table, choice = found
-        return table, in_pairs(table, choice)
+        return table, improve_in_pairs(table, choice)
 
     def _shifted(self, found: Found, effort: int) -> Found:
         """Shift single boundaries, those of the slowest stage first, as long as that helps and effort is left."""
         table, choice = found
-        each = 1_500 + len(self.swarm.peers) * (200 + table.rates.shape[1] // 2)
+        each = 1_500 + len(self.problem.peers) * (200 + table.rates.shape[1] // 2)
         improved = True
         while improved and effort >= each:
             improved = False
@@ -613,4 +613,4 @@ def _shifts(table: SpanTable, choice: Indices) -> Iterator[tuple[int, ...]]:
     load = table.load(choice)
     by_need = sorted(range(1, table.stages), key=lambda at: (min(load[at - 1], load[at]), at))
     for at in by_need:
-        yield from neighbours(table.boundaries, at)
+        yield from shifted_cuts(table.boundaries, at)

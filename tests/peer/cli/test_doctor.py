@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from shoal.peer.cli import doctor
 from shoal.peer.cli.cli import app
 from shoal.peer.cli.doctor import Diagnosis, advice, duration, examine, largest_span, report, size
-from shoal.peer.pipeline.profile import LayerMeasure, MeasuredModel
+from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
 from shoal.peer.training import device as capability
 from shoal.swarm.errors import DeviceError, RecipeError, RunFileError
 from shoal.swarm.pipeline.planner.model import LayerCost
@@ -39,14 +39,14 @@ micro_batch = 2
 def diagnosis(
     span: tuple[int, int] = (0, 3), limit_bytes: int | None = None, usable: int = 9 * 2**30, **changes: bool
 ) -> Diagnosis:
-    layers = tuple(LayerMeasure(kind, LayerCost(2**22, 2**20, 2**24), 0.25) for kind in "abb")
+    layers = tuple(LayerProfile(kind, LayerCost(2**22, 2**20, 2**24), 0.25) for kind in "abb")
     return Diagnosis(
         run="run",
         device=DeviceInfo(kind="cpu", name="x86_64 CPU, 2 threads", memory_bytes=10 * 2**30),
         usable_bytes=usable,
         limit_bytes=limit_bytes,
         precision="float32",
-        model=MeasuredModel(8, ("embedding", "blocks.0", "blocks.1"), layers),
+        model=ModelProfile(8, ("embedding", "blocks.0", "blocks.1"), layers),
         layer_bytes=(2**26,) * 3,
         span=span,
         has_numba=changes.get("has_numba", True),

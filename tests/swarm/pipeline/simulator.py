@@ -24,19 +24,19 @@ from shoal.swarm.pipeline.engine.effects import (
     Compute,
     ComputeBackward,
     ComputeForward,
-    Done,
     Drop,
     DropRound,
     Effect,
     Fetch,
     MicroBatch,
-    Note,
-    Offer,
+    MicroBatchDone,
+    PeerNote,
     Release,
     Reply,
     Send,
+    TensorOffer,
 )
-from shoal.swarm.pipeline.engine.engine import NextHop, Settings, Span, StageEngine
+from shoal.swarm.pipeline.engine.engine import EngineSettings, NextHop, StageEngine, StageSpan
 from shoal.swarm.pipeline.engine.routing import Router
 
 Tensor = tuple[str, MicroBatch, int]
@@ -112,8 +112,8 @@ class SimulatedPeer:
         first, last = world.spans[name]
         self.simulation, self.name, self.process = simulation, name, process
         self.router = simulation.make_router(name)
-        settings = Settings(world.stages, world.micro_batch, world.max_in_flight, world.retry_s, world.patience_s)
-        self.engine = StageEngine(Span(first, last), settings, self.router, first_number=process * 10**6)
+        settings = EngineSettings(world.stages, world.micro_batch, world.max_in_flight, world.retry_s, world.patience_s)
+        self.engine = StageEngine(StageSpan(first, last), settings, self.router, first_number=process * 10**6)
         self.span = range(first, last + 1)
         self.is_dead = self.is_frozen = False
         self.waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -141,7 +141,7 @@ class SimulatedPeer:
         effects = getattr(self.engine, method)(*arguments, self.simulation.now_s)
         self.execute(effects)
 
-    def receive_offer(self, offer: Offer, reply: Callable[[Answer], None]) -> None:
+    def receive_offer(self, offer: TensorOffer, reply: Callable[[Answer], None]) -> None:
         effects = self.engine.offered(offer, self.simulation.now_s)
         first = effects[0]
         assert isinstance(first, Reply)
@@ -167,7 +167,7 @@ class SimulatedPeer:
                     kept = self.tensors[effect.number][effect.kind]
                     assert kept[:2] == (effect.kind, effect.micro_batch)
                     self.simulation.send(self, effect)
-                case Note():
+                case PeerNote():
                     self.simulation.note(self, effect)
                 case Fetch():
                     self.tensors.setdefault(effect.job, {})
@@ -182,7 +182,7 @@ class SimulatedPeer:
                     self.tensors.clear()
                     self.accumulated = {stage: Counter() for stage in self.span}
                     self.computing_round_dropped = True
-                case Done():
+                case MicroBatchDone():
                     self.simulation.done[effect.micro_batch] += 1
                 case Reply():
                     raise AssertionError("an answer that nobody asked for")
@@ -351,15 +351,15 @@ class Simulation:
                 else:
                     self.after(delay_s, sender.do, end, "refused", answer)
 
-        offer = Offer(send.kind, sender.name, send.micro_batch, send.stage, send.attempt, send.number)
+        offer = TensorOffer(send.kind, sender.name, send.micro_batch, send.stage, send.attempt, send.number)
         receiver = self.peers[send.peer]
         for delay_s in self._ways():
             self.after(delay_s, receiver.do, receiver.receive_offer, offer, reply)
         self.after(self.world.request_s, sender.do, end, "send_failed")
 
-    def note(self, sender: SimulatedPeer, note: Note) -> None:
+    def note(self, sender: SimulatedPeer, note: PeerNote) -> None:
         receiver = self.peers[note.peer]
-        arriving = Note(note.kind, sender.name, note.micro_batch, note.stage, note.attempt)
+        arriving = PeerNote(note.kind, sender.name, note.micro_batch, note.stage, note.attempt)
         for delay_s in self._ways():
             self.after(delay_s, receiver.do, receiver.event, "noted", arriving)
 

@@ -24,15 +24,15 @@ from shoal.peer.member.member import Progress
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
-from shoal.peer.pipeline.tasks import LookUp, Made
+from shoal.peer.pipeline.tasks import AttentionTask, ComputeResult
 from shoal.peer.pipeline.tensor_io import Staging
-from shoal.peer.pipeline.training import Samples, SpanTraining
+from shoal.peer.pipeline.training import SpanTraining, TrainingSamples
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import Unreachable, WireError
-from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
+from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 from shoal.swarm.pipeline.engine.routing import Router
 from shoal.swarm.protocol.messages import (
     Acknowledged,
@@ -212,7 +212,7 @@ class Peer:
         stages = {stage: members[stage + 1] for stage in range(first, last + 1)}
         self.progress: Progress = members[0].progress
         everybody: Any = SimpleNamespace(run=members[0], stages=stages)
-        samples = Samples(RECIPE, DATA, ORDER)
+        samples = TrainingSamples(RECIPE, DATA, ORDER)
         shapes = StageShapes.of(RECIPE, LAYERED, BOUNDARIES, DATA.batch([0]), MICRO_BATCH)
         self.replicas: dict[int, Any] = {}
         held = []
@@ -229,7 +229,10 @@ class Peer:
 
         self.training = SpanTraining(held, self.replicas, samples, settings, took, is_last=last == STAGES - 1)
         engine = StageEngine(
-            Span(first, last), Settings(STAGES, MICRO_BATCH, 3, 0.25, PATIENCE_S), Router(name, PATIENCE_S), 0
+            StageSpan(first, last),
+            EngineSettings(STAGES, MICRO_BATCH, 3, 0.25, PATIENCE_S),
+            Router(name, PATIENCE_S),
+            0,
         )
         self.staging = Staging(device, get_codec("float32"))
         self.runner = StageRunner(everybody, engine, shapes, self.staging)
@@ -240,13 +243,13 @@ class Peer:
             tasks.create_task(self.runner.run())
             await asyncio.sleep(0)
             await self.runner.open_round(ROUND)
-            made: Made | None = None
+            made: ComputeResult | None = None
             while True:
                 task = self.runner.next_at_once(made)
                 self.runner.wake()
                 if task is None:
                     task = await self.runner.next_task()
-                if isinstance(task, LookUp):
+                if isinstance(task, AttentionTask):
                     assert self.may_look_up
                     self.looked_up.put_nowait(task.reason)
                     return

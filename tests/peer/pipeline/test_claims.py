@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.pipeline.claims import ClaimLine, DriveLine
+from shoal.peer.pipeline.claims import ClaimQueue, DriveRequests
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, MicroBatch, Release
 from shoal.swarm.protocol.messages import (
@@ -51,7 +51,7 @@ def claimed(asked: list[Claim | Release], granted: Ranges) -> tuple[list[Message
     async def main() -> tuple[list[Message], dict[MicroBatch, Ranges]]:
         heard: dict[MicroBatch, Ranges] = {}
         client: Any = Coordinator(answer)
-        line = ClaimLine(client, lambda of, ranges: heard.__setitem__(of.micro_batch, ranges))
+        line = ClaimQueue(client, lambda of, ranges: heard.__setitem__(of.micro_batch, ranges))
         for one in asked:
             line.put(one)
         running = asyncio.create_task(line.run())
@@ -92,7 +92,7 @@ def test_who_is_not_in_the_stage_any_more_is_granted_nothing() -> None:
 
         heard: list[Ranges] = []
         client: Any = Coordinator(refuse)
-        line = ClaimLine(client, lambda of, ranges: heard.append(ranges))
+        line = ClaimQueue(client, lambda of, ranges: heard.append(ranges))
         running = asyncio.create_task(line.run())
         line.put(Release(0, 1, ((4, 8),)))
         line.put(claim(0, 4))
@@ -116,7 +116,7 @@ def drive(*turns: tuple[AskToDrive, Ranges | None]) -> tuple[list[PeerToCoordina
             return CoordinatorToPeerLease(ranges=to_wire(held))
 
         client: Any = Coordinator(answer)
-        line = DriveLine(client)
+        line = DriveRequests(client)
         return client.asked, [await line.ask(ask) for ask, _ in turns]
 
     return run_virtual(main())

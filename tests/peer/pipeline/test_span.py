@@ -5,7 +5,7 @@ from typing import Any
 
 from shoal.peer.member.member import Progress
 from shoal.peer.pipeline.span import HeldSpan
-from shoal.swarm.pipeline.engine.engine import Span
+from shoal.swarm.pipeline.engine.engine import StageSpan
 
 
 class FakeNetwork:
@@ -20,5 +20,5 @@ def test_while_it_saves_them_nothing_of_them_counts_as_ready_for_the_next() -> N
     training: Any = SimpleNamespace(save=lambda: said.append((progress.prepared, progress.has_work)))
     network: Any = FakeNetwork()
     nothing: Any = None
-    HeldSpan(network, members, Span(1, 1), training, nothing, nothing).leave()
+    HeldSpan(network, members, StageSpan(1, 1), training, nothing, nothing).leave()
     assert said == [(0.0, False)]

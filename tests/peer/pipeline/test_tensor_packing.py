@@ -5,7 +5,7 @@ import torch
 
 from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.tensor_io import MAX_ELEMENTS, TensorForm, pack, unpack
+from shoal.peer.pipeline.tensor_io import MAX_ELEMENTS, TensorHeader, pack, unpack
 from shoal.swarm.errors import WireError
 
 FLOAT32, INT8 = get_codec("float32"), get_codec("int8")
@@ -18,7 +18,7 @@ def values(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(2, 5, 7), (3,), (1, 1), ()])
 def test_float32_is_exact(shape: tuple[int, ...]) -> None:
     given = values(*shape)
-    form = TensorForm.of(given)
+    form = TensorHeader.of(given)
     packed = pack(given, FLOAT32)
     assert packed.numel() == form.packed_bytes(FLOAT32) == 4 * given.numel()
     found = unpack(packed.numpy().tobytes(), form, FLOAT32)
@@ -28,7 +28,7 @@ def test_float32_is_exact(shape: tuple[int, ...]) -> None:
 
 def test_the_codec_is_the_runs() -> None:
     given = values(3, 40, 20)
-    form = TensorForm.of(given)
+    form = TensorHeader.of(given)
     packed = pack(given, INT8)
     assert packed.numel() == form.packed_bytes(INT8) < 0.27 * 4 * given.numel()
     found = unpack(packed, form, INT8)
@@ -40,7 +40,7 @@ def test_the_codec_is_the_runs() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_comes_back_as_it_was(dtype: torch.dtype) -> None:
     given = values(4, 6).to(dtype)
-    found = unpack(pack(given, FLOAT32), TensorForm.of(given), FLOAT32)
+    found = unpack(pack(given, FLOAT32), TensorHeader.of(given), FLOAT32)
     assert found.dtype == dtype
     assert torch.equal(found, given)
 
@@ -48,7 +48,7 @@ def test_half_precision_comes_back_as_it_was(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 def test_integers_travel_as_they_are_whatever_the_codec(dtype: torch.dtype) -> None:
     given = torch.randint(0, 100, (3, 7), generator=torch.Generator().manual_seed(1)).to(dtype)
-    form = TensorForm.of(given)
+    form = TensorHeader.of(given)
     packed = pack(given, INT8)
     assert packed.numel() == form.packed_bytes(INT8) == given.numel() * dtype.itemsize
     found = unpack(packed.numpy().tobytes(), form, INT8)
@@ -58,15 +58,15 @@ def test_integers_travel_as_they_are_whatever_the_codec(dtype: torch.dtype) -> N
 
 def test_any_memory_layout() -> None:
     given = values(6, 4).t()
-    assert torch.equal(unpack(pack(given, FLOAT32), TensorForm.of(given), FLOAT32), given)
+    assert torch.equal(unpack(pack(given, FLOAT32), TensorHeader.of(given), FLOAT32), given)
     numbers = torch.arange(12).view(3, 4).t()[1:]
-    assert torch.equal(unpack(pack(numbers, INT8), TensorForm.of(numbers), INT8), numbers)
+    assert torch.equal(unpack(pack(numbers, INT8), TensorHeader.of(numbers), INT8), numbers)
 
 
 @pytest.mark.parametrize("given", [torch.arange(6), torch.ones(6)])
 def test_nothing_is_shared(given: torch.Tensor) -> None:
     packed = pack(given, FLOAT32)
-    found = unpack(packed, TensorForm.of(given), FLOAT32)
+    found = unpack(packed, TensorHeader.of(given), FLOAT32)
     packed.zero_()
     assert bool(found[1:].all())
     assert bool(given[1:].all())
@@ -95,7 +95,7 @@ def test_what_is_not_finite_is_not_sent() -> None:
     ],
 )
 def test_hostile_sizes_are_errors_of_the_wire(shape: Any, dtype: str, match: str) -> None:
-    form = TensorForm(shape, dtype)
+    form = TensorHeader(shape, dtype)
     with pytest.raises(WireError, match=match) as refused:
         form.packed_bytes(INT8)
     assert len(str(refused.value)) < 500
@@ -107,19 +107,19 @@ def test_hostile_sizes_are_errors_of_the_wire(shape: Any, dtype: str, match: str
 @pytest.mark.parametrize("length", [0, 1, 23, 25, 1000])
 def test_bytes_of_another_length_are_errors_of_the_wire(dtype: str, length: int) -> None:
     with pytest.raises(WireError, match="cannot be unpacked"):
-        unpack(bytes(length), TensorForm((2, 3), dtype), FLOAT32)
+        unpack(bytes(length), TensorHeader((2, 3), dtype), FLOAT32)
 
 
 def test_values_that_are_not_finite_are_errors_of_the_wire() -> None:
     bad = torch.tensor([1.0, float("inf")]).view(torch.uint8)
     with pytest.raises(WireError, match="NaN or infinity"):
-        unpack(bad, TensorForm((2,), "float32"), FLOAT32)
+        unpack(bad, TensorHeader((2,), "float32"), FLOAT32)
 
 
 def test_what_the_receiver_expects() -> None:
-    form = TensorForm((2, 3), "float32")
+    form = TensorHeader((2, 3), "float32")
     form.check((2, 3))
     for wrong in (((2, 4), "float32"), ((3,), "float32"), ((2, 3), "int64"), ((2, 3), "float64")):
         with pytest.raises(WireError, match=r"expected \(2, 3\) float32 or bfloat16 or float16"):
-            TensorForm(*wrong).check((2, 3))
-    TensorForm((2, 3), "int64").check((2, 3), ["int64"])
+            TensorHeader(*wrong).check((2, 3))
+    TensorHeader((2, 3), "int64").check((2, 3), ["int64"])

@@ -15,11 +15,11 @@ from tests.swarm.pipeline.plan_cases import (
 )
 
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
-from shoal.swarm.pipeline.planner.model import Swarm as SpanRates
+from shoal.swarm.pipeline.planner.model import PlanningProblem as SpanRates
 from shoal.swarm.pipeline.planner.planner import plan_rate, plan_stages
-from shoal.swarm.pipeline.planner.solver import Budget, best_of
+from shoal.swarm.pipeline.planner.solver import Budget, branch_and_bound
 
-Swarm = tuple[Layers, list[PeerCapability]]
+PlanningProblem = tuple[Layers, list[PeerCapability]]
 
 MB = 1_000_000
 
@@ -48,7 +48,7 @@ def check(layers: Layers, peers: list[PeerCapability], plan: StagePlan) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(small_swarms())
-def test_small_swarms_get_the_fastest_plan(swarm: Swarm) -> None:
+def test_small_swarms_get_the_fastest_plan(swarm: PlanningProblem) -> None:
     layers, peers = swarm
     for stages in {min(2, len(layers)), min(3, len(layers))}:
         best = best_rate(layers, peers, stages)
@@ -63,19 +63,19 @@ def test_small_swarms_get_the_fastest_plan(swarm: Swarm) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(small_swarms())
-def test_the_exact_search_alone_finds_the_fastest_plan(swarm: Swarm) -> None:
+def test_the_exact_search_alone_finds_the_fastest_plan(swarm: PlanningProblem) -> None:
     layers, peers = swarm
     stages = min(3, len(layers))
     arrays = SpanRates(layers, peers, **LIMITS)
     budget = Budget(4_000)
-    found = best_of([arrays.table(cut) for cut in cuts(len(layers), stages)], None, budget)
+    found = branch_and_bound([arrays.table(cut) for cut in cuts(len(layers), stages)], None, budget)
     assert budget.nodes > 0
     assert (found[0].rate(found[1]) if found else 0.0) == pytest.approx(best_rate(layers, peers, stages))
 
 
 @settings(max_examples=60, deadline=None)
 @given(small_swarms(most_layers=4, most_peers=3))
-def test_auto_takes_the_fewest_stages_that_are_as_fast_as_any(swarm: Swarm) -> None:
+def test_auto_takes_the_fewest_stages_that_are_as_fast_as_any(swarm: PlanningProblem) -> None:
     layers, peers = swarm
     best = {stages: best_rate(layers, peers, stages) for stages in range(1, len(layers) + 1)}
     plan = plan_stages(layers, peers, stages=None, **LIMITS)

@@ -11,10 +11,10 @@ import torch
 
 from shoal.compression.registry import get_codec
 from shoal.peer.pipeline import peer as pipeline_peer
-from shoal.peer.pipeline.capability_updates import Showing
+from shoal.peer.pipeline.capability_updates import CapabilityUpdates
 from shoal.peer.pipeline.peer import PipelinePeer
-from shoal.peer.pipeline.profile import LayerMeasure, MeasuredModel
-from shoal.peer.pipeline.tasks import LookUp
+from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
+from shoal.peer.pipeline.tasks import AttentionTask
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.planner.model import LayerCost
@@ -77,9 +77,14 @@ class Side:
         self.peer._network = FakeNetwork()
         self.peer._connection = SimpleNamespace(peer="me", emit=lambda event, **_: None)
         self.peer._stopping, self.peer._memory_bytes, self.peer._device = False, 1000, torch.device("cpu")
-        self.peer._slowdown, self.peer._showing, self.peer._look_s, self.peer._telling = 1.0, Showing(), 0.0, None
+        self.peer._slowdown, self.peer._showing, self.peer._look_s, self.peer._telling = (
+            1.0,
+            CapabilityUpdates(),
+            0.0,
+            None,
+        )
         self.peer._said = ""
-        self.peer._measured = MeasuredModel(1, ("a",), (LayerMeasure("a", LayerCost(4, 4, 4), 0.1),))
+        self.peer._measured = ModelProfile(1, ("a",), (LayerProfile("a", LayerCost(4, 4, 4), 0.1),))
         self.peer._prepare = lambda: SimpleNamespace(staging=Staging(torch.device("cpu"), get_codec("int8")))
         self.peer._say_span = lambda held, boundaries: None
         self.peer._leave = lambda held: held.leave()
@@ -93,8 +98,8 @@ class Side:
             if visit in self.begins:
                 raise self.begins[visit]
 
-        def next_task(made: Any) -> LookUp:
-            return LookUp("moved")
+        def next_task(made: Any) -> AttentionTask:
+            return AttentionTask("moved")
 
         def leave() -> None:
             self.log.append(f"leaves {place.span.first}")

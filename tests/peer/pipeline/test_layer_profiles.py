@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.profile import Bench, LayerMeasure, measure_layers
+from shoal.peer.pipeline.profile import LayerProfile, ProfileSetup, profile_layers
 from shoal.swarm.errors import DeviceError
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ class Scaled(nn.Module):
         return given * self.weight * self.factor
 
 
-def measured(layers: Sequence[nn.Module], given: Tensor, bench: Bench | None = None) -> tuple[LayerMeasure, ...]:
+def measured(layers: Sequence[nn.Module], given: Tensor, bench: ProfileSetup | None = None) -> tuple[LayerProfile, ...]:
     """Checks that of each kind one layer is built."""
     built: list[int] = []
 
@@ -33,7 +33,9 @@ def measured(layers: Sequence[nn.Module], given: Tensor, bench: Bench | None = N
         built.append(number)
         return layers[number]
 
-    found = measure_layers([(one,) for one in layers], build, given, lambda output: output.sum(), bench or Bench(CPU))
+    found = profile_layers(
+        [(one,) for one in layers], build, given, lambda output: output.sum(), bench or ProfileSetup(CPU)
+    )
     kinds = [one.kind for one in found]
     assert built == [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     assert len(found) == len(layers)
@@ -93,14 +95,14 @@ def test_a_layer_of_the_same_kind_is_measured_again_at_another_shape() -> None:
 
 def test_outputs_count_as_they_are_sent() -> None:
     codec = get_codec("int8")
-    bench = Bench(CPU, sent_bytes=codec.packed_bytes)
+    bench = ProfileSetup(CPU, sent_bytes=codec.packed_bytes)
     found = measured([nn.Linear(8, 64)], torch.zeros(2, 8), bench)
     assert found[0].cost.activation_bytes == codec.packed_bytes(128) < 4 * 128
 
 
 def test_bfloat16_keeps_fewer_bytes() -> None:
     layers = [nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64)]
-    cast = Bench(CPU, lambda: torch.autocast("cpu", torch.bfloat16))
+    cast = ProfileSetup(CPU, lambda: torch.autocast("cpu", torch.bfloat16))
     plain = measured(layers, torch.ones(256, 64))[1].cost.kept_bytes
     assert measured(layers, torch.ones(256, 64), cast)[1].cost.kept_bytes < plain
 
@@ -135,8 +137,8 @@ def test_the_first_layer_makes_no_gradient_of_its_input_and_the_last_has_the_los
 
     layers = [Asks(8, 8) for _ in range(2)]
     given = torch.ones(3, 8)
-    found = measure_layers(
-        [(one,) for one in layers], layers.__getitem__, given, lambda output: output.square().sum(), Bench(CPU)
+    found = profile_layers(
+        [(one,) for one in layers], layers.__getitem__, given, lambda output: output.square().sum(), ProfileSetup(CPU)
     )
     half = len(wanted) // 2
     assert wanted == [False] * half + [True] * half

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm, moved, pack, unpack
+from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader, moved, pack, unpack
 from shoal.peer.training.device import autocast
 from shoal.swarm.errors import WireError
 
@@ -50,14 +50,14 @@ def test_bytes_and_values_are_those_of_the_cpu(device: torch.device, codec: str,
     staging, given = staging_on(device, codec), values().to(dtype)
     tail = torch.arange(5, dtype=torch.uint8)
     expected = pack(given, staging.codec)
-    on_device = Computed.here(given.to(device))
+    on_device = ComputedTensor.here(given.to(device))
     assert torch.equal(staging.packed(on_device), expected)
     assert torch.equal(staging.packed(on_device, tail), torch.cat([expected, tail]))
     room = staging.room(len(expected) + 3)
     room[: len(expected)] = expected
-    found = staging.unpacked(room[: len(expected)], TensorForm.of(given))
+    found = staging.unpacked(room[: len(expected)], TensorHeader.of(given))
     assert found.device.type == device.type
-    assert torch.equal(found.cpu(), unpack(expected, TensorForm.of(given), staging.codec))
+    assert torch.equal(found.cpu(), unpack(expected, TensorHeader.of(given), staging.codec))
 
 
 @devices
@@ -65,14 +65,16 @@ def test_what_is_packed_is_what_was_computed_before(device: torch.device, worker
     """Not what is there when the worker thread looks, nor after what has been begun since."""
     staging, given = staging_on(device), values()
     source = given.to(device)
-    staging.packed(Computed.here(source))  # kernels are loaded and memory is taken the first time, which takes longer
+    staging.packed(
+        ComputedTensor.here(source)
+    )  # kernels are loaded and memory is taken the first time, which takes longer
     with staging.computing():
         one = torch.zeros(SHAPE, device=device)
         keep_busy(device)
         one.copy_(source)
-        made = Computed.here(one)
+        made = ComputedTensor.here(one)
         keep_busy(device)
-        after = Computed.here(one)
+        after = ComputedTensor.here(one)
         packed = worker.submit(staging.packed, made).result()
         assert after.ready is None or not after.ready.query(), "it did not wait for what was begun since"
         assert torch.equal(packed, pack(given, staging.codec))
@@ -81,8 +83,8 @@ def test_what_is_packed_is_what_was_computed_before(device: torch.device, worker
 @devices
 def test_memory_that_is_still_read_is_not_given_out(device: torch.device, worker: ThreadPoolExecutor) -> None:
     staging, given = staging_on(device), [values(1), values(2)]
-    form = TensorForm.of(given[0])
-    packed = [staging.packed(Computed.here(one.to(device))) for one in given]
+    form = TensorHeader.of(given[0])
+    packed = [staging.packed(ComputedTensor.here(one.to(device))) for one in given]
     worker.submit(staging.unpacked, packed[1], form).result()  # memory that is there to be used again
     with staging.computing():
         arrived = worker.submit(staging.unpacked, packed[0], form).result()
@@ -96,11 +98,11 @@ def test_memory_that_is_still_read_is_not_given_out(device: torch.device, worker
 
 @devices
 def test_host_memory_is_pinned_for_a_gpu_and_used_again(device: torch.device, worker: ThreadPoolExecutor) -> None:
-    staging, form, in_flight = staging_on(device), TensorForm(SHAPE, "float32"), 3
+    staging, form, in_flight = staging_on(device), TensorHeader(SHAPE, "float32"), 3
     on_gpu = device.type == "cuda"
     given, parcels, places = values().to(device), [], set()
     for _ in range(50):
-        parcels.append(worker.submit(staging.packed, Computed.here(given)).result())
+        parcels.append(worker.submit(staging.packed, ComputedTensor.here(given)).result())
         room = staging.room(form.packed_bytes(staging.codec)).copy_(parcels[-1])
         assert torch.equal(worker.submit(staging.unpacked, room, form).result(), given)
         assert parcels[-1].is_pinned() == room.is_pinned() == on_gpu
@@ -113,15 +115,15 @@ def test_host_memory_is_pinned_for_a_gpu_and_used_again(device: torch.device, wo
 @devices
 def test_after_an_error_all_goes_on(device: torch.device, worker: ThreadPoolExecutor) -> None:
     staging, given = staging_on(device, "int8"), values()
-    form, expected = TensorForm.of(given), pack(given, get_codec("int8"))
+    form, expected = TensorHeader.of(given), pack(given, get_codec("int8"))
     for _ in range(3):
         with pytest.raises(CodecError):
-            worker.submit(staging.packed, Computed.here(torch.full(SHAPE, torch.nan, device=device))).result()
+            worker.submit(staging.packed, ComputedTensor.here(torch.full(SHAPE, torch.nan, device=device))).result()
         with pytest.raises(WireError):
             worker.submit(staging.unpacked, torch.full_like(expected, 255), form).result()
         with pytest.raises(WireError):
             worker.submit(staging.unpacked, expected[:-4], form).result()
-        assert torch.equal(worker.submit(staging.packed, Computed.here(given.to(device))).result(), expected)
+        assert torch.equal(worker.submit(staging.packed, ComputedTensor.here(given.to(device))).result(), expected)
 
 
 @devices
@@ -153,7 +155,7 @@ def test_moving_does_not_wait_for_what_was_begun(device: torch.device) -> None:
     given = torch.arange(2.0**21)  # so much that the driver would not take a copy of its own
     for is_measured in (False, True):  # memory is taken the first time, which waits
         keep_busy(device)
-        begun = Computed.here(torch.zeros(1, device=device))
+        begun = ComputedTensor.here(torch.zeros(1, device=device))
         found = moved(given, device)
         assert not is_measured or begun.ready is None or not begun.ready.query()
         assert torch.equal(found.cpu(), given)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.peer.pipeline.capability_updates import RealSpeed, Showing
+from shoal.peer.pipeline.capability_updates import CapabilityUpdates, SpeedEstimate
 from shoal.swarm.pipeline.planner.model import PeerCapability
 
 LOOK_S = 15
@@ -17,7 +17,7 @@ def one(seconds: float = 1.0, bandwidth_bps: float = 1e8, rtt_s: float = 0.02) -
 
 def told(trace: Callable[[int], PeerCapability]) -> list[int]:
     """The moments at which it is shown after the first one."""
-    showing = Showing()
+    showing = CapabilityUpdates()
     showing.shown(trace(0), 0.0, is_guess=False)
     moments = []
     for now_s in HOUR:
@@ -56,7 +56,7 @@ def test_small_round_trips_are_all_the_same() -> None:
 
 
 def test_a_bandwidth_that_was_guessed_is_put_right_at_once() -> None:
-    showing = Showing()
+    showing = CapabilityUpdates()
     showing.shown(one(), 0.0, is_guess=True)
     assert not showing.is_due(one(bandwidth_bps=1e9), 15.0, is_guess=True), "still a guess"
     assert not showing.is_due(one(bandwidth_bps=1.2e8), 15.0, is_guess=False), "the guess was good"
@@ -69,7 +69,7 @@ def test_a_bandwidth_that_was_guessed_is_put_right_at_once() -> None:
 
 
 def test_the_real_speed_is_the_usual_micro_batchs() -> None:
-    speed = RealSpeed({0: 3.0, 1: 1.0}.__getitem__)
+    speed = SpeedEstimate({0: 3.0, 1: 1.0}.__getitem__)
     for number in range(7):
         speed.took(number % 2, 6.0 if number % 2 == 0 else 2.0)
     assert speed.factor is None, "too few"
@@ -81,7 +81,7 @@ def test_the_real_speed_is_the_usual_micro_batchs() -> None:
 
 
 def test_layers_that_take_no_time_say_nothing() -> None:
-    speed = RealSpeed(lambda stage: 0.0)
+    speed = SpeedEstimate(lambda stage: 0.0)
     for _ in range(10):
         speed.took(0, 1.0)
     assert speed.factor is None

@@ -11,8 +11,8 @@ from tests.peer.devices import CPU, devices
 from torch import Tensor
 
 from shoal.compression.registry import get_codec
-from shoal.peer.pipeline.tensor_io import Computed, Staging, TensorForm
-from shoal.peer.pipeline.tensor_store import CHUNK_BYTES, Parcel, StageTensors, wire_form
+from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader
+from shoal.peer.pipeline.tensor_store import CHUNK_BYTES, Parcel, TensorStore, wire_form
 from shoal.swarm.errors import LinkError, WireError
 from shoal.swarm.pipeline.engine.effects import Fetch, MicroBatch, TensorKind
 from shoal.swarm.protocol.messages import Blob, PeerToPeerOfferTensor
@@ -21,12 +21,12 @@ MICRO_BATCH = MicroBatch(3, 8, 12)
 JOB, THEIRS = 7, 99
 
 
-def pair(device: torch.device = CPU) -> tuple[StageTensors, StageTensors, Any]:
+def pair(device: torch.device = CPU) -> tuple[TensorStore, TensorStore, Any]:
     """Two peers, ``a`` and ``b``, and the endpoint of the first."""
     network = MemoryNetwork()
     staging = Staging(device, get_codec("float32"))
     first = network.endpoint("a")
-    return StageTensors(first, staging), StageTensors(network.endpoint("b"), staging), first
+    return TensorStore(first, staging), TensorStore(network.endpoint("b"), staging), first
 
 
 def offer(parcel: Parcel, kind: TensorKind = "activation", **changes: Any) -> PeerToPeerOfferTensor:
@@ -51,16 +51,16 @@ def fetch(kind: TensorKind = "activation") -> Fetch:
     return Fetch(kind, "a", JOB, THEIRS, MICRO_BATCH, 1)
 
 
-async def parcel_of(tensors: StageTensors, kind: TensorKind = "activation") -> Parcel:
+async def parcel_of(tensors: TensorStore, kind: TensorKind = "activation") -> Parcel:
     parcel = await tensors.parcel(JOB, kind)
     assert parcel is not None
     return parcel
 
 
-def made(values: int, device: torch.device = CPU) -> tuple[Computed, Tensor]:
+def made(values: int, device: torch.device = CPU) -> tuple[ComputedTensor, Tensor]:
     generator = torch.Generator().manual_seed(values)
     activation = torch.randn(4, values, generator=generator).to(device)
-    return Computed.here(activation), torch.randint(0, 256, (4, 5), generator=generator)
+    return ComputedTensor.here(activation), torch.randint(0, 256, (4, 5), generator=generator)
 
 
 @pytest.mark.parametrize("values", [3, CHUNK_BYTES // 16, CHUNK_BYTES // 16 + 1, CHUNK_BYTES])
@@ -90,7 +90,7 @@ def test_targets_go_on_with_what_is_made_of_the_activation() -> None:
         theirs.made(THEIRS, "activation", activation)
         parcel = await theirs.parcel(THEIRS, "activation")
         assert parcel is not None
-        assert parcel.targets == TensorForm.of(targets)
+        assert parcel.targets == TensorHeader.of(targets)
 
     run_virtual(main())
 
@@ -101,7 +101,7 @@ def test_a_gradient_takes_the_place_of_the_activation() -> None:
         activation, targets = made(3)
         ours.made(JOB, "activation", activation, targets)
         await parcel_of(ours)
-        ours.made(JOB, "gradient", Computed.here(2 * activation.tensor))
+        ours.made(JOB, "gradient", ComputedTensor.here(2 * activation.tensor))
         parcel = await parcel_of(ours, "gradient")
         assert parcel.targets is None
         assert list(endpoint.blobs) == [Blob(kind="gradient", number=JOB)]
@@ -151,7 +151,7 @@ def test_what_is_dropped_cannot_be_fetched_any_more() -> None:
         ({"dtype": "int64"}, "expected"),
         ({"size_bytes": 49}, "expected 48"),
         ({"targets": None}, "targets"),
-        ({"targets": wire_form(TensorForm((4, 6), "int64"))}, "targets"),
+        ({"targets": wire_form(TensorHeader((4, 6), "int64"))}, "targets"),
     ],
 )
 def test_what_is_not_expected_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -160,9 +160,9 @@ def test_what_is_not_expected_is_refused(changes: dict[str, Any], says: str) -> 
         activation, targets = made(3)
         ours.made(JOB, "activation", activation, targets)
         parcel = await parcel_of(ours)
-        theirs.check(offer(parcel), (4, 3), TensorForm.of(targets))
+        theirs.check(offer(parcel), (4, 3), TensorHeader.of(targets))
         with pytest.raises(WireError, match=says):
-            theirs.check(offer(parcel, **changes), (4, 3), TensorForm.of(targets))
+            theirs.check(offer(parcel, **changes), (4, 3), TensorHeader.of(targets))
 
     run_virtual(main())
 

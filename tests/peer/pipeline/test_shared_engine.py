@@ -6,9 +6,9 @@ import threading
 from tests.swarm.pipeline.turns import Turns
 
 from shoal.peer.pipeline.runner import SharedEngine
-from shoal.peer.pipeline.tasks import Made
-from shoal.swarm.pipeline.engine.effects import Compute, ComputeForward, Effect, Fetch, MicroBatch, Offer, Send
-from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
+from shoal.peer.pipeline.tasks import ComputeResult
+from shoal.swarm.pipeline.engine.effects import Compute, ComputeForward, Effect, Fetch, MicroBatch, Send, TensorOffer
+from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 
 ROUND = 3
 
@@ -17,8 +17,8 @@ class Side:
     """The middle one of three stages, in its loop. ``done``: in this order; ``begun``: by the training thread."""
 
     def __init__(self) -> None:
-        self.engine = StageEngine(Span(1, 1), Settings(3, 2, 4, 2.0, 30.0), Turns(30.0, 2.0))
-        self.done: list[Effect | Made] = []
+        self.engine = StageEngine(StageSpan(1, 1), EngineSettings(3, 2, 4, 2.0, 30.0), Turns(30.0, 2.0))
+        self.done: list[Effect | ComputeResult] = []
         self.begun: list[Compute] = []
         self.shared = SharedEngine(self.engine, self.done.extend, self.begun.append)
         self.shared.open()
@@ -28,7 +28,7 @@ class Side:
     def arrive(self, index: int) -> None:
         """A micro-batch's input."""
         micro_batch = MicroBatch(ROUND, 2 * index, 2 * index + 2)
-        assert self.shared.offered(Offer("activation", "up", micro_batch, 1, 1, index)) == "accepted"
+        assert self.shared.offered(TensorOffer("activation", "up", micro_batch, 1, 1, index)) == "accepted"
         (fetch,) = [one for one in self.done if isinstance(one, Fetch) and one.micro_batch == micro_batch]
         self.shared.tell(self.engine.tensor_arrived, fetch)
 
@@ -36,7 +36,7 @@ class Side:
         """As the training thread does: from one computation to the next."""
         (compute,) = [one for one in self.done if isinstance(one, ComputeForward)]
         for number in range(micro_batches):
-            self.shared.hand_in(Made(compute))
+            self.shared.hand_in(ComputeResult(compute))
             compute = self.begun[number] if number < len(self.begun) else compute
 
 
@@ -47,7 +47,7 @@ def test_the_next_computation_waits_for_no_turn_of_the_loop() -> None:
         side.arrive(1)
         before = list(side.done)
         (first,) = [one for one in before if isinstance(one, ComputeForward)]
-        side.shared.hand_in(Made(first))
+        side.shared.hand_in(ComputeResult(first))
         assert [one.micro_batch.start for one in side.begun] == [2]
         assert side.done == before, "the loop has not had a turn"
 
@@ -65,7 +65,7 @@ def test_what_follows_from_what_is_handed_in_is_done_before_anything_newer() -> 
         thread.join()
         side.arrive(1)
         kinds = [type(one) for one in side.done]
-        assert kinds == [Fetch, ComputeForward, Made, Send, Fetch, ComputeForward]
+        assert kinds == [Fetch, ComputeForward, ComputeResult, Send, Fetch, ComputeForward]
         running.cancel()
 
     asyncio.run(main())

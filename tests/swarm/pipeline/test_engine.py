@@ -13,20 +13,20 @@ from shoal.swarm.pipeline.engine.effects import (
     Compute,
     ComputeBackward,
     ComputeForward,
-    Done,
     Drop,
     DropRound,
     Effect,
     Fetch,
     MicroBatch,
-    Note,
-    Offer,
+    MicroBatchDone,
+    PeerNote,
     Release,
     Reply,
     Send,
+    TensorOffer,
 )
-from shoal.swarm.pipeline.engine.engine import Settings, Span, StageEngine
-from shoal.swarm.pipeline.engine.micro_batch_source import cut
+from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
+from shoal.swarm.pipeline.engine.micro_batch_source import cut_micro_batches
 from shoal.swarm.sample_ranges import Ranges
 
 ROUND = 5
@@ -42,18 +42,18 @@ def as_range(micro_batch: MicroBatch) -> Ranges:
     return [(micro_batch.start, micro_batch.stop)]
 
 
-def activation(index: int, sender: str = "up", attempt: int = 1, stage: int = 1, number: int = 7) -> Offer:
-    return Offer("activation", sender, batch(index), stage, attempt, number)
+def activation(index: int, sender: str = "up", attempt: int = 1, stage: int = 1, number: int = 7) -> TensorOffer:
+    return TensorOffer("activation", sender, batch(index), stage, attempt, number)
 
 
 class Peer:
     """An engine whose effects are collected, and short ways to bring it somewhere."""
 
     def __init__(self, first: int = 1, last: int = 1, stages: int = 3, in_flight: int = 2, begin: bool = True) -> None:
-        settings = Settings(stages, 2, in_flight, RETRY_S, PATIENCE_S)
+        settings = EngineSettings(stages, 2, in_flight, RETRY_S, PATIENCE_S)
         self.stage = first
         self.router = Turns(PATIENCE_S, RETRY_S)
-        self.engine = StageEngine(Span(first, last), settings, self.router, first_number=100)
+        self.engine = StageEngine(StageSpan(first, last), settings, self.router, first_number=100)
         self.now_s = 0.0
         self.last: list[Effect] = []
         self.all: list[Effect] = []
@@ -79,7 +79,7 @@ class Peer:
     def ever(self, kind: type[T]) -> list[T]:
         return [effect for effect in self.all if isinstance(effect, kind)]
 
-    def answer(self, offer: Offer) -> str:
+    def answer(self, offer: TensorOffer) -> str:
         self.do("offered", offer)
         return self.only(Reply).answer
 
@@ -104,8 +104,8 @@ class Peer:
         return self.do("tensor_arrived", fetch)
 
     @staticmethod
-    def gradient_of(sent: Send) -> Offer:
-        return Offer("gradient", sent.peer, sent.micro_batch, sent.stage - 1, sent.attempt, 55)
+    def gradient_of(sent: Send) -> TensorOffer:
+        return TensorOffer("gradient", sent.peer, sent.micro_batch, sent.stage - 1, sent.attempt, 55)
 
     def backward(self, index: int) -> Send:
         """All the way, until the gradient is offered to the one before."""
@@ -126,12 +126,12 @@ def test_a_micro_batch_goes_forward_and_back() -> None:
     assert sent == Send("activation", "down", batch(0), 2, 1, 100)
     peer.gradient(sent)
     assert peer.only(ComputeBackward).accumulate == {1}
-    assert peer.ever(Note) == [Note("taken", "down", batch(0), 2, 1)]
+    assert peer.ever(PeerNote) == [PeerNote("taken", "down", batch(0), 2, 1)]
     peer.do("computed", peer.only(ComputeBackward))
     assert peer.last == [Send("gradient", "up", batch(0), 0, 1, 100)]
     assert peer.engine.kept_activations == 0
     assert peer.engine.kept_gradients == 1
-    peer.do("noted", Note("taken", "up", batch(0), 1, 1))
+    peer.do("noted", PeerNote("taken", "up", batch(0), 1, 1))
     assert peer.last == [Drop(100)]
     assert peer.engine.kept_gradients == 0
     assert peer.engine.counted(1) == as_range(batch(0))
@@ -147,9 +147,9 @@ def test_more_than_max_in_flight_is_busy_until_there_is_room() -> None:
     assert peer.answer(activation(2, sender="left")) == "busy"
     peer.do("computed", peer.ever(ComputeForward)[-1])
     peer.gradient(sent)
-    assert not peer.some(Note)[1:]
+    assert not peer.some(PeerNote)[1:]
     peer.do("computed", peer.only(ComputeBackward))
-    assert [(note.kind, note.peer) for note in peer.some(Note)] == [("room", "left")]
+    assert [(note.kind, note.peer) for note in peer.some(PeerNote)] == [("slot_free", "left")]
     # The place is held for the one who waited, but not for ever.
     assert peer.answer(activation(3)) == "busy"
     assert peer.answer(activation(2, sender="left", attempt=2)) == "accepted"
@@ -177,7 +177,7 @@ def test_the_same_offer_twice_is_answered_the_same_and_done_once(full: bool) -> 
     assert first == ("busy" if full else "accepted")
     before = len(peer.ever(Fetch))
     if full:
-        peer.do("noted", Note("cancel", "up", batch(5), 1, 1))
+        peer.do("noted", PeerNote("cancel", "up", batch(5), 1, 1))
     assert peer.answer(activation(0)) == first
     assert len(peer.ever(Fetch)) == before
 
@@ -185,7 +185,7 @@ def test_the_same_offer_twice_is_answered_the_same_and_done_once(full: bool) -> 
 def test_an_offer_that_arrives_once_more_after_all_is_done_costs_nothing() -> None:
     peer = Peer()
     peer.backward(0)
-    peer.do("noted", Note("taken", "up", batch(0), 1, 1))
+    peer.do("noted", PeerNote("taken", "up", batch(0), 1, 1))
     assert peer.answer(activation(0)) == "accepted"
     assert not peer.some(Fetch)
     assert peer.engine.kept_activations == 0
@@ -207,7 +207,7 @@ def test_the_same_micro_batch_from_another_stage_waits() -> None:
     peer = Peer(first=1, last=2, stages=4)
     peer.arrive(0)
     assert peer.answer(activation(0, sender="left", stage=2)) == "busy"
-    assert not peer.some(Note)  # a place would not help
+    assert not peer.some(PeerNote)  # a place would not help
 
 
 def test_stages_that_we_do_not_hold_are_refused() -> None:
@@ -223,15 +223,15 @@ def test_other_rounds_are_refused() -> None:
     assert peer.answer(activation(0)) == "outdated"
     peer.do("round_opened", ROUND + 1)
     assert peer.answer(activation(0, attempt=2)) == "outdated"
-    assert peer.answer(Offer("gradient", "down", batch(0), 1, 1, 1)) == "outdated"
-    assert peer.answer(Offer("activation", "up", batch(0, ROUND + 2), 1, 1, 1)) == "busy"
+    assert peer.answer(TensorOffer("gradient", "down", batch(0), 1, 1, 1)) == "outdated"
+    assert peer.answer(TensorOffer("activation", "up", batch(0, ROUND + 2), 1, 1, 1)) == "busy"
 
 
 def test_an_input_that_cannot_be_fetched_is_given_back() -> None:
     peer = Peer()
     peer.answer(activation(0))
     peer.do("fetch_failed", peer.only(Fetch))
-    assert peer.some(Note) == [Note("abandoned", "up", batch(0), 0, 1)]
+    assert peer.some(PeerNote) == [PeerNote("abandoned", "up", batch(0), 0, 1)]
     assert peer.some(Drop) == [Drop(100)]
     assert peer.engine.kept_activations == 0
     assert peer.answer(activation(0, attempt=2)) == "accepted"
@@ -330,8 +330,8 @@ def test_a_part_of_a_micro_batch_goes_back_and_it_passes_through() -> None:
 def test_what_counted_here_counts_no_second_time() -> None:
     peer = Peer()
     peer.backward(0)
-    peer.do("noted", Note("taken", "up", batch(0), 1, 1))
-    for again in (activation(0, attempt=2), Offer("activation", "up", MicroBatch(ROUND, 1, 3), 1, 1, 7)):
+    peer.do("noted", PeerNote("taken", "up", batch(0), 1, 1))
+    for again in (activation(0, attempt=2), TensorOffer("activation", "up", MicroBatch(ROUND, 1, 3), 1, 1, 7)):
         peer.answer(again)
         peer.do("tensor_arrived", peer.only(Fetch))
         peer.do("computed", peer.only(ComputeForward))
@@ -350,7 +350,7 @@ def test_overlapping_micro_batches_under_way_do_not_both_count() -> None:
     peer.arrive(0)
     assert peer.only(Claim) == Claim(2, batch(0))
     running = peer.only(ComputeForward)
-    peer.answer(Offer("activation", "up", MicroBatch(ROUND, 1, 3), 2, 1, 7))
+    peer.answer(TensorOffer("activation", "up", MicroBatch(ROUND, 1, 3), 2, 1, 7))
     peer.do("tensor_arrived", peer.only(Fetch))
     peer.do("computed", running)
     assert peer.only(ComputeForward).micro_batch.start == 1
@@ -361,7 +361,7 @@ def test_an_abandoned_micro_batch_releases_its_claim() -> None:
     peer = Peer(first=2, last=2)
     peer.arrive(0)
     peer.do("claim_answered", peer.only(Claim), as_range(batch(0)))
-    peer.do("noted", Note("cancel", "up", batch(0), 2, 1))
+    peer.do("noted", PeerNote("cancel", "up", batch(0), 2, 1))
     assert peer.last == [Release(2, ROUND, ((0, 2),)), Drop(100)]
     assert peer.engine.kept_activations == 0
 
@@ -370,7 +370,7 @@ def test_a_claim_that_is_granted_after_all_is_given_up_goes_back() -> None:
     peer = Peer(first=2, last=2)
     peer.arrive(0)
     claim = peer.only(Claim)
-    peer.do("noted", Note("cancel", "up", batch(0), 2, 1))
+    peer.do("noted", PeerNote("cancel", "up", batch(0), 2, 1))
     assert not peer.some(Release)
     peer.do("claim_answered", claim, as_range(batch(0)))
     assert peer.last == [Release(2, ROUND, ((0, 2),))]
@@ -380,7 +380,7 @@ def test_a_claim_under_way_serves_the_next_attempt() -> None:
     peer = Peer(first=2, last=2)
     peer.arrive(0)
     claim, running = peer.only(Claim), peer.only(ComputeForward)
-    peer.do("noted", Note("cancel", "up", batch(0), 2, 1))
+    peer.do("noted", PeerNote("cancel", "up", batch(0), 2, 1))
     peer.answer(activation(0, stage=2, attempt=2))
     fetch = peer.only(Fetch)
     peer.do("tensor_arrived", fetch)
@@ -448,7 +448,7 @@ def test_a_silent_next_hop_costs_a_resend_and_is_told() -> None:
     sent = peer.forward(0)
     peer.now_s += PATIENCE_S
     peer.do("tick")
-    assert peer.some(Note) == [Note("cancel", "down", batch(0), 2, 1)]
+    assert peer.some(PeerNote) == [PeerNote("cancel", "down", batch(0), 2, 1)]
     again = peer.only(Send)
     assert (again.peer, again.attempt) == ("other", 2)
     peer.do("offered", peer.gradient_of(sent))
@@ -461,7 +461,7 @@ def test_the_only_next_hop_is_asked_again() -> None:
     sent = peer.forward(0)
     peer.now_s += PATIENCE_S
     peer.do("tick")
-    assert not peer.some(Note)
+    assert not peer.some(PeerNote)
     again = peer.only(Send)
     assert (again.peer, again.attempt) == ("down", 2)
     peer.gradient(sent)  # it was slow, and its first answer is as good
@@ -478,7 +478,7 @@ def test_what_one_replica_does_not_take_goes_to_another(how: str) -> None:
         case "send_failed":
             peer.do("send_failed", sent)
         case "abandoned":
-            peer.do("noted", Note("abandoned", "down", batch(0), 1, 1))
+            peer.do("noted", PeerNote("abandoned", "down", batch(0), 1, 1))
         case "moved":
             peer.do("replicas_changed", 2, {"other": None})
     again = peer.only(Send)
@@ -492,7 +492,7 @@ def test_where_all_are_full_it_waits_for_room_or_a_while() -> None:
     peer.do("refused", peer.forward(0), "busy")
     peer.do("refused", peer.only(Send), "busy")
     assert not peer.last
-    peer.do("noted", Note("room", "down", batch(0), 2, 0))
+    peer.do("noted", PeerNote("slot_free", "down", batch(0), 2, 0))
     assert peer.only(Send).peer == "down"
     peer.do("refused", peer.only(Send), "busy")
     peer.now_s += RETRY_S
@@ -513,7 +513,7 @@ def test_room_at_a_stranger_is_no_room() -> None:
     peer = Peer()
     peer.do("refused", peer.forward(0), "busy")
     peer.do("refused", peer.only(Send), "busy")
-    peer.do("noted", Note("room", "stranger", batch(0), 2, 0))
+    peer.do("noted", PeerNote("slot_free", "stranger", batch(0), 2, 0))
     assert not peer.last
 
 
@@ -546,18 +546,18 @@ def test_a_gradient_that_cannot_be_fetched_is_asked_of_another() -> None:
 def test_who_gives_up_downstream_work_says_so() -> None:
     peer = Peer()
     peer.forward(0)
-    peer.do("noted", Note("cancel", "up", batch(0), 1, 1))
-    assert peer.some(Note) == [Note("cancel", "down", batch(0), 2, 1)]
+    peer.do("noted", PeerNote("cancel", "up", batch(0), 1, 1))
+    assert peer.some(PeerNote) == [PeerNote("cancel", "down", batch(0), 2, 1)]
     assert peer.some(Drop) == [Drop(100)]
     assert peer.answer(activation(0)) == "outdated"
 
 
 def test_a_cancel_that_overtakes_its_offer_holds() -> None:
     peer = Peer()
-    peer.do("noted", Note("cancel", "up", batch(0), 1, 1))
+    peer.do("noted", PeerNote("cancel", "up", batch(0), 1, 1))
     assert peer.answer(activation(0)) == "outdated"
     assert peer.answer(activation(0, attempt=2)) == "accepted"
-    peer.do("noted", Note("cancel", "up", batch(0), 1, 1))
+    peer.do("noted", PeerNote("cancel", "up", batch(0), 1, 1))
     assert peer.engine.kept_activations == 1
 
 
@@ -573,7 +573,7 @@ def test_a_counted_gradient_waits_for_the_micro_batch_to_come_again() -> None:
     assert peer.answer(activation(0, sender="heir")) == "accepted"
     assert peer.only(Send) == Send("gradient", "heir", batch(0), 0, 1, 100)
     assert not peer.some(Fetch)
-    peer.do("noted", Note("taken", "heir", batch(0), 1, 1))
+    peer.do("noted", PeerNote("taken", "heir", batch(0), 1, 1))
     assert peer.some(Drop) == [Drop(100)]
 
 
@@ -639,7 +639,7 @@ def test_a_driver_asks_drives_and_reports() -> None:
     peer.gradient(sent)
     peer.do("computed", peer.only(ComputeBackward))
     assert peer.some(Drop) == [Drop(100)]
-    assert peer.some(Done) == [Done(batch(0))]
+    assert peer.some(MicroBatchDone) == [MicroBatchDone(batch(0))]
     assert peer.only(ComputeForward).micro_batch == batch(2)
     assert peer.only(AskToDrive) == AskToDrive(ROUND, 2, ((0, 2),))
 
@@ -654,7 +654,7 @@ def test_a_full_replica_is_a_chain_of_one() -> None:
     peer.do("computed", forward)
     assert peer.only(ComputeBackward).accumulate == {0, 1, 2}
     peer.do("computed", peer.only(ComputeBackward))
-    assert peer.some(Done) == [Done(batch(0))]
+    assert peer.some(MicroBatchDone) == [MicroBatchDone(batch(0))]
     assert not peer.ever(Send)
 
 
@@ -662,7 +662,7 @@ def test_a_driver_with_samples_serves_those_who_have_nobody_else() -> None:
     peer = driver(last=1, in_flight=2)
     peer.do("driving_granted", peer.ever(AskToDrive)[0], [(0, 6)])
     assert peer.answer(activation(7)) == "busy"
-    assert [note.kind for note in peer.some(Note)] == ["room"]
+    assert [note.kind for note in peer.some(PeerNote)] == ["slot_free"]
     assert peer.answer(activation(7, attempt=2)) == "accepted"
 
 
@@ -688,9 +688,9 @@ def test_nobody_asks_for_more_while_the_round_closes() -> None:
 
 
 def test_samples_are_cut_alike_however_they_are_leased() -> None:
-    pieces = cut(ROUND, [(2, 10), (13, 14)], 4)
+    pieces = cut_micro_batches(ROUND, [(2, 10), (13, 14)], 4)
     assert [(one.start, one.stop) for one in pieces] == [(2, 4), (4, 8), (8, 10), (13, 14)]
-    assert set(cut(ROUND, [(4, 8)], 4)) <= set(pieces)
+    assert set(cut_micro_batches(ROUND, [(4, 8)], 4)) <= set(pieces)
 
 
 # The end ------------------------------------------------------------------------------------------------------
@@ -715,7 +715,7 @@ def test_a_computation_of_the_last_round_ends_before_the_next_one_begins() -> No
     running = peer.only(ComputeForward)
     peer.do("round_over")
     peer.do("round_opened", ROUND + 1)
-    peer.do("offered", Offer("activation", "up", batch(0, ROUND + 1), 1, 1, 9))
+    peer.do("offered", TensorOffer("activation", "up", batch(0, ROUND + 1), 1, 1, 9))
     peer.do("tensor_arrived", peer.only(Fetch))
     assert not peer.last
     peer.do("computed", running)
@@ -727,7 +727,7 @@ def test_answers_to_what_was_given_up_count_for_nothing() -> None:
     peer = Peer()
     peer.answer(activation(0))
     fetch = peer.only(Fetch)
-    peer.do("noted", Note("cancel", "up", batch(0), 1, 1))
+    peer.do("noted", PeerNote("cancel", "up", batch(0), 1, 1))
     peer.answer(activation(0, attempt=2))
     again = peer.only(Fetch)
     peer.do("tensor_arrived", fetch)
@@ -742,7 +742,7 @@ def test_a_claim_of_a_stage_that_the_next_attempt_does_not_go_through_goes_back(
     peer.arrive(0)
     first, second = peer.some(Claim)
     running = peer.only(ComputeForward)
-    peer.do("noted", Note("cancel", "up", batch(0), 1, 1))
+    peer.do("noted", PeerNote("cancel", "up", batch(0), 1, 1))
     peer.answer(activation(0, sender="heir", stage=2))
     fetch = peer.only(Fetch)
     peer.do("claim_answered", first, as_range(batch(0)))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shoal.peer.member.member import Progress
-from shoal.peer.pipeline.view_watch import Place, StageWatch, place_of
-from shoal.swarm.pipeline.engine.engine import Span
+from shoal.peer.pipeline.view_watch import AssignedSpan, ViewWatch, assigned_span
+from shoal.swarm.pipeline.engine.engine import StageSpan
 
 ROUND = 4
 RATES = {"b": 2.5}
@@ -36,7 +36,7 @@ class World:
             stage: SimpleNamespace(rejoined=False, client=SimpleNamespace(view=view())) for stage in range(2)
         }
         members: Any = SimpleNamespace(run=self.run, stages=self.stages)
-        self.watch = StageWatch(members, Span(0, 1))
+        self.watch = ViewWatch(members, StageSpan(0, 1))
 
     def move(self, **spans: tuple[int, int]) -> None:
         self.spans |= spans
@@ -86,9 +86,9 @@ def test_who_is_gone_or_begins_anew_is_named_once() -> None:
 
 def test_a_place_is_what_the_plan_has() -> None:
     world = World()
-    assert place_of(world.run.client.view, "me") == Place((0, 1, 2, 3), Span(0, 1), recomputes=True)
-    assert place_of(world.run.client.view, "nobody") is None
-    assert place_of(view(), "me") is None, "nothing is cut yet"
+    assert assigned_span(world.run.client.view, "me") == AssignedSpan((0, 1, 2, 3), StageSpan(0, 1), recomputes=True)
+    assert assigned_span(world.run.client.view, "nobody") is None
+    assert assigned_span(view(), "me") is None, "nothing is cut yet"
 
 
 def test_replicas_are_those_of_the_next_stage_that_are_in_the_run() -> None:
