@@ -1,15 +1,20 @@
-"""The few things that may be done to a file that has to survive a crash; each is on the disk when it returns."""
+"""Durable file operations: each change is on the disk when its function returns. Also the lock on a folder."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import IO, Any
+
+from filelock import FileLock, Timeout
+
+from shoal.swarm.errors import StorageError
 
 _sync_data = getattr(os, "fdatasync", os.fsync)
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Write ``data`` at the end of a file that was opened with ``O_APPEND``. Raises ``OSError``."""
+    """Append ``data`` to a file that was opened with ``O_APPEND``. Raises ``OSError``."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
@@ -17,15 +22,14 @@ def append(descriptor: int, data: bytes) -> None:
 
 
 def cut(descriptor: int, size_bytes: int) -> None:
-    """Forget what comes after ``size_bytes``. Raises ``OSError``."""
+    """Truncate a file to ``size_bytes``. Raises ``OSError``."""
     os.ftruncate(descriptor, size_bytes)
     os.fsync(descriptor)
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """All of a file's bytes, whatever was there. A crash may leave a part of them: follow it with ``replace``.
-
-    Raises ``OSError``."""
+    """Write a whole file, replacing whatever was there. After a crash it may hold only a part of ``data``: write to a
+    temporary name and ``replace``. Raises ``OSError``."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, mode)
     try:
@@ -36,14 +40,22 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
         os.close(descriptor)
 
 
+def sync(file: IO[Any]) -> None:
+    """Flush an open file to the disk. Raises ``OSError``."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def replace(new: Path, path: Path) -> None:
-    """``path`` is ``new`` from now on, or, when this machine dies, what it was. Raises ``OSError``."""
+    """Rename ``new`` to ``path`` atomically: after a crash ``path`` is either the old file or the new one.
+
+    Raises ``OSError``."""
     os.replace(new, path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in it, too, are on the disk. Raises ``OSError``."""
+    """Flush a folder's entries, so that created and renamed files are found after a crash. Raises ``OSError``."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,7 +64,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def put(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace a small file as a whole. Raises ``OSError``."""
+    """Write a small file atomically, by a temporary one beside it. Raises ``OSError``."""
     new = path.with_name(path.name + ".new")
     write_whole(new, data, mode)
     replace(new, path)
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Lock a journal's folder for this process, until ``release`` or the end of the process, however it ends.
+
+    Raises ``StorageError`` when another process holds the lock, and ``OSError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock", blocking=False, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise StorageError(f"{folder}: another coordinator writes to this journal: end one of the two") from None
+    return lock

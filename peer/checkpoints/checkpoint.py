@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import torch
 from torch import Tensor
 
@@ -25,8 +24,10 @@ from shoal.peer.checkpoints.source import Source, refuse
 from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards, vectors
 from shoal.peer.regular_file import check_memory
 from shoal.peer.training.anchor import State
-from shoal.swarm.errors import StateFileError
+from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.verdict_chain import pack_verdict
+from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_verdict
 
 
 @dataclass(frozen=True)
@@ -107,18 +108,19 @@ def read_verdicts(source: Source, manifest: Manifest, stage: int = 0) -> tuple[V
 
 
 def pack_verdicts(verdicts: tuple[Verdict, ...]) -> bytes:
-    """msgpack of all of them."""
-    packed: bytes = msgpack.packb([verdict.model_dump() for verdict in verdicts])
-    return packed
+    """Encode the verdicts of a checkpoint, the oldest first."""
+    return b"".join(map(pack_verdict, verdicts))
 
 
 def unpack_verdicts(data: bytes, place: str) -> tuple[Verdict, ...]:
-    """What ``pack_verdicts`` made. Raises ``StateFileError``."""
+    """Decode what ``pack_verdicts`` wrote. Raises ``StateFileError``."""
     try:
-        found = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_ext_len=0, max_map_len=64)
-        return tuple(Verdict.model_validate(one) for one in found)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise refuse(place, "its content", "verdicts", type(error).__name__) from error
+        found = list(unpack_each_verdict(data))
+    except WireError as error:
+        raise refuse(place, "its content", "verdicts", str(error)) from error
+    if (found[-1][1] if found else 0) != len(data):
+        raise refuse(place, "its content", "verdicts", "an incomplete one")
+    return tuple(verdict for verdict, _ in found)
 
 
 def _verdict_bytes(source: Source, manifest: Manifest, name: str) -> bytes:

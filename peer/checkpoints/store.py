@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -24,7 +23,7 @@ from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpo
 from shoal.peer.checkpoints.encryption import ENVELOPE, Sealing, opened
 from shoal.peer.checkpoints.manifest import MANIFEST, About, FileEntry, Manifest, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.swarm.durable import sync_folder
+from shoal.swarm.durable import sync, sync_folder
 from shoal.swarm.errors import StateFileError, StorageError, UserError
 from shoal.swarm.protocol.identity import Identity
 
@@ -105,8 +104,7 @@ class CheckpointWriter:
                 file.write(piece)
                 digest.update(piece)
                 size_bytes += len(piece)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         return size_bytes, digest.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,11 +13,8 @@ from shoal.swarm.errors import LinkError, RunFileError, StateFileError, WireErro
 from shoal.swarm.protocol.identity import verify_certificate
 from shoal.swarm.protocol.messages import Certificate, Record, Scope, Verdict
 from shoal.swarm.protocol.run_file import MAX_RUN_FILE_BYTES, parse_run_file
-from shoal.swarm.protocol.verdict_chain import check_verdict, genesis, pack_verdict
-from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES
-
-_MAX_ITEMS = 2**16
-_UNREADABLE = (ValueError, TypeError, RecursionError, msgpack.UnpackException)
+from shoal.swarm.protocol.verdict_chain import check_verdict, genesis, pack_verdict, unpack_maps
+from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_verdict
 
 
 class Origin(Record):
@@ -138,21 +135,20 @@ def pack_history(origin: Origin, verdicts: Iterable[Verdict]) -> bytes:
 
 
 def pack_head(origin: Origin) -> bytes:
-    # Of runs without stages it is what it was before there were any.
-    data: bytes = msgpack.packb(origin.model_dump(exclude=None if origin.scope else {"scope"}))
+    data: bytes = msgpack.packb(origin.model_dump())
     return data
 
 
 def unpack_history(data: bytes, place: str) -> Kept:
     """What ``pack_history`` made, as far as it can be read. Raises ``StateFileError`` for the head of no history."""
     try:
-        body, head_bytes = next(_records(data))
+        body, head_bytes = next(unpack_maps(data))
         origin = Origin.model_validate(body)
         verify_certificate(origin.coordinator)
         parse_run_file(origin.run_toml, place)
     except RunFileError as error:
         raise StateFileError(f"{place}: field run_toml: {error}") from error
-    except (*_UNREADABLE, StopIteration, LinkError) as error:
+    except (ValueError, TypeError, StopIteration, LinkError) as error:
         raise StateFileError(f"{place}: its head is not that of a run's history: {type(error).__name__}") from error
     rest = unpack_verdicts(data, head_bytes)
     return Kept(rest.verdicts, rest.ends, rest.damage, origin, head_bytes)
@@ -164,28 +160,11 @@ def unpack_verdicts(data: bytes, start: int = 0) -> Unpacked:
     ends = [start]
     damage = None
     try:
-        for body, end in _records(data, start):
-            verdicts.append(Verdict.model_validate(body))
+        for verdict, end in unpack_each_verdict(data, start):
+            verdicts.append(verdict)
             ends.append(end)
         if ends[-1] < len(data):
             damage = Damage(ends[-1], is_end=True, reason="its last record is not whole")
-    except _UNREADABLE as error:
-        damage = Damage(ends[-1], is_end=False, reason=f"no verdict: {type(error).__name__}")
+    except WireError as error:
+        damage = Damage(ends[-1], is_end=False, reason=str(error))
     return Unpacked(tuple(verdicts), tuple(ends[1:]), damage)
-
-
-def _records(data: bytes, start: int = 0) -> Iterator[tuple[object, int]]:
-    """Each value with the offset of its end; stops where the rest is not a whole one."""
-    unpacker = msgpack.Unpacker(
-        use_list=False,
-        strict_map_key=True,
-        max_buffer_size=max(len(data), 1),
-        max_array_len=_MAX_ITEMS,
-        max_map_len=64,
-        max_ext_len=0,
-        max_str_len=MAX_MESSAGE_BYTES,
-        max_bin_len=MAX_MESSAGE_BYTES,
-    )
-    unpacker.feed(memoryview(data)[start:])
-    for value in unpacker:
-        yield value, start + unpacker.tell()

@@ -15,14 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from shoal.peer.regular_file import open_regular
+from shoal.swarm import durable
 from shoal.swarm.averaging.results import chunks_of, is_committed
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
-from shoal.swarm.protocol.messages import MAX_TENSORS, Part, Verdict
-from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict
+from shoal.swarm.protocol.messages import Part, Verdict
+from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict, unpack_verdicts
 
 RECORDS = "rounds"
 """The folder's name, beside the checkpoints'."""
@@ -118,7 +118,7 @@ class RoundRecords:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(temporary, verdict, chunks, self.owner)
-            _publish(temporary, path)
+            durable.replace(temporary, path)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -236,17 +236,7 @@ def _write(path: Path, verdict: Verdict, chunks: Chunks, owner: Owner) -> None:
         start = [len(header).to_bytes(8, "little"), header, np.array(lengths, "<i8").tobytes(), packed]
         _write_all(file.fileno(), [memoryview(piece) for piece in start])
         _write_all(file.fileno(), [pieces[index] for index in kept])
-        os.fsync(file.fileno())
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, for good."""
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        durable.sync(file)
 
 
 def _write_all(descriptor: int, pieces: list[memoryview]) -> None:
@@ -270,10 +260,12 @@ def _part_name(index: int) -> str:
 
 def _unpack_verdict(path: Path, data: bytes) -> Verdict:
     try:
-        fields = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_array_len=MAX_TENSORS, max_map_len=64)
-        return Verdict.model_validate(fields)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        ((verdict, end),) = unpack_verdicts(data)
+        if end == len(data):
+            return verdict
+    except (WireError, ValueError) as error:
         raise StateFileError(f"{path}: field verdict: not a verdict; it is damaged") from error
+    raise StateFileError(f"{path}: field verdict: not a verdict; it is damaged")
 
 
 def _differences(found: Owner, expected: Owner | None) -> list[tuple[str, str, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgpack
+from filelock import FileLock
 
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import (
@@ -25,7 +26,6 @@ from shoal.swarm.coordinator.events import (
 )
 from shoal.swarm.coordinator.record_log import NO_CHECK, RESTORE, RecordFile, free_name, pack_file
 from shoal.swarm.errors import RunFileError, StorageError
-from shoal.swarm.folder_lock import FolderLock
 from shoal.swarm.protocol.messages import MAX_VERDICTS, CoordinatorToPeerVerdicts, Verdict
 from shoal.swarm.protocol.verdict_chain import pack_verdict
 
@@ -216,7 +216,7 @@ class Journal(JournalFiles):
         self._failure: StorageError | None = None
         self._backup = backup
         try:
-            self._folder_lock = FolderLock(folder)
+            self._folder_lock = durable.lock_folder(folder)
             try:
                 _create(folder, run_hash, run_toml)
                 super().__init__(folder, writable=True)
@@ -378,7 +378,7 @@ class Backup:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._others: dict[str, tuple[bytes, int]] = {}
-        self._lock: FolderLock | None = None
+        self._lock: FileLock | None = None
         self._verdicts: _Copy | None = None
         self._journal: _Copy | None = None
         self._journal_of: RecordFile | None = None
@@ -425,7 +425,7 @@ class Backup:
 
     def _bring(self, files: JournalFiles) -> None:
         if self._lock is None:
-            self._lock = FolderLock(self.folder)
+            self._lock = durable.lock_folder(self.folder)
             self._survey(files)
         while self._others:
             name, (data, mode) = next(iter(self._others.items()))

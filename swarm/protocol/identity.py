@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
+from shoal.swarm import durable
 from shoal.swarm.errors import IdentityError, NotAdmitted, StorageError
 from shoal.swarm.protocol.messages import Certificate
 
@@ -133,12 +134,8 @@ class Identity:
         # A temporary name and link(2): of two processes that start at once, the second uses the first's key.
         # A random one: process ids repeat in containers, and a killed process leaves its file behind.
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(pem)
-                file.flush()
-                os.fsync(file.fileno())
+            durable.write_whole(temporary, pem, 0o600)
             os.link(temporary, path)
         except FileExistsError:
             return cls.load_or_create(path)

@@ -35,12 +35,6 @@ class PeerToPeerLinkOpened(Message):
     cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
 
 
-class PeerToPeerCheckLink(Message):
-    """Is that link of ours still open over there? Acknowledged, or refused as ``LinkClosed``."""
-
-    link: LinkName
-
-
 class PeerToPeerOfferMemory(Message):
     """Over a link between processes of one machine, by whoever opened it: that descriptor of ours is memory in which
     frames can lie, and begins with the token."""

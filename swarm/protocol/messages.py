@@ -13,7 +13,6 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from shoal.swarm.protocol.message_peers import (
-    PeerToPeerCheckLink as PeerToPeerCheckLink,
     PeerToPeerCloseStream as PeerToPeerCloseStream,
     PeerToPeerLinkOpened as PeerToPeerLinkOpened,
     PeerToPeerMemoryOpened as PeerToPeerMemoryOpened,
@@ -94,7 +93,7 @@ from shoal.swarm.protocol.types import (
     UnixTime as UnixTime,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 1
 """Raised whenever a message changes meaning; both sides must agree exactly."""
 
 

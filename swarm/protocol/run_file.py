@@ -393,9 +393,7 @@ class RunFile(_Section):
     @property
     def hash(self) -> bytes:
         """SHA-256 of the canonical JSON of the validated content."""
-        # Runs without these sections have the hash that they had before there were any.
-        absent = {name for name in ("pipeline", "start", "pins") if getattr(self, name) is None}
-        content = self.model_dump(mode="json", exclude=absent)
+        content = self.model_dump(mode="json")
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgpack
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import verify_signature
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.messages import MAX_TENSORS, Verdict
+from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES
 
 _CONTEXT = b"shoal verdict, version 1\0"
 
@@ -25,8 +26,7 @@ def genesis(run_hash: bytes, scope: int = 0) -> bytes:
 
 def chain_hash(verdict: Verdict) -> bytes:
     """SHA-256 over the previous chain and everything the verdict says, but for its own hash and signature."""
-    # Verdicts of runs without stages have the hash that they had before there were any.
-    content = verdict.model_dump(exclude={"chain", "signature", *(("together",) if verdict.together is None else ())})
+    content = verdict.model_dump(exclude={"chain", "signature"})
     packed: bytes = msgpack.packb([sorted(content), [content[key] for key in sorted(content)]])
     return hashlib.sha256(_CONTEXT + packed).digest()
 
@@ -55,9 +55,44 @@ def signed_bytes(chain: bytes) -> bytes:
 
 
 def pack_verdict(verdict: Verdict) -> bytes:
-    """As it is kept and sent: msgpack of all its fields."""
+    """Encode a verdict for a file: msgpack of all its fields. Several are written one after the other."""
     data: bytes = msgpack.packb(verdict.model_dump())
     return data
+
+
+def unpack_verdicts(data: bytes | memoryview, start: int = 0) -> Iterator[tuple[Verdict, int]]:
+    """Decode the verdicts from offset ``start`` on, each with the offset of its end; stops at an incomplete one.
+
+    Hashes and signatures are not checked. Raises ``WireError`` for bytes that are no verdict."""
+    for body, end in unpack_maps(data, start):
+        try:
+            verdict = Verdict.model_validate(body)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise WireError(f"no verdict: {type(error).__name__}") from error
+        yield verdict, end
+
+
+def unpack_maps(data: bytes | memoryview, start: int = 0) -> Iterator[tuple[object, int]]:
+    """Decode msgpack values, each with the offset of its end; stops at an incomplete one. Raises ``WireError``."""
+    unpacker = msgpack.Unpacker(
+        use_list=False,
+        strict_map_key=True,
+        max_buffer_size=max(len(data), 1),
+        max_array_len=MAX_TENSORS,
+        max_map_len=64,
+        max_ext_len=0,
+        max_str_len=MAX_MESSAGE_BYTES,
+        max_bin_len=MAX_MESSAGE_BYTES,
+    )
+    unpacker.feed(memoryview(data)[start:])
+    while True:
+        try:
+            value = unpacker.unpack()
+        except msgpack.OutOfData:
+            return
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise WireError(f"no verdict: {type(error).__name__}") from error
+        yield value, start + unpacker.tell()
 
 
 def check_verdict(verdict: Verdict, coordinator_key: bytes) -> None:

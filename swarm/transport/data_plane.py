@@ -163,13 +163,6 @@ class DataPlane:
         self._links[ask.link] = Link(sealed, remote_key, is_ours=False)
         return PeerToPeerLinkOpened(secret=secret, cipher=cipher)
 
-    def find_link(self, remote_key: bytes, name: bytes) -> Link:
-        """The link of that name with the holder of ``remote_key``. Raises ``LinkClosed``."""
-        link = self._links.get(name)
-        if link is None or link.remote_key != remote_key:
-            raise LinkClosed("that link is not open any more; open a new one")
-        return link
-
     def links_with(self, remote_key: bytes) -> list[Link]:
         """Those in use with the holder of that key; first the one that both ends prefer: what goes one way over it
         carries the receipts of what goes the other way."""

@@ -19,10 +19,8 @@ import zmq.asyncio
 from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import (
-    Acknowledged,
     Blob,
     Message,
-    PeerToPeerCheckLink,
     PeerToPeerLinkOpened,
     PeerToPeerOpenLink,
     PeerToPeerPing,
@@ -281,16 +279,6 @@ class Node:
         except TimeoutError as error:
             raise channel.diagnosis(wait_s) from error
 
-    async def call_on(self, peer: str, wait_s: float) -> None:
-        """Make sure that there is a link with ``peer``: it can fetch from us though it cannot reach us."""
-        entry, channel = self._known(peer, 0)
-        link = await self._link(entry, channel, wait_s)
-        try:
-            await channel.request(PeerToPeerCheckLink(link=link.sealed.link), Acknowledged, wait_s)
-        except LinkClosed:
-            self._data.close_link(link)
-            await self._link(entry, channel, wait_s)
-
 
 class _Ended(Exception):
     """Ends a task group whose tasks would run for ever."""
@@ -312,14 +300,8 @@ def answer_members(control: ControlPlane, data: DataPlane, is_member: Callable[[
             raise NotAdmitted("only members of the run may open links")
         return data.accept_link(channel.remote_key, message)
 
-    async def check_link(channel: Channel, message: Message) -> Message:
-        assert isinstance(message, PeerToPeerCheckLink)
-        data.find_link(channel.remote_key, message.link)
-        return Acknowledged()
-
     control.handle(PeerToPeerPing, ping)
     control.handle(PeerToPeerOpenLink, open_link)
-    control.handle(PeerToPeerCheckLink, check_link)
 
 
 class ScopedEndpoint:

@@ -147,7 +147,18 @@ def test_fields_are_strict() -> None:
     for changes in cases:
         refuses(body(**changes))
     for link in (bytes(7), bytes(9), "\0" * 8):
-        refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToPeerCheckLink", {"link": link}]))
+        refuses(
+            msgpack.packb(
+                [
+                    PROTOCOL_VERSION,
+                    0,
+                    1,
+                    0,
+                    "PeerToPeerOpenLink",
+                    {"link": link, "secret": bytes(32), "cipher": "aes-256-gcm"},
+                ]
+            )
+        )
     refuses(msgpack.packb([PROTOCOL_VERSION, 0, 1, 0, "PeerToCoordinatorLeave", {"reason": "x" * 2001}]))
 
 

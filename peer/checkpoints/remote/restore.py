@@ -24,6 +24,7 @@ from shoal.peer.checkpoints.source import FolderSource, Source, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
 from shoal.peer.member.memberships import stage_folder
 from shoal.peer.regular_file import open_regular
+from shoal.swarm import durable
 from shoal.swarm.errors import RemoteStorageError, SealedForOthers, StateFileError, StorageError, UserError
 from shoal.swarm.protocol.identity import Identity
 
@@ -407,8 +408,7 @@ class Restorer:
             while block := self._read(copy, name, at, min(at + _BLOCK_BYTES, size_bytes)):
                 file.write(block)
                 at += len(block)
-            file.flush()
-            os.fsync(file.fileno())
+            durable.sync(file)
         part.replace(incoming / name)
 
     def _read(self, copy: Copy, name: str, start: int, stop: int) -> bytes:
@@ -437,14 +437,6 @@ class Restorer:
     def _install(self, incoming: Path, place: Path) -> None:
         """In one step; whoever is killed before it goes on with the same command."""
         place.parent.mkdir(parents=True, exist_ok=True)
-        _sync(incoming)
+        durable.sync_folder(incoming)
         incoming.rename(place)
-        _sync(place.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        durable.sync_folder(place.parent)

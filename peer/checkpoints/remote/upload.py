@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from shoal.peer.checkpoints.remote.store import DaemonThreads, RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore, Kept, Retention
 from shoal.peer.regular_file import read_regular
+from shoal.swarm import durable
 from shoal.swarm.errors import RemoteStorageError, StateFileError
 
 log = logging.getLogger(__name__)
@@ -73,11 +73,8 @@ class Ledger:
         temporary = self._path.with_name(f".{self._path.name}.new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w") as file:
-                json.dump(self._notes, file, sort_keys=True)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path)
+            durable.write_whole(temporary, json.dumps(self._notes, sort_keys=True).encode())
+            durable.replace(temporary, self._path)
         except OSError as error:
             log.debug("%s: cannot be written: %s", self._path, error)
 
