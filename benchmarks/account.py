@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap, get_codec_map
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.compression.kernels import loader as fast
+from shoal.compression.kernels import loader
 from shoal.compression.weighted_mean import WeightedMean
 from shoal.swarm.averaging.results import part_digest
 from shoal.swarm.coordinator.partition import chunk_elements
@@ -119,7 +119,7 @@ def steps(codec: str, elements: int, peers: int) -> dict[str, float]:
     """CPU seconds of each step for all peers together."""
     torch.set_num_threads(1)
     codec_map = get_codec_map(codec)
-    for thread in fast.compile_ahead(codec_map.kernels):
+    for thread in loader.compile_ahead(codec_map.kernels):
         thread.join()
     bench = _Bench(codec_map, elements, peers)
     whole: dict[str, Callable[[], float]] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.compression.codec import Codec
 from shoal.compression.formats import CodecError
-from shoal.compression.kernels import loader as fast
+from shoal.compression.kernels import loader
 from shoal.compression.registry import get_codec
 
 WEIGHT = 0.5
@@ -81,9 +81,9 @@ def own(names: list[str], device: torch.device) -> list[Subject]:
             continue
         found.append(of_codec(codec, "torch"))
         modules = [codec.kernels] if codec.kernels and device.type == "cpu" else []
-        for thread in fast.compile_ahead(modules):
+        for thread in loader.compile_ahead(modules):
             thread.join()
-        if modules and all(fast.kernels(module) for module in modules):
+        if modules and all(loader.kernels(module) for module in modules):
             found.append(of_codec(codec, "compiled"))
         elif modules:
             console.print(f"{codec.name} is not compiled here; pip install 'shoal[fast]' lets it be", markup=False)
@@ -93,7 +93,7 @@ def own(names: list[str], device: torch.device) -> list[Subject]:
 def on_path(subject: Subject) -> AbstractContextManager[Any]:
     """Without the compiled kernels where that is what the subject measures."""
     if subject.path == "torch":
-        return mock.patch.object(fast, "kernels", _no_kernels)
+        return mock.patch.object(loader, "kernels", _no_kernels)
     return nullcontext()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.compression import sparse_torch
+from shoal.compression import topk_torch
 from shoal.compression.blockwise import linear_growth
 from shoal.compression.codec import (
     Codec,
@@ -76,7 +76,7 @@ class TopK(Codec):
         # First of all, for ``residual`` is to be as before when a value anywhere is not finite.
         kernels = self.compiled(values.device)
         if kernels is None:
-            finite = sparse_torch.finite_sums(values, residual, self.format.chunk)
+            finite = topk_torch.finite_sums(values, residual, self.format.chunk)
         else:
             finite = kernels.finite_sums(values.numpy(), residual.numpy())
         if not finite:
@@ -92,7 +92,7 @@ class TopK(Codec):
         kernels = self.compiled(device)
         for part, chunks, form in self._split(raw, n):
             if kernels is None:
-                wrong = sparse_torch.decode(chunks, values[part], form)
+                wrong = topk_torch.decode(chunks, values[part], form)
             else:
                 wrong = kernels.decode(chunks.numpy(), values[part].numpy(), form.shape)
             _refuse(wrong)
@@ -123,7 +123,7 @@ class TopK(Codec):
         for part, chunks, form in self._split(raw, n):
             rows = (part.stop - part.start) // form.size
             if kernels is None:
-                wrong, tiles = sparse_torch.unpack(chunks, rows, form)
+                wrong, tiles = topk_torch.unpack(chunks, rows, form)
                 _refuse(wrong)
                 total += sum(squared_norm(values) for _, values in tiles)
             else:
@@ -135,11 +135,11 @@ class TopK(Codec):
     def _accumulate_by_torch(self, raw: Tensor, total: Tensor, weight: float) -> None:
         unpacked = []
         for part, chunks, form in self._split(raw, total.numel()):
-            wrong, tiles = sparse_torch.unpack(chunks, (part.stop - part.start) // form.size, form)
+            wrong, tiles = topk_torch.unpack(chunks, (part.stop - part.start) // form.size, form)
             _refuse(wrong)
             unpacked.append((part, tiles, form))
         for part, tiles, form in unpacked:
-            sparse_torch.add(tiles, total[part], weight, form)
+            topk_torch.add(tiles, total[part], weight, form)
 
     def _encode(
         self, values: Tensor, residual: Tensor | None, kernels: ModuleType | None, packed: Tensor | None = None
@@ -150,7 +150,7 @@ class TopK(Codec):
         for part, chunks, form in self._split(packed, values.numel()):
             span, rest = values[part], None if residual is None else residual[part]
             if kernels is None:
-                finite = sparse_torch.encode(span, rest, chunks, form)
+                finite = topk_torch.encode(span, rest, chunks, form)
             else:
                 kept = none if rest is None else rest.numpy()
                 finite = kernels.encode(span.numpy(), kept, chunks.numpy(), form.shape)

@@ -17,28 +17,24 @@ _log = logging.getLogger(__name__)
 
 
 def _blockwise() -> ModuleType:
-    from shoal.compression.kernels import blockwise_kernels
+    from shoal.compression.kernels import blockwise
 
-    return blockwise_kernels
+    return blockwise
 
 
 def _lowbit() -> ModuleType:
-    from shoal.compression.kernels import lowbit as lowbit_kernels
+    from shoal.compression.kernels import lowbit
 
-    return lowbit_kernels
+    return lowbit
 
 
 def _topk() -> ModuleType:
-    from shoal.compression.kernels import sparse_kernels
+    from shoal.compression.kernels import topk
 
-    return sparse_kernels
+    return topk
 
 
-_IMPORTS: dict[str, Callable[[], ModuleType]] = {
-    "blockwise": _blockwise,
-    "lowbit": _lowbit,
-    "topk": _topk,
-}
+_IMPORTS: dict[str, Callable[[], ModuleType]] = {"blockwise": _blockwise, "lowbit": _lowbit, "topk": _topk}
 _ready: dict[str, ModuleType] = {}
 _begun: dict[str, threading.Thread] = {}
 _lock = threading.Lock()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal.compression.kernels.jit import njit
-from shoal.compression.kernels.lowbit_lanes import above_bits, leave, put, sign_bits
+from shoal.compression.kernels.simd import above_bits, leave, put, sign_bits
 
 LARGEST_FINITE = np.float32(np.finfo(np.float32).max)
 SMALLEST_NORMAL = np.float32(np.finfo(np.float32).tiny)

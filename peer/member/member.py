@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.compression.codec_map import CodecMap
-from shoal.compression.kernels import loader as fast
+from shoal.compression.kernels import loader
 from shoal.peer.history.catch_up import MissedRounds, Steps
 from shoal.peer.history.history_sync import HistoryKeeper, fetch_verdicts
 from shoal.peer.history.record_writer import RecordKeeper
@@ -381,7 +381,7 @@ class Member:
         elements = sum(spec.elements for spec in layout)
         self.compression = 4 * elements / codec_map.contribution(0, elements).packed_bytes(elements)
         if elements >= _COMPILED_ELEMENTS:
-            fast.compile_ahead(codec_map.kernels)
+            loader.compile_ahead(codec_map.kernels)
         self._averager = Averager(self.client, self.endpoint, codec_map, elements, self._keeper)
         self._averager.on_exchange = self._donor.pause
         self._background.append(self._tasks.create_task(self._averager.prefetch_manager.run()))

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.compression.blockwise import Blockwise
 from shoal.compression.codec import Codec
 from shoal.compression.formats import CODEC_NAMES, BlockFormat, CodecError, TopKFormat, named_format
-from shoal.compression.kernels import loader as fast
+from shoal.compression.kernels import loader
 from shoal.compression.lowbit import Int2, Sign
 from shoal.compression.registry import get_codec
 from shoal.compression.topk import TopK
@@ -66,10 +66,10 @@ def use(path: str) -> Iterator[None]:
     """Only the kernels of ``path``, ``torch`` or ``numba``, whatever has been compiled so far."""
 
     def kernels(name: str) -> ModuleType | None:
-        return fast.import_kernels(name) if path == "numba" else None
+        return loader.import_kernels(name) if path == "numba" else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "kernels", kernels)
+        patch.setattr(loader, "kernels", kernels)
         yield
 
 
@@ -91,7 +91,7 @@ floats = st.one_of(
 
 def compiled() -> bool:
     """Whether it is the compiled kernels' turn."""
-    return fast.kernels("blockwise") is not None
+    return loader.kernels("blockwise") is not None
 
 
 def gaussian(n: int, seed: int = 0) -> Tensor:

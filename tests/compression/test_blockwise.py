@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.compression.blockwise import Blockwise
 from shoal.compression.formats import CodecError
-from shoal.compression.kernels import loader as fast
+from shoal.compression.kernels import loader
 from shoal.compression.registry import get_codec
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -30,11 +30,11 @@ vectors = st.lists(floats, max_size=40).map(lambda xs: torch.tensor(xs, dtype=to
 
 def test_kernels_are_compiled_ahead_in_the_background() -> None:
     pytest.importorskip("numba", reason="the compiled kernels need numba (pip install 'shoal[fast]')")
-    (thread,) = fast.compile_ahead(["blockwise"])
-    assert [thread] == fast.compile_ahead(["blockwise"])
+    (thread,) = loader.compile_ahead(["blockwise"])
+    assert [thread] == loader.compile_ahead(["blockwise"])
     assert thread is not threading.current_thread()
     thread.join()
-    assert fast.kernels("blockwise") is not None
+    assert loader.kernels("blockwise") is not None
 
 
 @every_codec

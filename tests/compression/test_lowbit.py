@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError, UniformFormatMap
-from shoal.compression.kernels import loader as fast
+from shoal.compression.kernels import loader
 from shoal.compression.lowbit import Int2, Sign
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -121,7 +121,7 @@ def test_sums_are_made_in_halves(path: str) -> None:
 @needs_numba
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 512, 4096])
 def test_kernels_sum_in_the_same_order(block: int) -> None:
-    kernels = fast.import_kernels("lowbit")
+    kernels = loader.import_kernels("lowbit")
     for seed in range(5):
         values, sums = noise(block, seed).numpy(), np.empty(block // 8, np.float32)
         sizes = [abs(x) * F(2.0**-16) for x in values]
@@ -172,7 +172,7 @@ def test_a_tie_takes_the_inner_magnitude_on_both_paths() -> None:
 
 @needs_numba
 def test_kernels_are_compiled_ahead_for_both() -> None:
-    fast.import_kernels("lowbit").warm_up()
+    loader.import_kernels("lowbit").warm_up()
     for codec in (sign(), int2(block=64)):
         assert list(CodecMap(UniformFormatMap(codec.format)).kernels) == ["lowbit"]
 

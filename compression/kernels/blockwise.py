@@ -1,6 +1,7 @@
 """Block-wise int8 and int4 as numba kernels: each block is read once from memory and worked on in the cache.
 
-Bit for bit as ``blockwise.py``: see ``blockwise_blocks.py``.
+The same arithmetic, operation for operation, as ``Blockwise`` has by torch; no fastmath, so that LLVM neither reorders
+nor fuses. The absolute maximum is taken on the floats' bits as integers, which orders them, NaN and infinity above all.
 """
 
 from __future__ import annotations
@@ -8,25 +9,38 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray  # type: ignore[attr-defined]
+from numba import carray, uint32  # type: ignore[attr-defined]
 
-from shoal.compression.kernels import int8_kernels as int8
-from shoal.compression.kernels.blockwise_blocks import (
-    ABSOLUTE,
-    LARGEST_FINITE,
-    SMALLEST_NORMAL,
-    ZERO,
-    absmax_bits,
-    key_of,
-    quantize,
-    read_codes,
-    scale_of,
-    write_codes,
-)
 from shoal.compression.kernels.jit import njit
-from shoal.compression.kernels.past_caches import bytes_at, finish_streaming, floats_at, lines, put_past_caches
+from shoal.compression.kernels.simd import (
+    LINE_BYTES,
+    ROOM,
+    STRIP,
+    address_of,
+    bytes_at,
+    filled,
+    finish_streaming,
+    floats_at,
+    larger,
+    largest_bits,
+    lines,
+    load,
+    load_codes,
+    put_past_caches,
+    room,
+    rounded,
+    store,
+    store_codes,
+    stream,
+)
 
-ONE = np.float32(1.0)
+ABSOLUTE = np.int32(0x7FFFFFFF)
+LARGEST_FINITE = np.int32(0x7F7FFFFF)
+SMALLEST_NORMAL = np.int32(0x00800000)
+HALF = np.float32(0.5)
+DRAW = np.float32(2.0**-24)
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
+LARGEST_8 = np.float32(127.0)
 PIECE = 4096
 """float32 that are made, within the first cache, before they are written past all of them: each turn from reading to
 that and back takes time."""
@@ -35,12 +49,247 @@ FEW = 2**16
 """Codes, an even number, whose squares an int32 can sum."""
 
 
+# One block -----------------------------------------------------------------------------------------------------
+
+
+def _limits(largest: int) -> tuple[np.int32, np.float32]:
+    """Of the largest code: the bits of the smallest block maximum that counts, and the largest scale."""
+    info = np.finfo(np.float32)
+    smallest = np.float32(largest * float(info.tiny)).view(np.int32)
+    return smallest, np.nextafter(np.float32(float(info.max) / largest), np.float32(0.0))
+
+
+SMALLEST_8, LARGEST_SCALE_8 = _limits(127)
+SMALLEST_4, LARGEST_SCALE_4 = _limits(7)
+
+
+@njit
+def mix(x: Any) -> Any:
+    """32 bits to 32 well-mixed bits."""
+    x = uint32(x)
+    x = uint32(x ^ (x >> uint32(16)))
+    x = uint32(x * uint32(0x7FEB352D))
+    x = uint32(x ^ (x >> uint32(15)))
+    x = uint32(x * uint32(0x846CA68B))
+    return uint32(x ^ (x >> uint32(16)))
+
+
+@njit
+def absmax_bits(bits: Any) -> Any:
+    """The largest of ``bits``, ``(m,) int32``, without their signs."""
+    largest = np.int32(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & ABSOLUTE)
+    return largest
+
+
+@njit
+def scale_of(bits: Any, largest: Any) -> Any:
+    """A block's scale and what its values are multiplied with, from the bits of its absolute maximum."""
+    if largest == np.float32(127.0):
+        smallest, highest = SMALLEST_8, LARGEST_SCALE_8
+    else:
+        smallest, highest = SMALLEST_4, LARGEST_SCALE_4
+    if bits < smallest:
+        return ZERO, ZERO
+    absmax = np.int32(bits).view(np.float32)
+    return min(np.float32(absmax / largest), highest), np.float32(largest / absmax)
+
+
+@njit
+def quantize(values: Any, inverse: Any, largest: Any, key: Any, rounded: Any) -> Any:
+    """``rounded`` becomes the codes of one block, as floats; ``key`` below 0: to nearest, else stochastically."""
+    if key < 0:
+        for i in range(values.size):
+            rounded[i] = np.rint(np.float32(values[i] * inverse))
+    else:
+        start = uint32(key)
+        for i in range(values.size):
+            drawn = mix(uint32(start + uint32(i)))
+            dither = np.float32(np.float32(np.float32(drawn >> uint32(8)) * DRAW) - HALF)
+            scaled = np.float32(np.float32(values[i] * inverse) + dither)
+            rounded[i] = np.rint(min(max(scaled, -largest), largest))
+
+
+@njit
+def key_of(seed: Any, bits: Any, block: Any) -> Any:
+    if seed < 0:
+        return np.int64(-1)
+    return np.int64(mix(uint32(mix(uint32(uint32(bits) ^ uint32(seed))) ^ uint32(block))))
+
+
+@njit
+def write_codes(rounded: Any, codes: Any, start: Any, bits: Any) -> Any:
+    """The codes of a block that begins at value ``start``."""
+    m = rounded.size
+    if bits == 8:
+        signed = codes[start : start + m].view(np.int8)
+        for i in range(m):
+            signed[i] = np.int8(np.int32(rounded[i]))
+        return
+    target = codes[start // 2 : start // 2 + (m + 1) // 2]
+    for i in range(m // 2):
+        low = np.uint8(np.int32(rounded[2 * i]) + 8)
+        high = np.uint8(np.int32(rounded[2 * i + 1]) + 8)
+        target[i] = low | (high << 4)
+    if m % 2:
+        target[m // 2] = np.uint8(np.int32(rounded[m - 1]) + 8) | np.uint8(0x80)
+
+
+@njit
+def read_codes(codes: Any, start: Any, bits: Any, values: Any) -> Any:
+    """``values`` become the codes of a block that begins at value ``start``."""
+    m = values.size
+    if bits == 8:
+        signed = codes[start : start + m].view(np.int8)
+        for i in range(m):
+            values[i] = np.float32(signed[i])
+        return
+    source = codes[start // 2 : start // 2 + (m + 1) // 2]
+    for i in range(m // 2):
+        values[2 * i] = np.float32(np.int32(source[i] & 15) - 8)
+        values[2 * i + 1] = np.float32(np.int32(source[i] >> 4) - 8)
+    if m % 2:
+        values[m - 1] = np.float32(np.int32(source[m // 2] & 15) - 8)
+
+
+# int8 to the nearest code, in strips: whole blocks of a size that strips fill -----------------------------------
+
+
+@njit
+def blocks_in_strips(n: Any, block: Any, bits: Any, seed: Any) -> Any:
+    """How many blocks of ``n`` values, from the first on, are done here."""
+    return n // block if bits == 8 and seed < 0 and block % STRIP == 0 and block <= ROOM else 0
+
+
+@njit
+def encode_strips(values: Any, scales: Any, codes: Any, block: Any) -> Any:
+    """As many blocks as ``scales``. Returns -1, or the first block with a value that is not finite."""
+    source, target = address_of(values), address_of(codes)
+    for b in range(scales.size):
+        tops = filled(ZERO)
+        for i in range(b * block, (b + 1) * block, STRIP):
+            tops = larger(load(source + 4 * i), tops)
+        top = largest_bits(tops)
+        if top > LARGEST_FINITE:
+            return b
+        scales[b], inverse = scale_of(top, LARGEST_8)
+        inverses = filled(inverse)
+        for i in range(b * block, (b + 1) * block, STRIP):
+            store_codes(rounded(load(source + 4 * i) * inverses), target + i)
+    return -1
+
+
+@njit
+def encode_residual_strips(values: Any, residual: Any, left: Any, scales: Any, codes: Any, block: Any) -> Any:
+    """As ``encode_strips``, the sum of two; ``left``, which may be ``residual``, becomes what that loses."""
+    one, two, rest, target, sums = address_of(values), address_of(residual), address_of(left), address_of(codes), room()
+    past_caches = rest != two and rest % LINE_BYTES == 0
+    for b in range(scales.size):
+        at, tops = b * block, filled(ZERO)
+        for i in range(0, block, STRIP):
+            total = load(one + 4 * (at + i)) + load(two + 4 * (at + i))
+            store(total, sums + 4 * i)
+            tops = larger(total, tops)
+        top = largest_bits(tops)
+        if top > LARGEST_FINITE:
+            return b
+        scales[b], inverse = scale_of(top, LARGEST_8)
+        split_strips(sums, block, (scales[b], inverse, ONE), target + at, rest + 4 * at, past_caches)
+    finish_streaming()
+    return -1
+
+
+@njit
+def split_strips(source: Any, n: Any, factors: Any, codes: Any, left: Any, past_caches: Any) -> Any:
+    """The ``n`` values of a block at one address into their codes at another, and what those lose at a third.
+
+    ``factors``: the block's scale, its inverse, and what the loss is multiplied with."""
+    scales, inverses, times, zeros = filled(factors[0]), filled(factors[1]), filled(factors[2]), filled(ZERO)
+    for i in range(0, n, STRIP):
+        value = load(source + 4 * i)
+        code = rounded(value * inverses)
+        store_codes(code, codes + i)
+        # Plus zero, as a code has no sign of zero.
+        lost = (value - (code + zeros) * scales) * times
+        if past_caches:
+            stream(lost, left + 4 * i)
+        else:
+            store(lost, left + 4 * i)
+
+
+@njit
+def encode_mean_strips(
+    addresses: Any, weights: Any, own: Any, factors: Any, left: Any, scales: Any, codes: Any, how: Any
+) -> Any:
+    """As ``encode_mean``; ``how``: the size of blocks, and how many of them."""
+    (block, blocks), (index, values, residual) = how, own
+    ours = index, address_of(values), address_of(residual)
+    over, times = np.float32(factors[0]), np.float32(factors[1])
+    rest, target, means = address_of(left), address_of(codes), room()
+    past_caches = rest % LINE_BYTES == 0
+    packed_scales, packed_codes = np.empty(addresses.size, np.float32), addresses + 4 * scales.size
+    for b in range(blocks):
+        at = b * block
+        for k in range(addresses.size):
+            if k != index:
+                packed_scales[k] = carray(floats_at(addresses[k]), scales.size)[b]
+        top = sum_strips(means, (at, block), packed_codes, packed_scales, weights, ours, over)
+        if top > LARGEST_FINITE:
+            return b
+        scales[b], inverse = scale_of(top, LARGEST_8)
+        split_strips(means, block, (scales[b], inverse, times), target + at, rest + 4 * at, past_caches)
+    finish_streaming()
+    return -1
+
+
+@njit
+def sum_strips(means: Any, which: Any, codes: Any, scales: Any, weights: Any, own: Any, over: Any) -> Any:
+    """At the address ``means``: the sum over ``over`` of a block, ``which``: its first value, and how many. Of those
+    with ``codes`` at these addresses, times ``scales`` and ``weights``, and in its turn of our own. Returns the bits of
+    the largest absolute mean."""
+    (start, n), (index, one, two) = which, own
+    before, ours = codes.size if index < 0 else index, filled(weights[max(index, 0)])
+    tops, zeros, divisors = filled(ZERO), filled(ZERO), filled(over)
+    for i in range(0, n, STRIP):
+        at, total = start + i, zeros
+        for k in range(before):
+            total = total + load_codes(codes[k] + at) * filled(scales[k]) * filled(weights[k])
+        if index >= 0:
+            total = total + (load(one + 4 * at) + load(two + 4 * at)) * ours
+        for k in range(before + 1, codes.size):
+            total = total + load_codes(codes[k] + at) * filled(scales[k]) * filled(weights[k])
+        mean = total / divisors + zeros
+        store(mean, means + 4 * i)
+        tops = larger(mean, tops)
+    return largest_bits(tops)
+
+
+@njit
+def decode_strips(scales: Any, codes: Any, out: Any, block: Any) -> Any:
+    """As many blocks as ``scales``, past the caches: a mean is far larger than they are. ``finish_streaming`` has to
+    follow in the end."""
+    source, target = address_of(codes), address_of(out)
+    past_caches = target % LINE_BYTES == 0
+    for b in range(scales.size):
+        factors = filled(scales[b])
+        for i in range(b * block, (b + 1) * block, STRIP):
+            value = load_codes(source + i) * factors
+            if past_caches:
+                stream(value, target + 4 * i)
+            else:
+                store(value, target + 4 * i)
+
+
+# Whole vectors -------------------------------------------------------------------------------------------------
+
+
 @njit
 def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any) -> Any:
     """Returns -1, or the first block with a value that is not finite."""
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
-    done = int8.blocks_in_strips(values.size, block, bits, seed)
-    bad = int8.encode(values, scales[:done], codes, block)
+    done = blocks_in_strips(values.size, block, bits, seed)
+    bad = encode_strips(values, scales[:done], codes, block)
     if bad >= 0:
         return bad
     work = np.empty(min(block, values.size), np.float32)
@@ -76,8 +325,8 @@ def encode_residual(
 
     ``left`` may be ``residual``: what is written has been read before.
     """
-    done = int8.blocks_in_strips(values.size, block, bits, seed)
-    bad = int8.encode_residual(values, residual, left, scales[:done], codes, block)
+    done = blocks_in_strips(values.size, block, bits, seed)
+    bad = encode_residual_strips(values, residual, left, scales[:done], codes, block)
     if bad >= 0:
         return bad
     n, several, how = values.size, max(1, PIECE // block) * block, (block, bits, seed)
@@ -134,8 +383,8 @@ def encode_mean(
     ``own``: the index of the one that is not packed but the sum of two, below 0 if none is, and those two.
     """
     (block, bits, seed), n, several = how, left.size, max(1, PIECE // how[0]) * how[0]
-    done = int8.blocks_in_strips(n, block, bits, seed)
-    bad = int8.encode_mean(addresses, weights, own, factors, left, scales, codes, (block, done))
+    done = blocks_in_strips(n, block, bits, seed)
+    bad = encode_mean_strips(addresses, weights, own, factors, left, scales, codes, (block, done))
     if bad >= 0:
         return bad
     over, times = np.float32(factors[0]), np.float32(factors[1])
@@ -241,8 +490,8 @@ def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: An
             continue
         codes = carray(bytes_at(sources[k] + 4 * blocks), n if bits == 8 else (n + 1) // 2)
         out = carray(floats_at(rooms[k]), n)
-        done = int8.blocks_in_strips(n, block, bits, -1)
-        int8.decode(scales[:done], codes, out, block)
+        done = blocks_in_strips(n, block, bits, -1)
+        decode_strips(scales[:done], codes, out, block)
         at = done * block
         decode(scales[done:], codes[at if bits == 8 else 0 :], out[at:], block, bits)
     finish_streaming()

@@ -13,7 +13,7 @@ from tests.compression.codec_cases import topk, use
 from torch import Tensor
 
 from shoal.compression.formats import CodecError, TopKFormat
-from shoal.compression.kernels import loader as fast
+from shoal.compression.kernels import loader
 from shoal.compression.topk import TopK
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -389,4 +389,4 @@ def test_a_gpu_gives_the_bytes_and_the_residual_of_the_cpu(codec: TopK) -> None:
 
 @needs_numba
 def test_kernels_warm_up() -> None:
-    fast.import_kernels("topk").warm_up()
+    loader.import_kernels("topk").warm_up()

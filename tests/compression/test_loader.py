@@ -16,14 +16,14 @@ import torch
 
 from shoal.compression.codec_map import get_codec_map
 from shoal.compression.formats import CodecError
-from shoal.compression.kernels import loader as fast
+from shoal.compression.kernels import loader
 from shoal.compression.registry import get_codec
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "_ready", {})
-    monkeypatch.setattr(fast, "_begun", {})
+    monkeypatch.setattr(loader, "_ready", {})
+    monkeypatch.setattr(loader, "_begun", {})
 
 
 def put_kernels(monkeypatch: pytest.MonkeyPatch, warm_up: Any) -> list[str]:
@@ -39,21 +39,21 @@ def put_kernels(monkeypatch: pytest.MonkeyPatch, warm_up: Any) -> list[str]:
 
         return import_it
 
-    monkeypatch.setattr(fast, "_IMPORTS", {name: importer(name) for name in ("one", "two")})
+    monkeypatch.setattr(loader, "_IMPORTS", {name: importer(name) for name in ("one", "two")})
     return imported
 
 
 def test_each_module_is_compiled_once_and_then_there(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     imported = put_kernels(monkeypatch, lambda: go_on.wait(10))
-    threads = fast.compile_ahead(["one", "two"])
-    assert fast.compile_ahead(["two", "one"]) == threads[::-1]
-    assert fast.kernels("one") is None
+    threads = loader.compile_ahead(["one", "two"])
+    assert loader.compile_ahead(["two", "one"]) == threads[::-1]
+    assert loader.kernels("one") is None
     go_on.set()
     for thread in threads:
         thread.join()
     assert sorted(imported) == ["one", "two"]
-    found = fast.kernels("one")
+    found = loader.kernels("one")
     assert found is not None
     assert found.__name__ == "one"
 
@@ -73,9 +73,9 @@ def test_a_failure_is_one_line_in_the_log(
 
     put_kernels(monkeypatch, fail)
     with caplog.at_level(logging.INFO):
-        for thread in fast.compile_ahead(["one"]) + fast.compile_ahead(["one"]):
+        for thread in loader.compile_ahead(["one"]) + loader.compile_ahead(["one"]):
             thread.join()
-    assert fast.kernels("one") is None
+    assert loader.kernels("one") is None
     (record,) = caplog.records
     assert record.levelno == level
     assert re.search(line, record.getMessage())
@@ -89,9 +89,9 @@ def test_nothing_is_compiled_after_warming_up(name: str, options: dict[str, Any]
         codec = get_codec(name, options)
     except CodecError:
         pytest.skip("no such option")
-    (thread,) = fast.compile_ahead(get_codec_map(name, options).kernels)
+    (thread,) = loader.compile_ahead(get_codec_map(name, options).kernels)
     thread.join()
-    (module,) = fast._ready.values()
+    (module,) = loader._ready.values()
     kernels = {name: one for name, one in vars(module).items() if hasattr(one, "signatures")}
     before = {name: len(one.signatures) for name, one in kernels.items()}
     for n in (1, 4096, 5000):
