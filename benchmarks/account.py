@@ -70,7 +70,7 @@ class _Bench:
         self.feedback.begin(self.contribution, _LARGEST)
         for bounds in self.own:
             self.feedback.reserve(*bounds)
-            self.feedback.include_written(*bounds, _LARGEST)
+            self.feedback.include_with_written_error(*bounds, _LARGEST)
 
     def encode(self) -> None:
         for bounds in self.others:
@@ -79,13 +79,13 @@ class _Bench:
     def reduce(self) -> None:
         for start, stop in self.own:
             codec, mean = self.codec_map.contribution(start, stop), WeightedMean(stop - start)
-            mean.add_values(*self.feedback.brought(start, stop), 1.0)
+            mean.add_values(*self.feedback.summands(start, stop), 1.0)
             for _ in range(self.peers - 1):
                 mean.add_packed(codec, self.packed[start, stop], 1.0)
             codec = self.codec_map.result(start, stop, self.peers)
             size = codec.packed_bytes(stop - start)
             packed = self.means.setdefault((start, stop), torch.empty(size, dtype=torch.uint8))
-            left, decay = self.feedback.room(start, stop)
+            left, decay = self.feedback.error_buffer(start, stop)
             mean.encode(codec, self.peers, left, packed, self.peers * decay)
 
     def digest(self) -> None:

@@ -1,7 +1,8 @@
 """Block-wise quantization to int8 and int4, each block of values with a scale of its own.
 
-After Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), but linear. On the CPU
-compiled kernels do it where there are any (``fast.py``), else torch in tiles that stay in the cache; elsewhere torch.
+After Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), but linear. On the CPU it
+uses compiled kernels once they are ready (``kernels/loader.py``), else torch in tiles that stay in the cache; on other
+devices torch.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from shoal.compression.codec import (
     Packed,
     checked_out,
     checked_values,
-    first_bad,
+    not_finite_error,
+    packed_buffer,
     packed_tensor,
-    room_for,
     rounded_weight,
 )
 from shoal.compression.formats import BlockFormat, CodecError
@@ -37,11 +38,11 @@ _FLOAT_MAX = torch.finfo(torch.float32).max
 _TINY = torch.finfo(torch.float32).tiny
 _CPU = torch.device("cpu")
 _TILE = 1 << 18
-"""Values that the torch path handles at a time on the CPU: what is sent at once. Fewer are slower: calls cost."""
+"""Values per tile of the torch path on the CPU, as many as a chunk has. Smaller tiles are slower: calls cost time."""
 
 
 class Summand(NamedTuple):
-    """What goes into a mean, times ``weight``, a float32: a vector ``packed`` and checked, or the sum of two."""
+    """Weighted term of a mean: a packed vector that was checked, or the sum of two; ``weight`` is a float32."""
 
     weight: float
     packed: Tensor | None = None
@@ -91,14 +92,14 @@ class Blockwise(Codec):
     # Encoding -----------------------------------------------------------------------------------------------
 
     def encode(self, values: Tensor) -> Tensor:
-        """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError for NaN or infinity."""
+        """See ``Codec.encode``."""
         values = checked_values(values)
         packed = self._room(values)
         kernels = self.compiled(values.device)
         if kernels is None:
             self._encode_tiles(values, *self._split(packed, values.numel()))
         elif kernels.encode(values.numpy(), *self._arrays(packed, values.numel()), *self._how()) >= 0:
-            raise first_bad(values)
+            raise not_finite_error(values)
         return packed
 
     def encode_residual(
@@ -115,7 +116,7 @@ class Blockwise(Codec):
             is_bad = left is residual and kernels.first_bad_sum(*arrays, self.block) >= 0
             room = self._arrays(packed, values.numel())
             if is_bad or kernels.encode_residual(*arrays, left.numpy(), *room, *self._how()) >= 0:
-                raise first_bad(values + residual)
+                raise not_finite_error(values + residual)
             return packed
         corrected = torch.add(values, residual, out=scratch("corrected", values.numel(), values.device))
         self._encode_tiles(corrected, *self._split(packed, values.numel()))
@@ -130,7 +131,7 @@ class Blockwise(Codec):
             largest = absmax.view(torch.int32).bitwise_and_(_ABSOLUTE)
             low, high = (int(one) for one in torch.aminmax(largest))
             if high > _LARGEST_FINITE_BITS:
-                raise first_bad(values)
+                raise not_finite_error(values)
             # Divided by a tensor: CUDA multiplies by the inverse of a plain number, which rounds twice.
             codes_a_scale = torch.full_like(absmax, self._largest)
             torch.div(absmax, codes_a_scale, out=row_scales)
@@ -159,7 +160,7 @@ class Blockwise(Codec):
     # Decoding -----------------------------------------------------------------------------------------------
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
-        """Packed bytes to ``(n,) float32``. CodecError for a wrong length or a bad scale."""
+        """See ``Codec.decode``. Raises CodecError for a wrong length or a bad scale."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
         out = torch.empty(n, dtype=torch.float32, device=tensor.device) if out is None else out
         values = checked_out(out, n, tensor.device)
@@ -176,8 +177,10 @@ class Blockwise(Codec):
         return out
 
     def decode_all(self, packed: Sequence[Packed], outs: Sequence[Tensor]) -> list[int]:
-        """Decode each as ``decode`` does, ``(n,) float32`` on the CPU, in one call of the kernels. Returns the indices
-        of what is left for ``decode``: what that refuses, or looks at closely, and all where there are no kernels."""
+        """Decode many vectors into ``outs``, ``(n,) float32`` each on the CPU, in one call of the kernels.
+
+        Returns the indices that are left for ``decode``: vectors with invalid or unusual scales, and all of them where
+        no kernels are compiled."""
         kernels = self.compiled(_CPU)
         if kernels is None or not outs:
             return list(range(len(outs)))
@@ -223,12 +226,12 @@ class Blockwise(Codec):
             total += float(torch.dot(squares, scales[first : first + blocks].double().square_()))
         return total
 
-    def unpacks_like(self, other: Blockwise) -> bool:
+    def decodes_like(self, other: Blockwise) -> bool:
         """Whether the same bytes decode to the same values."""
         return (self.bits, self.block) == (other.bits, other.block)
 
     def checked(self, packed: Packed, n: int) -> Tensor:
-        """``packed`` as a tensor, to be read only, that decodes to ``n`` values. CodecError as ``decode``."""
+        """Return ``packed`` as a read-only tensor that decodes to ``n`` values. Raises CodecError as ``decode``."""
         tensor = packed_tensor(packed, self.packed_bytes(n))
         kernels = self.compiled(tensor.device)
         if kernels is None:
@@ -240,11 +243,12 @@ class Blockwise(Codec):
     def encode_mean(
         self, summands: Sequence[Summand], factors: tuple[float, float], left: Tensor, packed: Tensor
     ) -> float | None:
-        """Encode the sum of all over the first of ``factors``, as ``encode_residual``: every value is read once,
-        nothing but what is lost, times the second, and the codes is written. At most one of them is not packed; all on
-        the CPU.
+        """Encode a mean, the sum of ``summands`` over ``factors[0]``, into ``packed``; its loss goes into ``left``.
 
-        Returns what no absolute value of the loss is above; None, with nothing done, where no kernels are compiled.
+        Fused: every value is read once, and only the codes and the loss, times ``factors[1]``, are written. At most one
+        of the summands is not packed; all of them are on the CPU.
+
+        Returns a bound on the absolute values of the loss; None, with nothing done, where no kernels are compiled.
         Raises CodecError when the mean is not finite: ``left`` and ``packed`` are undefined then."""
         kernels = self.compiled(left.device)
         if kernels is None:
@@ -271,14 +275,14 @@ class Blockwise(Codec):
         values.sub_(8.0)
 
     def _checked_arrays(self, packed: Tensor, n: int, kernels: ModuleType) -> _Arrays:
-        """``_arrays``; CodecError as of ``_check_scales``, which costs as much as decoding and is seldom needed."""
+        """Return ``_arrays`` with scales checked; ``_check_scales`` costs as much as decoding and is seldom needed."""
         arrays = self._arrays(packed, n)
         if not kernels.are_plain(arrays[0], self._safe_bits):
             self._check_scales(*self._split(packed, n))
         return arrays
 
     def _check_scales(self, scales: Tensor, codes: Tensor) -> None:
-        """CodecError unless each scale is 0 or normal and positive, and no value decodes to infinity.
+        """Raise CodecError unless each scale is 0 or normal and positive, and no value decodes to infinity.
 
         The bits are compared, as integers: this holds also where the processor flushes subnormals.
         """
@@ -303,11 +307,11 @@ class Blockwise(Codec):
     # Shapes -------------------------------------------------------------------------------------------------
 
     def _how(self) -> tuple[int, int, int]:
-        """Block, bits and the seed, -1 for none, as kernels take them."""
+        """Block, bits and seed (-1 for none), the form in which kernels take them."""
         return self.block, self.bits, -1 if self.seed is None else self.seed
 
     def _room(self, values: Tensor, packed: Tensor | None = None) -> Tensor:
-        return room_for(self.packed_bytes(values.numel()), values.device, packed)
+        return packed_buffer(self.packed_bytes(values.numel()), values.device, packed)
 
     def _codes(self, codes: Tensor, start: int, stop: int) -> Tensor:
         """The codes of values [start, stop)."""
@@ -319,7 +323,7 @@ class Blockwise(Codec):
         return packed[:scales_bytes].view(torch.float32), packed[scales_bytes:]
 
     def _arrays(self, packed: Tensor, n: int) -> _Arrays:
-        """As ``_split``, for kernels: a view is made in a fifth of the time here."""
+        """The same views as NumPy arrays, for kernels: making them takes a fifth of the time."""
         raw, scales_bytes = packed.numpy(), self.format.scale_bytes(n)
         return raw[:scales_bytes].view(np.float32), raw[scales_bytes:]
 
@@ -328,7 +332,7 @@ class Blockwise(Codec):
         return min(whole, values.numel())
 
     def _tiles(self, values: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """``(start, stop, values[start:stop])`` over all of them, the latter as ``(blocks, block)`` views."""
+        """Yield ``(start, stop, values[start:stop])`` tile by tile, the values as ``(blocks, block)`` views."""
         full = values.numel() // self.block * self.block
         step = max(self.block, self._tile_values(values) // self.block * self.block)
         for start in range(0, full, step):
@@ -354,7 +358,10 @@ def _bits_of(value: float) -> int:
 
 
 def _dither(largest: Tensor, seed: int, first_block: int, width: int) -> Tensor:
-    """Uniform in [-1/2, 1/2), ``(rows, width) float32``, multiples of 2**-24: what nearest rounding is shaken with."""
+    """Deterministic dither for stochastic rounding; identical on every device.
+
+    Uniform in [-1/2, 1/2), ``(rows, width) float32``, multiples of 2**-24, drawn from a hash of ``seed``, ``largest``
+    (the bits of each block's maximum) and the position."""
     blocks = torch.arange(first_block, first_block + len(largest), device=largest.device).unsqueeze(1)
     keys = _mix(_mix(largest.to(torch.int64) ^ seed) ^ (blocks & 0xFFFFFFFF))
     drawn = _mix((keys + torch.arange(width, device=largest.device)) & 0xFFFFFFFF)
@@ -362,7 +369,7 @@ def _dither(largest: Tensor, seed: int, first_block: int, width: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """32 bits, in int64, to 32 well-mixed bits; multiplied in halves, as int64 must not overflow."""
+    """Hash of 32 bits, held in int64, to 32 well-mixed bits; multiplied in halves, as int64 must not overflow."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x ^ (x >> shift)
         x = ((x & 0xFFFF) * factor + (((x >> 16) * (factor & 0xFFFF)) << 16)) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Base class of all codecs, from float32 vectors to packed bytes and back, and checks of what they are given."""
+"""Base class of all codecs, from float32 vectors to packed bytes and back, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("shoal.compression packs little-endian and has only been written for such machines")
 
 Packed: TypeAlias = Tensor | bytes | bytearray | memoryview
-"""Packed bytes as they come: a ``(m,) uint8`` tensor, or anything that the wire hands out."""
+"""Packed bytes: a ``(m,) uint8`` tensor, or a buffer that was received."""
 
 
 _ROUNDS_TO_INFINITY = (2.0 - 2.0**-24) * 2.0**127
@@ -28,7 +28,7 @@ _ROUNDS_TO_INFINITY = (2.0 - 2.0**-24) * 2.0**127
 
 
 class Codec(ABC):
-    """Packs float32 vectors into the bytes of its format, and back.
+    """Codec of one format: packs float32 vectors into bytes and unpacks them.
 
     Stateless, so one object serves any number of threads at once. Decoding is deterministic to the bit: every machine
     that decodes the same bytes holds the same floats. Each codec's wire layout stands in its module, and golden vectors
@@ -36,7 +36,7 @@ class Codec(ABC):
     """
 
     kernels: ClassVar[str | None] = None
-    """The name of the compiled kernels that it runs faster with (``loader.compile_ahead``)."""
+    """Name of the compiled kernels that speed it up, for ``loader.compile_ahead``; None if there are none."""
 
     def __init__(self, form: CodecFormat) -> None:
         self.format = form
@@ -98,10 +98,10 @@ class Codec(ABC):
         corrected = torch.add(values, residual, out=scratch("corrected", values.numel(), values.device))
         made = self.encode(corrected)
         torch.sub(corrected, self.decode(made, corrected.numel(), left), out=left)
-        return made if packed is None else room_for(made.numel(), values.device, packed).copy_(made)
+        return made if packed is None else packed_buffer(made.numel(), values.device, packed).copy_(made)
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
-        """``total += weight * decode(packed)``, for ``total``, ``(n,) float32``: the product rounded, then the sum.
+        """Add ``weight * decode(packed)`` to ``total``, ``(n,) float32``: the product rounded, then the sum.
 
         ``weight`` is rounded to float32 first. Raises CodecError as ``decode`` does, with ``total`` unchanged.
         """
@@ -110,7 +110,7 @@ class Codec(ABC):
         checked_out(total, decoded.numel(), decoded.device).add_(decoded.mul_(weight))
 
     def compiled(self, device: torch.device) -> ModuleType | None:
-        """The compiled kernels, once they are ready, where they can work on tensors of ``device``."""
+        """Return its compiled kernels once they are ready, if ``device`` is the CPU; else None."""
         return loader.kernels(self.kernels) if self.kernels is not None and device.type == "cpu" else None
 
 
@@ -124,12 +124,12 @@ def checked_range(values: Tensor) -> tuple[float, float]:
     low, high = torch.aminmax(values)
     smallest, largest = float(low), float(high)
     if not (math.isfinite(smallest) and math.isfinite(largest)):
-        raise first_bad(values)
+        raise not_finite_error(values)
     return smallest, largest
 
 
 def largest_of(values: Tensor) -> float:
-    """The largest absolute value of ``(n,) float32``, 0 for none; NaN when there is one."""
+    """The largest absolute value of ``(n,) float32``: 0 for an empty vector, NaN when one value is NaN."""
     if not values.numel():
         return 0.0
     low, high = torch.aminmax(values)
@@ -137,7 +137,7 @@ def largest_of(values: Tensor) -> float:
 
 
 def checked_values(values: Tensor) -> Tensor:
-    """``values`` without autograd history. CodecError unless contiguous ``(n,) float32``."""
+    """Return ``values`` without autograd history. Raises CodecError unless contiguous ``(n,) float32``."""
     if values.dtype != torch.float32 or values.dim() != 1:
         raise CodecError(f"a codec takes (n,) float32, not {tuple(values.shape)} {values.dtype}")
     if not values.is_contiguous():
@@ -146,16 +146,18 @@ def checked_values(values: Tensor) -> Tensor:
 
 
 def checked_out(out: Tensor, n: int, device: torch.device) -> Tensor:
-    """``out``, to be written to. CodecError unless contiguous ``(n,) float32`` on ``device``."""
+    """Return ``out``, to be written to. Raises CodecError unless contiguous ``(n,) float32`` on ``device``."""
     out = checked_values(out)
     if out.numel() != n or out.device != device:
         raise CodecError(f"expected {n} values on {device}, not {out.numel()} on {out.device}")
     return out
 
 
-def room_for(packed_bytes: int, device: torch.device, packed: Tensor | None = None) -> Tensor:
-    """Where packed bytes go: ``packed``, or a new ``(packed_bytes,) uint8`` on ``device``. CodecError when it is not
-    like that, contiguous, and aligned for float32."""
+def packed_buffer(packed_bytes: int, device: torch.device, packed: Tensor | None = None) -> Tensor:
+    """Return the buffer for packed bytes: ``packed``, or a new ``(packed_bytes,) uint8`` on ``device``.
+
+    Raises CodecError when ``packed`` has another shape, type or device, or is not contiguous and aligned for float32.
+    """
     if packed is None:
         return torch.empty(packed_bytes, dtype=torch.uint8, device=device)
     if packed.dtype != torch.uint8 or packed.shape != (packed_bytes,) or packed.device != device:
@@ -166,25 +168,25 @@ def room_for(packed_bytes: int, device: torch.device, packed: Tensor | None = No
 
 
 def in_place(residual: Tensor, left: Tensor | None) -> Tensor:
-    """What a codec overwrites that works in place: ``residual``, or ``left`` as a copy of it; both are ``(n,)``."""
+    """Return the vector that an in-place codec overwrites: ``residual``, or ``left`` as a copy of it; both ``(n,)``."""
     return residual if left is None else checked_out(left, residual.numel(), residual.device).copy_(residual)
 
 
-def first_bad(values: Tensor) -> CodecError:
-    """The error that names the first of ``values``, ``(n,) float32``, that is NaN or infinite."""
+def not_finite_error(values: Tensor) -> CodecError:
+    """Return the CodecError that names the first of ``values``, ``(n,) float32``, that is NaN or infinite."""
     where = int(torch.isfinite(values).logical_not_().to(torch.uint8).argmax())
     return CodecError(f"the values hold NaN or infinity: {float(values[where])} at {where} of {values.numel()}")
 
 
 def rounded_weight(weight: float) -> float:
-    """``weight`` as the nearest float32. CodecError unless it is finite."""
+    """Return ``weight`` as the nearest float32. Raises CodecError unless it is finite."""
     if not abs(weight) < _ROUNDS_TO_INFINITY:
         raise CodecError(f"a weight is a finite float32, not {weight}")
     return float(np.float32(weight))
 
 
 def packed_tensor(packed: Packed, packed_bytes: int) -> Tensor:
-    """``packed`` as a contiguous ``(packed_bytes,) uint8`` tensor that can be viewed as any 4-byte type.
+    """Return ``packed`` as a contiguous ``(packed_bytes,) uint8`` tensor that can be viewed as any 4-byte type.
 
     Shares memory with ``packed`` where alignment and writability allow, so the result is to be read only.
     Raises CodecError when ``packed`` has another length or is no vector of bytes.

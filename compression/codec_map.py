@@ -1,4 +1,4 @@
-"""Codecs of a whole contribution: which one packs which of its values, to the owners and back to everybody."""
+"""Codecs of a whole contribution by range of values, for contributions and for means."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from shoal.compression.registry import codec_of
 
 
 class CodecMap:
-    """The codecs of ``(n,) float32`` by range, as ``formats`` says."""
+    """The codecs of ``(n,) float32`` by range of values, given by a map of formats."""
 
     def __init__(self, formats: FormatMap) -> None:
         self.formats = formats
 
     @property
     def kernels(self) -> Collection[str]:
-        """The names of the compiled kernels that its codecs run faster with (``loader.compile_ahead``)."""
+        """Names of the compiled kernels that speed its codecs up, for ``loader.compile_ahead``."""
         return sorted({name for form in self.formats.formats if (name := _codec(form).kernels) is not None})
 
     def contribution(self, start: int, stop: int) -> Codec:
@@ -52,7 +52,7 @@ class CodecMap:
 
 
 def get_codec_map(name: str, options: Mapping[str, Any] | None = None, shapes: Shapes = ()) -> CodecMap:
-    """The codec map called ``name``: see ``formats.named_format_map``. Raises CodecError as that does."""
+    """Return the codec map called ``name``: see ``formats.named_format_map``. Raises CodecError as that does."""
     return CodecMap(named_format_map(name, options, shapes))
 
 
@@ -102,7 +102,7 @@ class Segmented(Codec):
         return sum(codec.squared_norm(packed[room], span.stop - span.start) for span, room, codec in self._spans())
 
     def _spans(self) -> Iterator[tuple[slice, slice, Codec]]:
-        """For each segment: where its values are, where its bytes are, its codec."""
+        """Yield for each segment the range of its values, the range of its bytes, and its codec."""
         at, byte = 0, 0
         for n, codec in self._segments:
             size = codec.packed_bytes(n)
@@ -111,7 +111,7 @@ class Segmented(Codec):
 
 
 class Piece(NamedTuple):
-    """What ``codec`` has packed, and where it goes: ``(n,) float32`` on the CPU."""
+    """A packed vector, its codec, and the output buffer, ``(n,) float32`` on the CPU."""
 
     codec: Codec
     packed: Packed
@@ -119,8 +119,9 @@ class Piece(NamedTuple):
 
 
 def decode_all(pieces: Sequence[Piece]) -> dict[int, CodecError]:
-    """Decode each as its codec's ``decode`` does; returns the errors of those that do not decode, by their index: what
-    is in their ``out`` then is undefined."""
+    """Decode many pieces at once: a call for each costs more than its bytes do, where they are short.
+
+    Returns the errors of the pieces that do not decode, by their index; what is in their ``out`` then is undefined."""
     errors: dict[int, CodecError] = {}
     for codec, run in groupby(range(len(pieces)), key=lambda index: pieces[index].codec):
         left = list(run)

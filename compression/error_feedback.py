@@ -1,4 +1,4 @@
-"""The residual: what a peer has offered and no committed mean has held yet, carried from round to round.
+"""Error feedback: a residual of what no committed mean has included yet, carried from round to round.
 
 After Seide et al. 2014, "1-Bit Stochastic Gradient Descent", and Karimireddy et al. 2019, "Error Feedback
 Fixes SignSGD and other Gradient Compression Schemes" (arXiv:1901.09847); the decay as in Sarfi et al. 2025,
@@ -17,31 +17,31 @@ from torch import Tensor
 from shoal.compression.codec import Codec, checked_range, checked_values, largest_of
 from shoal.compression.formats import CodecError
 from shoal.compression.norms import norms_of
-from shoal.compression.scratch import scratch, spacious
-from shoal.compression.weighted_mean import Lost
+from shoal.compression.scratch import empty_aligned, scratch
+from shoal.compression.weighted_mean import EncodingLoss
 
 _CPU = torch.device("cpu")
 _TILE = 1 << 18
 _FAR_FROM_INFINITY = 1e38
 _ROUNDED = 1.0 + 2.0**-22
-"""How much larger a norm can get when each value is rounded to float32."""
+"""Bound on how much a norm grows when each value is rounded to float32."""
 
 
 class ErrorFeedback:
-    """One peer's residual, ``(n,) float32``, and the one it will have if the round commits (the pending one).
+    """One peer's residual, ``(n,) float32``, and its pending residual: the one that it has if the round commits.
 
     A round::
 
         feedback.begin(contribution)                         # from now on: corrected = contribution + residual
         packed = feedback.encode_chunk(codec, start, stop)   # each chunk that somebody asks for
-        values, residual = feedback.brought(start, stop)     # chunks that go into the mean as float32 ...
-        feedback.include_exactly(start, stop, error)         # ... as a relay's own do, and what encoding it lost
+        values, residual = feedback.summands(start, stop)    # chunks that go into the mean as float32 ...
+        feedback.include_exactly(start, stop, error)         # ... as a row reducer's own do, and what encoding it lost
         feedback.keep_chunk(start, stop)                     # chunks that the mean did not include after all
-        feedback.take_back(start, stop)                      # chunks that we do not offer again either
+        feedback.withdraw_chunk(start, stop)                 # chunks that we do not offer again either
         feedback.add_owner_error(start, error)               # what a mean lost that has our chunk in it as encoded
         feedback.reserve(start, stop)                        # where an owner ...
-        left, times = feedback.room(start, stop)             # ... writes at once what its mean loses, times that,
-        feedback.include_written(start, stop, largest)       # and it was that mean that was committed,
+        left, times = feedback.error_buffer(start, stop)     # ... writes at once what its mean loses, times that,
+        feedback.include_with_written_error(start, stop, largest)  # and it was that mean that was committed,
         feedback.include_encoded(start, stop)                # or one with our chunk in it as encoded
         feedback.commit()                                    # or discard()
 
@@ -55,7 +55,7 @@ class ErrorFeedback:
     def __init__(self, n: int, decay: float = 1.0) -> None:
         if not 0.0 <= decay <= 1.0:
             raise CodecError(f"the decay of a residual is from 0 to 1, not {decay}")
-        self._residual = spacious(n).zero_()
+        self._residual = empty_aligned(n).zero_()
         self._spare: Tensor | None = None
         # No value of the residual is larger: what spares a look at all of them in every round.
         self._bound = 0.0
@@ -69,7 +69,7 @@ class ErrorFeedback:
 
     @property
     def residual(self) -> Tensor:
-        """``(n,) float32``, as of the last commit: our own memory, to be copied before the next ``begin``, ``scale`` or
+        """The residual, ``(n,) float32``, as of the last commit: to be copied before the next ``begin``, ``scale`` or
         ``load``, and not to be changed."""
         return self._residual
 
@@ -79,7 +79,7 @@ class ErrorFeedback:
         return self._contribution is not None
 
     def residual_norms(self, ranges: Sequence[tuple[int, int]]) -> list[float]:
-        """As ``norms.norms_of`` the residual, always of the same ranges: measured once as long as it stays as it is.
+        """The norms of the residual in ``ranges``, the same in every call; cached until the residual changes.
 
         For any thread; not while ``scale`` or ``commit`` runs."""
         measured, residual = self._norms, self._residual
@@ -98,7 +98,7 @@ class ErrorFeedback:
         self._residual = self._checked(residual).clone()
 
     def scale(self, factor: float) -> None:
-        """Multiply the residual, not within a round: what it makes up for counts with another weight now.
+        """Multiply the residual by ``factor``, not within a round, when its loss counts with another weight now.
 
         Raises CodecError when a value would not be finite any more; nothing has changed then."""
         assert not self.in_round
@@ -113,7 +113,7 @@ class ErrorFeedback:
     def begin(self, contribution: Tensor, largest: float | None = None) -> None:
         """Begin a round with ``contribution``, ``(n,) float32``, which nobody may change before the round's end.
 
-        ``largest``: no absolute value of it is above, NaN if it holds one; looked up if it is not known (None).
+        ``largest``: a bound on its absolute values, NaN if it holds one; None to measure it.
 
         Raises CodecError when contribution + residual holds NaN or infinity, naming the first; no round has begun
         then, and the residual is as it was.
@@ -126,7 +126,7 @@ class ErrorFeedback:
             self._bound = largest_of(self._residual)
         # Whatever a codec makes of the sum, it loses no more than twice its largest value.
         self._bound = 2.0 * (largest + self._bound)
-        self._pending = spacious(contribution.numel()) if self._spare is None else self._spare
+        self._pending = empty_aligned(contribution.numel()) if self._spare is None else self._spare
         self._spare = None
         self._contribution = contribution
         self._settled.clear()
@@ -134,13 +134,14 @@ class ErrorFeedback:
         self._codecs.clear()
 
     def reserve(self, start: int, stop: int) -> None:
-        """What is pending in [start, stop) is for whoever has ``room`` there: ``encode_chunk`` leaves it alone, in any
-        thread. What was encoded there before leaves nothing pending."""
+        """Reserve the pending residual of [start, stop) for writes through ``error_buffer``, from any thread.
+
+        ``encode_chunk`` does not touch it from then on, and what it wrote there before does not count."""
         self._reserved.append((start, stop))
         self._settled = {one for one in self._settled if not start <= one[0] < stop}
 
     def _check_sum(self, contribution: Tensor) -> None:
-        """Raises CodecError when contribution + residual holds NaN or infinity; looks at every one."""
+        """Raise CodecError when contribution + residual holds NaN or infinity; checks every value."""
         for start in range(0, contribution.numel(), _TILE):
             corrected = contribution[start : start + _TILE] + self._residual[start : start + _TILE]
             low, high = torch.aminmax(corrected)
@@ -149,14 +150,15 @@ class ErrorFeedback:
                 value = float(corrected[at])
                 raise CodecError(f"contribution and residual add up to NaN or infinity: {value} at {start + at}")
 
-    def brought(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Contribution and residual in [start, stop), ``(stop - start,) float32`` each: to be added, and only read."""
+    def summands(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Contribution and residual in [start, stop), ``(stop - start,) float32`` each: read-only, to be added up."""
         contribution, residual, _ = self._chunk(start, stop)
         return contribution, residual
 
     def encode_chunk(self, codec: Codec, start: int, stop: int, packed: Tensor | None = None) -> Tensor:
-        """Encode corrected[start:stop] into ``packed``, ``(packed_bytes(stop - start),) uint8``, or a new tensor; the
-        loss is pending.
+        """Encode corrected[start:stop] into ``packed``, ``(packed_bytes(stop - start),) uint8``, or a new tensor.
+
+        The loss becomes pending, except in reserved ranges.
 
         Encoding the same range again gives the same bytes.
         """
@@ -175,22 +177,25 @@ class ErrorFeedback:
         return packed
 
     def include_encoded(self, start: int, stop: int, factor: float = 1.0) -> None:
-        """corrected[start:stop] went into the mean as ``encode_chunk`` packed it, times ``factor``: so is what that
-        lost, which is pending. Nothing, where nobody had asked for it."""
+        """Record that the mean includes corrected[start:stop] as ``encode_chunk`` packed it, times ``factor``.
+
+        The loss of encoding, times ``factor``, is pending then. Does nothing where no chunk was encoded."""
         codec = self._codecs.get((start, stop))
         if codec is not None and (start, stop) not in self._settled:
             self._encode(codec, start, stop)
         if factor != 1.0 and (start, stop) in self._settled:
             self._chunk(start, stop)[2].mul_(factor)
 
-    def room(self, start: int, stop: int) -> tuple[Tensor, float]:
-        """Where in a reserved range whoever makes a mean writes what that loses, ``(stop - start,) float32``, and what
-        it multiplies it with beside ``times`` as in ``add_owner_error``."""
+    def error_buffer(self, start: int, stop: int) -> tuple[Tensor, float]:
+        """The buffer for the loss of a mean in a reserved range, ``(stop - start,) float32``, and a factor.
+
+        The owner writes its loss there, times that factor and ``times`` as in ``add_owner_error``."""
         return self._chunk(start, stop)[2], self._decay
 
-    def include_written(self, start: int, stop: int, largest: float) -> None:
-        """As ``include_exactly``, with an error that is in ``room`` already: no absolute value of it is above
-        ``largest``. What it raises leaves zeros."""
+    def include_with_written_error(self, start: int, stop: int, largest: float) -> None:
+        """Record that the mean includes corrected[start:stop] exactly; its loss is in ``error_buffer`` already.
+
+        ``largest`` bounds the absolute values of the loss. Raises CodecError, and leaves zeros, if it is not finite."""
         _, _, pending = self._chunk(start, stop)
         self._settled.add((start, stop))
         if not largest + self._bound < _FAR_FROM_INFINITY:
@@ -202,10 +207,11 @@ class ErrorFeedback:
             largest = max(-low, high)
         self._bound += largest
 
-    def include_exactly(self, start: int, stop: int, error: Lost | None = None, times: float = 1.0) -> None:
-        """corrected[start:stop] goes into the mean as it is, as an owner's own may: nothing of it is pending.
+    def include_exactly(self, start: int, stop: int, error: EncodingLoss | None = None, times: float = 1.0) -> None:
+        """Record that the mean includes corrected[start:stop] exactly, as an owner's own chunk: nothing is pending.
 
-        ``error``: of the mean, if it was we who encoded it; see ``add_owner_error``. What it raises leaves zeros."""
+        ``error``: the loss of the mean, if we encoded it, ``times`` over: see ``add_owner_error``. Raises CodecError,
+        and leaves zeros, when that is not finite."""
         _, _, pending = self._chunk(start, stop)
         self._settled.add((start, stop))
         if error is None:
@@ -218,31 +224,32 @@ class ErrorFeedback:
             raise
 
     def keep_chunk(self, start: int, stop: int) -> None:
-        """The mean does not include corrected[start:stop] (or is void there): all of it is pending again."""
+        """Record that the mean does not include corrected[start:stop], or is void there: all of it is pending."""
         contribution, residual, pending = self._chunk(start, stop)
         torch.add(contribution, residual, out=pending)
         self._settled.add((start, stop))
 
-    def take_back(self, start: int, stop: int) -> None:
-        """As if nothing had been contributed in [start, stop): what was carried before is carried on, whole."""
+    def withdraw_chunk(self, start: int, stop: int) -> None:
+        """Withdraw the contribution in [start, stop): the residual from before is pending, whole."""
         _, residual, pending = self._chunk(start, stop)
         pending.copy_(residual)
         self._settled.add((start, stop))
 
-    def add_owner_error(self, start: int, error: Lost, times: float = 1.0) -> None:
-        """Add ``error`` that many times over to what is pending from ``start`` on.
+    def add_owner_error(self, start: int, error: EncodingLoss, times: float = 1.0) -> None:
+        """Add ``times * error`` to the pending residual from ``start`` on.
 
-        Who makes a mean calls it with (mean - decoded mean), in the units of its own contribution: times the total
-        weight of the mean over its own weight. Its next contribution then makes up for the loss.
+        The owner of a mean passes (mean - decoded mean), and as ``times`` the total weight of the mean over its own
+        weight, which is the unit of its contribution. Its next contribution then makes up for the loss.
         To be called once a mean, after the range's encode_chunk, include_exactly or keep_chunk, each of which
         overwrites it. Raises CodecError, and adds nothing, when the sum holds NaN or infinity.
         """
         _, _, pending = self._chunk(start, start + error.values.numel())
         pending.add_(error.values, alpha=self._admitted(error, times, pending))
 
-    def _admitted(self, error: Lost, times: float, pending: Tensor | None = None) -> float:
-        """What ``error`` is multiplied with, when it is added to ``pending`` or to nothing. Raises CodecError when the
-        sum would not be finite."""
+    def _admitted(self, error: EncodingLoss, times: float, pending: Tensor | None = None) -> float:
+        """Return the factor of ``error`` when it is added to ``pending``, or to nothing.
+
+        Raises CodecError when the sum would not be finite."""
         times *= self._decay
         largest = error.largest * abs(times)
         if not largest + self._bound < _FAR_FROM_INFINITY:
@@ -253,7 +260,7 @@ class ErrorFeedback:
         return times
 
     def commit(self) -> None:
-        """The round is committed: what is pending becomes the residual."""
+        """End a committed round: the pending residual becomes the residual."""
         assert self._pending is not None, "no round has begun"
         for start, stop in list(self._unsettled(self._pending.numel())):
             self.keep_chunk(start, stop)
@@ -261,7 +268,7 @@ class ErrorFeedback:
         self._contribution = self._pending = self._norms = None
 
     def discard(self) -> None:
-        """The round is aborted: the residual stays as before ``begin``; the contribution is offered again.
+        """End an aborted round: the residual stays as before ``begin``; the contribution is offered again.
 
         Without a round it does nothing.
         """
@@ -270,7 +277,7 @@ class ErrorFeedback:
         self._contribution = self._pending = None
 
     def _unsettled(self, n: int) -> Iterator[tuple[int, int]]:
-        """The ranges that nothing has been said of."""
+        """Yield the ranges of which nothing was recorded."""
         at = 0
         for start, stop in sorted(self._settled):
             if start > at:
@@ -284,7 +291,7 @@ class ErrorFeedback:
         return checked_values(vector)
 
     def _chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of contribution, residual and what is pending in [start, stop)."""
+        """Views of contribution, residual and pending residual in [start, stop)."""
         contribution, pending = self._contribution, self._pending
         assert contribution is not None, "no round has begun"
         assert pending is not None

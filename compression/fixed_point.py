@@ -1,4 +1,4 @@
-"""Floats to integers modulo 2^16 or 2^32 and back, so that sums are exact and masks cancel: for secure averaging.
+"""Fixed-point codes modulo 2^16 or 2^32, whose sums are exact and whose masks cancel: for secure averaging.
 
 After Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning": peers send their
 codes under masks that are uniform modulo 2^k and add up to zero. Such a sum may not lose a bit, so it is made of
@@ -33,7 +33,7 @@ _TILE = 2**15  # even: one 64-bit draw rounds two values. The float64 temporarie
 
 
 class FixedPoint:
-    """The fixed point that all peers of one sum share: the sum of their codes cannot wrap.
+    """Fixed-point scale that all peers of one sum share, chosen so that the sum of their codes cannot wrap.
 
     A peer encodes ``x * weight`` as ``code = round(x * weight * scale)`` modulo 2^bits, with ::
 
@@ -71,7 +71,7 @@ class FixedPoint:
 
     @property
     def step(self) -> float:
-        """What one unit of a code is worth in ``weight * x``. Encoding errs by less than one step."""
+        """The value of one unit of a code, in ``weight * x``. Encoding errs by less than one step."""
         return 1.0 / self._scale
 
     def packed_bytes(self, n: int) -> int:
@@ -79,7 +79,7 @@ class FixedPoint:
         return n * self.bits // 8
 
     def encode(self, values: Tensor, seed: int, weight: float = 1.0) -> Codes:
-        """``weight * values``, ``(n,) float32``, as new ``(n,)`` codes.
+        """Return ``weight * values``, ``(n,) float32``, as new ``(n,)`` codes.
 
         Rounds stochastically, up with the probability of the fraction (to 2^-32), so a code's expectation is
         exact. Value i takes the 32-bit half ``i % 2`` (low half first) of draw ``i // 2`` of NumPy's Philox with the
@@ -112,21 +112,21 @@ class FixedPoint:
         return codes
 
     def unpack(self, packed: Packed, n: int) -> Codes:
-        """``n`` codes from their bytes, copied. CodecError for a wrong length; any bytes are codes."""
+        """Return ``n`` codes from their bytes, copied. Raises CodecError for a wrong length; any bytes are codes."""
         return packed_tensor(packed, self.packed_bytes(n)).numpy().view(self._unsigned).copy()
 
     def add(self, total: Codes, codes: Codes) -> None:
-        """``total += codes`` modulo 2^bits: codes or masks. CodecError when they have other types or lengths."""
+        """Add codes or masks to ``total`` modulo 2^bits. Raises CodecError for other types or lengths."""
         self._check_codes(total, codes)
         np.add(total, codes, out=total)
 
     def subtract(self, total: Codes, codes: Codes) -> None:
-        """``total -= codes`` modulo 2^bits. CodecError as for ``add``."""
+        """Subtract codes or masks from ``total`` modulo 2^bits. Raises CodecError as ``add`` does."""
         self._check_codes(total, codes)
         np.subtract(total, codes, out=total)
 
     def decode_sum(self, total: Codes, weight: float = 1.0) -> Tensor:
-        """The sum of ``weight * x`` over the peers in ``total``, divided by ``weight``; a new ``(n,) float32``.
+        """Return the sum of ``weight * x`` over the peers in ``total``, divided by ``weight``; a new ``(n,) float32``.
 
         With the weight of all who are in ``total`` it is their weighted mean; with 1 the weighted sum. One float64
         multiplication and its rounding to float32 a value, and what would be subnormal is 0, so the bits are the

@@ -1,4 +1,4 @@
-"""The float codecs: each value cast to a smaller float, under a power of two a block where the range is small.
+"""Float codecs: each value cast to a smaller float, with a power of two a block where the range is small.
 
 Wire layouts, version 1, everything little-endian::
 
@@ -36,7 +36,7 @@ _FLOAT8_NAN = 0x7F
 
 
 class FloatCodec(TiledCodec):
-    """Stores each value as one float of type ``dtype``, rounded to nearest, ties to even; float32 is exact.
+    """Codec that stores each value as float32 or bfloat16, rounded to nearest, ties to even; float32 is exact.
 
     For normal values bfloat16 errs by at most ``|x| * 2**-8``. What is beyond its largest value saturates.
     """
@@ -67,7 +67,7 @@ class FloatCodec(TiledCodec):
 
 
 class ScaledFloatCodec(TiledCodec):
-    """float16 or float8_e4m3 under one power of two a block, so that no value overflows and few are too small.
+    """Codec to float16 or float8_e4m3 with one power of two a block, so that none overflows and few underflow.
 
     The exponent is the smallest with ``max|x| <= largest * 2**e`` (largest: 65504 or 448), so scaling is exact and
     ``|x - decoded| <= max(|x| * 2**-p, max|x| * s)`` with p, s = 11, 2**-24 / 65504 (float16) or 4, 2**-9 / 448
@@ -130,5 +130,5 @@ class ScaledFloatCodec(TiledCodec):
 
 
 def _power_of_two(exponents: Tensor, *, sign: int = 1, plus: int = 0) -> Tensor:
-    """``2**(sign * exponents + plus)``, float32, made of its bits: exact on every device. Normal ones only."""
+    """``2**(sign * exponents + plus)``, float32, made of its bits: exact on every device. Normal numbers only."""
     return (exponents.to(torch.int32) * sign + (plus + 127)).bitwise_left_shift_(23).view(torch.float32)

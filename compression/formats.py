@@ -1,7 +1,7 @@
 """Codec formats: names, options, block sizes and packed sizes, without torch and numba.
 
-A run file names a format. Whoever plans or checks a run needs no more than what stands here; ``registry.codec_of`` and
-``codec_map.CodecMap`` make what packs tensors so.
+A run file names a format. To check a run file or to plan a round, this module is enough; ``registry.codec_of`` and
+``codec_map.CodecMap`` make the codecs that pack tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Shapes: TypeAlias = Sequence[tuple[str, Sequence[int]]]
 """Names and shapes of the tensors that, flat and one after the other, make a contribution."""
 
 SMALL_VALUES = 4096
-"""A tensor with fewer values is small: its bytes do not count beside a matrix's, its precision may."""
+"""A tensor with fewer values is small: its bytes do not matter beside a matrix's, its precision may."""
 
 _CHUNK_VALUES, _CHUNK_VALUES_READ_ONCE = 2**20, 2**22
 _PACKED_CHUNK_BYTES = 2**22 + 2**15
-"""A chunk is 4 MiB, as packed; of codecs that have temporaries as large as it, 4 MiB of float32."""
+"""A chunk is 4 MiB of packed bytes; for codecs with temporaries as large as the chunk, 4 MiB of float32."""
 
 # Names of tables of tokens and of output layers in torch, GPT-2, Llama and their relatives.
 _TABLE = re.compile(r"(^|\.)(\w*embed\w*|\w*embd|wte|wpe|lm_head|output|head)(\.|$)")
@@ -36,7 +36,7 @@ class CodecError(ValueError):
 
 
 class CodecFormat(Protocol):
-    """What packed bytes look like: equal formats pack the same values into the same bytes."""
+    """Format of packed bytes: equal formats pack the same values into the same bytes."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,9 @@ _BLOCK_KINDS = {
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """The scales of all blocks, then the codes of all groups of values; the last block and group may be short.
+    """Format with a scale a block: the scales of all blocks, then the codes of all groups of values.
+
+    The last block and the last group may be short.
 
     ``kind``: one of ``_BLOCK_KINDS``. ``block``: values that share scales. ``seed``: of stochastic rounding, None to
     round to nearest; only int8 and int4 have one. Raises CodecError for an option out of range."""
@@ -129,7 +131,7 @@ _TOPK_VALUE_BITS = {"2bit": 2, "int8": 8}
 
 @dataclass(frozen=True)
 class TopKFormat:
-    """Of every ``chunk`` values the ``k`` of largest magnitude, each in the bits that ``values`` (2bit, int8) says.
+    """Format of chunked top-k: of every ``chunk`` values the ``k`` of largest magnitude, as ``values``: 2bit or int8.
 
     The last chunk, of m < ``chunk`` values, keeps ``ceil(k * m / chunk)``. Raises CodecError for an option out of
     range."""
@@ -167,7 +169,7 @@ class TopKFormat:
         return TopKFormat(max(self.k, min(self.k * members, self.chunk // 2)), self.values, self.chunk)
 
     def parts(self, n: int) -> Iterator[tuple[int, int, ChunkFormat]]:
-        """The range of the full chunks and that of the short one, where there are any, with each chunk's format."""
+        """Yield the range of the full chunks and that of the short one, where there are any, with a chunk's format."""
         full = n // self.chunk * self.chunk
         value_bits = _TOPK_VALUE_BITS[self.values]
         if full:
@@ -200,7 +202,7 @@ _AUTO: dict[str, str] = {"matrices": "int4", "tables": "int8", "small": "float16
 
 
 def named_format(name: str, options: Mapping[str, Any] | None = None) -> BlockFormat | TopKFormat:
-    """The format of the codec called ``name``, with these options. CodecError, naming the known ones, for any other."""
+    """Return the format called ``name``, with these options. Raises CodecError, with the known names, for any other."""
     if name not in _OPTIONS:
         raise _unknown(name, CODEC_NAMES)
     options = _checked(name, options or {}, _OPTIONS[name])
@@ -210,10 +212,10 @@ def named_format(name: str, options: Mapping[str, Any] | None = None) -> BlockFo
 
 
 def named_format_map(name: str, options: Mapping[str, Any] | None = None, shapes: Shapes = ()) -> FormatMap:
-    """The format map called ``name``: one format for everything, or ``auto``, which chooses by ``shapes``.
+    """Return the format map called ``name``: one format for everything, or ``auto``, which chooses by ``shapes``.
 
     The options of ``auto`` are the names of the codecs that it chooses from: ``matrices``, ``tables``, ``small``.
-    CodecError, naming the known ones, for another name or option."""
+    Raises CodecError, with the known names, for another name or option."""
     if name == "auto":
         chosen = {**_AUTO, **_checked(name, options or {}, dict.fromkeys(_AUTO, str))}
         return AutoFormatMap(shapes, **{role: named_format(codec) for role, codec in chosen.items()})
@@ -241,7 +243,9 @@ def _checked(name: str, options: Mapping[str, Any], known: Mapping[str, type]) -
 
 @dataclass(frozen=True)
 class SegmentedFormat:
-    """The first ``n_0`` values in the first format, the next ``n_1`` in the second, and so on; for that many only.
+    """Format of several segments: the first ``n_0`` values in the first format, the next ``n_1`` in the second.
+
+    For exactly their sum of values.
 
     Packed layout: each segment in its own format, one after the other, with nothing between."""
 
@@ -249,7 +253,7 @@ class SegmentedFormat:
 
     @property
     def n(self) -> int:
-        """The number of values that it is for."""
+        """The number of values in all segments."""
         return sum(n for n, _ in self.segments)
 
     @property
@@ -265,7 +269,7 @@ class SegmentedFormat:
 
 
 class FormatMap(Protocol):
-    """The formats of ``(n,) float32`` by range: every member has the same, so sizes need not be announced."""
+    """The formats of ``(n,) float32`` by range, the same for every member, so that sizes need not be announced."""
 
     @property
     def formats(self) -> Sequence[CodecFormat]:

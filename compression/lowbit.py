@@ -1,4 +1,4 @@
-"""The 1-bit and 2-bit codecs: a sign, or a sign and one of two magnitudes, with scales for each block of values.
+"""1-bit and 2-bit codecs: a sign, or a sign and one of two magnitudes, with scales for each block of values.
 
 They lose most of a value, so they are for use with error feedback, which offers the loss again (Seide et al. 2014,
 "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, arXiv:1901.09847). ``int2`` has the levels that minimise
@@ -43,8 +43,8 @@ from shoal.compression.codec import (
     Packed,
     checked_out,
     checked_values,
-    first_bad,
     in_place,
+    not_finite_error,
     packed_tensor,
     rounded_weight,
 )
@@ -62,7 +62,7 @@ _DOWN, _UP = 2.0**-16, 2.0**16
 # Values above this multiple of the mean |x| make the outer magnitude.
 _OUTER = 1.4
 _STORED = 1.0 + 2.0**-8
-"""How much larger a magnitude may be stored, in bfloat16, than it is."""
+"""Bound on how much a magnitude grows when it is stored as bfloat16."""
 TWO_MAGNITUDES_GROWTH = math.sqrt(5.0) * _STORED
 """``Codec.growth`` where values become the nearer of two magnitudes, the lower no larger than the mean.
 
@@ -82,7 +82,7 @@ _SIGNS = _bytes_of_bits(1, -1)
 
 
 class _LowBit(TiledCodec):
-    """What both codecs share: compiled kernels where there are any (``fast.py``), else torch in tiles."""
+    """Common base of both codecs: compiled kernels once they are ready, else torch in tiles."""
 
     kernels = "lowbit"
 
@@ -98,7 +98,7 @@ class _LowBit(TiledCodec):
             return super().encode(values)
         packed = self._room(values)
         if not kernels.encode(values.numpy(), *self._arrays(packed, values.numel()), *self._how):
-            raise first_bad(values)
+            raise not_finite_error(values)
         return packed
 
     def encode_residual(
@@ -112,7 +112,7 @@ class _LowBit(TiledCodec):
         residual, packed = in_place(residual, left), self._room(values, packed)
         arrays = values.numpy(), residual.numpy(), *self._arrays(packed, values.numel())
         if not kernels.encode_residual(*arrays, *self._how):
-            raise first_bad(values + residual)
+            raise not_finite_error(values + residual)
         return packed
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
@@ -140,7 +140,7 @@ class _LowBit(TiledCodec):
         kernels.accumulate(scales, codes, total.numpy(), weight, *self._how)
 
     def _check(self, scales: Tensor, codes: Tensor) -> None:
-        """CodecError unless all bits of ``scales``, bfloat16, are those of 0 or of a normal positive number."""
+        """Raise CodecError unless all bits of ``scales``, bfloat16, are those of 0 or of a normal positive number."""
         bits = scales.view(torch.int16)
         low, high = torch.aminmax(bits)
         if int(low) < 0 or int(high) > _LARGEST_FINITE_BITS:
@@ -244,12 +244,12 @@ def _scratch_like(purpose: str, rows: Tensor) -> Tensor:
 
 
 def _sizes(rows: Tensor) -> Tensor:
-    """``|rows| * 2**-16``, scratch."""
+    """Return ``|rows| * 2**-16``, in scratch memory."""
     return torch.mul(rows, _DOWN, out=_scratch_like("low_sizes", rows)).abs_()
 
 
 def _sum_in_halves(rows: Tensor) -> Tensor:
-    """``(r, block)`` to the rows' sums, ``(r, 1)``: the same additions in the same order on every device."""
+    """Sum each row of ``(r, block)`` to ``(r, 1)``: the same additions in the same order on every device."""
     half = rows.shape[1] // 2
     first = scratch("low_halves", len(rows) * half, rows.device).view(-1, half)
     rows = torch.add(rows[:, :half], rows[:, half:], out=first)
@@ -260,7 +260,7 @@ def _sum_in_halves(rows: Tensor) -> Tensor:
 
 
 def _counts(rows: Tensor, n: int) -> Tensor:
-    """``(r, 1) float32``: how many of the first ``n`` values stand in each of ``rows``."""
+    """Count the values, of the first ``n``, that stand in each of ``rows``: ``(r, 1) float32``."""
     blocks, block = rows.shape
     counts = torch.full((blocks, 1), float(block), device=rows.device)
     counts[-1] = n - (blocks - 1) * block
@@ -268,7 +268,7 @@ def _counts(rows: Tensor, n: int) -> Tensor:
 
 
 def _magnitudes(means: Tensor) -> Tensor:
-    """Means of ``|x| * 2**-16`` as magnitudes that can be stored: bfloat16, finite, 0 or normal."""
+    """Convert means of ``|x| * 2**-16`` to magnitudes that can be stored: bfloat16, finite, 0 or normal."""
     means = (means * _UP).clamp_(max=_LARGEST_MAGNITUDE)
     return means.masked_fill_(means < _SMALLEST_NORMAL, 0.0).to(torch.bfloat16)
 
@@ -293,7 +293,8 @@ def _sign_bits(rows: Tensor) -> Tensor:
 
 
 def _spread(codes: Tensor, bytes_of_bits: Tensor, out: Tensor) -> None:
-    """Fill ``out``, ``(r, block)``, from ``codes``, ``(r * block / 8,) uint8``: what stands for each of their bits."""
+    """Fill ``out``, ``(r, block)``, with the entry of ``bytes_of_bits`` for each bit of ``codes``,
+    ``(r * block / 8,) uint8``."""
     spread = scratch("low_bits", out.numel() // 4, out.device).view(torch.int64)
     torch.index_select(bytes_of_bits.to(codes.device), 0, codes.to(torch.int32), out=spread)
     out.view(-1).copy_(spread.view(torch.int8))

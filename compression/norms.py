@@ -15,16 +15,16 @@ RELATIVE_ERROR = 2.0**-9
 """Bound on the relative error of a squared norm: that of a float32 sum over a tile, whatever its order."""
 
 _SMALL, _LARGE = 2.0**-80, 2.0**120
-"""Between these, float32 squares neither underflow so as to matter nor overflow."""
+"""Bounds of sums whose float32 squares neither overflow nor underflow so as to matter."""
 
 
 def squared_norm(values: Tensor) -> float:
-    """Of ``(n,) float32``; NaN or infinity when a value is."""
+    """Return the squared norm of ``(n,) float32``; NaN or infinity when a value is."""
     return sum(_of_tile(values[start : start + _TILE]) for start in range(0, values.numel(), _TILE))
 
 
 def norms_of(values: Tensor, ranges: Iterable[tuple[int, int]]) -> list[float]:
-    """The L2 norm of each range ``start <= i < stop`` of ``(n,) float32``, never too small."""
+    """Return the L2 norm of each range ``start <= i < stop`` of ``(n,) float32``, never too small."""
     squares = [squared_norm(values[start:stop]) for start, stop in ranges]
     return [math.sqrt(square * (1.0 + RELATIVE_ERROR)) for square in squares]
 

@@ -1,4 +1,4 @@
-"""Codecs by their formats: the object that packs tensors as a format says."""
+"""Registry of codecs: the codec of a format, or of a name with options."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _BLOCK_CODECS: dict[str, Callable[[BlockFormat], Codec]] = {
 
 @lru_cache(maxsize=256)
 def codec_of(form: BlockFormat | TopKFormat) -> Codec:
-    """The codec that packs in this format; equal formats share one."""
+    """Return the codec of this format; equal formats share one object."""
     return TopK(form) if isinstance(form, TopKFormat) else _BLOCK_CODECS[form.kind](form)
 
 
 def get_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
-    """The codec called ``name``, with these options. CodecError, naming the known ones, for any other."""
+    """Return the codec called ``name``, with these options. Raises CodecError, with the known names, for any other."""
     return codec_of(named_format(name, options))

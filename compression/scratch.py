@@ -1,4 +1,7 @@
-"""Temporaries that a thread keeps: a new tensor of a mebibyte costs more in page faults than most passes over it."""
+"""Scratch memory that each thread keeps, and aligned memory for whole models.
+
+A new tensor of a mebibyte costs more in page faults than most passes over it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _zeros = torch.empty(0)
 
 
 def scratch(purpose: str, n: int, device: torch.device) -> Tensor:
-    """An uninitialised ``(n,) float32`` on ``device``, the calling thread's own until it asks again for ``purpose``.
+    """Return an uninitialised ``(n,) float32`` on ``device``, the thread's own until its next call for ``purpose``.
 
     Of a chunk's size at most (2**20) and on the CPU it is kept; else it is a new tensor, as good and slower.
     """
@@ -29,24 +32,24 @@ def scratch(purpose: str, n: int, device: torch.device) -> Tensor:
 
 
 def zeros(n: int) -> Tensor:
-    """``(n,) float32`` of zeros that nobody may write to: NumPy's are one page of the kernel's until somebody does."""
+    """Return ``(n,) float32`` of zeros, read-only: NumPy's take no memory until they are written to."""
     global _zeros
     if _zeros.numel() < n:
         _zeros = torch.from_numpy(np.zeros(n, np.float32))
     return _zeros[:n]
 
 
-def spacious(n: int) -> Tensor:
-    """An uninitialised ``(n,) float32`` on the CPU for whole models that begins a cache line: kernels write whole ones.
+def empty_aligned(n: int) -> Tensor:
+    """Return an uninitialised ``(n,) float32`` on the CPU, aligned to a cache line, for whole models.
 
-    NumPy asks Linux for huge pages, torch does not: of 50 M values the first touch costs 11 ms so, and 57 ms in pages
-    of 4 KiB (measured on one EPYC core).
+    Kernels write whole lines. NumPy asks Linux for huge pages, torch does not: of 50 M values the first touch costs
+    11 ms so, and 57 ms in pages of 4 KiB (measured on one EPYC core).
     """
     room = np.empty(4 * n + _LINE_BYTES, np.uint8)
     lead = -room.ctypes.data % _LINE_BYTES
     return torch.from_numpy(room[lead : lead + 4 * n].view(np.float32))
 
 
-def spacious_like(tensor: Tensor) -> Tensor:
-    """As ``torch.empty_like`` of a contiguous float32 tensor; on the CPU as ``spacious``."""
-    return spacious(tensor.numel()).view(tensor.shape) if tensor.device.type == "cpu" else torch.empty_like(tensor)
+def empty_aligned_like(tensor: Tensor) -> Tensor:
+    """Return ``torch.empty_like`` of a contiguous float32 tensor, on the CPU from ``empty_aligned``."""
+    return empty_aligned(tensor.numel()).view(tensor.shape) if tensor.device.type == "cpu" else torch.empty_like(tensor)

@@ -1,4 +1,4 @@
-"""What the float and the low-bit codecs share: work in tiles that stay in the cache, and the order of the bytes."""
+"""Base class of the float and the low-bit codecs, which work on tiles that stay in the cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shoal.compression.codec import (
     Packed,
     checked_out,
     checked_values,
-    first_bad,
     in_place,
+    not_finite_error,
+    packed_buffer,
     packed_tensor,
-    room_for,
     rounded_weight,
 )
 from shoal.compression.formats import BlockFormat
@@ -26,7 +26,7 @@ from shoal.compression.norms import squared_norm
 from shoal.compression.scratch import scratch
 
 _TILE_VALUES = 1 << 18
-"""1 MiB of float32, as large as what is sent at once. Half of it is a fifth to a third slower: calls cost."""
+"""1 MiB of float32. Half of it is a fifth to a third slower: calls cost time."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TiledCodec(Codec):
 
     @abstractmethod
     def _check(self, scales: Tensor, codes: Tensor) -> None:
-        """CodecError when ``scales`` or ``codes`` stand for a value that is not finite."""
+        """Raise CodecError when ``scales`` or ``codes`` stand for a value that is not finite."""
 
     def encode(self, values: Tensor) -> Tensor:
         """See ``Codec.encode``."""
@@ -78,7 +78,7 @@ class TiledCodec(Codec):
         for tile in self._tiles(packed, values.numel()):
             rows = self._rows(values, None, tile)
             if not self._measure_tile(rows, tile):
-                raise first_bad(values)
+                raise not_finite_error(values)
             self._pack_tile(rows, tile)
         return packed
 
@@ -96,7 +96,7 @@ class TiledCodec(Codec):
         for tile in tiles:
             rows = self._rows(values, residual, tile)
             if not self._measure_tile(rows, tile):
-                raise first_bad(values + residual)
+                raise not_finite_error(values + residual)
         for tile in tiles:
             rows = rows if len(tiles) == 1 else self._rows(values, residual, tile)
             self._pack_tile(rows, tile)
@@ -138,7 +138,7 @@ class TiledCodec(Codec):
         return total
 
     def _room(self, values: Tensor, packed: Tensor | None = None) -> Tensor:
-        return room_for(self.packed_bytes(values.numel()), values.device, packed)
+        return packed_buffer(self.packed_bytes(values.numel()), values.device, packed)
 
     def _tiles(self, packed: Tensor, n: int) -> Iterator[_Tile]:
         layout = self.format
@@ -156,7 +156,7 @@ class TiledCodec(Codec):
             )
 
     def _rows(self, values: Tensor, residual: Tensor | None, tile: _Tile) -> Tensor:
-        """``values`` (+ ``residual``) of a tile as ``(r, block)``: a view where nothing has to be made."""
+        """Return ``values`` (+ ``residual``) of a tile as ``(r, block)``: a view where nothing has to be computed."""
         block, count = self.format.block, tile.stop - tile.start
         part = values[tile.start : tile.stop]
         padded = self.format.blocks(count) * block

@@ -20,10 +20,10 @@ from shoal.compression.codec import (
     Packed,
     checked_out,
     checked_values,
-    first_bad,
     in_place,
+    not_finite_error,
+    packed_buffer,
     packed_tensor,
-    room_for,
     rounded_weight,
 )
 from shoal.compression.formats import CodecError, TopKFormat
@@ -64,13 +64,13 @@ class TopK(Codec):
         return TWO_MAGNITUDES_GROWTH if self.format.values == "2bit" else linear_growth(127, self.format.k, 0.5)
 
     def encode(self, values: Tensor) -> Tensor:
-        """``(n,) float32`` to ``(packed_bytes(n),) uint8``. CodecError, with the index, for NaN or infinity."""
+        """See ``Codec.encode``."""
         return self._encode(checked_values(values), None, self.compiled(values.device))
 
     def encode_residual(
         self, values: Tensor, residual: Tensor, left: Tensor | None = None, packed: Tensor | None = None
     ) -> Tensor:
-        """See ``Codec.encode_residual``. What was not chosen stays in ``residual`` whole."""
+        """See ``Codec.encode_residual``. Values that were not chosen stay in ``residual`` whole."""
         values = checked_values(values)
         residual = checked_out(residual, values.numel(), values.device)
         # First of all, for ``residual`` is to be as before when a value anywhere is not finite.
@@ -80,11 +80,11 @@ class TopK(Codec):
         else:
             finite = kernels.finite_sums(values.numpy(), residual.numpy())
         if not finite:
-            raise first_bad(values + residual)
+            raise not_finite_error(values + residual)
         return self._encode(values, in_place(residual, left), kernels, packed)
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
-        """Packed bytes to ``(n,) float32``. CodecError for a wrong length and for whatever no encoder writes."""
+        """See ``Codec.decode``. Raises CodecError also for bytes that no encoder writes."""
         raw, device = packed_tensor(packed, self.packed_bytes(n)), _device(packed)
         if out is None:
             out = torch.empty(n, dtype=torch.float32, device=device)
@@ -145,7 +145,7 @@ class TopK(Codec):
         self, values: Tensor, residual: Tensor | None, kernels: ModuleType | None, packed: Tensor | None = None
     ) -> Tensor:
         """Pack ``values``, or ``values + residual``, which are finite then, and leave in ``residual`` what is lost."""
-        packed = room_for(self.packed_bytes(values.numel()), values.device, packed)
+        packed = packed_buffer(self.packed_bytes(values.numel()), values.device, packed)
         none = np.empty(0, np.float32)
         for part, chunks, form in self._split(packed, values.numel()):
             span, rest = values[part], None if residual is None else residual[part]
@@ -155,11 +155,11 @@ class TopK(Codec):
                 kept = none if rest is None else rest.numpy()
                 finite = kernels.encode(span.numpy(), kept, chunks.numpy(), form.shape)
             if not finite:
-                raise first_bad(values if residual is None else values + residual)
+                raise not_finite_error(values if residual is None else values + residual)
         return packed
 
     def _split(self, packed: Tensor, n: int) -> Iterator[tuple[slice, Tensor, ChunkFormat]]:
-        """For each of ``_parts``: its range of values, its packed chunks, its format."""
+        """Yield for each part of the format its range of values, its packed chunks, and a chunk's format."""
         at = 0
         for start, stop, form in self.format.parts(n):
             end = at + (stop - start) // form.size * form.packed_bytes
@@ -172,6 +172,6 @@ def _device(packed: Packed) -> torch.device:
 
 
 def _refuse(wrong: int) -> None:
-    """CodecError unless ``wrong``, what a kernel says of packed bytes, is 0."""
+    """Raise CodecError unless ``wrong``, a kernel's verdict on packed bytes (an index of ``REASONS``), is 0."""
     if wrong:
         raise CodecError(f"packed top-k: {REASONS[wrong]}")

@@ -1,11 +1,11 @@
-"""The packed form of one chunk of ``sparse.py``: which field lies where, and the constants that its paths share."""
+"""Packed format of one chunk of top-k: the offsets of its fields, and constants of all paths."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 TOO_LARGE_BITS = 0x7F800000
-"""Infinity's float32 bits: what is not finite has magnitude bits that are at least these."""
+"""Infinity's float32 bits; the magnitude bits of whatever is not finite are at least these."""
 
 LARGEST_SCALE_BITS = 0x7C010203
 """The largest float32 scale whose product with 127 is finite, as bits."""
@@ -22,11 +22,11 @@ REASONS = (
     "a scale is negative, NaN, infinite, too large or subnormal",
     "a code or padding holds what no encoder writes",
 )
-"""What a kernel's result says of packed bytes; 0 is: nothing wrong."""
+"""Messages for a kernel's verdict on packed bytes; index 0 means that nothing is wrong."""
 
 
 Shape = tuple[int, int, int, int, int, int, int, int]
-"""What the compiled kernels take; see ``ChunkFormat.shape``."""
+"""The format as the compiled kernels take it; see ``ChunkFormat.shape``."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class ChunkFormat:
 
     @property
     def low_at(self) -> int:
-        """Where the low parts begin, in bytes from the chunk's beginning: after the scales and the upper bits."""
+        """Offset of the low parts in bytes: after the scales and the upper bits."""
         return 4 + -(-self.upper_bits // 8)
 
     @property
     def code_at(self) -> int:
-        """Where the codes begin, in bytes from the chunk's beginning."""
+        """Offset of the codes in bytes."""
         return self.low_at + -(-self.keep * self.low_bits // 8)
 
     @property

@@ -21,11 +21,11 @@ from shoal.compression.topk_format import (
 )
 
 _LEVELS = 8
-"""A row is cut into so many parts, and a column is one value of each: first the columns compete, then the values."""
+"""Parts of a row; a column has one value of each part. First the columns compete, then the values."""
 _TILE_VALUES = 1 << 18
-"""Values taken at a time on a CPU: the temporaries of so many stay in its cache."""
+"""Values per tile on a CPU, whose temporaries stay in its cache."""
 _DEVICE_TILE_VALUES = 1 << 24
-"""The same elsewhere, where an operation costs its launch."""
+"""Values per tile on other devices, where each operation costs a launch."""
 _LARGEST_SCALE = float(torch.tensor(LARGEST_SCALE_BITS, dtype=torch.int32).view(torch.float32))
 _SIGN = -0x80000000
 
@@ -34,7 +34,7 @@ Unpacked = list[tuple[Tensor, Tensor]]
 
 
 def finite_sums(values: Tensor, residual: Tensor, chunk: int) -> bool:
-    """Whether ``values + residual`` are finite; True, not looked at, where ``encode`` looks before it writes."""
+    """Return whether ``values + residual`` are finite; True, unchecked, where ``encode`` checks before it writes."""
     step = _tile_values(values)
     if values.numel() <= step and values.numel() % chunk == 0:
         return True
@@ -75,7 +75,7 @@ def encode(values: Tensor, residual: Tensor | None, packed: Tensor, chunk: Chunk
 
 
 def decode(packed: Tensor, out: Tensor, chunk: ChunkFormat) -> int:
-    """Unpack whole chunks into ``out``; 0, or the number of what is wrong in ``REASONS``."""
+    """Unpack whole chunks into ``out``; returns 0, or an index of ``REASONS``."""
     for rows, start in _tiles(out.view(-1, chunk.size), chunk):
         wrong, indices, values = _unpack(packed.view(-1, chunk.packed_bytes)[start : start + len(rows)], chunk)
         if wrong:
@@ -85,7 +85,7 @@ def decode(packed: Tensor, out: Tensor, chunk: ChunkFormat) -> int:
 
 
 def unpack(packed: Tensor, chunks: int, chunk: ChunkFormat) -> tuple[int, Unpacked]:
-    """What ``decode`` would return, and what ``add`` takes."""
+    """Unpack whole chunks for ``add``; returns also the verdict that ``decode`` would."""
     unpacked: Unpacked = []
     for rows, _ in _tiles(packed.view(chunks, -1), chunk):
         wrong, indices, values = _unpack(rows, chunk)
@@ -103,7 +103,7 @@ def add(unpacked: Unpacked, total: Tensor, weight: float, chunk: ChunkFormat) ->
 
 
 def _tiles(rows: Tensor, chunk: ChunkFormat) -> Iterator[tuple[Tensor, int]]:
-    """``rows``, one for each chunk, in views of as many as are taken at a time, each with its first row's number."""
+    """Yield views of ``rows``, one row a chunk, tile by tile, each with the number of its first row."""
     step = max(1, _tile_values(rows) // chunk.size)
     for start in range(0, rows.shape[0], step):
         yield rows[start : start + step], start
@@ -114,7 +114,7 @@ def _tile_values(tensor: Tensor) -> int:
 
 
 def _starts(rows: Tensor, width: int) -> Tensor:
-    """Where each of ``rows``, ``(r, ...)``, begins when rows are ``width`` apart: ``(r, 1) int64``."""
+    """Offsets of ``rows``, ``(r, ...)``, that are ``width`` apart: ``(r, 1) int64``."""
     return torch.arange(0, len(rows) * width, width, device=rows.device).view(-1, 1)
 
 
@@ -135,7 +135,7 @@ def _low_bits(indices: Tensor, width: int) -> Tensor:
 
 
 def _low_parts(bits: Tensor, keep: int, width: int) -> Tensor:
-    """What ``_low_bits`` took apart: ``(r, keep) int64``."""
+    """Inverse of ``_low_bits``: ``(r, keep) int64``."""
     room = 8 if width <= 8 else 32
     held = torch.zeros((len(bits), keep, room), dtype=torch.uint8, device=bits.device)
     held[:, :, :width] = bits.reshape(len(bits), keep, width)
@@ -144,7 +144,7 @@ def _low_parts(bits: Tensor, keep: int, width: int) -> Tensor:
 
 
 def _two_bits(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The two scales, ``(r, 4) uint8``, the packed codes of ``chosen``, ``(r, keep) float32``, and what they mean."""
+    """The two scales, ``(r, 4) uint8``, the packed codes of ``chosen``, ``(r, keep) float32``, and their values."""
     keep = chosen.shape[1]
     magnitudes = chosen.abs()
     exponent = (magnitudes.amax(1, keepdim=True).view(torch.int32) >> 23).clamp_(min=1).to(torch.int64)
@@ -185,7 +185,7 @@ def _bfloat16(values: Tensor) -> Tensor:
 
 
 def _bytes(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The scale, ``(r, 4) uint8``, the int8 codes of ``chosen``, ``(r, keep) float32``, as uint8, and their meaning."""
+    """The scale, ``(r, 4) uint8``, the int8 codes of ``chosen``, ``(r, keep) float32``, as uint8, and their values."""
     most = chosen.abs().amax(1, keepdim=True)
     # By a tensor, for on a GPU torch divides by a number by multiplying with its rounded inverse.
     scale = (most / torch.full_like(most, 127.0)).clamp_(max=_LARGEST_SCALE)
@@ -195,7 +195,7 @@ def _bytes(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unpack(records: Tensor, chunk: ChunkFormat) -> tuple[int, Tensor, Tensor]:
-    """What is wrong, 0 for nothing, the flat indices ``(r * keep,) int64`` and the values ``(r * keep,) float32``."""
+    """Verdict (0: nothing is wrong), flat indices ``(r * keep,) int64`` and values ``(r * keep,) float32``."""
     rows, keep, width = records.shape[0], chunk.keep, chunk.low_bits
     nothing = torch.empty(0)
     upper = unpacked_bits(records[:, 4 : chunk.low_at])
@@ -220,7 +220,7 @@ def _unpack(records: Tensor, chunk: ChunkFormat) -> tuple[int, Tensor, Tensor]:
 
 
 def _two_bit_values(scales: Tensor, codes: Tensor, keep: int) -> tuple[int, Tensor]:
-    """What is wrong, and the values ``(r, keep) float32`` of 2-bit codes."""
+    """Verdict, and the values ``(r, keep) float32`` of 2-bit codes."""
     both = scales.view(torch.int16).to(torch.int32)  # negative scales stay negative
     if bool(((both.clamp(0x80, MAX_BFLOAT16_BITS) != both) & (both != 0)).any()):
         return 2, scales
@@ -233,7 +233,7 @@ def _two_bit_values(scales: Tensor, codes: Tensor, keep: int) -> tuple[int, Tens
 
 
 def _byte_values(scales: Tensor, codes: Tensor, _keep: int) -> tuple[int, Tensor]:
-    """What is wrong, and the values ``(r, keep) float32`` of int8 codes."""
+    """Verdict, and the values ``(r, keep) float32`` of int8 codes."""
     bits = scales.view(torch.int32)
     if bool(((bits < 0) | (bits > LARGEST_SCALE_BITS) | ((bits > 0) & (bits < 0x00800000))).any()):
         return 2, scales
@@ -288,7 +288,7 @@ def column_tops(bits: Tensor) -> Tensor:
 
 
 def flat_nonzero(mask: Tensor) -> Tensor:
-    """Where ``mask``, bool or uint8, of any shape, is not 0: flat indices, ascending, ``(m,) int64``."""
+    """Flat indices, ascending, ``(m,) int64``, of the elements of ``mask``, bool or uint8, that are not 0."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))  # a sixth of the time of torch's
     return mask.reshape(-1).nonzero().view(-1)
@@ -319,7 +319,7 @@ def _kth_largest(bits: Tensor, keep: int) -> Tensor:
 
 
 def _of_rows(bits: Tensor, threshold: Tensor, keep: int) -> Tensor:
-    """What ``largest`` gives, from each row's ``keep``-th largest; looks at all of ``bits``."""
+    """Compute ``largest`` from each row's ``keep``-th largest, with a pass over all of ``bits``."""
     chosen = bits >= threshold
     found = flat_nonzero(chosen)
     if found.numel() != len(bits) * keep:

@@ -42,18 +42,18 @@ DRAW = np.float32(2.0**-24)
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 LARGEST_8 = np.float32(127.0)
 PIECE = 4096
-"""float32 that are made, within the first cache, before they are written past all of them: each turn from reading to
-that and back takes time."""
+"""float32 that are computed within the first cache before they are streamed past all caches: each turn between
+reading and streaming takes time."""
 
 FEW = 2**16
-"""Codes, an even number, whose squares an int32 can sum."""
+"""Number of codes whose squares an int32 can sum; even."""
 
 
 # One block -----------------------------------------------------------------------------------------------------
 
 
 def _limits(largest: int) -> tuple[np.int32, np.float32]:
-    """Of the largest code: the bits of the smallest block maximum that counts, and the largest scale."""
+    """Bits of the smallest block maximum that counts, and the largest scale, for this largest code."""
     info = np.finfo(np.float32)
     smallest = np.float32(largest * float(info.tiny)).view(np.int32)
     return smallest, np.nextafter(np.float32(float(info.max) / largest), np.float32(0.0))
@@ -65,7 +65,7 @@ SMALLEST_4, LARGEST_SCALE_4 = _limits(7)
 
 @njit
 def mix(x: Any) -> Any:
-    """32 bits to 32 well-mixed bits."""
+    """Hash of 32 bits to 32 well-mixed bits."""
     x = uint32(x)
     x = uint32(x ^ (x >> uint32(16)))
     x = uint32(x * uint32(0x7FEB352D))
@@ -85,7 +85,7 @@ def absmax_bits(bits: Any) -> Any:
 
 @njit
 def scale_of(bits: Any, largest: Any) -> Any:
-    """A block's scale and what its values are multiplied with, from the bits of its absolute maximum."""
+    """A block's scale and the factor of its values, from the bits of its absolute maximum."""
     if largest == np.float32(127.0):
         smallest, highest = SMALLEST_8, LARGEST_SCALE_8
     else:
@@ -98,7 +98,7 @@ def scale_of(bits: Any, largest: Any) -> Any:
 
 @njit
 def quantize(values: Any, inverse: Any, largest: Any, key: Any, rounded: Any) -> Any:
-    """``rounded`` becomes the codes of one block, as floats; ``key`` below 0: to nearest, else stochastically."""
+    """Write the codes of one block, as floats, to ``rounded``; to nearest for ``key`` below 0, else stochastically."""
     if key < 0:
         for i in range(values.size):
             rounded[i] = np.rint(np.float32(values[i] * inverse))
@@ -120,7 +120,7 @@ def key_of(seed: Any, bits: Any, block: Any) -> Any:
 
 @njit
 def write_codes(rounded: Any, codes: Any, start: Any, bits: Any) -> Any:
-    """The codes of a block that begins at value ``start``."""
+    """Write the codes of a block that begins at value ``start``."""
     m = rounded.size
     if bits == 8:
         signed = codes[start : start + m].view(np.int8)
@@ -138,7 +138,7 @@ def write_codes(rounded: Any, codes: Any, start: Any, bits: Any) -> Any:
 
 @njit
 def read_codes(codes: Any, start: Any, bits: Any, values: Any) -> Any:
-    """``values`` become the codes of a block that begins at value ``start``."""
+    """Read the codes of a block that begins at value ``start`` into ``values``."""
     m = values.size
     if bits == 8:
         signed = codes[start : start + m].view(np.int8)
@@ -158,13 +158,13 @@ def read_codes(codes: Any, start: Any, bits: Any, values: Any) -> Any:
 
 @njit
 def blocks_in_strips(n: Any, block: Any, bits: Any, seed: Any) -> Any:
-    """How many blocks of ``n`` values, from the first on, are done here."""
+    """Number of blocks of ``n`` values, from the first on, that the kernels in strips do."""
     return n // block if bits == 8 and seed < 0 and block % STRIP == 0 and block <= ROOM else 0
 
 
 @njit
 def encode_strips(values: Any, scales: Any, codes: Any, block: Any) -> Any:
-    """As many blocks as ``scales``. Returns -1, or the first block with a value that is not finite."""
+    """Encode as many blocks as ``scales``. Returns -1, or the first block with a value that is not finite."""
     source, target = address_of(values), address_of(codes)
     for b in range(scales.size):
         tops = filled(ZERO)
@@ -182,7 +182,7 @@ def encode_strips(values: Any, scales: Any, codes: Any, block: Any) -> Any:
 
 @njit
 def encode_residual_strips(values: Any, residual: Any, left: Any, scales: Any, codes: Any, block: Any) -> Any:
-    """As ``encode_strips``, the sum of two; ``left``, which may be ``residual``, becomes what that loses."""
+    """Encode the sum of two vectors; ``left``, which may be ``residual``, is the loss. Returns as ``encode_strips``."""
     one, two, rest, target, sums = address_of(values), address_of(residual), address_of(left), address_of(codes), room()
     past_caches = rest != two and rest % LINE_BYTES == 0
     for b in range(scales.size):
@@ -202,7 +202,7 @@ def encode_residual_strips(values: Any, residual: Any, left: Any, scales: Any, c
 
 @njit
 def split_strips(source: Any, n: Any, factors: Any, codes: Any, left: Any, past_caches: Any) -> Any:
-    """The ``n`` values of a block at one address into their codes at another, and what those lose at a third.
+    """Encode the ``n`` values of a block at one address into codes at another; their loss goes to a third.
 
     ``factors``: the block's scale, its inverse, and what the loss is multiplied with."""
     scales, inverses, times, zeros = filled(factors[0]), filled(factors[1]), filled(factors[2]), filled(ZERO)
@@ -222,7 +222,7 @@ def split_strips(source: Any, n: Any, factors: Any, codes: Any, left: Any, past_
 def encode_mean_strips(
     addresses: Any, weights: Any, own: Any, factors: Any, left: Any, scales: Any, codes: Any, how: Any
 ) -> Any:
-    """As ``encode_mean``; ``how``: the size of blocks, and how many of them."""
+    """Do ``encode_mean`` for the first blocks; ``how``: the size of blocks, and how many of them."""
     (block, blocks), (index, values, residual) = how, own
     ours = index, address_of(values), address_of(residual)
     over, times = np.float32(factors[0]), np.float32(factors[1])
@@ -245,9 +245,10 @@ def encode_mean_strips(
 
 @njit
 def sum_strips(means: Any, which: Any, codes: Any, scales: Any, weights: Any, own: Any, over: Any) -> Any:
-    """At the address ``means``: the sum over ``over`` of a block, ``which``: its first value, and how many. Of those
-    with ``codes`` at these addresses, times ``scales`` and ``weights``, and in its turn of our own. Returns the bits of
-    the largest absolute mean."""
+    """Write the mean of a block, the sum divided by ``over``, to the address ``means``.
+
+    ``which``: the block's first value, and how many. The summands have ``codes`` at these addresses, times ``scales``
+    and ``weights``; our own comes in its turn. Returns the bits of the largest absolute mean."""
     (start, n), (index, one, two) = which, own
     before, ours = codes.size if index < 0 else index, filled(weights[max(index, 0)])
     tops, zeros, divisors = filled(ZERO), filled(ZERO), filled(over)
@@ -267,8 +268,9 @@ def sum_strips(means: Any, which: Any, codes: Any, scales: Any, weights: Any, ow
 
 @njit
 def decode_strips(scales: Any, codes: Any, out: Any, block: Any) -> Any:
-    """As many blocks as ``scales``, past the caches: a mean is far larger than they are. ``finish_streaming`` has to
-    follow in the end."""
+    """Decode as many blocks as ``scales``, past the caches: a mean is far larger than they are.
+
+    The caller ends with ``finish_streaming``."""
     source, target = address_of(codes), address_of(out)
     past_caches = target % LINE_BYTES == 0
     for b in range(scales.size):
@@ -286,7 +288,7 @@ def decode_strips(scales: Any, codes: Any, out: Any, block: Any) -> Any:
 
 @njit
 def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any) -> Any:
-    """Returns -1, or the first block with a value that is not finite."""
+    """Encode a vector. Returns -1, or the first block with a value that is not finite."""
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
     done = blocks_in_strips(values.size, block, bits, seed)
     bad = encode_strips(values, scales[:done], codes, block)
@@ -308,7 +310,7 @@ def encode(values: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: An
 
 @njit
 def first_bad_sum(values: Any, residual: Any, block: Any) -> Any:
-    """-1, or the first block with a sum that is not finite."""
+    """Return -1, or the first block with a sum that is not finite."""
     corrected = np.empty(min(block, values.size), np.float32)
     for start in range(0, values.size, block):
         stop = min(start + block, values.size)
@@ -321,7 +323,9 @@ def first_bad_sum(values: Any, residual: Any, block: Any) -> Any:
 def encode_residual(
     values: Any, residual: Any, left: Any, scales: Any, codes: Any, block: Any, bits: Any, seed: Any
 ) -> Any:
-    """Returns -1, or the first block with a sum that is not finite: nothing of it and after it is written then.
+    """Encode the sum of two vectors; ``left`` becomes the loss.
+
+    Returns -1, or the first block with a sum that is not finite: nothing of it and after it is written then.
 
     ``left`` may be ``residual``: what is written has been read before.
     """
@@ -351,15 +355,16 @@ def encode_residual(
 
 @njit
 def put(values: Any, target: Any) -> Any:
-    """Copy; an assignment of slices takes twice as long, as they might overlap."""
+    """Copy ``values`` to ``target``; an assignment of slices takes twice as long, as they might overlap."""
     for i in range(values.size):
         target[i] = values[i]
 
 
 @njit
 def split(b: Any, corrected: Any, top: Any, times: Any, scales: Any, codes: Any, rounded_all: Any, how: Any) -> Any:
-    """Block ``b`` into its scale and its codes; ``corrected`` becomes what they lose, so many times over. ``top``: the
-    bits of its absolute maximum."""
+    """Encode block ``b`` into its scale and its codes; ``corrected`` becomes the loss multiplied by ``times``.
+
+    ``top``: the bits of the block's absolute maximum."""
     block, bits, seed = how
     largest = np.float32(127.0) if bits == 8 else np.float32(7.0)
     start = b * block
@@ -377,8 +382,9 @@ def split(b: Any, corrected: Any, top: Any, times: Any, scales: Any, codes: Any,
 def encode_mean(
     addresses: Any, weights: Any, own: Any, factors: Any, left: Any, scales: Any, codes: Any, how: Any
 ) -> Any:
-    """The sum of packed vectors at ``addresses``, times ``weights``, over the first of ``factors``; what it loses,
-    times the second, is ``left``. Returns as ``encode_residual``.
+    """Encode a mean: the sum of packed vectors at ``addresses``, times ``weights``, over ``factors[0]``.
+
+    ``left`` becomes the loss times ``factors[1]``. Returns as ``encode_residual``.
 
     ``own``: the index of the one that is not packed but the sum of two, below 0 if none is, and those two.
     """
@@ -408,7 +414,7 @@ def encode_mean(
 
 @njit
 def sum_up(b: Any, mean: Any, addresses: Any, weights: Any, own: Any, sizes: Any, work: Any, how: Any) -> Any:
-    """``mean`` becomes the sum of block ``b`` of all, of ``sizes`` as many scales and codes."""
+    """Sum block ``b`` of all summands into ``mean``; ``sizes``: the numbers of their scales and code bytes."""
     (block, bits, _), (blocks, code_bytes), (index, values, residual) = how, sizes, own
     start = b * block
     stop = start + mean.size
@@ -430,7 +436,7 @@ def add_sum(first: Any, second: Any, factor: Any, total: Any) -> Any:
 
 @njit
 def add_block(codes: Any, start: Any, bits: Any, scale: Any, factor: Any, total: Any, work: Any) -> Any:
-    """Add a block that begins at value ``start``."""
+    """Decode a block that begins at value ``start``, and add it to ``total`` times ``factor``."""
     if bits == 8:
         signed = codes[start : start + total.size].view(np.int8)
         for i in range(total.size):
@@ -444,7 +450,7 @@ def add_block(codes: Any, start: Any, bits: Any, scale: Any, factor: Any, total:
 
 @njit
 def add(first: Any, second: Any, out: Any) -> Any:
-    """Returns the bits of the largest absolute sum: found in passing, as each pass costs as much as the other."""
+    """Write the sums to ``out``. Returns the bits of the largest absolute sum, found in the same pass."""
     top = np.int32(0)
     for i in range(out.size):
         out[i] = value = np.float32(first[i] + second[i])
@@ -454,7 +460,7 @@ def add(first: Any, second: Any, out: Any) -> Any:
 
 @njit
 def are_plain(scales: Any, safe_bits: Any) -> Any:
-    """Whether each scale is 0, or normal and at most the one with ``safe_bits``: all but a few hostile ones."""
+    """Return whether each scale is 0, or normal and at most the one with ``safe_bits``: all but a few hostile ones."""
     bits = scales.view(np.int32)
     odd = np.int32(0)
     for i in range(bits.size):
@@ -479,8 +485,9 @@ def decode(scales: Any, codes: Any, out: Any, block: Any, bits: Any) -> Any:
 
 @njit
 def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: Any, block: Any, bits: Any) -> Any:
-    """Decode packed vectors at addresses ``sources``, of ``sizes`` values, to addresses ``rooms``. ``is_left`` becomes
-    whether one is left as it is, as its scales are not plain."""
+    """Decode packed vectors at addresses ``sources``, of ``sizes`` values, to addresses ``rooms``.
+
+    ``is_left`` becomes True for those that are not decoded, as their scales are not plain."""
     for k in range(sizes.size):
         n = sizes[k]
         blocks = (n + block - 1) // block
@@ -499,7 +506,7 @@ def decode_all(sources: Any, rooms: Any, sizes: Any, is_left: Any, safe_bits: An
 
 @njit
 def squared_norm(scales: Any, codes: Any, n: Any, block: Any, bits: Any) -> Any:
-    """Of ``n`` values; the sum over a block's codes is exact."""
+    """Return the squared norm of ``n`` values; the sum over a block's codes is exact."""
     total = 0.0
     for b in range(scales.size):
         scale = np.float64(scales[b])
@@ -546,7 +553,7 @@ def accumulate(scales: Any, codes: Any, total: Any, weight: Any, block: Any, bit
 
 
 def warm_up() -> None:
-    """Compile for the types that the codec uses."""
+    """Compile every kernel for the types that the codec uses, or load it from the cache."""
     values, scales, codes = np.ones(4, np.float32), np.empty(1, np.float32), np.empty(4, np.uint8)
     for bits, seed in ((8, -1), (4, 7)):
         encode(values, scales, codes, 4, bits, seed)

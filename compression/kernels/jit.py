@@ -1,4 +1,4 @@
-"""How kernels are compiled: without the interpreter's lock, kept on the disk, no fastmath. Imports numba."""
+"""Compilation settings of kernels: without the interpreter's lock, cached on the disk, no fastmath."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _F = TypeVar("_F")
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """``numba.extending.intrinsic``, not typed: what it makes is called without the typing context that ``function``
-    has."""
+    """Untyped ``numba.extending.intrinsic``: its result is called without the typing context of ``function``."""
     return numba.extending.intrinsic(function)
 
 

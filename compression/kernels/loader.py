@@ -1,4 +1,4 @@
-"""The compiled kernels: optional, compiled ahead in the background, the slower paths until then.
+"""Loader of the optional compiled kernels, which are compiled ahead in the background.
 
 numba makes machine code out of a kernel module's functions on their first call, and keeps it in a cache on the disk.
 That takes seconds, so it never happens inside a round: ``compile_ahead`` does it in a thread of its own, and until it
@@ -46,12 +46,12 @@ def import_kernels(name: str) -> ModuleType:
 
 
 def kernels(name: str) -> ModuleType | None:
-    """The kernel module of this name, once it is compiled; None before that and without numba."""
+    """Return the kernel module of this name once it is compiled; None before that and without numba."""
     return _ready.get(name)
 
 
 def compile_ahead(names: Iterable[str]) -> list[threading.Thread]:
-    """Begin, once a process, to compile these modules in the background; join the threads to wait for them."""
+    """Start compiling these modules in the background, once a process; join the threads to wait for them."""
     threads = []
     with _lock:
         for name in names:

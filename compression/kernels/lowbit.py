@@ -1,6 +1,6 @@
-"""The 1-bit and 2-bit codecs as numba kernels: each block is read once from memory and worked on in the cache.
+"""1-bit and 2-bit codecs as numba kernels: each block is read once from memory and worked on in the cache.
 
-The same arithmetic, operation for operation, as ``lowbit.py``; no fastmath, so that LLVM neither reorders nor fuses.
+The same arithmetic, operation for operation, as the torch path; no fastmath, so that LLVM neither reorders nor fuses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HALF, ONE, ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
 
 @njit
 def fold_sizes(values: Any, sums: Any) -> Any:
-    """Three halvings of ``|values| * 2**-16`` in one go: ``(8 * m,)`` to ``(m,)``."""
+    """Halve ``|values| * 2**-16`` three times in one pass: ``(8 * m,)`` to ``(m,)``."""
     m = sums.size
     a, b, c, d = values[:m], values[m : 2 * m], values[2 * m : 3 * m], values[3 * m : 4 * m]
     e, f, g, h = values[4 * m : 5 * m], values[5 * m : 6 * m], values[6 * m : 7 * m], values[7 * m : 8 * m]
@@ -48,7 +48,7 @@ def is_above(value: Any, limit: Any) -> Any:
 
 @njit
 def fold_above(values: Any, limit: Any, sums: Any) -> Any:
-    """As ``fold_sizes``, with 0 in place of what does not exceed ``limit``; returns how many do."""
+    """Do ``fold_sizes`` with 0 in place of sizes up to ``limit``; returns how many are above."""
     m = sums.size
     a, b, c, d = values[:m], values[m : 2 * m], values[2 * m : 3 * m], values[3 * m : 4 * m]
     e, f, g, h = values[4 * m : 5 * m], values[5 * m : 6 * m], values[6 * m : 7 * m], values[7 * m : 8 * m]
@@ -66,7 +66,7 @@ def fold_above(values: Any, limit: Any, sums: Any) -> Any:
 
 @njit
 def rest_in_halves(sums: Any, m: Any) -> Any:
-    """The remaining halvings of ``sums[:m]``, in place."""
+    """Do the remaining halvings of ``sums[:m]`` in place; returns their sum."""
     while m >= 8:
         m //= 8
         for i in range(m):
@@ -82,7 +82,7 @@ def rest_in_halves(sums: Any, m: Any) -> Any:
 
 @njit
 def magnitude(mean: Any) -> Any:
-    """A mean of ``|x| * 2**-16`` as the bits of a bfloat16, rounded to nearest, ties to even."""
+    """Convert a mean of ``|x| * 2**-16`` to the bits of a bfloat16, rounded to nearest, ties to even."""
     mean = min(np.float32(mean * UP), LARGEST_MAGNITUDE)
     if mean < SMALLEST_NORMAL:
         return np.int32(0)
@@ -114,7 +114,7 @@ def measure(block: Any, count: Any, sums: Any, scales: Any, levels: Any) -> Any:
 
 @njit
 def pack(bits: Any, groups: Any, scales: Any, codes: Any, levels: Any) -> Any:
-    """The codes of the first ``groups`` groups of a block, given by its bits."""
+    """Write the codes of the first ``groups`` groups of a block, given by its bits."""
     if levels == 1:
         for g in range(groups):
             codes[g] = sign_bits(bits, 8 * g)
@@ -144,7 +144,7 @@ def limit_of(scales: Any) -> Any:
 
 @njit
 def unpack(bits: Any, groups: Any, scales: Any, codes: Any, levels: Any, weight: Any) -> Any:
-    """``bits`` become those of the first ``groups`` groups of a block, multiplied by ``weight``."""
+    """Decode the first ``groups`` groups of a block, multiplied by ``weight``, as bits into ``bits``."""
     inner = np.float32(value_of(scales[0]) * weight).view(np.int32)
     if levels == 1:
         for g in range(groups):
@@ -157,7 +157,7 @@ def unpack(bits: Any, groups: Any, scales: Any, codes: Any, levels: Any, weight:
 
 @njit
 def encode(values: Any, scales: Any, codes: Any, block: Any, levels: Any) -> Any:
-    """False when a value is not finite. ``levels`` is 1 for ``sign``, 2 for ``int2``."""
+    """Encode a vector; False when a value is not finite. ``levels`` is 1 for ``sign``, 2 for ``int2``."""
     n, sums = values.size, np.empty(block // 8, np.float32)
     filled = np.zeros(block if n % block else 0, np.float32)
     for b in range(scales.size // levels):
@@ -175,7 +175,7 @@ def encode(values: Any, scales: Any, codes: Any, block: Any, levels: Any) -> Any
 
 @njit
 def encode_residual(values: Any, residual: Any, scales: Any, codes: Any, block: Any, levels: Any) -> Any:
-    """False when a sum is not finite; ``residual`` is as before then.
+    """Encode a sum, whose loss becomes ``residual``; False when a sum is not finite: ``residual`` is as before then.
 
     So all sums are looked at before any is replaced: a chunk is small enough to stay in the cache in between.
     """
@@ -202,7 +202,7 @@ def encode_residual(values: Any, residual: Any, scales: Any, codes: Any, block: 
 
 @njit
 def leave_groups(values: Any, residual: Any, groups: Any, scales: Any, codes: Any, levels: Any) -> Any:
-    """Write the codes of the first ``groups`` groups of a block's sums, and into ``residual`` what they lose."""
+    """Write the codes of the first ``groups`` groups of a block's sums, and their loss into ``residual``."""
     inner = bits_of(scales[0])
     if levels == 1:
         for g in range(groups):
@@ -217,7 +217,7 @@ def leave_groups(values: Any, residual: Any, groups: Any, scales: Any, codes: An
 
 @njit
 def add(first: Any, second: Any, out: Any, block: Any) -> Any:
-    """The sums of a block, and zeros after those of a short one."""
+    """Write the sums of a block, and zeros after those of a short one."""
     for i in range(first.size):
         out[i] = first[i] + second[i]
     for i in range(first.size, block):
@@ -226,7 +226,7 @@ def add(first: Any, second: Any, out: Any, block: Any) -> Any:
 
 @njit
 def are_plain(scales: Any) -> Any:
-    """Whether each of ``scales``, int16, has the bits of 0 or of a bfloat16 that is normal and positive."""
+    """Return whether each of ``scales``, int16, has the bits of 0 or of a bfloat16 that is normal and positive."""
     odd = np.int32(0)
     for i in range(scales.size):
         bits = np.int32(scales[i])
@@ -249,7 +249,7 @@ def decode(scales: Any, codes: Any, out: Any, block: Any, levels: Any) -> Any:
 
 @njit
 def accumulate(scales: Any, codes: Any, total: Any, weight: Any, block: Any, levels: Any) -> Any:
-    """The product of each magnitude with ``weight`` is made once: a sign does not change how it is rounded."""
+    """Add decoded values times ``weight``; each magnitude is multiplied once: signs do not change its rounding."""
     factor = np.float32(weight)
     work = np.empty(block, np.float32)
     for b in range(scales.size // levels):
@@ -262,7 +262,7 @@ def accumulate(scales: Any, codes: Any, total: Any, weight: Any, block: Any, lev
 
 
 def warm_up() -> None:
-    """Compile for the types that the codecs use."""
+    """Compile every kernel for the types that the codecs use, or load it from the cache."""
     values, scales, codes = np.ones(8, np.float32), np.empty(2, np.int16), np.empty(2, np.uint8)
     for levels in (1, 2):
         encode(values, scales[:levels], codes[:levels], 8, levels)

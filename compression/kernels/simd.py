@@ -27,19 +27,19 @@ from shoal.compression.kernels.jit import intrinsic, njit
 # Strips of 32 float32 ------------------------------------------------------------------------------------------
 
 STRIP = 32
-"""float32 in one: two of the widest registers, so that one waits less often for the other."""
+"""float32 in one strip: two of the widest registers, so that one waits less often for the other."""
 
 LINE_BYTES = 64
 
 ROOM = 4096
-"""As many fit into the first cache, with what is read."""
+"""float32 of a kernel's own memory (``room``): they fit into the first cache beside what is read."""
 
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(one, STRIP) for one in (ir.FloatType(), _INT, _BYTE))
 
 
 class StripType(types.Type):
-    """numba's type of a strip."""
+    """Numba type of a strip."""
 
     def __init__(self) -> None:
         super().__init__(name="Strip")
@@ -47,7 +47,7 @@ class StripType(types.Type):
 
 @register_model(StripType)
 class StripModel(models.PrimitiveModel):
-    """A strip is one vector to LLVM."""
+    """Data model of a strip: one LLVM vector."""
 
     def __init__(self, manager: Any, of: Any) -> None:
         super().__init__(manager, of, _FLOATS)  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ _STRIP = StripType()
 
 
 def _define(operation: Any, instruction: str) -> None:
-    """An operator between two strips."""
+    """Define an operator between two strips."""
 
     class Template(ConcreteTemplate):
         cases = (signature(_STRIP, _STRIP, _STRIP),)  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ for _operation, _instruction in (
 
 
 def _function(returns: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A function of kernels, of what makes its instructions from an IR builder and one or two arguments."""
+    """Decorator that makes a kernel function from one that emits its instructions, given one or two arguments."""
 
     def define(build: Callable[..., Any]) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -105,8 +105,10 @@ def _at(builder: Any, address: Any, vector: Any) -> Any:
 
 @intrinsic
 def address_of(typing_context: Any, array: Any) -> Any:
-    """Of an array's first element; ``array.ctypes.data`` takes as long as several strips. To be asked once, before all
-    loops, of arguments only: an array of the kernel's own is gone after its last use, whoever has its address."""
+    """Address of an array's first element; ``array.ctypes.data`` takes as long as several strips.
+
+    To be called once, before all loops, and of arguments only: an array of the kernel's own is freed after its last
+    use, even while its address is used."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         made = context.make_array(array)(context, builder, value=arguments[0])
@@ -117,7 +119,7 @@ def address_of(typing_context: Any, array: Any) -> Any:
 
 @intrinsic
 def room(typing_context: Any) -> Any:
-    """The address of ``ROOM`` float32, uninitialised, that begins a line: the kernel's own until it returns."""
+    """Address of ``ROOM`` uninitialised float32, aligned to a line: the kernel's own until it returns."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         made = cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, ROOM // STRIP))  # type: ignore[no-untyped-call]
@@ -137,7 +139,7 @@ def load(builder: Any, address: Any) -> Any:
 
 @_function(_STRIP, types.int64)
 def load_codes(builder: Any, address: Any) -> Any:
-    """As many int8 at an address, as float32."""
+    """A strip of float32 from int8 codes at an address."""
     value = builder.load(_at(builder, address, _BYTES))
     value.align = 1
     return builder.sitofp(value, _FLOATS)
@@ -174,7 +176,7 @@ def filled(builder: Any, value: Any) -> Any:
 
 @_function(_STRIP, _STRIP)
 def rounded(builder: Any, strip: Any) -> Any:
-    """To the nearest whole numbers, ties to even."""
+    """Round to the nearest whole numbers, ties to even."""
     return _llvm(builder, f"llvm.rint.v{STRIP}f32", _FLOATS, strip)
 
 
@@ -188,12 +190,12 @@ def larger(builder: Any, strip: Any, tops: Any) -> Any:
 
 @_function(types.int32, _STRIP)
 def largest_bits(builder: Any, tops: Any) -> Any:
-    """The bits of the largest of what ``larger`` has made."""
+    """Bits of the largest element of a result of ``larger``."""
     return _llvm(builder, f"llvm.vector.reduce.smax.v{STRIP}i32", _INT, builder.bitcast(tops, _INTS))
 
 
 def _llvm(builder: Any, name: str, returns: Any, vector: Any) -> Any:
-    """What an intrinsic of LLVM's makes of a vector."""
+    """Call an LLVM intrinsic on a vector."""
     kind = ir.FunctionType(returns, [vector.type])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [vector])  # type: ignore[no-untyped-call]
 
@@ -203,13 +205,13 @@ def _llvm(builder: Any, name: str, returns: Any, vector: Any) -> Any:
 
 @intrinsic
 def floats_at(typing_context: Any, address: Any) -> Any:
-    """A pointer to float32: an array of arrays of any number is nothing that numba compiles once for all."""
+    """Pointer to float32 at an address: numba cannot compile once for tuples of arrays of any length."""
     return types.CPointer(types.float32)(address), _as_pointer  # type: ignore[no-untyped-call]
 
 
 @intrinsic
 def bytes_at(typing_context: Any, address: Any) -> Any:
-    """A pointer to uint8."""
+    """Pointer to uint8 at an address."""
     return types.CPointer(types.uint8)(address), _as_pointer  # type: ignore[no-untyped-call]
 
 
@@ -219,7 +221,7 @@ def _as_pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> A
 
 @intrinsic
 def finish_streaming(typing_context: Any) -> Any:
-    """What was streamed is there before whatever this thread writes from now on."""
+    """Fence: streamed values become visible before whatever this thread writes from now on."""
 
     def fence(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -230,7 +232,7 @@ def finish_streaming(typing_context: Any) -> Any:
 
 @njit
 def lines(n: Any) -> Any:
-    """``(n,) float32``, uninitialised, that begins a line."""
+    """Allocate an uninitialised ``(n,) float32`` that is aligned to a line."""
     room = np.empty(n + LINE_BYTES // 4, np.float32)
     lead = -address_of(room) % LINE_BYTES // 4
     return room[lead : lead + n]
@@ -238,8 +240,9 @@ def lines(n: Any) -> Any:
 
 @njit
 def put_past_caches(values: Any, target: Any) -> Any:
-    """Copy ``(m,) float32``, past the caches but for what is left of the lines at both ends. ``finish_streaming`` has
-    to follow in the end."""
+    """Copy ``(m,) float32`` past the caches, but for the partial lines at both ends.
+
+    The caller ends with ``finish_streaming``."""
     n, source, address = values.size, address_of(values), address_of(target)
     lead = min(n, -address % LINE_BYTES // 4)
     stop = lead + (n - lead) // STRIP * STRIP
@@ -261,7 +264,7 @@ _SIGN_PLACE = ir.Constant(_LANES, [31] * 8)
 
 
 def _pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
-    """Where the eight lanes from element ``at`` of a contiguous array of int32 are."""
+    """Pointer to the eight lanes from element ``at`` of a contiguous array of int32."""
     start = builder.gep(context.make_array(kind)(context, builder, array).data, [at])
     return builder.bitcast(start, _LANES.as_pointer())
 

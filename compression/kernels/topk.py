@@ -38,7 +38,7 @@ Shorts = NDArray[np.uint16]
 
 @njit
 def _count(bits: Ints, n: int, threshold: int) -> int:
-    """How many of the first ``n`` are at least ``threshold``. 32-bit throughout, so that 16 go in one vector."""
+    """Count the first ``n`` that are at least ``threshold``. 32-bit throughout, so that 16 go in one vector."""
     limit = np.int32(threshold)
     count = np.int32(0)
     for i in range(n):
@@ -132,9 +132,9 @@ def _bfloat16(value: float, room: Floats) -> int:
 
 @njit
 def _pack_two_bits(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: Floats) -> None:
-    """The scales of ``sparse_format``'s 2-bit values, and the codes, 4 to a byte, into ``out``, zeroed before.
+    """Write the scales of 2-bit values, and the codes, 4 to a byte, into ``out``, zeroed before.
 
-    ``sent`` becomes what the codes mean.
+    ``sent`` becomes the decoded values.
     """
     keep = chosen.size
     exponent = 1
@@ -177,7 +177,7 @@ def _pack_two_bits(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: F
 
 @njit
 def _pack_bytes(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: Floats) -> None:
-    """The scale and the int8 codes into ``out``; ``sent`` becomes what the codes mean."""
+    """Write the scale and the int8 codes into ``out``; ``sent`` becomes the decoded values."""
     values, largest = signed.view(np.float32), np.float32(0)
     for j in range(chosen.size):
         largest = max(largest, abs(values[chosen[j]]))
@@ -194,7 +194,7 @@ def _pack_bytes(signed: Ints, chosen: Ints, out: Bytes, code_at: int, sent: Floa
 
 @njit
 def finite_sums(values: Floats, residual: Floats) -> bool:
-    """Whether each of ``values + residual`` is finite."""
+    """Return whether each of ``values + residual`` is finite."""
     sums = np.zeros(_SPAN, np.float32)
     bits = sums.view(np.int32)
     for start in range(0, values.size, _SPAN):
@@ -282,14 +282,14 @@ def encode(values: Floats, residual: Floats, packed: Bytes, shape: Shape) -> boo
 
 @njit
 def _rooms(shape: Shape) -> tuple[Ints, Floats]:
-    """Where ``_unpack`` puts a chunk's indices and values; no upper bits can make it write past the indices."""
+    """Allocate a chunk's indices and values for ``_unpack``; no upper bits can make it write past the indices."""
     keep, upper_bits = shape[1], shape[3]
     return np.empty(upper_bits + 9, np.int32), np.empty(keep, np.float32)
 
 
 @njit
 def _unpack(record: Bytes, shape: Shape, indices: Ints, values: Floats) -> int:
-    """One chunk's indices and values; 0, or the number of what is wrong in ``sparse_format.REASONS``."""
+    """Unpack one chunk's indices and values; returns 0, or an index of ``topk_format.REASONS``."""
     size, keep, low_bits, _, value_bits, low_at, code_at, _ = shape
     found = 0
     for place in range(8 * (low_at - 4)):
@@ -346,7 +346,7 @@ def _unpack(record: Bytes, shape: Shape, indices: Ints, values: Floats) -> int:
 
 @njit
 def decode(packed: Bytes, out: Floats, shape: Shape) -> int:
-    """Unpack whole chunks into ``out``; 0, or the number of what is wrong."""
+    """Unpack whole chunks into ``out``; returns 0, or an index of ``topk_format.REASONS``."""
     size, record = shape[0], shape[7]
     indices, values = _rooms(shape)
     for chunk in range(out.size // size):
@@ -362,7 +362,7 @@ def decode(packed: Bytes, out: Floats, shape: Shape) -> int:
 
 @njit
 def unpack(packed: Bytes, indices: Shorts, values: Floats, shape: Shape) -> int:
-    """What ``decode`` would return, and ``keep`` indices, each within its chunk, and values for each chunk."""
+    """Unpack ``keep`` indices, each within its chunk, and values of every chunk; returns as ``decode``."""
     keep, record = shape[1], shape[7]
     own, own_values = _rooms(shape)
     for chunk in range(values.size // keep):
@@ -378,7 +378,7 @@ def unpack(packed: Bytes, indices: Shorts, values: Floats, shape: Shape) -> int:
 
 @njit
 def add(indices: Shorts, values: Floats, total: Floats, weight: np.float32, shape: Shape) -> None:
-    """Add ``weight`` times what ``unpack`` gave, found right, to ``total``."""
+    """Add ``weight`` times the result of a successful ``unpack`` to ``total``."""
     size, keep = shape[0], shape[1]
     for chunk in range(total.size // size):
         part = total[chunk * size : (chunk + 1) * size]

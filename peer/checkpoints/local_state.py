@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.compression.scratch import spacious
+from shoal.compression.scratch import empty_aligned
 from shoal.peer.checkpoints.source import refuse
 from shoal.peer.checkpoints.tensors import can_be_saved, parse_file
 from shoal.peer.training.parameters import plain_name
@@ -187,7 +187,7 @@ def _room_for(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     if tensor.dtype == torch.float32:
-        return spacious(tensor.numel()).view(tensor.shape)
+        return empty_aligned(tensor.numel()).view(tensor.shape)
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 

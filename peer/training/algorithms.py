@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.compression.scratch import spacious
+from shoal.compression.scratch import empty_aligned
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.run_file import RunFile
@@ -77,7 +77,7 @@ class OverlappedPseudoGradient(PseudoGradient):
 
     def contribution(self, anchor: Tensor) -> Tensor:
         self._offered = self._vector.read()
-        return torch.sub(anchor, self._offered, out=spacious(anchor.numel()))
+        return torch.sub(anchor, self._offered, out=empty_aligned(anchor.numel()))
 
     def restart(self, anchor: Tensor) -> None:
         self._offered = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.compression.scratch import spacious
+from shoal.compression.scratch import empty_aligned
 
 CHUNK_BYTES = 2**20
 """States are hashed and sent in pieces of so many bytes, the last one shorter."""
@@ -33,7 +33,7 @@ class State:
     def make(cls, anchor: Tensor, outer: Tensor, version: int) -> State:
         """``anchor`` (n,), ``outer`` (slots, n). Hashes everything."""
         rows, n = 1 + len(outer), anchor.numel()
-        values = spacious(rows * n).view(rows, n)
+        values = empty_aligned(rows * n).view(rows, n)
         return cls.of(torch.cat([anchor.unsqueeze(0), outer], out=values), version)
 
     @classmethod

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.compression.scratch import spacious_like
+from shoal.compression.scratch import empty_aligned_like
 from shoal.swarm.protocol.run_file import OuterSection
 
 _SLICE = 2**20
@@ -60,7 +60,7 @@ class SGD:
         """anchor - lr * mean. See OuterOptimizer."""
         _check(self.slots, anchor, state, mean)
         lr = f32(self.lr * lr_factor)
-        new_anchor, new_state = spacious_like(anchor), spacious_like(state)
+        new_anchor, new_state = empty_aligned_like(anchor), empty_aligned_like(state)
         for part in _slices(anchor.numel()):
             torch.sub(anchor[part], mean[part] * lr, out=new_anchor[part])
         return new_anchor, new_state
@@ -88,7 +88,7 @@ class Nesterov:
         """One Nesterov step; the state is the momentum buffer. See OuterOptimizer."""
         _check(self.slots, anchor, state, mean)
         lr, momentum = f32(self.lr * lr_factor), f32(self.momentum)
-        new_anchor, new_state = spacious_like(anchor), spacious_like(state)
+        new_anchor, new_state = empty_aligned_like(anchor), empty_aligned_like(state)
         for part in _slices(anchor.numel()):
             gradient, buffer = mean[part], new_state[0][part]
             torch.mul(state[0][part], momentum, out=buffer)
@@ -135,7 +135,7 @@ class AdamW:
         root_factor = f32(1.0 / math.sqrt(1.0 - _power(beta2, t)))
         keep1, new1, keep2, new2 = f32(beta1), f32(1.0 - beta1), f32(beta2), f32(1.0 - beta2)
         eps = f32(self.eps)
-        new_anchor, new_state = spacious_like(anchor), spacious_like(state)
+        new_anchor, new_state = empty_aligned_like(anchor), empty_aligned_like(state)
         for part in _slices(anchor.numel()):
             gradient, first, second = mean[part], new_state[0][part], new_state[1][part]
             torch.mul(state[0][part], keep1, out=first)

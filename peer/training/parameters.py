@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from shoal.compression.scratch import spacious
+from shoal.compression.scratch import empty_aligned
 from shoal.swarm.errors import ModelMismatch
 from shoal.swarm.protocol.messages import TensorSpec
 
@@ -101,7 +101,7 @@ class ParameterVector:
         return split_by_layout(vector, self.layout)
 
     def _gather(self, of: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        flat = spacious(self.elements)
+        flat = empty_aligned(self.elements)
         at = 0
         for parameter in self.parameters:
             flat[at : at + parameter.numel()].copy_(of(parameter).reshape(-1))

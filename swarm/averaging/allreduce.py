@@ -104,8 +104,8 @@ class AllReduce:
             sources[Blob(kind="partial", number=plan.round)] = self._partials
         ahead = {} if prefetch is None else prefetch.context.ahead
         self._context = ExchangeContext(endpoint, store, self._me, deadlines, was_away, sources, ahead)
-        self._as_owner = Reduction(self._context, store.group, store.put, feedback.brought, feedback.room)
-        self._as_relay = Reduction(self._context, store.group.row(self._row), self._partials.put, feedback.brought)
+        self._as_owner = Reduction(self._context, store.group, store.put, feedback.summands, feedback.error_buffer)
+        self._as_relay = Reduction(self._context, store.group.row(self._row), self._partials.put, feedback.summands)
         self._as_stand_in: list[Reduction] = []
         for part in plan.parts:
             if part.owner == self._me:
@@ -145,7 +145,7 @@ class AllReduce:
         carried on, nor of what encoding lost. The error of encoding a mean, or a partial, is carried by whoever made
         the bytes that were committed, or are in them: whole, as the next round's factor is its own.
         """
-        leave_out = self._feedback.keep_chunk if keep else self._feedback.take_back
+        leave_out = self._feedback.keep_chunk if keep else self._feedback.withdraw_chunk
         for index in range(self._store.chunks):
             bounds, header = self._store.bounds(index), self._store.header(index)
             if self._me not in header.included:
@@ -271,7 +271,7 @@ class AllReduce:
         """Take on the error of a mean of our own part, which is in our residual's memory since it was made."""
         assert made.error is not None, "a mean without an error has nobody in it"
         with suppress(CodecError):  # it would not be finite
-            self._feedback.include_written(*bounds, made.error.largest)
+            self._feedback.include_with_written_error(*bounds, made.error.largest)
 
     def _carry(self, bounds: tuple[int, int], made: Reduced, *, exactly: bool = False) -> None:
         """Take on the error of a mean: only our share of what we add reaches it, so that many times over. ``exactly``:

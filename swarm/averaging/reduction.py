@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.compression.codec import Packed
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
-from shoal.compression.weighted_mean import Lost, WeightedMean
+from shoal.compression.weighted_mean import EncodingLoss, WeightedMean
 from shoal.swarm.aio import Changes, in_thread
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
@@ -44,7 +44,7 @@ class Reduced:
 
     result: memoryview
     included: list[int]
-    error: Lost | None
+    error: EncodingLoss | None
 
 
 @dataclass

@@ -15,7 +15,7 @@ from shoal.compression.codec import Codec
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.formats import CODEC_NAMES, CodecError
 from shoal.compression.registry import get_codec
-from shoal.compression.weighted_mean import Lost
+from shoal.compression.weighted_mean import EncodingLoss
 
 N, CHUNK = 700, 300
 CHUNKS = [(0, 300), (300, 600), (600, 700)]
@@ -60,7 +60,7 @@ def test_means_and_residual_add_up_to_what_was_offered(
                 feedback.keep_chunk(start, stop)
             if fate == "exact":
                 feedback.include_exactly(start, stop)
-                received = torch.add(*feedback.brought(start, stop))
+                received = torch.add(*feedback.summands(start, stop))
             if committed and fate in ("sent", "exact"):
                 arrived[start:stop] += received.double()
         if committed:
@@ -82,7 +82,7 @@ def test_residual_is_what_the_codec_lost(name: str) -> None:
     assert torch.equal(feedback.residual, torch.cat(lost))
     assert feedback.residual.any()
     feedback.begin(noise(2))
-    assert torch.equal(torch.add(*feedback.brought(0, N)), noise(2) + torch.cat(lost))
+    assert torch.equal(torch.add(*feedback.summands(0, N)), noise(2) + torch.cat(lost))
 
 
 @every_codec
@@ -104,13 +104,13 @@ def test_discard_leaves_the_residual_as_it_was() -> None:
     feedback.begin(noise(2))
     for start, stop in CHUNKS:
         feedback.encode_chunk(get_codec("int8"), start, stop)
-    feedback.add_owner_error(0, Lost.of(torch.ones(5)))
+    feedback.add_owner_error(0, EncodingLoss.of(torch.ones(5)))
     feedback.discard()
     assert not feedback.in_round
     assert torch.equal(feedback.residual, before)
     feedback.discard()
     feedback.begin(noise(2))
-    assert torch.equal(torch.add(*feedback.brought(0, N)), noise(2) + before)
+    assert torch.equal(torch.add(*feedback.summands(0, N)), noise(2) + before)
 
 
 def test_owner_error_is_added_where_it_belongs() -> None:
@@ -118,7 +118,7 @@ def test_owner_error_is_added_where_it_belongs() -> None:
     feedback.begin(torch.ones(6))
     feedback.include_exactly(0, 4)
     feedback.keep_chunk(4, 5)
-    feedback.add_owner_error(2, Lost.of(torch.tensor([0.25, -0.5, 3.0])))
+    feedback.add_owner_error(2, EncodingLoss.of(torch.tensor([0.25, -0.5, 3.0])))
     feedback.commit()
     assert feedback.residual.tolist() == [0, 0, 0.25, -0.5, 4.0, 1.0]
 
@@ -126,9 +126,9 @@ def test_owner_error_is_added_where_it_belongs() -> None:
 def test_what_goes_in_exactly_leaves_only_its_share_of_the_error() -> None:
     feedback = ErrorFeedback(6)
     feedback.begin(torch.ones(6))
-    feedback.include_exactly(0, 3, Lost.of(torch.tensor([0.25, -0.5, 3.0])), 2.0)
+    feedback.include_exactly(0, 3, EncodingLoss.of(torch.tensor([0.25, -0.5, 3.0])), 2.0)
     with pytest.raises(CodecError):
-        feedback.include_exactly(3, 5, Lost.of(torch.tensor([1.0, math.nan])))
+        feedback.include_exactly(3, 5, EncodingLoss.of(torch.tensor([1.0, math.nan])))
     feedback.commit()
     assert feedback.residual.tolist() == [0.5, -1.0, 6.0, 0.0, 0.0, 1.0]
 
@@ -147,7 +147,7 @@ def test_what_is_encoded_where_an_owner_has_room_is_pending_only_if_it_counts(
     fates = {"written": (0, 200), "encoded": (200, 400), "not asked for": (400, 500), "kept": (500, 600)}
     if not encoded_first:
         for start, stop in fates.values():
-            feedback.room(start, stop)[0].fill_(7.0)
+            feedback.error_buffer(start, stop)[0].fill_(7.0)
     for fate, bounds in {**fates, "another's": (600, N)}.items():
         if fate != "not asked for":
             assert torch.equal(feedback.encode_chunk(codec, *bounds), expected.encode_chunk(codec, *bounds))
@@ -155,9 +155,9 @@ def test_what_is_encoded_where_an_owner_has_room_is_pending_only_if_it_counts(
         feedback.reserve(0, 600)
     if encoded_first:
         for start, stop in fates.values():
-            feedback.room(start, stop)[0].fill_(7.0)
-    assert feedback.room(0, 200)[1] == decay
-    feedback.include_written(*fates["written"], 7.0)
+            feedback.error_buffer(start, stop)[0].fill_(7.0)
+    assert feedback.error_buffer(0, 200)[1] == decay
+    feedback.include_with_written_error(*fates["written"], 7.0)
     for fate in ("encoded", "not asked for"):
         feedback.include_encoded(*fates[fate])
     feedback.keep_chunk(*fates["kept"])
@@ -200,10 +200,10 @@ def test_what_an_owner_wrote_is_zero_where_it_is_not_finite() -> None:
     feedback.begin(torch.ones(4))
     feedback.reserve(0, 4)
     for (start, stop), value in (((0, 2), 3e38), ((2, 4), math.inf)):
-        feedback.room(start, stop)[0].fill_(value)
-    feedback.include_written(0, 2, 3e38)
+        feedback.error_buffer(start, stop)[0].fill_(value)
+    feedback.include_with_written_error(0, 2, 3e38)
     with pytest.raises(CodecError):
-        feedback.include_written(2, 4, math.inf)
+        feedback.include_with_written_error(2, 4, math.inf)
     feedback.commit()
     assert torch.equal(feedback.residual, torch.tensor([3e38, 3e38, 0.0, 0.0]))
     with pytest.raises(CodecError):
@@ -215,7 +215,7 @@ def test_owner_error_that_is_not_finite_is_refused_and_not_added() -> None:
     feedback.begin(torch.ones(4))
     feedback.keep_chunk(0, 4)
     with pytest.raises(CodecError):
-        feedback.add_owner_error(0, Lost.of(torch.tensor([1.0, math.nan])))
+        feedback.add_owner_error(0, EncodingLoss.of(torch.tensor([1.0, math.nan])))
     feedback.commit()
     assert feedback.residual.tolist() == [1.0] * 4
 
@@ -257,7 +257,7 @@ def test_a_sum_that_overflows_begins_no_round_wherever_the_residual_came_from(ho
     elif how == "owner's error":
         feedback.begin(torch.zeros(N))
         feedback.include_exactly(0, N)
-        feedback.add_owner_error(0, Lost.of(alone(3.39e38)))
+        feedback.add_owner_error(0, EncodingLoss.of(alone(3.39e38)))
         feedback.commit()
     else:
         for _ in range(17):
@@ -289,7 +289,7 @@ def test_decay_is_of_what_encoding_lost_and_of_nothing_else() -> None:
     packed = feedback.encode_chunk(codec, 0, 300)
     feedback.keep_chunk(300, 600)
     feedback.include_exactly(600, 650)
-    feedback.add_owner_error(600, Lost.of(torch.full((50,), 4.0)))
+    feedback.add_owner_error(600, EncodingLoss.of(torch.full((50,), 4.0)))
     feedback.commit()
     lost = noise(1)[:300] - codec.decode(packed, 300)
     assert torch.equal(feedback.residual[:300], lost * 0.5)
@@ -303,7 +303,7 @@ def test_what_is_taken_back_leaves_the_residual_of_before() -> None:
     feedback.load(noise(7))
     feedback.begin(noise(1))
     feedback.encode_chunk(get_codec("int4"), 0, 300)
-    feedback.take_back(0, 300)
+    feedback.withdraw_chunk(0, 300)
     feedback.include_exactly(300, N)
     feedback.commit()
     assert torch.equal(feedback.residual[:300], noise(7)[:300]), "whole: nothing of it was lost in encoding"

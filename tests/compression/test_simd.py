@@ -6,7 +6,7 @@ from tests.compression.codec_cases import blockwise, gaussian, needs_numba, same
 from torch import Tensor
 
 from shoal.compression.blockwise import Blockwise, Summand
-from shoal.compression.scratch import spacious
+from shoal.compression.scratch import empty_aligned
 
 _LINE = 16
 pytestmark = needs_numba
@@ -42,5 +42,5 @@ def test_what_is_lost_is_written_to_its_place_alone(n: int, codec: Blockwise, of
 
 @pytest.mark.parametrize("n", [1, 1000, 3_000_000])
 def test_vectors_of_whole_models_begin_a_cache_line(n: int) -> None:
-    vector = spacious(n)
+    vector = empty_aligned(n)
     assert (vector.data_ptr() % 64, vector.numel(), vector.dtype) == (0, n, torch.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.compression.codec import Codec, largest_of
 from shoal.compression.formats import CodecError
 from shoal.compression.registry import get_codec
-from shoal.compression.weighted_mean import Lost, WeightedMean
+from shoal.compression.weighted_mean import EncodingLoss, WeightedMean
 
 paths = pytest.mark.parametrize("path", ["torch", pytest.param("numba", marks=needs_numba)])
 N = 700
@@ -46,7 +46,9 @@ def step_by_step(summands: Sequence[Summand], codec: Codec, divisor: float) -> t
     return packed, mean - codec.decode(packed, mean.numel())
 
 
-def at_once(summands: Sequence[Summand], codec: Codec, divisor: float, times: float = 1.0) -> tuple[Tensor, Lost]:
+def at_once(
+    summands: Sequence[Summand], codec: Codec, divisor: float, times: float = 1.0
+) -> tuple[Tensor, EncodingLoss]:
     n = summands[0].values.numel()
     work = WeightedMean(n)
     for one in summands:

@@ -57,7 +57,7 @@ def make_sides(
     for feedback, brought in zip(feedbacks, contributions, strict=True):
         feedback.begin(brought.clone())
     claims = [
-        member.norms or honest(torch.add(*feedback.brought(0, elements)))
+        member.norms or honest(torch.add(*feedback.summands(0, elements)))
         for member, feedback in zip(plan.members, feedbacks, strict=True)
     ]
     plan = claiming(plan, claims, [member.factor for member in plan.members])
