@@ -11,9 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-import torch
-
-from shoal.peer.training.device import available_bytes
+from shoal.peer.machine_memory import free_machine_bytes
 
 _UNSEEN_BYTES = 64 * 2**20
 """So much is read without a look at how much memory there is."""
@@ -60,7 +58,7 @@ def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
 
 def check_memory(needed_bytes: int) -> None:
     """Raises ``OSError`` when so much is more than there is free now."""
-    if needed_bytes > _UNSEEN_BYTES and needed_bytes > (free := available_bytes(torch.device("cpu"))):
+    if needed_bytes > _UNSEEN_BYTES and needed_bytes > (free := free_machine_bytes()):
         raise OSError(f"expected what fits into memory, of which {free:,} bytes are free, not {needed_bytes:,} bytes")
 
 

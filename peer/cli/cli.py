@@ -23,9 +23,9 @@ from shoal.peer.cli.join import STOPPED_AT_ONCE, Work, run_member
 from shoal.peer.cli.prepare import prepare, say_pins
 from shoal.peer.cli.restore import parse_copy_to
 from shoal.peer.demo.run import DemoOptions, run_demo
+from shoal.peer.machine_memory import parse_memory
 from shoal.peer.options import SHOAL_HOME, SessionOptions
 from shoal.peer.terminal.reporter import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
-from shoal.peer.training.device import parse_memory
 from shoal.swarm.client.observer import get_status
 from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.errors import ShoalError

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 import re
-import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.peer.machine_memory import free_machine_bytes, machine_bytes
 from shoal.swarm.errors import DeviceError
 from shoal.swarm.protocol.messages import DeviceInfo
 
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def choose_device(asked: str) -> torch.device:
@@ -37,41 +34,16 @@ def choose_device(asked: str) -> torch.device:
     return device
 
 
-def parse_memory(text: str) -> int:
-    """``8G``, ``500M``, ``1.5 GiB`` to bytes. Raises ``DeviceError``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise DeviceError(f"--max-memory {text}: expected a size such as 8G or 500M")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
 def memory_bytes(device: torch.device) -> int:
     """All of the device's memory; the machine's for the CPU and MPS."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
+    return machine_bytes()
 
 
 def available_bytes(device: torch.device) -> int:
-    """Of the device's memory, what nobody uses now; the machine's for the CPU and MPS, within a container's limit.
-
-    All of the memory where the system does not tell.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    found = [
-        free
-        for free in (
-            _meminfo_bytes(_read("/proc/meminfo")),
-            _cgroup_bytes(_read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")),
-            _vm_stat_bytes(_vm_stat()) if platform.system() == "Darwin" else None,
-        )
-        if free is not None
-    ]
-    return min(found, default=memory_bytes(device))
+    """Bytes of the device's memory that are free now; of the machine's for the CPU and MPS, within a container's limit."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_machine_bytes()
 
 
 def has_all_state(device: torch.device) -> bool:
@@ -85,40 +57,6 @@ def usable_bytes(device: torch.device, limit: int | None) -> int:
     ``limit`` (``--max-memory``)."""
     usable = int(0.9 * available_bytes(device))
     return usable if limit is None else min(usable, limit)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _meminfo_bytes(text: str) -> int | None:
-    """Linux's ``/proc/meminfo``: what programs can have without swapping."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
-
-
-def _cgroup_bytes(most: str, current: str) -> int | None:
-    """A container's limit (cgroup v2) less what it uses; None without a limit."""
-    if not (most.strip().isdecimal() and current.strip().isdecimal()):
-        return None
-    return max(0, int(most) - int(current))
-
-
-def _vm_stat_bytes(text: str) -> int | None:
-    """macOS's ``vm_stat``: pages that are free, or can be at once."""
-    page = re.search(r"page size of (\d+) bytes", text)
-    pages = re.findall(r"^Pages (?:free|inactive|speculative):\s+(\d+)\.$", text, re.MULTILINE)
-    return int(page[1]) * sum(map(int, pages)) if page and pages else None
-
-
-def _vm_stat() -> str:
-    try:
-        return subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def describe_device(name: str) -> DeviceInfo:

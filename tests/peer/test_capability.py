@@ -1,9 +1,13 @@
 """How much memory is free, from what each system says, and what autograd keeps."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from shoal.peer import machine_memory
 from shoal.peer.training import device as capability
 from shoal.peer.training.device import (
     available_bytes,
@@ -17,68 +21,36 @@ from shoal.swarm.errors import DeviceError
 
 CPU = torch.device("cpu")
 
-MEMINFO = """\
-MemTotal:       16000000 kB
-MemFree:          500000 kB
-MemAvailable:    9000000 kB
-SwapFree:       99000000 kB
-"""
 
-VM_STAT = """\
-Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                               10000.
-Pages active:                            500000.
-Pages inactive:                           20000.
-Pages speculative:                         3000.
-Pages wired down:                        100000.
-"""
-
-
-def test_linux_tells_what_programs_can_have() -> None:
-    assert capability._meminfo_bytes(MEMINFO) == 9_000_000 * 1024
-    assert capability._meminfo_bytes("") is None
-
-
-def test_a_container_has_its_limit_less_what_it_uses() -> None:
-    assert capability._cgroup_bytes("4096\n", "1096\n") == 3000
-    assert capability._cgroup_bytes("4096\n", "5000\n") == 0
-    assert capability._cgroup_bytes("max\n", "5000\n") is None
-    assert capability._cgroup_bytes("", "") is None
-
-
-def test_a_mac_counts_pages() -> None:
-    assert capability._vm_stat_bytes(VM_STAT) == 16384 * 33000
-    assert capability._vm_stat_bytes("?") is None
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 9 MB free, and the folder in which a container's limit would be."""
+    monkeypatch.setattr(machine_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine_memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=20, available=9_000_000))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("most", "current", "expected"),
     [
-        ({"/proc/meminfo": MEMINFO}, 9_000_000 * 1024),
-        (
-            {
-                "/proc/meminfo": MEMINFO,
-                "/sys/fs/cgroup/memory.max": "2000000",
-                "/sys/fs/cgroup/memory.current": "1500000",
-            },
-            500_000,
-        ),
+        ("2000000\n", "1500000\n", 500_000),
+        ("4096\n", "5000\n", 0),
+        ("20000000\n", "0\n", 9_000_000),
+        ("max\n", "5000\n", 9_000_000),
+        ("", "", 9_000_000),
     ],
 )
-def test_the_smaller_of_what_is_told_counts(
-    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
-) -> None:
-    monkeypatch.setattr(capability, "_read", lambda path: files.get(path, ""))
+def test_the_smaller_of_machine_and_container_counts(cgroup: Path, most: str, current: str, expected: int) -> None:
+    (cgroup / "memory.max").write_text(most)
+    (cgroup / "memory.current").write_text(current)
     assert available_bytes(CPU) == expected
     assert usable_bytes(CPU, None) == int(0.9 * expected)
-    assert usable_bytes(CPU, 1000) == 1000
-    assert usable_bytes(CPU, 2 * expected) == int(0.9 * expected)
+    assert usable_bytes(CPU, 1000) == min(1000, int(0.9 * expected))
+    assert usable_bytes(CPU, 2 * 9_000_000) == int(0.9 * expected)
 
 
-def test_where_nothing_is_told_all_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capability, "_read", lambda path: "")
-    monkeypatch.setattr(capability, "_vm_stat", lambda: "")
-    assert available_bytes(CPU) == memory_bytes(CPU)
+def test_without_a_container_the_machine_counts(cgroup: Path) -> None:
+    assert available_bytes(CPU) == 9_000_000
 
 
 def test_this_machine_has_something_free() -> None:

@@ -70,7 +70,7 @@ def test_what_does_not_fit_into_memory_is_not_read(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="fits into memory"):
         read_regular(path)
     assert len(read_regular(path, 10)) == 11
-    monkeypatch.setattr(regular_file, "available_bytes", lambda device: 2**30)
+    monkeypatch.setattr(regular_file, "free_machine_bytes", lambda: 2**30)
     regular_file.check_memory(2**30)
     with pytest.raises(OSError, match="1,073,741,824 bytes are free, not 1,073,741,825 bytes"):
         regular_file.check_memory(2**30 + 1)

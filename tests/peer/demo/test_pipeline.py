@@ -22,9 +22,9 @@ from shoal.peer.demo.figures import (
 from shoal.peer.demo.run import DemoOptions, run_demo
 from shoal.peer.demo.run_files import STAGE_MEMORY, pipeline_rounds, pipeline_run_toml
 from shoal.peer.demo.scenarios import memory_needs
+from shoal.peer.machine_memory import parse_memory
 from shoal.peer.recipes import load_recipe
 from shoal.peer.recipes.gpt import GptRecipe
-from shoal.peer.training.device import parse_memory
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.run_file import parse_run_file
 

@@ -1,0 +1,47 @@
+"""This machine's main memory: how much there is, how much is free, and sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+
+from shoal.swarm.errors import DeviceError
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def parse_memory(text: str) -> int:
+    """``8G``, ``500M``, ``1.5 GiB`` to bytes. Raises ``DeviceError``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise DeviceError(f"--max-memory {text}: expected a size such as 8G or 500M")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def machine_bytes() -> int:
+    """All of the machine's memory."""
+    return int(psutil.virtual_memory().total)
+
+
+def free_machine_bytes() -> int:
+    """Bytes that programs can have without swapping, within the limit of this container, if any."""
+    free, limit = int(psutil.virtual_memory().available), _free_in_cgroup()
+    return free if limit is None else min(free, limit)
+
+
+def _free_in_cgroup() -> int | None:
+    """The limit of a container (cgroup v2) less what it uses; None without a limit. psutil knows only the machine."""
+    most, current = _read_cgroup("memory.max"), _read_cgroup("memory.current")
+    if not (most.isdecimal() and current.isdecimal()):
+        return None
+    return max(0, int(most) - int(current))
+
+
+def _read_cgroup(name: str) -> str:
+    try:
+        return (_CGROUP / name).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
