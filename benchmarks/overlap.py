@@ -68,7 +68,7 @@ def run_toml(overlap: bool, options: Any) -> str:
 def run_host(pipe: Connection, site: Site, folder: Path) -> None:
     """In a process of its own: sends the invite, then every verdict. Imports come after ``enter``."""
     enter(site.namespace)
-    from shoal.peer.cli.hosting import Hosting, HostOptions, host
+    from shoal.peer.cli.host import Hosting, HostOptions, host
     from shoal.swarm.coordinator.events import Fact, VerdictGiven
 
     def on_start(hosting: Hosting) -> None:

@@ -19,7 +19,7 @@ import pipeline_recipe
 from shaped_links import enter
 
 from shoal.peer import recipes
-from shoal.peer.cli.cli import main as shoal
+from shoal.peer.cli.main import main as shoal
 from shoal.peer.pipeline import peer as pipeline_peer
 from shoal.peer.pipeline.profile import ModelProfile, profile_model
 from shoal.peer.pipeline.training import SpanTraining

@@ -20,7 +20,7 @@ from round_peer import run_peer
 from shaped_links import Site, enter
 from usage import own_cpu_s
 
-from shoal.peer.cli.hosting import HostOptions, host
+from shoal.peer.cli.host import HostOptions, host
 
 _LOOPBACK = "127.0.0.1"
 

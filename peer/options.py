@@ -5,15 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.peer.checkpoints.remote.upload import CopyTo
-from shoal.peer.checkpoints.store import Retention
-from shoal.swarm.protocol.messages import Role
-from shoal.swarm.protocol.run_file import RunFile
+from shoal.peer.checkpoints.retention import Retention
+
+if TYPE_CHECKING:
+    from shoal.peer.checkpoints.remote.upload import CopyTo
+    from shoal.swarm.protocol.identity import Identity
+    from shoal.swarm.protocol.messages import Role
+    from shoal.swarm.protocol.run_file import RunFile
 
 SHOAL_HOME = Path.home() / ".shoal"
+DEFAULT_PORT = 7707
+"""A host's."""
+
+STOPPED_AT_ONCE = 130
+"""Exit code after a second Ctrl-C."""
+
 Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StartFrom:
+    """Where the checkpoint is that a new run starts from.
+
+    ``folder``: with a checkpoint, or any above; ``reader``: opens sealed ones; ``only_parameters``: schedule, order of
+    the samples and outer optimizer begin anew."""
+
+    folder: Path
+    reader: Identity | None = None
+    only_parameters: bool = False
 
 
 @dataclass(frozen=True)

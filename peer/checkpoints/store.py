@@ -22,41 +22,11 @@ from pathlib import Path
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
 from shoal.peer.checkpoints.encryption import ENVELOPE, Sealing, opened
 from shoal.peer.checkpoints.manifest import MANIFEST, About, FileEntry, Manifest, read_manifest
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.swarm.durable import sync, sync_folder
-from shoal.swarm.errors import StateFileError, StorageError, UserError
+from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.identity import Identity
-
-
-@dataclass(frozen=True)
-class Retention:
-    """``newest``: so many stay; ``every``: beside them, for ever, one of each so many rounds (0: none)."""
-
-    newest: int = 3
-    every: int = 0
-
-    def superfluous(self, rounds: Iterable[int]) -> list[int]:
-        """Those of the rounds whose checkpoints may go, oldest first.
-
-        Not every round has a checkpoint, so of each ``every`` rounds the first that has one stays."""
-        ordered = sorted(rounds)
-        stay = set(ordered[-self.newest :])
-        if self.every:
-            first_of: dict[int, int] = {}
-            for number in ordered:
-                first_of.setdefault(number // self.every, number)
-            stay.update(first_of.values())
-        return [number for number in ordered if number not in stay]
-
-
-def parse_retention(newest: str, every: int) -> Retention | None:
-    """From the command line: ``newest`` a number from 1 on, or "off" for None, no checkpoints. Raises ``UserError``."""
-    if newest == "off":
-        return None
-    if not newest.isascii() or not newest.isdigit() or int(newest) < 1:
-        raise UserError(f"--keep-checkpoints: expected a number from 1 on, or off, not {newest[:40]!r}")
-    return Retention(int(newest), every)
-
 
 WRITING = ".new-"
 """What the names of folders begin with that are not whole yet."""

@@ -1,4 +1,4 @@
-"""The ``shoal`` command: a host under a supervisor, everything else at once."""
+"""Entry point of the ``shoal`` command: a host under a supervisor, every other command in this process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ UNSUPERVISED = "--no-supervisor"
 
 
 def main() -> None:
-    """Imports only what it needs: a supervisor is there for as long as its host, and needs no torch."""
+    """Import only what is needed: a supervisor stays for as long as its host."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["host"] and UNSUPERVISED not in arguments:
         from shoal.peer.cli.supervisor import Restarts, supervise
 
         sys.exit(supervise(arguments, Restarts()))
-    from shoal.peer.cli.cli import main as shoal
+    from shoal.peer.cli.main import main as run_command
 
-    shoal()
+    run_command()

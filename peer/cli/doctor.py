@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.peer.cli.hosting import DEFAULT_PORT
+from shoal.peer.options import DEFAULT_PORT
 from shoal.peer.pipeline.profile import CACHE, ModelProfile, profile_model
 from shoal.peer.recipes import load_recipe
 from shoal.peer.recipes.model_memory import check_layers_fit, held_copies

@@ -6,25 +6,17 @@ import asyncio
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from shoal.peer.cli.log import open_log, show_log
-from shoal.peer.cli.restore import list_copies, restore
-from shoal.peer.cli.start_section import StartFrom
-from shoal.peer.cli.verify_view import summary, verify_notes, verify_table
-from shoal.peer.offline.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
-from shoal.peer.offline.replay import Replayed, replay
-from shoal.peer.offline.replay import table as replay_table
-from shoal.peer.offline.verify import Refused, find_checkpoints, verify_checkpoints
-from shoal.peer.options import SHOAL_HOME
-from shoal.peer.recipes.gpt import Gpt, generate
-from shoal.peer.terminal.events import printable
+from shoal.peer.options import SHOAL_HOME, StartFrom
 from shoal.swarm.errors import RecipeError, SealedForOthers, StateFileError, UserError
-from shoal.swarm.protocol.identity import Identity, key_text
-from shoal.swarm.protocol.invite import Invite
+
+if TYPE_CHECKING:
+    from shoal.peer.offline.replay import Replayed
+    from shoal.swarm.protocol.identity import Identity
 
 app = typer.Typer()
 """Without a name of its own: ``cli.py`` takes its commands over."""
@@ -53,6 +45,8 @@ def log_command(
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Show a run's history, checked from its beginning: each round's verdict, its hash and its signature."""
+    from shoal.peer.cli.log import open_log, show_log
+
     show_log(open_log(run, _reader(identity)), console, last, round_number, json_lines=as_json)
 
 
@@ -62,6 +56,10 @@ def verify_command(
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Check checkpoints offline: every file, signature and verdict, and what vouches for each state."""
+    from shoal.peer.cli.verify_view import summary, verify_notes, verify_table
+    from shoal.peer.offline.verify import Refused, find_checkpoints, verify_checkpoints
+    from shoal.peer.terminal.events import printable
+
     results = verify_checkpoints(find_checkpoints(folder), _reader(identity))
     console.print(verify_table(results))
     console.print(verify_notes(results), highlight=False)
@@ -83,6 +81,9 @@ def replay_command(
 ) -> None:
     """Make finished rounds again from their committed bytes, and show that the run's states come out: of a pipeline, in
     each stage that the peer has kept."""
+    from shoal.peer.offline.replay import replay
+    from shoal.peer.offline.replay import table as replay_table
+
     rows: list[Replayed] = []
     try:
         for row in replay(folder, number, _reader(identity)):
@@ -106,6 +107,8 @@ def restore_command(
     ] = None,
 ) -> None:
     """Bring back the newest whole copy of a run's checkpoint; `shoal join` goes on from it."""
+    from shoal.peer.cli.restore import list_copies, restore
+
     if only_list:
         list_copies(url, console)
     else:
@@ -119,9 +122,15 @@ def checkpoint_command(
     identity: IdentityOption = SHOAL_HOME / "identity",
 ) -> None:
     """Put a pipeline's whole model together from its stages, as one checkpoint that this identity signs."""
+    from shoal.swarm.protocol.identity import Identity
+    from shoal.swarm.protocol.invite import Invite
+
+    invite = Invite.parse(run) if run.startswith("shoal://") else None
+    from shoal.peer.offline.export import gather_checkpoint, gather_from_run
+
     own = Identity.load_or_create(identity)
-    if run.startswith("shoal://"):
-        made = asyncio.run(gather_from_run(Invite.parse(run), out, own))
+    if invite is not None:
+        made = asyncio.run(gather_from_run(invite, out, own))
     else:
         made = gather_checkpoint(Path(run), out, own)
     console.print(
@@ -140,9 +149,14 @@ def export_command(
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
     """Write a run's model for inference, from a live run (invite) or from what a member saved here."""
+    from shoal.swarm.protocol.invite import Invite
+
+    invite = Invite.parse(run) if run.startswith("shoal://") else None
+    from shoal.peer.offline.export import export_from_run, export_model
+
     rounded = precision is Precision.bfloat16
-    if run.startswith("shoal://"):
-        version = asyncio.run(export_from_run(Invite.parse(run), out, rounded=rounded))
+    if invite is not None:
+        version = asyncio.run(export_from_run(invite, out, rounded=rounded))
     elif rounded:
         raise UserError("--precision bfloat16 saves bytes on the way from a live run: give its invite, or leave it out")
     else:
@@ -160,6 +174,9 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
 ) -> None:
     """Sample text from an exported gpt model."""
+    from shoal.peer.offline.export import read_model
+    from shoal.peer.recipes.gpt import Gpt, generate
+
     loaded = read_model(model)
     if not isinstance(loaded, Gpt):
         raise RecipeError(f"{model}: generate knows the gpt recipe only")
@@ -170,11 +187,15 @@ def generate_command(
 @app.command("identity")
 def identity_command(identity: IdentityOption = SHOAL_HOME / "identity") -> None:
     """Show this machine's peer id, and its public key, which `readers` in a run file takes."""
+    from shoal.swarm.protocol.identity import Identity, key_text
+
     found = Identity.load_or_create(identity)
     print(f"peer id     {found.peer_id}\npublic key  {key_text(found.public_key)}")
 
 
 def _reader(identity: Path) -> Identity | None:
+    from shoal.swarm.protocol.identity import Identity
+
     return Identity.load_or_create(identity) if identity.exists() else None
 
 

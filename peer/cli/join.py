@@ -23,7 +23,7 @@ from shoal.peer.cli.consent import RunTerms
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.replica import Brought
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.options import SessionOptions
+from shoal.peer.options import STOPPED_AT_ONCE, SessionOptions
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_model_fits, held_copies
@@ -40,7 +40,6 @@ from shoal.swarm.protocol.run_file import RunFile
 
 log = logging.getLogger(__name__)
 
-STOPPED_AT_ONCE = 130
 _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 

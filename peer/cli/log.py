@@ -21,14 +21,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.peer.checkpoints.checkpoint import read_verdicts
 from shoal.peer.checkpoints.encryption import ENVELOPE, opened
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.cli.hosting import ORIGIN_FILE
+from shoal.peer.cli.host import ORIGIN_FILE
 from shoal.peer.history.chain import ChainCheck, Kept, Origin, unpack_history
 from shoal.peer.history.history_file import HISTORY_FILE
-from shoal.peer.member.memberships import scope_of
 from shoal.peer.regular_file import read_regular
 from shoal.peer.terminal.events import bytes_text, count_text, loss_text, printable
 from shoal.peer.terminal.views import jsonable, stopped_lines
@@ -132,6 +130,9 @@ def _of_host(folder: Path) -> Log:
 
 
 def _of_checkpoint(folder: Path, identity: Identity | None) -> Log:
+    from shoal.peer.checkpoints.checkpoint import read_verdicts  # it needs torch, which no other source does
+    from shoal.peer.member.memberships import scope_of
+
     source = opened(FolderSource(folder), identity)
     manifest = read_manifest(source)
     # Of a whole model that stages made, the last one's: it is the one that knows the loss.

@@ -10,7 +10,7 @@ from rich.table import Table
 from shoal.peer.checkpoints.remote.restore import Copy, Restorer, find_copies
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.remote.upload import CopyTo
-from shoal.peer.checkpoints.store import Retention
+from shoal.peer.checkpoints.retention import Retention
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.identity import Identity
 

@@ -1,10 +1,9 @@
-"""What `shoal host --from` does: the run file's ``[start]`` is made of a checkpoint, and stays what it was."""
+"""``[start]`` of a run file, made of a checkpoint: `shoal host --from`."""
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,46 +11,27 @@ import torch
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
 from shoal.peer.checkpoints.source import Source
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
+from shoal.peer.options import StartFrom
 from shoal.peer.recipes import layered_recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.state_transfer.start import hash_of, run_of, whole_checkpoints
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.coordinator.journal import JOURNAL
 from shoal.swarm.errors import DeviceError, ModelMismatch, RecipeError, RunFileError, StateFileError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.start_section import StartSection, StartTensor
 
 log = logging.getLogger(__name__)
 
-RUN_FILE = "run.toml"
-"""In a host's folder."""
 
-
-@dataclass(frozen=True)
-class StartFrom:
-    """``folder``: with a checkpoint, or any above; ``reader``: opens sealed ones; ``only_parameters``: schedule, order
-    of the samples and outer optimizer begin anew."""
-
-    folder: Path
-    reader: Identity | None = None
-    only_parameters: bool = False
-
-
-def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tuple[str, RunFile]:
-    """The run file at ``path`` with its ``[start]``: text, and validated. Where the run is being hosted already, in the
-    folder ``kept``, its section stays what it is, and the checkpoint is not needed any more. Blocks.
+def started(text: str, run: RunFile, start_from: StartFrom, where: str) -> tuple[str, RunFile]:
+    """The text of a run file with a new ``[start]``, and validated; ``where``: what errors call the file. Blocks.
 
     Raises ``StateFileError``, ``RunFileError``, and ``ModelMismatch`` for a checkpoint of another model."""
-    text, run = load_run_file(path)
-    if (kept / JOURNAL).exists() and (kept / RUN_FILE).exists():
-        before_text, before = load_run_file(kept / RUN_FILE)
-        if before.start is not None and before.model_copy(update={"start": None, "pins": run.pins}) == run:
-            return before_text, before
     section = start_section(start_from, run)
     _check_model(run, section)
-    return with_section(text, section, str(path))
+    return with_section(text, section, where)
 
 
 def start_section(start_from: StartFrom, run: RunFile) -> StartSection:

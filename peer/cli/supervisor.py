@@ -1,6 +1,5 @@
-"""Keeping the host's process going: `shoal host` starts it, and starts it anew when a signal has ended it.
-
-A journal makes that safe: a coordinator goes on where its journal ends, on the same port, under the same invite.
+"""Supervisor of `shoal host`: runs it in a process of its own, and starts it anew when a signal has ended it.
+A journal makes that safe: a coordinator resumes where its journal ends, on the same port, under the same invite.
 Nothing heavy is imported here, so that the process that waits stays small and is there at once.
 """
 
@@ -10,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class Supervisor:
             return asked.exit_code
 
     def _run_child(self) -> int:
-        command = [sys.executable, "-m", "shoal.peer.cli.supervised", str(self._lifeline), *self._arguments]
+        command = [sys.executable, "-m", "shoal.peer.cli.supervisor", str(self._lifeline), *self._arguments]
         # In a group of its own a Ctrl-C in the terminal is for us alone, and reaches it once.
         self._child = subprocess.Popen(command, pass_fds=[self._lifeline], process_group=0)
         code = self._child.wait()
@@ -131,3 +131,28 @@ def supervise(arguments: Sequence[str], restarts: Restarts) -> int:
     except HostCrashed as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+# In the host's process ----------------------------------------------------------------------------------------
+
+
+def _run_supervised() -> None:
+    """``python -m shoal.peer.cli.supervisor LIFELINE host …``: the host's process, which ends with its supervisor.
+
+    ``LIFELINE`` is a pipe's descriptor that the supervisor holds open. Without it a supervisor that was killed would
+    leave a host behind that nobody expects, with the port and the journal."""
+    lifeline = int(sys.argv.pop(1))
+    threading.Thread(target=_end_with_supervisor, args=(lifeline,), daemon=True).start()
+    # Only now: a supervisor may end while these imports take their time.
+    from shoal.peer.cli.main import main as run_command
+
+    run_command()
+
+
+def _end_with_supervisor(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _run_supervised()

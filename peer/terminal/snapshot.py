@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from shoal.peer.member.member import Member
 from shoal.swarm.protocol.messages import PipelineView, RunView, Verdict
+
+if TYPE_CHECKING:
+    from shoal.peer.member.member import Member
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes of the device's memory that are free now; of the machine's for the CPU and MPS, within a container's limit."""
+    """Free bytes of the device's memory; for the CPU and MPS of the machine's, within a container's limit."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_machine_bytes()
 
 

@@ -4,7 +4,7 @@ that they did not come: ``accusing_member.py PEER,PEER join INVITE …``."""
 import sys
 from collections.abc import Set
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.protocol.messages import Delivery, PeerToCoordinatorRoundReport

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.peer.recipes.gpt import GptRecipe
 from shoal.peer.state_transfer import acquire
 from shoal.swarm.protocol.pins import PinsSection

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.peer.training.inner_loop import InnerLoop
 
 

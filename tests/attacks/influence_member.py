@@ -13,7 +13,7 @@ from tests.integration.slow_member import slow_down
 from torch import Tensor
 
 from shoal.compression.error_feedback import ErrorFeedback
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.swarm.averaging import averager
 from shoal.swarm.averaging.norm_claims import pack
 from shoal.swarm.averaging.reduction import PartReducer, Reduced

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.peer.training.algorithms import PseudoGradient
 
 

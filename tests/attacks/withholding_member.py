@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.swarm.averaging.contribution import ContributionSource
 
 

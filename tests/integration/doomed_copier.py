@@ -13,7 +13,7 @@ from slow_member import slow_down
 
 from shoal.peer.checkpoints.remote.restore import Restorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 
 
 def die() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal import Journal

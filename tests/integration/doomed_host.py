@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.swarm.coordinator.events import Fact, LeaseGranted, RoundClosing, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
 

@@ -16,7 +16,7 @@ from typing import Any
 from slow_member import slow_down
 
 from shoal.peer.checkpoints.store import CheckpointStore, round_of
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.peer.history import round_records
 from shoal.peer.member.replica import Replica
 from shoal.peer.state_transfer.donor import StateSource

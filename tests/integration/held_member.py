@@ -7,7 +7,7 @@ from typing import Any
 
 from slow_member import slow_down
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.peer.training.inner_loop import InnerLoop
 
 

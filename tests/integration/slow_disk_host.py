@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal import Journal
 

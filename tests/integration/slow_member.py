@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.peer.training.inner_loop import InnerLoop
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from doomed_member import Doom, answered
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.peer.pipeline import peer as pipeline_peer
 from shoal.peer.pipeline.profile import ModelProfile
 from shoal.peer.pipeline.training import SpanTraining

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
 from shoal.peer.checkpoints.manifest import About, StageAbout
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore, Retention
-from shoal.peer.cli.start_section import StartFrom, start_section, with_section
+from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
+from shoal.peer.cli.start_section import start_section, with_section
+from shoal.peer.options import StartFrom
 from shoal.peer.state_transfer.start import RunStart, StartFiles
 from shoal.peer.training.anchor import State
 from shoal.peer.training.layers import Layered

@@ -17,7 +17,8 @@ from tests.peer.test_replica import FakeNetwork
 from torch import Tensor, nn
 
 from shoal.peer.checkpoints.checkpoint import unpack_verdicts
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.checkpoints.writer import Pace, Subject
 from shoal.peer.member.replica import Brought, Replica
 from shoal.peer.training.anchor import State

@@ -13,7 +13,8 @@ from tests.fakes.node_coordinator import HOST, serve
 from tests.fakes.swarm import run_toml
 from torch import Tensor, nn
 
-from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore, Retention
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.member import Member

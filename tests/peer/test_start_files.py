@@ -23,11 +23,14 @@ from tests.peer.starts import (
 
 from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.manifest import About, StageAbout
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.cli.files import start_of
-from shoal.peer.cli.start_section import StartFrom, start_section, started_run_file, with_section
+from shoal.peer.cli.host import started_run_file
+from shoal.peer.cli.start_section import start_section, with_section
 from shoal.peer.history.catch_up import next_state
+from shoal.peer.options import StartFrom
 from shoal.peer.state_transfer.start import StartFiles
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import run_order

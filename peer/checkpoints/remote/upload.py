@@ -20,8 +20,9 @@ from pydantic import TypeAdapter
 from shoal.peer.checkpoints.manifest import FileEntry
 from shoal.peer.checkpoints.remote.restore import LAST_FILES, Listing, entry_of, read_listing, round_in
 from shoal.peer.checkpoints.remote.store import DaemonThreads, RemoteStore
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointStore, Kept, Retention
+from shoal.peer.checkpoints.store import CheckpointStore, Kept
 from shoal.peer.regular_file import read_regular
 from shoal.swarm import durable
 from shoal.swarm.errors import RemoteStorageError, StateFileError

@@ -18,7 +18,7 @@ from inflict import SIGNALS, Corruption, Silence, cut, rss_bytes
 from orders import COORDINATOR, Order, Orders, cast
 from slow_member import slow_down
 
-from shoal.peer.cli.cli import main
+from shoal.peer.cli.main import main
 from shoal.peer.member.member import Member
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.reduction import Reduction

@@ -11,7 +11,8 @@ from tests.swarm.coordinator.world import SIGNER
 from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.local_state import Snapshots
 from shoal.peer.checkpoints.manifest import About
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity

@@ -10,7 +10,8 @@ from tests.swarm.coordinator.world import SIGNER
 
 from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.manifest import About, StageAbout
-from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore, Retention
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.member.memberships import scope_of, stage_folder
 from shoal.peer.offline.whole_model import StageState
 from shoal.peer.training.anchor import State

@@ -20,8 +20,9 @@ from shoal.peer.checkpoints.encryption import (
     unseal,
 )
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
-from shoal.peer.cli.cli import app
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.cli.main import app
 from shoal.peer.offline.export import export_model
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import SealedForOthers, StateFileError

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from tests.peer.checkpoints.making import IDENTITY, LAYOUT, RUN, contents, open_store, state_of, verdict_chain
 
 from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint, unpack_verdicts
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.messages import TensorSpec
 

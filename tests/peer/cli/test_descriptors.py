@@ -2,7 +2,8 @@ import resource
 
 import pytest
 
-from shoal.peer.cli.descriptors import HOST_DESCRIPTORS, allow_descriptors, warn_host
+from shoal.peer.cli.host import HOST_DESCRIPTORS, warn_descriptors
+from shoal.peer.cli.main import allow_descriptors
 from shoal.swarm.protocol.messages import MAX_MEMBERS
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -52,8 +53,8 @@ def test_here_it_works() -> None:
 
 
 def test_a_host_that_cannot_have_enough_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    warn_host(HOST_DESCRIPTORS)
+    warn_descriptors(HOST_DESCRIPTORS)
     assert not caplog.records
-    warn_host(1024)
+    warn_descriptors(1024)
     assert "1024 open files" in caplog.text
     assert str(MAX_MEMBERS) in caplog.text

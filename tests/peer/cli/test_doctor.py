@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal.peer.cli import doctor
-from shoal.peer.cli.cli import app
 from shoal.peer.cli.doctor import Diagnosis, advice, duration, examine, largest_span, report, size
+from shoal.peer.cli.main import app
 from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
 from shoal.peer.training import device as capability
 from shoal.swarm.errors import DeviceError, RecipeError, RunFileError

@@ -7,7 +7,7 @@ import pytest
 from tests.swarm.coordinator.stories import RUN, story
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.cli.hosting import Hosting, HostOptions, check_keys, host, host_identity
+from shoal.peer.cli.host import Hosting, HostOptions, check_keys, host, host_identity
 from shoal.swarm.coordinator.journal import Backup, Journal
 from shoal.swarm.errors import IdentityError, UserError
 from shoal.swarm.protocol.identity import Identity

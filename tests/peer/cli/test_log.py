@@ -11,10 +11,11 @@ from tests.peer.terminal.test_reporter import PEERS, PLAN
 from tests.swarm.coordinator.world import World, run_file
 from typer.testing import CliRunner
 
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
-from shoal.peer.cli.cli import app
-from shoal.peer.cli.hosting import ORIGIN_FILE
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.cli.host import ORIGIN_FILE
 from shoal.peer.cli.log import open_log, show_log
+from shoal.peer.cli.main import app
 from shoal.peer.history.chain import Origin, pack_head, pack_history
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.coordinator.journal import Journal

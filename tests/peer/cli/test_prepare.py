@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.peer.cli import prepare as preparing
-from shoal.peer.cli.prepare import pinned_run_file, pins_of, prepare, say_pins, with_pins
+from shoal.peer.cli import host as hosting
+from shoal.peer.cli.host import pinned_run_file, say_pins
+from shoal.peer.cli.prepare import pins_of, prepare, with_pins
 from shoal.peer.recipes import load_recipe
 from shoal.peer.training.anchor import State
 from shoal.peer.training.outer_optimizer import outer_of
@@ -47,7 +48,7 @@ def piped(text: str) -> str:
 def test_pins_are_what_a_member_brings(
     text: str, tmp_path: Path, outer: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing, "_PIECE_ELEMENTS", piece)
+    monkeypatch.setattr("shoal.peer.cli.prepare._PIECE_ELEMENTS", piece)
     run = parse_run_file(f'{text}[outer]\noptimizer = "{outer}"\n')
     recipe = load_recipe(run, [tmp_path])
     vector = ParameterVector(recipe.build_model(3))
@@ -110,7 +111,7 @@ class TestHost:
             calls.append(given)
             prepare(given, out, lambda words: None, folders)
 
-        monkeypatch.setattr(preparing, "_prepare_apart", here)
+        monkeypatch.setattr(hosting, "_prepare_apart", here)
         return calls
 
     def publish(self, text: str, folder: Path, *, pin: bool = True) -> tuple[str, RunFile]:

@@ -22,7 +22,7 @@ from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import StageAbout, StagePart
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointWriter
-from shoal.peer.cli.cli import app
+from shoal.peer.cli.main import app
 from shoal.peer.cli.verify_view import verify_table
 from shoal.peer.history.chain import Origin, pack_history
 from shoal.peer.history.history_file import HISTORY_FILE

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint, read_verdicts
 from shoal.peer.checkpoints.manifest import About, StageAbout
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.offline.replay import kept_folders, replay
 from shoal.peer.training.anchor import State
 from shoal.peer.training.outer_optimizer import Nesterov

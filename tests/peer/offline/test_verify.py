@@ -12,8 +12,9 @@ from tests.swarm.coordinator.world import SIGNER
 from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.checkpoint import Contents
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
-from shoal.peer.cli.cli import app
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.cli.main import app
 from shoal.peer.history.chain import Origin, pack_history
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints

@@ -12,7 +12,8 @@ from tests.peer.checkpoints.making import IDENTITY, RUN, contents
 
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.swarm.protocol.identity import Identity
 
 RUN_FOLDER = f"reef-{RUN.hash.hex()[:8]}"

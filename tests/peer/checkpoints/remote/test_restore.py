@@ -11,8 +11,9 @@ from shoal.peer.checkpoints.manifest import read_manifest
 from shoal.peer.checkpoints.remote import restore as restoring
 from shoal.peer.checkpoints.remote.restore import Restorer, find_copies
 from shoal.peer.checkpoints.remote.store import RemoteStore
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.swarm.errors import RemoteStorageError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import Identity
 

@@ -10,7 +10,8 @@ from tests.peer.checkpoints.remote.places import Place
 
 from shoal.peer.checkpoints.remote.restore import Restorer, find_copies
 from shoal.peer.checkpoints.remote.store import RemoteStore
-from shoal.peer.checkpoints.store import CheckpointStore, Retention
+from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.swarm.errors import RemoteStorageError
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")

@@ -12,8 +12,9 @@ from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint
 from shoal.peer.checkpoints.remote.restore import Restorer, find_copies
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore, Retention
+from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.member.memberships import stage_folder
 from shoal.peer.offline.export import gather_checkpoint
 from shoal.swarm.errors import SealedForOthers, StateFileError

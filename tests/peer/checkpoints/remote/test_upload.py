@@ -12,7 +12,7 @@ from tests.peer.checkpoints.remote.places import Killed, Place, run_for
 
 from shoal.peer.checkpoints.remote.store import RemoteStore, without_password
 from shoal.peer.checkpoints.remote.upload import FINISH_S, LEDGER, next_copy, superfluous_in_step
-from shoal.peer.checkpoints.store import Retention
+from shoal.peer.checkpoints.retention import Retention
 from shoal.swarm.errors import RemoteStorageError
 from shoal.swarm.protocol.identity import Identity
 

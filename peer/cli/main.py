@@ -1,36 +1,36 @@
-"""The command line: ``host prepare join status doctor demo`` and those of ``cli_files``; errors become exit codes."""
+"""The command line: ``host prepare join status doctor demo`` and those of ``files``; errors become exit codes.
+
+Each command imports its implementation when it runs, so that help, wrong arguments and a host need no torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from shoal.peer.checkpoints.store import parse_retention
 from shoal.peer.cli.command import UNSUPERVISED
-from shoal.peer.cli.consent import Consent
-from shoal.peer.cli.descriptors import allow_descriptors, warn_host
-from shoal.peer.cli.doctor import examine, report
 from shoal.peer.cli.files import IdentityOption, console, start_of
 from shoal.peer.cli.files import app as file_commands
-from shoal.peer.cli.hosting import DEFAULT_PORT, Hosting, HostOptions, host
-from shoal.peer.cli.join import STOPPED_AT_ONCE, Work, run_member
-from shoal.peer.cli.prepare import prepare, say_pins
-from shoal.peer.cli.restore import parse_copy_to
-from shoal.peer.demo.run import DemoOptions, run_demo
-from shoal.peer.machine_memory import parse_memory
-from shoal.peer.options import SHOAL_HOME, SessionOptions
-from shoal.peer.terminal.reporter import Reporter, describe_fact, plain_line, setup_logging, status_json, status_table
-from shoal.swarm.client.observer import get_status
-from shoal.swarm.coordinator.events import Fact
+from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.protocol.invite import Invite, parse_address, parse_addresses
-from shoal.swarm.protocol.messages import Role
+
+if TYPE_CHECKING:
+    from shoal.peer.cli.host import Hosting
+    from shoal.swarm.coordinator.events import Fact
+    from shoal.swarm.protocol.messages import Role
+
+log = logging.getLogger(__name__)
+
+_MOST_DESCRIPTORS = 8192
+"""Open files and sockets that are asked for: enough for a full run's roster four times over."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -98,8 +98,13 @@ def host_command(
     ] = False,
 ) -> None:
     """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
+    from shoal.peer.cli.host import HostOptions, host, say_pins, warn_descriptors
+    from shoal.peer.terminal.events import describe_fact, plain_line
+    from shoal.peer.terminal.reporter import Reporter, setup_logging
+    from shoal.swarm.protocol.invite import parse_address, parse_addresses
+
     setup_logging(console, verbose)
-    warn_host(allow_descriptors())
+    warn_descriptors(allow_descriptors())
     start = start_of(start_from, identity, only_parameters=parameters_only)
     addresses = parse_address(bind, DEFAULT_PORT), parse_addresses(advertise)
     options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins, data=tuple(data or ()))
@@ -136,6 +141,9 @@ def prepare_command(
     data: DataOption = None,
 ) -> None:
     """Build a run's model here and pin what its members have to bring; another machine can host the file then."""
+    from shoal.peer.cli.host import say_pins
+    from shoal.peer.cli.prepare import prepare
+
     prepared = prepare(run, out, console.print, data or ())
     console.print(f"Pins    {say_pins(prepared.pins)}", soft_wrap=True)
 
@@ -173,16 +181,28 @@ def join_command(
     """Join a run and train until it ends. Ctrl-C leaves gracefully, a second one at once.
 
     A run that trains on files of this machine is shown first, and joined if you agree."""
-    setup_logging(console, verbose)
-    work = Work(device, _memory(max_memory), threads or None)
+    from shoal.peer.checkpoints.retention import parse_retention
+    from shoal.swarm.protocol.invite import Invite, parse_address
+
+    Invite.parse(invite)  # whoever mistyped it learns that at once
     retention = parse_retention(keep_checkpoints, keep_every)
+    memory_bytes = _memory(max_memory)
+    bind_to, reached_at = parse_address(bind), parse_address(advertise) if advertise else ("", 0)
+    from shoal.peer.cli.consent import Consent
+    from shoal.peer.cli.join import Work, run_member
+    from shoal.peer.cli.restore import parse_copy_to
+    from shoal.peer.options import SessionOptions
+    from shoal.peer.terminal.reporter import Reporter, setup_logging
+
+    setup_logging(console, verbose)
+    work = Work(device, memory_bytes, threads or None)
     with Reporter(console, log_json) as reporter:
         options = SessionOptions(
             identity=identity,
             state=state,
             name=name,
-            bind=parse_address(bind),
-            advertise=parse_address(advertise) if advertise else ("", 0),
+            bind=bind_to,
+            advertise=reached_at,
             role=_ROLES[role],
             checkpoints=retention,
             copy_to=parse_copy_to(copy_to, copy_every, retention),
@@ -199,6 +219,10 @@ def status_command(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show a run: round, loss, and its members with device, speed and share of the work."""
+    from shoal.peer.terminal.views import status_json, status_table
+    from shoal.swarm.client.observer import get_status
+    from shoal.swarm.protocol.invite import Invite
+
     status = asyncio.run(get_status(Invite.parse(invite)))
     if as_json:
         console.print_json(data=status_json(status))
@@ -214,8 +238,11 @@ def doctor_command(
     data: DataOption = None,
 ) -> None:
     """Show what this machine can do for a run: memory, speed layer by layer, and what would make it better."""
+    memory_bytes = _memory(max_memory)
+    from shoal.peer.cli.doctor import examine, report
+
     with console.status("Looking at this machine, and measuring the model's layers"):
-        found = examine(run, device, _memory(max_memory), data=data or ())
+        found = examine(run, device, memory_bytes, data=data or ())
     console.print(report(found))
 
 
@@ -235,11 +262,31 @@ def demo_command(
     """A whole run on this machine: one peer is killed, one comes late, a model is trained.
 
     With --pipeline two are killed, the second one alone in its stage: it comes back, and so does the stage."""
+    from shoal.peer.demo.run import DemoOptions, run_demo
+
     raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, pipeline, json_file, out), console))
 
 
 def _memory(text: str) -> int | None:
+    from shoal.peer.machine_memory import parse_memory
+
     return parse_memory(text) if text else None
+
+
+def allow_descriptors() -> int:
+    """Raise the soft limit as far as it may be, to ``_MOST_DESCRIPTORS``; returns what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_MOST_DESCRIPTORS, hard)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST_DESCRIPTORS
+    if soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError) as error:
+        log.debug("the limit of open files stays at %d: %s", soft, error)
+        return soft
+    return wanted
 
 
 def main() -> None:

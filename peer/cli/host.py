@@ -3,33 +3,63 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.peer.cli.prepare import pinned_run_file
-from shoal.peer.cli.start_section import RUN_FILE, StartFrom, started_run_file
 from shoal.peer.history.chain import Origin, pack_head
+from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal import JOURNAL, Backup, Journal
 from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.errors import IdentityError, StorageError, UserError, WireError
+from shoal.swarm.errors import (
+    CorpusError,
+    DeviceError,
+    IdentityError,
+    ModelMismatch,
+    RecipeError,
+    RunFileError,
+    ShoalError,
+    StateFileError,
+    StorageError,
+    UserError,
+    WireError,
+)
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Address, Invite
+from shoal.swarm.protocol.messages import MAX_MEMBERS
 from shoal.swarm.protocol.pins import PinsSection
-from shoal.swarm.protocol.run_file import load_run_file
+from shoal.swarm.protocol.run_file import RunFile, load_run_file
 from shoal.swarm.protocol.start_section import StartSection
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
-DEFAULT_PORT = 7707
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.toml"
 IDENTITY_FILE = "identity"
 ORIGIN_FILE = "origin.msgpack"
 """Whose history the folder has: the head of a history's file, without verdicts."""
 
 _PORT_FILE = "port.txt"
+
+HOST_DESCRIPTORS = 2 * MAX_MEMBERS + 128
+"""Open files and sockets of a host of a full run: one for each member and observer, and some of its own."""
+
+_CANNOT = (
+    "{}\nThis machine cannot pin what the run's members have to bring. Put that right; or run `shoal prepare RUN.toml "
+    "--out PREPARED.toml` on a machine that can, and host that file; or give --no-pins: then the first member to join "
+    "defines the run's model, data and first state."
+)
+_ERRORS: tuple[type[ShoalError], ...] = (
+    *(RunFileError, RecipeError, CorpusError, ModelMismatch, DeviceError, StateFileError, StorageError),
+)
+"""Errors that the process that prepares a run may end with."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +150,82 @@ async def host(
         journal.close()
 
 
+# The run file ---------------------------------------------------------------------------------------------------
+
+
+def _hosted_run_file(kept: Path) -> tuple[str, RunFile] | None:
+    """The run file of a run that is being hosted already, in the folder ``kept``."""
+    return load_run_file(kept / RUN_FILE) if (kept / JOURNAL).exists() and (kept / RUN_FILE).exists() else None
+
+
+def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tuple[str, RunFile]:
+    """The run file at ``path`` with its ``[start]``: text, and validated. Where the run is being hosted already, in the
+    folder ``kept``, its section stays what it is, and the checkpoint is not needed any more. Blocks.
+
+    Raises ``StateFileError``, ``RunFileError``, and ``ModelMismatch`` for a checkpoint of another model."""
+    text, run = load_run_file(path)
+    hosted = _hosted_run_file(kept)
+    if hosted is not None:
+        before = hosted[1]
+        if before.start is not None and before.model_copy(update={"start": None, "pins": run.pins}) == run:
+            return hosted
+    from shoal.peer.cli.start_section import started  # it reads tensors, with torch
+
+    return started(text, run, start_from, str(path))
+
+
+async def pinned_run_file(
+    text: str, run: RunFile, kept: Path, *, pin: bool, folders: Sequence[Path] = ()
+) -> tuple[str, RunFile]:
+    """The run file that a host publishes: with pins, unless its members bring loops of their own or these are not
+    wanted (``pin``). ``folders``: where its data may be. Where the run is being hosted already, in the folder ``kept``,
+    it stays what it is.
+
+    Raises what went wrong in the process that builds the model, with what else can be done."""
+    if run.pins is not None:
+        return text, run
+    hosted = _hosted_run_file(kept)
+    if hosted is not None and hosted[1].model_copy(update={"pins": None}) == run:
+        return hosted
+    if not pin or run.recipe.name == "own":
+        return text, run
+    with tempfile.TemporaryDirectory(prefix="shoal-prepare-") as folder:
+        given, out = Path(folder) / RUN_FILE, Path(folder) / "prepared.toml"
+        given.write_text(text)
+        await _prepare_apart(given, out, folders)
+        return load_run_file(out)
+
+
+async def _prepare_apart(given: Path, out: Path, folders: Sequence[Path]) -> None:
+    """`shoal prepare` as a process of its own, which tells how far it is; its error is ours."""
+    arguments = ["-m", "shoal.peer", "prepare", str(given), "--out", str(out)]
+    arguments += [word for folder in folders for word in ("--data", str(folder))]
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stderr=asyncio.subprocess.PIPE)
+    try:
+        _, told = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = told.decode(errors="replace").replace(str(given), RUN_FILE).strip().splitlines()
+        name, _, words = (lines[-1] if lines else "").partition(": ")
+        kind = next((one for one in _ERRORS if one.__name__ == name), ShoalError)
+        raise kind(_CANNOT.format(words or f"`shoal prepare` ended with {process.returncode} {name}".rstrip()))
+
+
+def say_pins(pins: PinsSection | None) -> str:
+    """For people."""
+    if pins is None:
+        return "none: the first member to join defines the run's model, data and first state"
+    first = f"first state {pins.state[:16]}" if pins.state else "first state not pinned here"
+    corpus = f"data {pins.corpus[:16]}" if pins.corpus else "data of the members' own"
+    return f"{pins.elements:,} parameters {pins.layout[:16]}, {corpus}, {first}"
+
+
+# Ports, keys and limits -----------------------------------------------------------------------------------------
+
+
 def _earlier_port(state: Path) -> int:
     """The port of the time before, so that invites stay valid; 0 when there was none."""
     try:
@@ -174,3 +280,15 @@ def _own_address(bind: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
+
+
+def warn_descriptors(allowed: int) -> None:
+    """Warn when this process may not open enough files and sockets for a full run; ``allowed``: how many it may."""
+    if allowed < HOST_DESCRIPTORS:
+        log.warning(
+            "this machine allows %d open files and sockets, a host of %d members needs %d: the last ones will not get "
+            "in; if there may be so many, raise the hard limit (ulimit -Hn, or LimitNOFILE= in a systemd unit)",
+            allowed,
+            MAX_MEMBERS,
+            HOST_DESCRIPTORS,
+        )

@@ -1,0 +1,38 @@
+"""Retention rule: which checkpoints stay and which are removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.swarm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Retention:
+    """``newest``: so many stay; ``every``: beside them, for ever, one of each so many rounds (0: none)."""
+
+    newest: int = 3
+    every: int = 0
+
+    def superfluous(self, rounds: Iterable[int]) -> list[int]:
+        """Those of the rounds whose checkpoints may go, oldest first.
+
+        Not every round has a checkpoint, so of each ``every`` rounds the first that has one stays."""
+        ordered = sorted(rounds)
+        stay = set(ordered[-self.newest :])
+        if self.every:
+            first_of: dict[int, int] = {}
+            for number in ordered:
+                first_of.setdefault(number // self.every, number)
+            stay.update(first_of.values())
+        return [number for number in ordered if number not in stay]
+
+
+def parse_retention(newest: str, every: int) -> Retention | None:
+    """From the command line: ``newest`` a number from 1 on, or "off" for None, no checkpoints. Raises ``UserError``."""
+    if newest == "off":
+        return None
+    if not newest.isascii() or not newest.isdigit() or int(newest) < 1:
+        raise UserError(f"--keep-checkpoints: expected a number from 1 on, or off, not {newest[:40]!r}")
+    return Retention(int(newest), every)
