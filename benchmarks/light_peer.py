@@ -27,6 +27,7 @@ from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
+    ClaimedAddress,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
     CoordinatorToPeerView,
@@ -121,9 +122,7 @@ class LightPeer:
             name="light",
             role="trainer",
             device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
-            host="127.0.0.1",
-            control_port=port,
-            data_port=port,
+            addresses=(ClaimedAddress(host="127.0.0.1", control_port=port, data_port=port),),
         )
         try:
             async with task_scope() as tasks:

@@ -33,7 +33,7 @@ from shoal.swarm.coordinator.influence import (
 )
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
-from shoal.swarm.protocol.messages import Certificate, DeviceInfo, Part, PlanMember, RosterEntry, RoundPlan
+from shoal.swarm.protocol.messages import Certificate, DeviceInfo, Part, PeerAddress, PlanMember, RosterEntry, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 BATCH, CONTEXT = 8, 64
@@ -116,9 +116,7 @@ def make_member(number: int) -> Member:
         certificate=certificate,
         name=peer,
         role="trainer",
-        host="127.0.0.1",
-        control_port=1,
-        data_port=2,
+        addresses=(PeerAddress(host="127.0.0.1", control_port=1, data_port=2),),
         reachable=True,
     )
     return Member(entry, DeviceInfo(kind="cpu", name="simulated", memory_bytes=0), 0.0)

@@ -19,6 +19,7 @@ from shoal.swarm.protocol.messages import (
     MAX_TROUBLE,
     Acknowledged,
     Certificate,
+    ClaimedAddress,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
@@ -294,9 +295,7 @@ class CoordinatorClient:
             name=self.me.name,
             role=self.me.role,
             device=self.me.device,
-            host=self.me.host,
-            control_port=control,
-            data_port=data,
+            addresses=(ClaimedAddress(host=self.me.host, control_port=control, data_port=data),),
         )
         answer = await self._connector.request_anywhere(
             ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S, self.scope
@@ -444,12 +443,15 @@ class CoordinatorClient:
         self.node.update_roster(tuple(self._roster.values()), self.scope)
 
     def _checked(self, entry: RosterEntry) -> RosterEntry:
-        """As somebody who cannot be reached, where its address would have us connect to something in our own network
-        that the coordinator cannot know."""
-        if not entry.reachable or may_dial(entry.host, self._coordinator_reach):
+        """Leave out addresses that would have us connect to something in our own network that the coordinator cannot
+        know; a member without any other counts as one that cannot be reached."""
+        if not entry.reachable:
             return entry
-        log.info("%s is not called at %s, which is not in the coordinator's network", entry.peer, entry.host)
-        return entry.model_copy(update={"reachable": False})
+        usable = tuple(address for address in entry.addresses if may_dial(address.host, self._coordinator_reach))
+        if usable == entry.addresses:
+            return entry
+        log.info("%s is not called at an address that is not in the coordinator's network", entry.peer)
+        return entry.model_copy(update={"addresses": usable} if usable else {"reachable": False})
 
     def wake(self) -> None:
         """Make ``wait_for`` look again."""

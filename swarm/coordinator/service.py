@@ -31,6 +31,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
     Message,
+    PeerAddress,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
@@ -216,9 +217,7 @@ class Door(Generic[M]):
             certificate=message.certificate,
             name=message.name,
             role=message.role,
-            host=_address_of(channel, message),
-            control_port=message.control_port,
-            data_port=message.data_port,
+            addresses=_addresses_of(channel, message),
             reachable=False,
         )
         return entry.model_copy(update={"reachable": await self._is_reachable(entry)})
@@ -229,7 +228,7 @@ class Door(Generic[M]):
             return False
         control, channel = self.service.node.control, None
         try:
-            channel = control.dial(entry.host, entry.control_port, entry.certificate.curve_key)
+            channel = control.dial(entry.address.host, entry.address.control_port, entry.certificate.curve_key)
             await channel.connected(_DIAL_BACK_S)
             await channel.request(PeerToPeerPing(), PeerToPeerPong, _DIAL_BACK_S)
         except LinkError as error:
@@ -610,15 +609,27 @@ class CoordinatorService:
             log.debug("could not tell %s: %s", channel.label, error)
 
 
-def _address_of(channel: Channel, message: PeerToCoordinatorJoinRun) -> str:
-    """Return the address that a member names, if it may name that, or the one that it comes from. Raises
-    ``NotAdmitted``.
+def _addresses_of(channel: Channel, message: PeerToCoordinatorJoinRun) -> tuple[PeerAddress, ...]:
+    """The ways in which a joiner can be reached, each checked. Raises ``NotAdmitted``."""
+    observed = plain_text(channel.remote_host)
+    is_called = message.role != "observer"
+    return tuple(
+        PeerAddress(
+            host=_host_of(address.host if is_called else "", observed),
+            control_port=address.control_port,
+            data_port=address.data_port,
+        )
+        for address in message.addresses
+    )
+
+
+def _host_of(named: str, observed: str) -> str:
+    """The host that a joiner names, if it may name it, or the one that it comes from. Raises ``NotAdmitted``.
 
     A name is never looked up here: whoever holds its zone decides how long that takes."""
-    observed = plain_text(channel.remote_host)
-    if message.role == "observer" or not message.host:
-        return observed  # nobody calls an observer
-    named = plain_text(message.host)
+    if not named:
+        return observed
+    named = plain_text(named)
     if parse_address(named) is not None and may_name(named, observed):
         return named
     raise NotAdmitted(

@@ -48,6 +48,8 @@ from shoal.swarm.protocol.types import (
     MAX_TENSORS as MAX_TENSORS,
     MAX_TROUBLE as MAX_TROUBLE,
     MAX_VERDICTS as MAX_VERDICTS,
+    MAX_ADDRESSES as MAX_ADDRESSES,
+    ClaimedAddress as ClaimedAddress,
     Blob as Blob,
     Capability as Capability,
     Certificate as Certificate,
@@ -70,6 +72,7 @@ from shoal.swarm.protocol.types import (
     MemberStatus as MemberStatus,
     Message as Message,
     NormClaim as NormClaim,
+    PeerAddress as PeerAddress,
     PeerId as PeerId,
     Phase as Phase,
     PipelineView as PipelineView,
@@ -101,16 +104,14 @@ PROTOCOL_VERSION = 1
 
 
 class PeerToCoordinatorJoinRun(Message):
-    """One of the two requests that a stranger may make. ``host`` is empty to be known by the address we come from."""
+    """One of the two requests that a stranger may make. ``addresses``: the ways in which it can be reached."""
 
     run: Annotated[str, Field(max_length=100)]
     certificate: Certificate
     name: Annotated[str, Field(max_length=64)]
     role: Role
     device: DeviceInfo
-    host: Annotated[str, Field(max_length=255)]
-    control_port: Port
-    data_port: Port
+    addresses: Annotated[tuple[ClaimedAddress, ...], Field(min_length=1, max_length=MAX_ADDRESSES)]
 
 
 class PeerToCoordinatorGetRun(Message):

@@ -21,6 +21,7 @@ MAX_DELIVERIES = 16
 MAX_DETOURS = 64
 MAX_VERDICTS = 256
 MAX_KEPT = 16
+MAX_ADDRESSES = 8
 MAX_EPOCHS = 16
 MAX_TROUBLE = 1000
 MAX_CLAIM_BYTES = 128
@@ -95,17 +96,41 @@ class DeviceInfo(Record):
     memory_bytes: Count
 
 
+class PeerAddress(Record):
+    """One way to reach a peer. ``public``: both its ports can be dialed at ``host``."""
+
+    kind: Literal["public"] = "public"
+    host: Host
+    control_port: Port
+    data_port: Port
+
+
+class ClaimedAddress(PeerAddress):
+    """A way to be reached, as a newcomer names it. An empty ``host`` stands for the one that the coordinator sees."""
+
+    host: Annotated[str, Field(max_length=255)]
+
+
+Addresses = Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length=MAX_ADDRESSES)]
+"""The ways to reach a peer, the preferred one first."""
+
+
 class RosterEntry(Record):
-    """Everything that one member must know to talk to another."""
+    """Everything that one member must know to talk to another.
+
+    ``reachable``: the coordinator has called it at its first address and was answered."""
 
     peer: PeerId
     certificate: Certificate
     name: Annotated[str, Field(max_length=64)]
     role: Role
-    host: Host
-    control_port: Port
-    data_port: Port
+    addresses: Addresses
     reachable: bool
+
+    @property
+    def address(self) -> PeerAddress:
+        """The first way that can be used from here; every kind can be, so far."""
+        return self.addresses[0]
 
 
 class RosterDelta(Record):

@@ -254,7 +254,7 @@ class Node:
         if entry is None:
             raise MemberGone(f"{peer} is not a member of the run (any more)")
         if entry.reachable:
-            return entry, self.control.dial(entry.host, entry.control_port, entry.certificate.curve_key)
+            return entry, self.control.dial(entry.address.host, entry.address.control_port, entry.certificate.curve_key)
         channel = self.control.incoming(entry.certificate.curve_key)
         if channel is None:
             raise Unreachable(f"{peer} cannot be reached from here and has not called yet")
@@ -275,7 +275,9 @@ class Node:
                         return link
                 if not entry.reachable:
                     raise Unreachable(f"{entry.peer} has not opened a link yet")
-                return await self._data.open_link(channel.remote_key, (entry.host, entry.data_port), agree)
+                return await self._data.open_link(
+                    channel.remote_key, (entry.address.host, entry.address.data_port), agree
+                )
         except TimeoutError as error:
             raise channel.diagnosis(wait_s) from error
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.identity import verify_certificate
-from shoal.swarm.protocol.messages import RosterEntry
+from shoal.swarm.protocol.messages import PeerAddress, RosterEntry
 
 log = logging.getLogger(__name__)
 
-_Address = tuple[bytes, str, int, int]
+_Address = tuple[bytes, tuple[PeerAddress, ...]]
 
 
 class Rosters:
@@ -77,4 +77,4 @@ class Rosters:
 
 
 def _address(entry: RosterEntry) -> _Address:
-    return entry.certificate.curve_key, entry.host, entry.control_port, entry.data_port
+    return entry.certificate.curve_key, entry.addresses

@@ -30,7 +30,7 @@ import zmq
 from zmq.utils import z85
 
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import PROTOCOL_VERSION, DeviceInfo, PeerToCoordinatorJoinRun
+from shoal.swarm.protocol.messages import PROTOCOL_VERSION, ClaimedAddress, DeviceInfo, PeerToCoordinatorJoinRun
 from shoal.swarm.protocol.wire import Envelope, encode
 
 made = 0
@@ -174,9 +174,7 @@ def join(host: str, port: int, key: bytes, run: str, until_s: float) -> None:
                 name="nobody",
                 role="trainer",
                 device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
-                host="",
-                control_port=1,
-                data_port=2,
+                addresses=(ClaimedAddress(host="", control_port=1, data_port=2),),
             )
             with suppress(zmq.Again):
                 socket.send(encode(Envelope("request", 1, ask)))

@@ -21,6 +21,7 @@ from zmq.utils import z85
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
+    ClaimedAddress,
     CoordinatorToPeerJoinAccepted,
     DeviceInfo,
     Message,
@@ -116,9 +117,7 @@ class Joiner:
             name="stranger",
             role="trainer",
             device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
-            host=host,
-            control_port=port or own_port,
-            data_port=port or own_port,
+            addresses=(ClaimedAddress(host=host, control_port=port or own_port, data_port=port or own_port),),
         )
         try:
             await socket.send(encode(Envelope("request", 1, ask)))

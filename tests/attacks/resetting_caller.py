@@ -139,7 +139,7 @@ async def main(invite: Invite, whom: str, how: str, times: int) -> None:
         return
     async with observe(invite) as guest:
         entry = next(one for one in guest.view.roster or () if one.name == whom)
-        victim, key = (entry.host, entry.control_port), entry.certificate.curve_key
+        victim, key = (entry.address.host, entry.address.control_port), entry.certificate.curve_key
         await asyncio.to_thread(attack_often, victim, key, guest.node.control.keys, how, times)
 
 

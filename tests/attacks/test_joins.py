@@ -38,7 +38,7 @@ def last_word(attacker: Process) -> dict[str, Any]:
 
 
 def strangers_let_in(host: Host) -> int:
-    return sum(isinstance(fact, MemberJoined) and fact.entry.host == STRANGER for fact in host.facts())
+    return sum(isinstance(fact, MemberJoined) and fact.entry.address.host == STRANGER for fact in host.facts())
 
 
 def test_a_flood_of_identities_keeps_nobody_out(swarm: Swarm) -> None:

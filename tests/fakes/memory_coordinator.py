@@ -26,6 +26,7 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerView,
     DeviceInfo,
     Message,
+    PeerAddress,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorGetRun,
     PeerToCoordinatorGetVerdicts,
@@ -200,9 +201,7 @@ class MemoryCoordinator:
             certificate=message.certificate,
             name=message.name,
             role=message.role,
-            host="127.0.0.1",
-            control_port=message.control_port,
-            data_port=message.data_port,
+            addresses=(PeerAddress(**(message.addresses[0].model_dump() | {"host": "127.0.0.1"})),),
             reachable=True,
         )
         self.machine.join(entry, message.device, now_s())

@@ -170,7 +170,7 @@ def test_nobody_is_called_in_our_own_network_for_a_coordinator_out_in_the_intern
             one.channel.remote_host = "8.8.8.8"
             await one.client.rejoin()
             await asyncio.sleep(3 * one.client.deadlines.heartbeat_s)
-            assert {entry.host for entry in one.client._roster.values()} == {"127.0.0.1"}
+            assert {entry.address.host for entry in one.client._roster.values()} == {"127.0.0.1"}
             assert {entry.reachable for entry in one.client._roster.values()} == {False}
 
     run_virtual(main())

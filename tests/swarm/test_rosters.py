@@ -2,7 +2,7 @@
 
 from tests.fakes.memory_coordinator import curve_keys, identity
 
-from shoal.swarm.protocol.messages import Role, RosterEntry
+from shoal.swarm.protocol.messages import PeerAddress, Role, RosterEntry
 from shoal.swarm.transport.roster import Rosters
 
 
@@ -14,9 +14,7 @@ def entry(number: int, process: int = 0, port: int = 1, role: Role = "trainer") 
         certificate=me.certify(keys),
         name="x",
         role=role,
-        host="127.0.0.1",
-        control_port=port,
-        data_port=port,
+        addresses=(PeerAddress(host="127.0.0.1", control_port=port, data_port=port),),
         reachable=True,
     )
 

@@ -40,6 +40,7 @@ from shoal.swarm.protocol.messages import (
     LayerSize,
     MemberStatus,
     Part,
+    PeerAddress,
     PeerToCoordinatorDescribeModel,
     PlanMember,
     RosterEntry,
@@ -85,9 +86,7 @@ def entry(name: str = "dolphin") -> RosterEntry:
         certificate=Certificate(identity_key=bytes(32), curve_key=bytes(32), signature=bytes(64)),
         name=name,
         role="trainer",
-        host="192.0.2.1",
-        control_port=1,
-        data_port=2,
+        addresses=(PeerAddress(host="192.0.2.1", control_port=1, data_port=2),),
         reachable=True,
     )
 

@@ -25,6 +25,7 @@ from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.messages import (
     Acknowledged,
     Capability,
+    ClaimedAddress,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
@@ -104,9 +105,7 @@ class Peer:
             name="a peer",
             role="trainer",
             device=CPU,
-            host=HOST,
-            control_port=entry.control_port,
-            data_port=entry.data_port,
+            addresses=(ClaimedAddress(**entry.address.model_dump()),),
         )
         return (await self.ask(knock, CoordinatorToPeerJoinAccepted, scope)).view
 

@@ -18,6 +18,7 @@ from shoal.swarm.protocol.messages import (
     Certificate,
     DeviceInfo,
     KeptState,
+    PeerAddress,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
@@ -75,9 +76,7 @@ def entry(number: int, key: int = 0, role: Role = "trainer", reachable: bool = T
         certificate=certificate,
         name=f"name {number}",
         role=role,
-        host="10.0.0.1",
-        control_port=1,
-        data_port=2,
+        addresses=(PeerAddress(host="10.0.0.1", control_port=1, data_port=2),),
         reachable=reachable,
     )
 
