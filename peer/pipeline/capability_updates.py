@@ -1,4 +1,4 @@
-"""When a peer of a pipeline tells anew what it can do, and how fast it really is beside what it measured. Pure."""
+"""Decision when a peer reports its capability again, and estimate of its real speed under load."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Callable
 from shoal.swarm.pipeline.planner.model import PeerCapability
 
 _CLEARLY = 1.5
+"""Ratio from which two figures clearly differ."""
 _EVERY_S = 180.0
-"""Not more often: the others would move for it."""
+"""Least time between reports, since others may have to move for each."""
 _STEADY_S = 60.0
-"""It has to be so all the time for so long: what passes is not worth a plan."""
+"""Time for which the difference has to last: what passes is not worth a new plan."""
 _LEAST_TRIP_S = 0.005
-"""Round trips that differ by less are nothing beside a micro-batch."""
+"""Differences of round trips below this are negligible beside a micro-batch."""
 
 _WINDOW, _FEWEST = 32, 8
-"""Micro-batches that the real speed is taken from."""
+"""Micro-batches in the speed's window, and the fewest that give a figure."""
 
 
 class CapabilityUpdates:
-    """What was shown last, and whether what is so now is worth showing."""
+    """Decision whether the present capability differs enough from the reported one."""
 
     def __init__(self) -> None:
         self._shown: PeerCapability | None = None
@@ -30,12 +31,12 @@ class CapabilityUpdates:
         self._differs_since_s: float | None = None
 
     def shown(self, one: PeerCapability, now_s: float, *, is_guess: bool) -> None:
-        """``is_guess``: its bandwidth had not been measured; what is measured then counts at once."""
+        """Note that ``one`` was reported. ``is_guess``: its bandwidth is unmeasured; a measured one is due at once."""
         self._shown, self._shown_s, self._is_guess = one, now_s, is_guess
         self._differs_since_s = None
 
     def is_due(self, now: PeerCapability, now_s: float, *, is_guess: bool) -> bool:
-        """Whether ``now`` is clearly something else, and has been at every look for a while."""
+        """Whether ``now`` clearly differs from what was reported, and has at every look for a while."""
         shown = self._shown
         if shown is None:
             return True
@@ -63,19 +64,21 @@ def _is_clear(one: float, other: float) -> bool:
 
 
 class SpeedEstimate:
-    """What micro-batches take beside what they would by the layers' measured seconds: other programs use the machine,
-    too. ``expected_s``: of the layers from one stage's first on to the last that is held."""
+    """Ratio of real to profiled seconds of a micro-batch, as other programs use the machine, too.
+
+    ``expected_s``: by the stage where a micro-batch enters, its profiled seconds through all held layers from there.
+    """
 
     def __init__(self, expected_s: Callable[[int], float]) -> None:
         self._expected_s = expected_s
         self._factors: deque[float] = deque(maxlen=_WINDOW)
 
     def took(self, from_stage: int, seconds: float) -> None:
-        """One micro-batch, forward and backward."""
+        """Note a micro-batch's seconds, forward and backward."""
         if (expected_s := self._expected_s(from_stage)) > 0:
             self._factors.append(seconds / expected_s)
 
     @property
     def factor(self) -> float | None:
-        """Measured seconds times this are real ones; None after too few micro-batches."""
+        """Factor from profiled to real seconds; None after too few micro-batches."""
         return statistics.median(self._factors) if len(self._factors) >= _FEWEST else None

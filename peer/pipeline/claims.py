@@ -1,6 +1,6 @@
-"""What a pipeline's peer asks its coordinator: which samples count here, and which it is to drive.
+"""Requests of a pipeline's peer to the coordinator: which samples count here, and which it is to drive.
 
-On the event loop; answers go to callbacks. Requests outlive the coordinator's absence.
+They run on the event loop, hand answers to callbacks, and survive the coordinator's absence.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _CLAIMS_AT_ONCE = 64
 
 
 class ClaimQueue:
-    """The claims and releases of one stage, one after the other; claims that wait together are asked together."""
+    """Queue of one stage's claims and releases, sent in order; consecutive claims share a request."""
 
     def __init__(self, client: CoordinatorClient, answered: Callable[[Claim, Ranges], None]) -> None:
-        """``client``: in the stage's scope; ``answered``: is called once for each claim."""
+        """``client``: of the stage's scope; ``answered``: called once for each claim."""
         self._client = client
         self._answered = answered
         self._waiting: asyncio.Queue[Claim | Release] = asyncio.Queue()
 
     def put(self, asked: Claim | Release) -> None:
+        """Append a claim or release."""
         self._waiting.put_nowait(asked)
 
     async def run(self) -> None:
-        """For ever."""
+        """Send what is queued, until cancelled."""
         following: Claim | Release | None = None
         while True:
             first = following or await self._waiting.get()
@@ -69,7 +70,7 @@ class ClaimQueue:
             granted = overlap(wanted, merge(from_wire(answer.ranges)))
         except (RunEnded, Superseded):
             raise
-        except LinkError as error:  # we are not in this stage any more, and its round is lost here
+        except LinkError as error:  # this peer is not in the stage any more, and its round is lost here
             log.debug("samples of round %d were not granted: %s", ask.round, error)
         for claim in claims:
             self._answered(claim, overlap(as_range(claim.micro_batch), granted))
@@ -80,7 +81,7 @@ class ClaimQueue:
             await self._client.ask(PeerToCoordinatorRelease(round=release.round, ranges=ranges), Acknowledged)
         except (RunEnded, Superseded):
             raise
-        except LinkError as error:  # then they are not ours
+        except LinkError as error:  # then the samples are not this peer's any more
             log.debug("samples of round %d were not given back: %s", release.round, error)
 
 
@@ -92,8 +93,7 @@ def _fits(claim: Claim, others: list[Claim]) -> bool:
 
 
 class DriveRequests:
-    """The samples that this peer is to drive. The coordinator names all of them each time, the engine wants to hear of
-    new ones only."""
+    """Requests for samples to drive; the coordinator answers with all of them, the engine wants only the new ones."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
@@ -101,7 +101,7 @@ class DriveRequests:
         self._held: Ranges = []
 
     async def ask(self, ask: AskToDrive) -> Ranges:
-        """What is to be driven now besides what is under way here; nothing when there is nothing."""
+        """Sample ranges to drive now, besides those under way here; perhaps none."""
         if ask.round != self._round:
             self._round, self._held = ask.round, []
         under_way = subtract(self._held, merge(ask.done))

@@ -1,4 +1,4 @@
-"""What the event loop hands to the training thread of a pipeline's peer, and what it gets back."""
+"""Tasks that the event loop hands to a pipeline peer's training thread, and their results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward
 
 @dataclass(frozen=True)
 class ForwardTask:
-    """``given``: the input of ``from_stage``, ``(b, …)``, and ``targets``, where they came from the stage before; None:
-    this peer drives the micro-batch, and has its samples."""
+    """Forward pass of one micro-batch.
+
+    ``given``: the input of ``from_stage``, ``(b, …)``, and ``targets``, as they came from the previous stage; None:
+    this peer drives the micro-batch and reads its samples.
+    """
 
     compute: ComputeForward
     given: Tensor | None = None
@@ -23,7 +26,10 @@ class ForwardTask:
 
 @dataclass(frozen=True)
 class BackwardTask:
-    """``gradient``: of the output that ``ForwardTask`` gave; None at the last stage, where the targets end it."""
+    """Backward pass of one micro-batch.
+
+    ``gradient``: of the forward pass's output; None at the last stage, which has the targets.
+    """
 
     compute: ComputeBackward
     gradient: Tensor | None = None
@@ -31,14 +37,14 @@ class BackwardTask:
 
 @dataclass(frozen=True)
 class ForgetTask:
-    """A job that is not needed any more; all of them, for None."""
+    """Drop of a job that is not needed any more; of all jobs for None."""
 
     job: int | None
 
 
 @dataclass(frozen=True)
 class AttentionTask:
-    """Something else goes before computing: why."""
+    """Request to attend to something before computing goes on; ``reason`` says to what."""
 
     reason: Attention
 
@@ -48,8 +54,7 @@ Task = ForwardTask | BackwardTask | ForgetTask | AttentionTask
 
 @dataclass(frozen=True)
 class ComputeResult:
-    """What a computation gave: an activation and the targets that go with it, or a gradient; None where nobody wants
-    one."""
+    """Result of a computation: an activation and its targets, or a gradient; None where nobody wants one."""
 
     compute: ComputeForward | ComputeBackward
     tensor: ComputedTensor | None = None

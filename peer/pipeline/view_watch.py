@@ -1,4 +1,4 @@
-"""What a pipeline's peer has to know of the others and of its rounds, from the views of the run and of its stages."""
+"""Observer of the views of the run and of the held stages: rounds, replicas, and what to attend to next."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shoal.swarm.pipeline.engine.engine import StageSpan
 from shoal.swarm.protocol.messages import RunView
 
 Attention = Literal["", "round", "afresh", "spoilt", "moved", "ended"]
-"""What goes before computing: a round that is to be closed or concluded, or was; a membership that was lost or a state
-that is not the run's; results that are infinite or not a number; other stages; the run's end."""
+"""Reason to interrupt computing, empty for none: the round is to be closed or concluded, or was; a membership
+was lost or a state is not the run's; results are infinite or NaN; other stages are assigned; the run has ended."""
 
 
 class ViewWatch:
-    """``driven``: samples that went through all stages from here."""
+    """Watch over one span. ``driven``: samples of this peer that went through all stages."""
 
     def __init__(self, members: StageMembers, span: StageSpan) -> None:
         self.driven = 0
@@ -30,7 +30,7 @@ class ViewWatch:
         self._replicas: frozenset[str] | None = None
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """``changed`` is called after each view, for ever."""
+        """Call ``changed`` after each new view, until cancelled."""
         async with task_scope() as tasks:
             for member in (self._members.run, *self._stages):
                 tasks.create_task(_follow(member, changed))
@@ -38,7 +38,10 @@ class ViewWatch:
     # The round ------------------------------------------------------------------------------------------------
 
     def attention(self, round_number: int) -> Attention:
-        """``round_number``: that of the work here; from any thread, as views are replaced and never changed."""
+        """What to attend to before computing goes on; from any thread, as views are replaced and never changed.
+
+        ``round_number``: the round that the work here is for.
+        """
         run = self._members.run
         if run.rejoined or any(member.rejoined or member.client.view.must_resync for member in self._stages):
             return "afresh"
@@ -51,34 +54,33 @@ class ViewWatch:
         return "ended" if any(view.phase == "ended" for view in views) else ""
 
     def is_closing(self, round_number: int) -> bool:
-        """The batch of the round is given out and, as far as is known, done."""
+        """Whether the round's batch is leased out and, as far as is known, done."""
         views = [member.client.view for member in self._stages]
         return any(view.round == round_number and view.phase in ("closing", "averaging") for view in views)
 
     def say_idle(self) -> None:
-        """There is nothing to compute until somebody sends something."""
+        """Report that nothing can be computed until another peer sends something."""
         for member in (self._members.run, *self._stages):
             member.progress.activity = "idle"
 
     def tell_progress(self) -> None:
-        """In the stages, soon."""
+        """Send the stages' next heartbeats soon."""
         for member in self._stages:
             member.beat_soon()
 
     # Replicas -------------------------------------------------------------------------------------------------
 
     def take_gone(self) -> list[str]:
-        """Peers that are not in the run any more, or are another process than before; each one once."""
+        """Peers that left the run or restarted as another process; each is named once."""
         now = self._members.run.node.processes()
         gone = [peer for peer, process in self._known.items() if now.get(peer) != process]
         self._known = now
         if self._replicas is not None and not self._replicas.isdisjoint(gone):
-            self._replicas = None  # who began anew is a replica again, as somebody else
+            self._replicas = None  # a restarted peer is a new replica
         return gone
 
     def take_replicas(self) -> dict[str, float | None] | None:
-        """Those of the stage behind ours, if they are others than the last time, each with the micro-batches a second
-        that the plan expects of it; None where it does not know."""
+        """Replicas of the next stage with their planned micro-batches a second, or None if they have not changed."""
         view, me = self._members.run.client.view, self._members.run.client.peer
         rates = holders(view, self._span.last + 1)
         found = {peer: rate for peer, rate in rates.items() if peer in self._known and peer != me}
@@ -90,8 +92,7 @@ class ViewWatch:
 
 @dataclass(frozen=True)
 class AssignedSpan:
-    """What a peer is to hold, where the model is cut, and whether it is to keep inputs only and compute forward
-    again."""
+    """Span that the plan assigns to a peer, the model's cut, and whether to recompute forward passes."""
 
     boundaries: tuple[int, ...]
     span: StageSpan
@@ -99,12 +100,12 @@ class AssignedSpan:
 
     @property
     def stages(self) -> int:
-        """Of the whole model."""
+        """Number of stages of the whole model."""
         return len(self.boundaries) - 1
 
 
 def assigned_span(view: RunView, peer: str) -> AssignedSpan | None:
-    """Where the plan has that peer."""
+    """Span that the plan assigns to that peer; None without one."""
     if view.pipeline is None:
         return None
     for one in view.pipeline.spans:
@@ -114,12 +115,12 @@ def assigned_span(view: RunView, peer: str) -> AssignedSpan | None:
 
 
 def is_held(view: RunView, peer: str, stage: int) -> bool:
-    """Whether that peer is to hold that stage."""
+    """Whether the plan assigns that stage to that peer."""
     return peer in holders(view, stage)
 
 
 def holders(view: RunView, stage: int) -> dict[str, float | None]:
-    """Who is to hold a stage, and the micro-batches a second that are expected of it."""
+    """Peers to which the plan assigns a stage, with their planned micro-batches a second, or None."""
     spans = view.pipeline.spans if view.pipeline else ()
     return {span.peer: span.rate or None for span in spans if span.first <= stage <= span.last}
 

@@ -1,4 +1,4 @@
-"""Which gradients may count here: what one peer has claimed and counted, by stage. Pure."""
+"""Claims ledger of one peer: which micro-batches' gradients it has claimed and counted, by stage."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ _State = Literal["asked", "granted", "refused"]
 
 
 class Claims:
-    """Of one round. No sample counts twice here: what overlaps anything that we counted or claim already passes
-    through, even when the coordinator would grant it, since it holds us for the one that has it."""
+    """Claims of one round, such that no sample counts twice in a stage.
+
+    A micro-batch that overlaps samples already counted or claimed here passes through without being counted, even where
+    the coordinator would grant it: to the coordinator, this peer is the one that has these samples."""
 
     def __init__(self) -> None:
         self._counted: dict[int, Ranges] = {}
         self._states: dict[tuple[int, MicroBatch], _State] = {}
 
     def counted(self, stage: int) -> Ranges:
-        """What this stage's accumulated gradient is made of."""
+        """Sample ranges in this stage's accumulated gradient."""
         return list(self._counted.get(stage, []))
 
     def ask(self, micro_batch: MicroBatch, stages: Iterable[int]) -> list[Claim]:
-        """The claims that are still to be made; nothing is asked twice."""
+        """Claims still to be made for a micro-batch in these stages; nothing is asked twice."""
         claims = []
         for stage in stages:
             key = (stage, micro_batch)
@@ -38,7 +40,9 @@ class Claims:
         return claims
 
     def answered(self, claim: Claim, granted: Ranges, is_wanted: bool) -> list[Release]:
-        """``is_wanted``: it is under way in that stage still. A part of a micro-batch cannot count, and goes back."""
+        """Take in an answer; returns what goes back, since a part of a micro-batch cannot count.
+
+        ``is_wanted``: whether the micro-batch is still under way in that stage."""
         key = (claim.stage, claim.micro_batch)
         if self._states.get(key) != "asked":
             return []
@@ -53,17 +57,18 @@ class Claims:
         return [Release(claim.stage, claim.micro_batch.round, tuple(granted))] if granted else []
 
     def is_settled(self, micro_batch: MicroBatch, stages: Iterable[int]) -> bool:
+        """Whether all claims of a micro-batch in these stages were answered."""
         return all(self._states.get((stage, micro_batch)) in ("granted", "refused") for stage in stages)
 
     def count(self, micro_batch: MicroBatch, stages: Iterable[int]) -> frozenset[int]:
-        """Its gradient is accumulated now, in the stages returned; the claims stay."""
+        """Count a micro-batch whose backward begins; returns the stages that accumulate its gradient."""
         granted = frozenset(stage for stage in stages if self._states.pop((stage, micro_batch), "refused") == "granted")
         for stage in granted:
             self._counted[stage] = merge([*self._counted.get(stage, []), *as_range(micro_batch)])
         return granted
 
     def give_up(self, micro_batch: MicroBatch) -> list[Release]:
-        """Nobody works on it here any more. What is not answered yet goes back when it is."""
+        """Release the claims of an abandoned micro-batch. Those not answered yet go back when they are."""
         releases = []
         for stage, other in [key for key in self._states if key[1] == micro_batch]:
             state = self._states[stage, other]

@@ -1,6 +1,6 @@
-"""What a pipeline peer's engine asks for, and what peers say to each other: the words of ``stage.py``.
+"""Vocabulary of the stage engine: its effects, and the offers and notes that peers exchange.
 
-An event that answers an effect carries that effect, so that an answer to something given up is known as such.
+An event that answers an effect carries that effect, so that an answer to something given up is recognized.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.swarm.sample_ranges import Ranges
 
 @dataclass(frozen=True, order=True)
 class MicroBatch:
-    """Samples ``start <= s < stop`` of the run's sequence, in one round. It is its own id."""
+    """Samples ``start <= s < stop`` of the run's sequence, in one round; it serves as its own id."""
 
     round: int
     start: int
@@ -27,15 +27,19 @@ class MicroBatch:
 TensorKind = Literal["activation", "gradient"]
 
 Answer = Literal["accepted", "busy", "outdated"]
-"""To an offer. Accepted: it will be fetched, or it is not needed any more. Busy: no room for one more forward, try
-another replica, or again when we say that there is room. Outdated: of a round, an attempt or a stage that is over."""
+"""Answer to an offer.
+
+Accepted: the tensor will be fetched, or is not needed any more. Busy: no slot for another forward; try another replica,
+or again after the note ``slot_free``. Outdated: the round, attempt or stage is over."""
 
 
 @dataclass(frozen=True)
 class TensorOffer:
-    """From ``sender``: it keeps a tensor under ``number``. ``stage``: the receiver's, whose input an activation is, or
-    of whose output a gradient is. ``attempt``: of the activation's sender at this micro-batch; a gradient has that of
-    the activation that it answers."""
+    """Offer of a tensor that ``sender`` keeps under ``number``.
+
+    ``stage``: the receiving stage; an activation is its input, a gradient is that of its output. ``attempt``: counts
+    the attempts of the activation's sender at this micro-batch; a gradient carries that of the activation it answers.
+    """
 
     kind: TensorKind
     sender: str
@@ -46,15 +50,19 @@ class TensorOffer:
 
 
 NoteKind = Literal["cancel", "abandoned", "taken", "slot_free"]
-"""Cancel, to the next hop: we gave up this attempt and all before. Abandoned, to the one before: we gave up what it had
-sent us. Taken, to the next hop: we have the gradient, it need not keep it. Room, to the one before: after ``busy``, we
-hold a place open. Each saves time or memory; none is needed for a result, so they may get lost."""
+"""Kind of a note between two neighbouring hops.
+
+Cancel, to the next hop: this attempt and all earlier ones are given up. Abandoned, to the previous hop: its micro-batch
+was given up here. Taken, to the next hop: the gradient has arrived and need not be kept. Slot free, to the previous
+hop: after ``busy``, a slot is reserved for it. Notes save time or memory. They may get lost: no result depends on
+them."""
 
 
 @dataclass(frozen=True)
 class PeerNote:
-    """To ``peer`` as an effect, from ``peer`` as an event. Of a ``room`` only the kind counts. ``stage`` as in
-    ``TensorOffer``."""
+    """Note to ``peer`` as an effect, from ``peer`` as an event.
+
+    Of ``slot_free`` only the kind counts. ``stage`` as in ``TensorOffer``."""
 
     kind: NoteKind
     peer: str
@@ -68,7 +76,7 @@ class PeerNote:
 
 @dataclass(frozen=True)
 class Reply:
-    """To an offer, as it is being answered."""
+    """Answer to an offer that is being handled."""
 
     offer: TensorOffer
     answer: Answer
@@ -76,7 +84,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Send:
-    """Offer what we keep under ``number`` to a peer. Ends in ``refused``, ``send_failed`` or, accepted, in silence."""
+    """Offer the tensor kept under ``number`` to a peer.
+
+    Answered by ``refused`` or ``send_failed``; by nothing if the peer accepts.
+    """
 
     kind: TensorKind
     peer: str
@@ -88,7 +99,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get the tensor that ``peer`` keeps under ``number``, for our job ``job``."""
+    """Fetch the tensor that ``peer`` keeps under ``number``, for the job ``job``."""
 
     kind: TensorKind
     peer: str
@@ -100,8 +111,9 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Claim:
-    """Ask the coordinator whether this micro-batch's gradient may count here. Claims and releases of one stage reach it
-    in their order, and each claim is answered in the end."""
+    """Ask the coordinator whether this micro-batch's gradient may count here.
+
+    Claims and releases of one stage reach it in their order, and each claim is answered in the end."""
 
     stage: int
     micro_batch: MicroBatch
@@ -109,7 +121,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Release:
-    """Give claimed samples back to others."""
+    """Give claimed samples back, for others to claim."""
 
     stage: int
     round: int
@@ -118,8 +130,9 @@ class Release:
 
 @dataclass(frozen=True)
 class ComputeForward:
-    """From the input of ``from_stage`` through our last stage; the last stage of all ends with the loss. The output is
-    kept under the job's number as an activation."""
+    """Compute forward from the input of ``from_stage`` through the span's last stage.
+
+    The model's last stage ends with the loss. The output is kept under the job's number as an activation."""
 
     job: int
     micro_batch: MicroBatch
@@ -128,9 +141,10 @@ class ComputeForward:
 
 @dataclass(frozen=True)
 class ComputeBackward:
-    """Back from our last stage to ``from_stage``. The parameters' gradients of the stages in ``accumulate`` are added
-    to what the round has, those of others thrown away. The input's gradient is kept under the job's number, and nothing
-    else of the job."""
+    """Compute backward from the span's last stage to ``from_stage``.
+
+    Parameter gradients of the stages in ``accumulate`` are added to the round's sums; those of other stages are
+    discarded. Of the job only the input's gradient is kept, under its number."""
 
     job: int
     micro_batch: MicroBatch
@@ -140,21 +154,24 @@ class ComputeBackward:
 
 @dataclass(frozen=True)
 class Drop:
-    """Whatever is kept under our number: input, graph, output, gradients. After a computation that still runs."""
+    """Forget what is kept for a job: input, graph, output, gradients; after a computation that still runs."""
 
     job: int
 
 
 @dataclass(frozen=True)
 class DropRound:
-    """All that is kept, and the gradients that were accumulated. After a computation that still runs."""
+    """Forget all jobs and the accumulated gradients; after a computation that still runs."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class AskToDrive:
-    """``samples``: that we could drive now; ``done``: those that came back since the last time."""
+    """Ask the coordinator for samples to drive.
+
+    ``samples``: how many this peer could begin now; ``done``: ranges whose gradients came back since the last request.
+    """
 
     round: int
     samples: int
@@ -163,7 +180,7 @@ class AskToDrive:
 
 @dataclass(frozen=True)
 class MicroBatchDone:
-    """A micro-batch of ours went through all stages and back."""
+    """Completion of a driven micro-batch: it went through all stages and back."""
 
     micro_batch: MicroBatch
 
@@ -173,4 +190,5 @@ Effect = Reply | Send | PeerNote | Fetch | Claim | Release | Compute | Drop | Dr
 
 
 def as_range(micro_batch: MicroBatch) -> Ranges:
+    """Sample range of a micro-batch."""
     return [(micro_batch.start, micro_batch.stop)]

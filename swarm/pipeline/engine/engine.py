@@ -36,46 +36,50 @@ from shoal.swarm.sample_ranges import Ranges
 
 
 class Backpressure:
-    """A peer that was refused waits in line; when its turn comes a place is held for it for ``hold_s``."""
+    """FIFO wait queue for peers refused with ``busy``.
+
+    It reserves a slot for the next one, for ``hold_s``, so that none starves.
+    """
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._line: dict[str, None] = {}
+        self._queue: dict[str, None] = {}
         self._until_s: dict[str, float] = {}
 
-    def held(self, now_s: float, besides: str = "") -> int:
-        """Places that others than ``besides`` may still come for."""
+    def reserved(self, now_s: float, besides: str = "") -> int:
+        """Number of slots reserved for peers other than ``besides``."""
         self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if now_s < until_s}
         return sum(peer != besides for peer in self._until_s)
 
-    def is_called(self, peer: str) -> bool:
+    def has_reservation(self, peer: str) -> bool:
         return peer in self._until_s
 
-    def refused(self, peer: str) -> None:
-        self._line.setdefault(peer)
+    def enqueue(self, peer: str) -> None:
+        """Queue a refused peer, once."""
+        self._queue.setdefault(peer)
 
-    def leave(self, peer: str) -> None:
-        """It got a place, or is gone."""
-        self._line.pop(peer, None)
+    def remove(self, peer: str) -> None:
+        """Remove a peer that got a slot or is gone."""
+        self._queue.pop(peer, None)
         self._until_s.pop(peer, None)
 
-    def call(self, free: int, now_s: float) -> list[str]:
-        """Whom to tell that there is room, when so many places are free."""
+    def reserve_next(self, free: int, now_s: float) -> list[str]:
+        """Reserve ``free`` slots, less those already reserved; returns the peers to notify."""
         called = []
-        while self._line and self.held(now_s) < free:
-            peer = next(iter(self._line))
-            del self._line[peer]
+        while self._queue and self.reserved(now_s) < free:
+            peer = next(iter(self._queue))
+            del self._queue[peer]
             self._until_s[peer] = now_s + self._hold_s
             called.append(peer)
         return called
 
 
 AttemptKey = tuple[MicroBatch, int]
-"""One attempt of ours at one micro-batch."""
+"""One attempt of this peer at one micro-batch."""
 
 
 class NextHop(Protocol):
-    """The choice of replicas (``routing.Router``)."""
+    """Choice of the next stage's replicas (``routing.Router``)."""
 
     def set_replicas(self, stage: int, rates: Mapping[str, float | None], now_s: float) -> None: ...
     def pick(self, stage: int, now_s: float, avoid: Set[str] = ...) -> str | None: ...
@@ -90,7 +94,7 @@ class NextHop(Protocol):
 
 @dataclass(frozen=True)
 class StageSpan:
-    """The stages that a peer holds, ``last`` inclusive."""
+    """Consecutive stages that a peer holds, ``last`` inclusive."""
 
     first: int
     last: int
@@ -98,8 +102,11 @@ class StageSpan:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """``micro_batch``: samples. ``retry_s``: what could not be done is tried again after so long. ``patience_s``: the
-    run's; a gradient is kept for so long for one that does not fetch it."""
+    """Settings of a stage engine.
+
+    ``micro_batch``: samples. ``retry_s``: delay before a failed action is repeated. ``patience_s``: the run's; a
+    gradient is kept for so long for a recipient that does not fetch it.
+    """
 
     stages: int
     micro_batch: int
@@ -109,15 +116,17 @@ class EngineSettings:
 
 
 Phase = Literal["input", "forward", "away", "gradient", "backward"]
-"""Its input is being fetched; it may go, or is going, forward; its output is to be sent, or sent; the gradient is being
-fetched; it may go, or is going, back."""
+"""Phase of a job: its input is being fetched; forward is due or running; the output is to be sent or was sent; the
+gradient is being fetched; backward is due or running."""
 
 
 @dataclass
 class Job:
-    """One micro-batch under way here; there is never more than one of it. ``upstreams``: everybody who offered its
-    input and wants the gradient, with the newest offer; ``peer``: who has our output, since ``since_attempt``; None:
-    it has to be sent."""
+    """One micro-batch under way here; there is never more than one job for it.
+
+    ``upstreams``: peers that offered its input and want the gradient, each with its newest offer; ``peer``: the next
+    hop that has the output, since ``since_attempt``; None: the output has to be sent.
+    """
 
     number: int
     micro_batch: MicroBatch
@@ -175,17 +184,16 @@ class StageEngine:
 
     @property
     def kept_activations(self) -> int:
-        """Micro-batches whose forward was accepted or begun, and whose backward is not done: at most
-        ``max_in_flight``."""
+        """Micro-batches accepted or begun whose backward is not done: at most ``max_in_flight``."""
         return len(self._jobs)
 
     @property
     def kept_gradients(self) -> int:
-        """Gradients that are kept for the one before: at most ``max_in_flight``."""
+        """Gradients that are kept for the previous hop: at most ``max_in_flight``."""
         return len(self._outbox)
 
     def counted(self, stage: int) -> Ranges:
-        """The samples in this stage's accumulated gradient: what it brings to the round."""
+        """Sample ranges in this stage's accumulated gradient: its contribution to the round."""
         return self._claims.counted(stage)
 
     @property
@@ -196,7 +204,7 @@ class StageEngine:
     # The round ------------------------------------------------------------------------------------------------
 
     def round_opened(self, number: int, now_s: float) -> list[Effect]:
-        """It begins; or, if it had begun, more samples are needed after all."""
+        """Round ``number`` begins or, if it had begun, needs more samples after all."""
         if self._round == number:
             self._source.is_closing = False
         else:
@@ -206,24 +214,24 @@ class StageEngine:
         return self._go_on(now_s)
 
     def round_closing(self, now_s: float) -> list[Effect]:
-        """The batch is given out. What is under way is finished, and others' work is taken as before."""
+        """All samples are leased: finish what is under way, accept others' work as before."""
         self._source.is_closing = True
         return self._go_on(now_s)
 
     def round_over(self, now_s: float) -> list[Effect]:
-        """There is a verdict, of whatever kind; or the coordinator gave up on us, and all that we had is others'."""
+        """The round has a verdict, or the coordinator gave this peer up and its samples to others."""
         self._drop_round()
         return self._go_on(now_s)
 
     def driving_granted(self, ask: AskToDrive, ranges: Ranges, now_s: float) -> list[Effect]:
-        """The answer to ``ask``; empty when there is nothing to drive now."""
+        """Answer to ``ask``; empty when there is nothing to drive now."""
         if ask.round == self._round:
             own = {job.micro_batch for job in self._jobs.values() if job.is_own}
             self._source.granted(ask, ranges, own, now_s)
         return self._go_on(now_s)
 
     def claim_answered(self, claim: Claim, granted: Ranges, now_s: float) -> list[Effect]:
-        """``granted``: the part of it that is ours now."""
+        """Answer to ``claim``; ``granted``: the ranges that are this peer's now."""
         if claim.micro_batch.round == self._round:
             job = self._jobs.get(claim.micro_batch)
             is_wanted = job is not None and claim.stage in job.stages(self.span)
@@ -233,7 +241,7 @@ class StageEngine:
     # Other peers ----------------------------------------------------------------------------------------------
 
     def offered(self, offer: TensorOffer, now_s: float) -> list[Effect]:
-        """The first effect is the ``Reply``."""
+        """Offer from another peer; the first effect is the ``Reply``."""
         self._now_s = now_s
         take = self._take_activation if offer.kind == "activation" else self._take_gradient
         answer, effects = take(offer)
@@ -241,6 +249,7 @@ class StageEngine:
         return self._go_on(now_s)
 
     def noted(self, note: PeerNote, now_s: float) -> list[Effect]:
+        """Note from another peer."""
         self._now_s = now_s
         match note.kind:
             case "cancel":
@@ -254,6 +263,7 @@ class StageEngine:
         return self._go_on(now_s)
 
     def tensor_arrived(self, fetch: Fetch, now_s: float) -> list[Effect]:
+        """The fetched tensor is here and checked."""
         self._now_s = now_s
         job = self._job_of(fetch)
         if job is not None:
@@ -268,7 +278,7 @@ class StageEngine:
         return self._go_on(now_s)
 
     def fetch_failed(self, fetch: Fetch, now_s: float) -> list[Effect]:
-        """After whatever tries the executor thought right."""
+        """The fetch failed, after the executor's own retries."""
         self._now_s = now_s
         job = self._job_of(fetch)
         if job is not None and fetch.kind == "activation":
@@ -280,7 +290,7 @@ class StageEngine:
         return self._go_on(now_s)
 
     def refused(self, send: Send, answer: Answer, now_s: float) -> list[Effect]:
-        """``busy`` or ``outdated`` was the answer."""
+        """A sent offer was answered by ``busy`` or ``outdated``."""
         self._now_s = now_s
         if send.kind == "gradient":
             if answer == "outdated":
@@ -293,7 +303,7 @@ class StageEngine:
         return self._go_on(now_s)
 
     def send_failed(self, send: Send, now_s: float) -> list[Effect]:
-        """No answer, so it may have got there or not."""
+        """A sent offer was not answered; it may have arrived."""
         self._now_s = now_s
         if send.kind == "gradient":
             self._outbox.failed(send)
@@ -302,7 +312,7 @@ class StageEngine:
         return self._go_on(now_s)
 
     def replicas_changed(self, stage: int, rates: Mapping[str, float | None], now_s: float) -> list[Effect]:
-        """Who holds it now, with the micro-batches a second that the plan expects of each, or None."""
+        """Replicas of a stage now, each with its planned micro-batches a second, or None."""
         self._now_s = now_s
         self._router.set_replicas(stage, rates, now_s)
         if stage == self.span.last + 1:
@@ -313,24 +323,24 @@ class StageEngine:
         return self._go_on(now_s)
 
     def replica_gone(self, peer: str, now_s: float) -> list[Effect]:
-        """The peer is dead, or began anew: whatever it had of ours is lost, and whatever it wanted not wanted."""
+        """A peer died or restarted: what was sent to it is lost, and it wants nothing any more."""
         self._now_s = now_s
         self._router.retire(peer)
         self._next_peers -= {peer}
         self._answers = {key: answer for key, answer in self._answers.items() if key[1] != peer}
         self._outbox.gone(peer)
-        self._backpressure.leave(peer)
+        self._backpressure.remove(peer)
         for job in list(self._jobs.values()):
             if job.peer == peer and job.phase in ("away", "gradient"):
                 self._avoid(job, peer)
-            # What is under way goes on: who drives it again, and comes to us, finds it.
+            # Work that it sent goes on: another driver of the same micro-batch finds it here.
             self._lose_upstream(job, peer)
         return self._go_on(now_s)
 
     # Computing ------------------------------------------------------------------------------------------------
 
     def computed(self, compute: Compute, now_s: float) -> list[Effect]:
-        """It is done, whether anybody still wants it or not."""
+        """A computation is done, whether its result is still wanted or not."""
         self._now_s = now_s
         if compute == self._running:
             self._running = None
@@ -343,7 +353,7 @@ class StageEngine:
         return self._go_on(now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Whatever time decides: what is overdue is sent to another replica; what had to wait is tried again."""
+        """Act on time alone: send overdue micro-batches to another replica, repeat what had to wait."""
         self._now_s = now_s
         self._look_for_overdue()
         if self._round is not None:
@@ -351,15 +361,15 @@ class StageEngine:
         return self._go_on(now_s)
 
     def _go_on(self, now_s: float) -> list[Effect]:
-        """After every event: whatever can be done now is."""
+        """Finish every event: do what can be done now, and return all effects."""
         self._now_s = now_s
         if self._round is not None:
             self._send_waiting()
             self._compute_next()
             if self.is_last:
                 self._claim_ahead()
-            free = self._free_places()
-            for peer in self._backpressure.call(free, now_s):
+            free = self._free_slots()
+            for peer in self._backpressure.reserve_next(free, now_s):
                 self._emit(PeerNote("slot_free", peer, MicroBatch(self._round, 0, 0), self.span.first, 0))
             if self.span.first == 0:
                 self._emit(*self._source.ask(free, now_s))
@@ -381,7 +391,7 @@ class StageEngine:
             self._start_empty(-1)
 
     def _out_of_round(self, micro_batch: MicroBatch) -> Answer | None:
-        """What to answer when it is not of the round that is open here; we may be the last to hear of a new one."""
+        """Answer to a micro-batch of another round, which may be new; None for the open round."""
         if micro_batch.round == self._round:
             return None
         newest = self._past if self._round is None else self._round
@@ -403,7 +413,7 @@ class StageEngine:
         return answer, effects
 
     def _place(self, offer: TensorOffer) -> tuple[Answer, list[Effect]]:
-        """A new attempt. What we have of its micro-batch, by whatever way, serves it, too."""
+        """Answer a new attempt; anything already here of its micro-batch serves it too."""
         micro_batch, sender, now_s = offer.micro_batch, offer.sender, self._now_s
         kept = self._outbox.find(micro_batch, offer.stage)
         if kept is not None:
@@ -413,17 +423,19 @@ class StageEngine:
             job.upstreams[sender] = offer
             fetch = job.fetch if job.phase == "input" else None
             if fetch is not None and fetch.peer == sender and fetch.number != offer.number:
-                return "accepted", [self._fetch_input(job, offer)]  # it began anew, and keeps it elsewhere now
+                return "accepted", [
+                    self._fetch_input(job, offer)
+                ]  # the sender restarted and keeps the tensor under another number
             return "accepted", []
         if job is not None:
-            return "busy", []  # it came in by another stage; when that one is done, not when there is room
-        is_full = self._free_places() <= self._backpressure.held(now_s, besides=sender)
-        # Who has samples of its own to drive is there for others only when they have nobody else.
-        has_own = self._source.has_more and not self._backpressure.is_called(sender)
+            return "busy", []  # it entered by another stage, and must finish there first
+        is_full = self._free_slots() <= self._backpressure.reserved(now_s, besides=sender)
+        # A driver with samples of its own takes others' only in a slot reserved for them.
+        has_own = self._source.has_more and not self._backpressure.has_reservation(sender)
         if is_full or has_own:
-            self._backpressure.refused(sender)
+            self._backpressure.enqueue(sender)
             return "busy", []
-        self._backpressure.leave(sender)
+        self._backpressure.remove(sender)
         job = self._new_job(micro_batch, offer.stage)
         job.upstreams[sender] = offer
         return "accepted", [self._fetch_input(job, offer)]
@@ -458,19 +470,19 @@ class StageEngine:
 
     # Jobs -----------------------------------------------------------------------------------------------------
 
-    def _free_places(self) -> int:
+    def _free_slots(self) -> int:
         return self.settings.max_in_flight - len(self._jobs)
 
     def _new_job(self, micro_batch: MicroBatch, from_stage: int) -> Job:
         assert micro_batch not in self._jobs
-        assert self._free_places() > 0
+        assert self._free_slots() > 0
         job = Job(self._number, micro_batch, from_stage)
         self._number += 1
         self._jobs[micro_batch] = job
         return job
 
     def _job_of(self, fetch: Fetch) -> Job | None:
-        """Unless it was given up, or is fetched from somebody else by now."""
+        """Job of a fetch; None if it was given up or is fetched from another peer by now."""
         job = self._jobs.get(fetch.micro_batch)
         return job if job is not None and job.fetch == fetch else None
 
@@ -479,7 +491,7 @@ class StageEngine:
         return job.fetch
 
     def _lose_upstream(self, job: Job, peer: str) -> None:
-        """It does not want the gradient any more; and if we lack the input and it had it, we need another's."""
+        """Forget an upstream; if the input was being fetched from it, fetch it from another one."""
         job.upstreams.pop(peer, None)
         if job.fetch is None or job.phase != "input" or job.fetch.peer != peer:
             return
@@ -489,7 +501,7 @@ class StageEngine:
             self._abandon(job)
 
     def _abandon(self, job: Job) -> None:
-        """Nobody wants it from us, and its gradient has not been counted."""
+        """Give up a job that nobody wants and whose gradient was not counted."""
         if job.peer is not None:
             self._give_up_on(job)
         del self._jobs[job.micro_batch]
@@ -498,7 +510,7 @@ class StageEngine:
     # The next hop ---------------------------------------------------------------------------------------------
 
     def _awaiting(self, peer: str, micro_batch: MicroBatch, attempt: int) -> Job | None:
-        """The job whose newest attempt is with that peer, which has not answered with a gradient."""
+        """Job whose newest attempt is at that peer and unanswered; else None."""
         job = self._jobs.get(micro_batch)
         is_it = job is not None and (job.peer, job.attempt, job.phase) == (peer, attempt, "away")
         return job if is_it else None
@@ -508,7 +520,7 @@ class StageEngine:
             self._fail(job)
 
     def _fail(self, job: Job) -> None:
-        """The hop that has our output does not bring it any further, or the gradient cannot be had from it."""
+        """The next hop gets no further with the output, or its gradient cannot be fetched."""
         assert job.peer is not None
         peer = job.peer
         self._router.failed(peer, (job.micro_batch, job.attempt), self._now_s)
@@ -516,14 +528,14 @@ class StageEngine:
         self._avoid(job, peer)
 
     def _give_up_on(self, job: Job) -> None:
-        """Nothing that comes from there counts any more."""
+        """Cancel the job's attempt at its next hop; nothing from there counts any more."""
         if job.peer is not None and job.phase in ("away", "gradient"):
             self._withdraw(job)
             self._emit(PeerNote("cancel", job.peer, job.micro_batch, self.span.last + 1, job.attempt))
             job.phase, job.fetch, job.peer = "away", None, None
 
     def _withdraw(self, job: Job) -> None:
-        """The router need not wait for it."""
+        """Have the router stop waiting for the job's attempt."""
         if job.peer is not None and job.phase in ("away", "gradient"):
             self._router.withdrawn(job.peer, (job.micro_batch, job.attempt))
 
@@ -533,7 +545,7 @@ class StageEngine:
         job.wait_until_s = self._now_s
 
     def _send_waiting(self) -> None:
-        """What has no next hop yet, or not any more. Where nobody takes it now, it is tried again later."""
+        """Send outputs that have no next hop; where no replica can take one now, try again later."""
         for job in self._jobs.values():
             if job.phase != "away" or job.peer is not None or self._now_s < job.wait_until_s:
                 continue
@@ -546,7 +558,7 @@ class StageEngine:
                 job.since_attempt = job.attempt
 
     def _use_slot(self, peer: str) -> None:
-        """A place is held for us there."""
+        """Send the first waiting output to a peer that reserved a slot for it."""
         for job in self._jobs.values():
             if job.phase == "away" and job.peer is None and peer in self._next_peers:
                 self._send_to(job, peer)
@@ -560,7 +572,7 @@ class StageEngine:
         self._emit(Send("activation", peer, job.micro_batch, self.span.last + 1, attempt, job.number))
 
     def _look_for_overdue(self) -> None:
-        """To another replica; where there is none, to the same one again: if it has it still, that costs nothing."""
+        """Send overdue outputs to another replica or, without one, again to the same: free if it still has it."""
         for micro_batch, attempt in self._router.overdue(self._now_s):
             job = self._jobs.get(micro_batch)
             if job is None or job.attempt != attempt or job.peer is None or job.phase != "away":
@@ -576,8 +588,7 @@ class StageEngine:
     # What is computed next ------------------------------------------------------------------------------------
 
     def _compute_next(self) -> None:
-        """One forward, one backward (1F1B) while there are both: what goes on in bursts leaves others idle before and
-        after."""
+        """Alternate forward and backward (1F1B) while both are due: bursts would leave the neighbours idle."""
         if self._running is None:
             first, second = self._go_forward, self._go_back
             if not self._was_backward:
@@ -593,12 +604,12 @@ class StageEngine:
         return False
 
     def _go_forward(self) -> bool:
-        """The oldest; else one of our own, unless others wait for the place."""
+        """Begin the oldest forward; else drive a new micro-batch, unless other peers wait for the slot."""
         for job in self._jobs.values():
             if job.phase == "forward":
                 self._forward(job)
                 return True
-        if self._free_places() <= self._backpressure.held(self._now_s):
+        if self._free_slots() <= self._backpressure.reserved(self._now_s):
             return False
         micro_batch = self._source.next(self._jobs)
         if micro_batch is None:
@@ -618,8 +629,10 @@ class StageEngine:
         self._emit(self._running)
 
     def _claim_ahead(self) -> None:
-        """In the last stage, for what is next: as late as hides the answer's way, for the samples of a claim are driven
-        again when its peer dies."""
+        """Claim in the last stage for the next forward.
+
+        As late as hides the answer's round trip: claimed samples are driven again when this peer dies.
+        """
         for job in self._jobs.values():
             if job.phase == "forward":
                 self._emit(*self._claims.ask(job.micro_batch, job.stages(self.span)))

@@ -1,4 +1,4 @@
-"""Gradients to hand back: kept until the one before has them, or, when it is gone, for the next one who asks. Pure."""
+"""Outbox of gradients: each is kept until the previous hop has it or, if that hop is gone, until another one asks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.swarm.pipeline.engine.effects import Drop, MicroBatch, Send
 
 @dataclass
 class _Recipient:
-    """One who shall have it. ``since_s``: when it was offered last; ``failed``: that offer did not get there."""
+    """Peer that waits for a gradient. ``since_s``: time of the last offer; ``failed``: that offer did not arrive."""
 
     attempt: int
     since_s: float
@@ -18,7 +18,7 @@ class _Recipient:
 
 @dataclass
 class KeptGradient:
-    """The gradient of the input of ``from_stage``, kept under ``number``. Without anybody waiting it is an orphan."""
+    """Gradient of the input of ``from_stage``, kept under ``number``; an orphan if nobody waits for it."""
 
     number: int
     micro_batch: MicroBatch
@@ -27,8 +27,10 @@ class KeptGradient:
 
 
 class GradientOutbox:
-    """At most ``limit``. Whoever is fetching one is given the patience for that; others make way, the oldest first:
-    without it a micro-batch that comes again is computed again, and counts no second time."""
+    """At most ``limit`` kept gradients.
+
+    A recipient that is fetching one has the patience for it; other gradients make way, the oldest first. Dropping one
+    costs time only: its micro-batch, if it comes again, is computed again and does not count a second time."""
 
     def __init__(self, limit: int, patience_s: float) -> None:
         self._limit = limit
@@ -39,10 +41,11 @@ class GradientOutbox:
         return len(self._kept)
 
     def has_room(self, now_s: float) -> bool:
+        """Whether one more gradient can be kept, perhaps in another's place."""
         return len(self._kept) < self._limit or self._least_needed(now_s) is not None
 
     def make_room(self, now_s: float) -> list[Drop]:
-        """For one more; there must be room."""
+        """Drop the least needed gradient if the outbox is full; ``has_room`` must hold."""
         if len(self._kept) < self._limit:
             return []
         oldest = self._least_needed(now_s)
@@ -65,7 +68,7 @@ class GradientOutbox:
         return Send("gradient", peer, kept.micro_batch, stage, attempt, kept.number)
 
     def settled(self, peer: str, micro_batch: MicroBatch, attempt: int) -> list[Drop]:
-        """It has the gradient, or does not want it: of this attempt and those before."""
+        """Forget a recipient that has the gradient or does not want it, for this attempt and earlier ones."""
         drops = []
         for one in [one for one in self._kept.values() if one.micro_batch == micro_batch]:
             waiting = one.waiting.get(peer)
@@ -82,12 +85,12 @@ class GradientOutbox:
             waiting.failed = True
 
     def gone(self, peer: str) -> None:
-        """Kept all the same: who drives the micro-batch again may come to us."""
+        """Forget a dead recipient. Its gradients stay: whoever drives their micro-batches again may ask for them."""
         for one in self._kept.values():
             one.waiting.pop(peer, None)
 
     def again(self, now_s: float, retry_s: float) -> list[Send]:
-        """The offers that did not get there, once more."""
+        """Repeat the offers that did not arrive."""
         return [
             self.offer(one, peer, waiting.attempt, now_s)
             for one in self._kept.values()

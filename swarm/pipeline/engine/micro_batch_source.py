@@ -1,4 +1,4 @@
-"""A driver's own samples: asked for in time, cut into micro-batches, reported when they are done. Pure."""
+"""Micro-batches that a peer of stage 0 drives: samples requested ahead, cut, and reported when they are done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.swarm.sample_ranges import Ranges, merge, subtract
 
 
 def cut_micro_batches(round_number: int, ranges: Ranges, samples: int) -> list[MicroBatch]:
-    """On the multiples of ``samples``: samples that are driven again are cut as they were, however they are leased."""
+    """Cut ranges at the multiples of ``samples``, so that samples driven again are cut as before, however leased."""
     pieces = []
     for start, stop in ranges:
         at = start
@@ -22,7 +22,7 @@ def cut_micro_batches(round_number: int, ranges: Ranges, samples: int) -> list[M
 
 
 class MicroBatchSource:
-    """Of one round. One micro-batch is asked for ahead, so that a place that gets free does not wait for the answer."""
+    """Source of one round's micro-batches; it asks for one ahead, so that a free slot need not wait for the answer."""
 
     def __init__(self, round_number: int, samples: int, retry_s: float) -> None:
         self.round = round_number
@@ -36,11 +36,14 @@ class MicroBatchSource:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something to drive that was not begun."""
+        """Whether a micro-batch waits to be begun."""
         return bool(self._queue)
 
     def ask(self, free: int, now_s: float) -> list[AskToDrive]:
-        """``free``: places for a forward. Nothing while an answer is due, or soon after there was nothing to do."""
+        """Request to make now: none while an answer is due, nor soon after an empty one.
+
+        ``free``: slots for a forward.
+        """
         samples = max(0, free + 1 - len(self._queue)) * self._samples
         is_time = now_s >= self._ask_again_s or bool(self._done)
         if self._asked is not None or self.is_closing or not samples or not is_time:
@@ -49,6 +52,7 @@ class MicroBatchSource:
         return [self._asked]
 
     def granted(self, ask: AskToDrive, ranges: Ranges, in_work: Container[MicroBatch], now_s: float) -> None:
+        """Take in the answer to ``ask``; micro-batches ``in_work`` or queued already are not queued again."""
         if ask != self._asked:
             return
         self._asked = None
@@ -59,7 +63,7 @@ class MicroBatchSource:
                 self._queue.append(micro_batch)
 
     def next(self, in_work: Container[MicroBatch]) -> MicroBatch | None:
-        """What to drive now. Others' attempts at the same micro-batch, under way here, end first."""
+        """Next micro-batch to drive. One that is under way here for another driver has to end first."""
         for micro_batch in self._queue:
             if micro_batch not in in_work:
                 self._queue.remove(micro_batch)
@@ -67,4 +71,5 @@ class MicroBatchSource:
         return None
 
     def finished(self, micro_batch: MicroBatch) -> None:
+        """Have the next request report this micro-batch as done."""
         self._done = merge([*subtract(self._done, as_range(micro_batch)), *as_range(micro_batch)])

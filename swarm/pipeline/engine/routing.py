@@ -19,36 +19,36 @@ from shoal.swarm.deadlines import Delays
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 Standing = Literal["trusted", "probation", "banned"]
-"""On probation it has one micro-batch at a time, until it has delivered; banned, it has none until the ban is over."""
+"""Trust in a replica: on probation it gets one micro-batch at a time until it delivers, banned it gets none."""
 
 _WINDOW = 8
-"""Micro-batches that the throughput is measured on: a slowed replica has lost its share after a few of them."""
+"""Micro-batches in the throughput's window: few, so that a slowed replica soon loses its share."""
 
 _LONGEST_BAN = 32
-"""The longest ban, in patiences; the first is one, and each that follows twice the one before. Where nobody else holds
-the stage, or they are all banned, each is one: nothing is won by waiting longer for the only one there is."""
+"""Longest ban, in patiences; the first lasts one, each further one twice as long. While all replicas of a stage are
+banned each ban lasts one patience: waiting longer for the only ones there are gains nothing."""
 
 _LONGEST_PAUSE = 6
-"""The longest time that a full replica is not asked again is this part of the patience: a heartbeat."""
+"""Longest pause after ``busy``, as a divisor of the patience: a heartbeat."""
 
 _SHORTEST_S = 1e-6
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """``spell``: the replica's standing when it was sent. A failure that began before a change of standing is part of
-    the incident that changed it, not another one."""
+    """Pending micro-batch. ``spell``: number of the replica's standing when it was sent; a failure of an earlier spell
+    belongs to the incident that changed the standing and does not count again."""
 
     at_s: float
     spell: int
 
 
 class ReplicaEstimate(Generic[KeyT]):
-    """One replica, as it looks from here: others send to it, too, and what it delivers to us is what counts."""
+    """Estimate of one replica's throughput and health, from its deliveries to this sender."""
 
     def __init__(self, rate: float | None, part: float, patience_s: float) -> None:
-        """``rate``: micro-batches a second, as the plan has it; ``part``: of that, what one sender seems to get. They
-        count as much as one that it delivered."""
+        """``rate``: planned micro-batches a second, or None; ``part``: one sender's share of it. Together they
+        weigh as much as one delivered micro-batch."""
         self._patience_s = patience_s
         self._pending: dict[KeyT, _Sent] = {}
         self._planned = rate
@@ -61,7 +61,7 @@ class ReplicaEstimate(Generic[KeyT]):
 
     @property
     def queue(self) -> int:
-        """What it has of ours: sent, and not finished."""
+        """Micro-batches sent to it and not finished."""
         return len(self._pending)
 
     def pending(self) -> tuple[KeyT, ...]:
@@ -69,33 +69,34 @@ class ReplicaEstimate(Generic[KeyT]):
 
     @property
     def our_part(self) -> float | None:
-        """Of what the plan expects of it, what it delivers to us; None before both are known."""
+        """Share of its planned rate that it delivers to this sender; None before both are known."""
         if self._planned is None or self._delivered < _WINDOW:
             return None
         return 1 / (self._planned * max(sum(self._intervals_s) / len(self._intervals_s), _SHORTEST_S))
 
     @property
     def is_known(self) -> bool:
-        """Whether its speed is: planned or measured."""
+        """Whether its speed is known, planned or measured."""
         return bool(self._intervals_s)
 
     def interval_s(self, now_s: float, otherwise_s: float) -> float:
-        """Seconds for one micro-batch while it has any; ``otherwise_s``: what is supposed of one that is not known.
+        """Seconds per micro-batch while it has any; ``otherwise_s`` is assumed if nothing is known.
 
-        The mean of its last ones, or how long the next one is taking already, so a replica that hangs loses its share
-        before anything has timed out.
+        The mean of the window or, if longer, how long the current micro-batch has been taking: a replica that hangs
+        loses its share before anything has timed out.
         """
         usual_s = sum(self._intervals_s) / len(self._intervals_s) if self._intervals_s else otherwise_s
         waiting_s = now_s - self._busy_since_s if self._pending else 0.0
         return max(usual_s, waiting_s, _SHORTEST_S)
 
     def standing(self, now_s: float, is_needed: bool = False) -> Standing:
-        """``is_needed``: whether there is nobody in its stage who is not banned."""
+        """Standing now; ``is_needed``: whether every replica of its stage is banned."""
         if self._standing == "banned" and now_s >= self._ban_ends_s(is_needed):
             self._standing = "probation"
         return self._standing
 
     def may_take(self, now_s: float, is_needed: bool) -> bool:
+        """Whether it may get another micro-batch now."""
         standing = self.standing(now_s, is_needed)
         if standing == "banned" or now_s < self._full_until_s:
             return False
@@ -122,7 +123,7 @@ class ReplicaEstimate(Generic[KeyT]):
             self._bans = 0
 
     def refused(self, key: KeyT, now_s: float, pause_s: float) -> None:
-        """Full: it is asked again when it has finished one of ours, or after ``pause_s``, doubled each time."""
+        """Note that it is full: it is asked again once it finishes a micro-batch, or after ``pause_s``."""
         self.withdrawn(key)
         pause_s = min(pause_s * 2**self._refusals, self._patience_s / _LONGEST_PAUSE)
         self._full_until_s = now_s + pause_s
@@ -132,7 +133,7 @@ class ReplicaEstimate(Generic[KeyT]):
         del self._pending[key]
 
     def failed(self, key: KeyT, now_s: float) -> None:
-        """Timed out, or its link broke: about halves the throughput that it is believed to have, or more."""
+        """Count a time-out or a broken link, which at least about halves its estimated throughput."""
         sent = self._pending.pop(key)
         known_s = min(sum(self._intervals_s) or self._patience_s, self._patience_s)
         self._intervals_s.append(max(now_s - self._busy_since_s, known_s))
@@ -151,16 +152,18 @@ class ReplicaEstimate(Generic[KeyT]):
         self._spell += 1
 
     def deadline_s(self, key: KeyT) -> float:
-        """From when on ``key`` is overdue: when it takes longer than this replica has been taking for one, and there
-        was no other sign of life for longer than it has been taking between two of them (each within the patience).
-        However many others it delivers, ``key`` is also overdue at the patience more than one has been taking."""
+        """Moment from which ``key`` is overdue.
+
+        It takes longer than usual for this replica, and there was no other sign of life for longer than usual between
+        two (each within the patience). Whatever else the replica delivers, ``key`` is overdue one patience after the
+        usual time."""
         sent = self._pending[key]
         late_s = max(sent.at_s + self._answers.wait_s, self._heard_s + self._silences.wait_s)
         usual_s = self._answers.usual_s
         return late_s if usual_s is None else min(late_s, sent.at_s + usual_s + self._patience_s)
 
     def changes_s(self, now_s: float, is_needed: bool) -> float | None:
-        """When it may be given something again, if only time keeps it from that."""
+        """Moment from which it may get something again, if only time prevents that; else None."""
         until_s = max(self._ban_ends_s(is_needed) if self._standing == "banned" else 0.0, self._full_until_s)
         return until_s if until_s > now_s else None
 
@@ -170,8 +173,10 @@ class ReplicaEstimate(Generic[KeyT]):
 
 @dataclass
 class _Hop:
-    """The replicas of one stage. ``clock_s``: where the latest turn ended; ``turns``: where each one's last turn ended,
-    at most one of its micro-batches behind the clock, so that nobody saves up turns that it could not use."""
+    """Replicas of one stage in self-clocked fair queueing.
+
+    ``clock_s``: end of the latest turn; ``turns``: end of each replica's last turn, at most one of its micro-batches
+    behind the clock, so that no replica saves up turns that it could not use."""
 
     clock_s: float = 0.0
     turns: dict[str, float] = field(default_factory=dict)
@@ -179,7 +184,7 @@ class _Hop:
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """For people. ``rate``: micro-batches a second, None while nothing is known; ``queue``: sent and not finished."""
+    """State of a replica for people. ``rate``: micro-batches a second, or None; ``queue``: sent and not finished."""
 
     rate: float | None
     queue: int
@@ -187,22 +192,24 @@ class ReplicaView:
 
 
 class Router(Generic[KeyT]):
-    """One sender's choice of replicas. A ``key`` names one attempt at one micro-batch; after ``sent`` it is pending
-    until it is finished, failed, refused or withdrawn, or its replica retired, whichever is first; what is said of it
-    later counts for nothing (False). Its gradient comes back the way that it went, ``way(key)``."""
+    """Choice of replicas by one sender.
+
+    A ``key`` names one attempt at one micro-batch. After ``sent`` it is pending until it is finished, failed, refused
+    or withdrawn, or its replica is retired, whichever comes first; later calls for it do nothing and return False. Its
+    gradient comes back from the same replica, ``way(key)``."""
 
     def __init__(self, me: str, patience_s: float) -> None:
-        """``me`` only decides where a sender begins: they would all begin with the same replica."""
+        """``me`` decides which replica this sender begins with, so that not all begin with the same one."""
         self._me, self._patience_s = me, patience_s
         self._replicas: dict[str, ReplicaEstimate[KeyT]] = {}
         self._hops: dict[int, _Hop] = {}
         self._ways: dict[KeyT, str] = {}
 
     def set_replicas(self, stage: int, rates: Mapping[str, float | None], now_s: float) -> None:
-        """The live replicas of a stage, each with the micro-batches a second that the plan expects of it, or None.
+        """Set the live replicas of a stage, each with its planned micro-batches a second, or None.
 
-        A rate counts only for who is new, beside the others: other senders have their part of what a replica does.
-        Whoever is missing is not picked any more; what it has of ours stays pending.
+        Rates count only for new replicas, scaled by the share that this sender gets of the known ones. A replica that
+        is missing is not picked any more; what it has stays pending.
         """
         hop = self._hops.setdefault(stage, _Hop())
         hop.turns = {peer: turn for peer, turn in hop.turns.items() if peer in rates}
@@ -217,9 +224,9 @@ class Router(Generic[KeyT]):
         self._forget_unused(now_s)
 
     def pick(self, stage: int, now_s: float, avoid: Set[str] = frozenset()) -> str | None:
-        """Where the next micro-batch is done first; None when nobody may take one now (``wake_s``: when to ask again).
+        """Choose the replica that would finish the next micro-batch first; None if none may now (see ``wake_s``).
 
-        Changes nothing: only what is ``sent`` counts.
+        Changes nothing until ``sent``.
         """
         hop = self._hops.get(stage, _Hop())
         is_needed = self._are_all_banned(hop, now_s)
@@ -231,7 +238,7 @@ class Router(Generic[KeyT]):
         return min(free, key=lambda peer: (ends[peer], peer), default=None)
 
     def sent(self, peer: str, key: KeyT, now_s: float) -> None:
-        """``key`` was offered to ``peer``, which ``pick`` named."""
+        """Note that ``key`` was offered to ``peer``, which ``pick`` chose."""
         assert key not in self._ways, "each attempt has a key of its own"
         for hop in self._hops.values():
             if peer in hop.turns:
@@ -240,30 +247,30 @@ class Router(Generic[KeyT]):
         self._ways[key] = peer
 
     def finished(self, peer: str, key: KeyT, now_s: float) -> bool:
-        """Its gradient is here. False, and of no consequence, unless ``key`` is pending at ``peer``."""
+        """Note that the gradient has arrived. False, without effect, unless ``key`` is pending at ``peer``."""
         if not self._settle(peer, key):
             return False
         self._replicas[peer].finished(key, now_s)
         return True
 
     def refused(self, peer: str, key: KeyT, now_s: float) -> bool:
-        """The peer is full, not ill: it gets nothing for a moment."""
+        """Note that the peer is full: it gets nothing for a moment, and its standing stays."""
         if not self._settle(peer, key):
             return False
         self._replicas[peer].refused(key, now_s, self._interval_s(peer, self._replicas, now_s))
         return True
 
     def withdrawn(self, peer: str, key: KeyT) -> bool:
-        """Nobody wants it from there any more, which says nothing of the peer."""
+        """Forget ``key``, which is not wanted from there any more; the peer's standing stays."""
         if not self._settle(peer, key):
             return False
         self._replicas[peer].withdrawn(key)
         return True
 
     def failed(self, peer: str, key: KeyT, now_s: float) -> bool:
-        """It took too long, or the link broke. After this a replica is on probation; if it fails on that, banned.
+        """Note a time-out or a broken link: the replica goes on probation or, failing on that, is banned.
 
-        Bans are for the others to do its part: while all of a stage are banned, none is for longer than the patience.
+        Bans let the others do its part: while all replicas of a stage are banned, no ban exceeds the patience.
         """
         if not self._settle(peer, key):
             return False
@@ -271,7 +278,7 @@ class Router(Generic[KeyT]):
         return True
 
     def retire(self, peer: str) -> tuple[KeyT, ...]:
-        """It is dead, and forgotten. What it had is not pending any more: the keys, to be sent to others."""
+        """Forget a dead replica; returns the keys that were pending there, to be sent to others."""
         for hop in self._hops.values():
             hop.turns.pop(peer, None)
         replica = self._replicas.pop(peer, None)
@@ -281,16 +288,16 @@ class Router(Generic[KeyT]):
         return lost
 
     def way(self, key: KeyT) -> str | None:
-        """Who has it, and so sends its gradient; None when it is not pending: nobody does, or it is here."""
+        """Replica at which ``key`` is pending, and which will send its gradient; None if it is not pending."""
         return self._ways.get(key)
 
     def overdue(self, now_s: float) -> tuple[KeyT, ...]:
-        """What has taken too long, to be told as ``failed`` or waited for still; the longest overdue first."""
+        """Keys that take too long, the longest overdue first; the caller reports them as ``failed`` or waits on."""
         late = [(at_s, key) for key, at_s in self._deadlines() if at_s <= now_s]
         return tuple(key for _, key in sorted(late, key=lambda one: one[0]))
 
     def wake_s(self, now_s: float) -> float | None:
-        """The next moment at which ``overdue`` or ``pick`` says something else, if nothing happens before."""
+        """Next moment at which ``overdue`` or ``pick`` may answer differently, if nothing happens before."""
         stuck = [hop for hop in self._hops.values() if self._are_all_banned(hop, now_s)]
         needed = {peer for hop in stuck for peer in hop.turns}
         changes = [replica.changes_s(now_s, peer in needed) for peer, replica in self._replicas.items()]
@@ -298,7 +305,7 @@ class Router(Generic[KeyT]):
         return min((at_s for at_s in moments if at_s > now_s), default=None)
 
     def view(self, stage: int, now_s: float) -> dict[str, ReplicaView]:
-        """The stage's replicas as they look from here."""
+        """State of a stage's replicas as this sender sees them."""
         found: dict[str, ReplicaView] = {}
         hop = self._hops.get(stage, _Hop())
         is_needed = self._are_all_banned(hop, now_s)
@@ -312,7 +319,7 @@ class Router(Generic[KeyT]):
         return all(self._replicas[peer].standing(now_s) == "banned" for peer in hop.turns)
 
     def _parts(self, peers: Iterable[str]) -> list[float]:
-        """Of what was expected of each, what we get; without those of which not enough is known."""
+        """Shares of their planned rates that known replicas deliver to this sender."""
         return [part for peer in peers if (part := self._replicas[peer].our_part) is not None]
 
     def _take_turn(self, hop: _Hop, peer: str, now_s: float) -> None:
@@ -322,7 +329,7 @@ class Router(Generic[KeyT]):
             hop.turns[other] = max(turn, hop.clock_s - self._interval_s(other, hop.turns, now_s))
 
     def _interval_s(self, peer: str, among: Iterable[str], now_s: float) -> float:
-        """Of one that nothing is known of: as the middle one ``among`` the others."""
+        """Seconds per micro-batch; an unknown replica is taken for the median one ``among`` the others."""
         replica = self._replicas[peer]
         if replica.is_known:
             return replica.interval_s(now_s, 0.0)
@@ -331,7 +338,7 @@ class Router(Generic[KeyT]):
         return replica.interval_s(now_s, usual_s)
 
     def _head_start(self, peer: str) -> float:
-        """In [0, 1), another one for each pair."""
+        """Pseudo-random number in [0, 1) for this pair of sender and replica."""
         return int.from_bytes(hashlib.sha256(f"{self._me} {peer}".encode()).digest()[:6]) / 2**48
 
     def _settle(self, peer: str, key: KeyT) -> bool:
@@ -344,7 +351,7 @@ class Router(Generic[KeyT]):
         return [(key, self._replicas[peer].deadline_s(key)) for key, peer in self._ways.items()]
 
     def _forget_unused(self, now_s: float) -> None:
-        """Those of no stage that have nothing of ours; the ill are remembered, or leaving would heal them."""
+        """Forget trusted replicas without stage and pending work; leaving does not clear the others."""
         used = {peer for hop in self._hops.values() for peer in hop.turns} | set(self._ways.values())
         for peer in self._replicas.keys() - used:
             if self._replicas[peer].standing(now_s) == "trusted":

@@ -17,57 +17,57 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer takes, at the run's micro-batch."""
+    """Cost of one layer, at the run's micro-batch."""
 
     parameters_bytes: int
-    """Of its parameters in float32."""
+    """Size of its parameters in float32."""
     activation_bytes: int
-    """Of the output of one micro-batch, as sent."""
+    """Size of one micro-batch's output, as sent."""
     kept_bytes: int
-    """What autograd keeps of one micro-batch between forward and backward."""
+    """Size of what autograd keeps of one micro-batch between forward and backward."""
 
 
 @dataclass(frozen=True)
 class PeerCapability:
-    """What a peer has measured of itself."""
+    """Capability of a peer, as it has measured itself."""
 
     peer: str
     memory_bytes: int
-    """What it can give to the run in all: free, and what the run has of it already."""
+    """Memory for the run in all: what is free, and what the run already uses."""
     layer_s: tuple[float, ...]
     """``(layers,)``: seconds of forward and backward of one micro-batch."""
     bandwidth_bps: float
-    """What its link carries, in each direction."""
+    """Throughput of its link, in each direction."""
     rtt_s: float = 0.0
-    """To its neighbours: a request and its answer."""
+    """Round trip to its neighbours."""
     holds_all: bool = False
-    """Whether its memory is the machine's, in which all copies of the state are, or that of a device of its own, with
-    those that it computes with."""
+    """Whether ``memory_bytes`` is the machine's, which holds all copies of the state, or a GPU's, which holds only
+    those used in computing."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Where the model is cut, and who holds what."""
+    """Cut of the model into stages, and the span that each peer holds."""
 
     boundaries: tuple[int, ...]
     """``(stages + 1,)``: the first layer of each stage, then the number of layers."""
     spans: Mapping[str, tuple[int, int]]
-    """By peer: its first and its last stage, inclusive. Peers without a place are absent."""
+    """By peer: its first and last stage, inclusive. Peers without a span are absent."""
     recomputes: frozenset[str] = frozenset()
-    """Peers of the plan that keep only the inputs of their stages, and compute forward again for the backward."""
+    """Peers that keep only their stages' inputs and compute forward again for the backward."""
 
     @property
     def stages(self) -> int:
         return len(self.boundaries) - 1
 
     def holders(self, stage: int) -> list[str]:
-        """The replicas of a stage, by id."""
+        """Replicas of a stage, sorted by id."""
         return sorted(peer for peer, (first, last) in self.spans.items() if first <= stage <= last)
 
 
 @dataclass(frozen=True)
 class Infeasible:
-    """No plan: a sentence for people, with the stage that nobody can hold and the memory that it takes."""
+    """Reason why there is no plan, for people: the stage that nobody can hold and the memory that it takes."""
 
     reason: str
 
@@ -77,41 +77,41 @@ Indices: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 AVERAGER_COPIES = 3.2
-"""What the averager adds at most, in contributions: the README's figure for a round of int8, "in all"."""
+"""Most memory that the averager adds, in contributions: measured for a round of int8."""
 _DEVICE_COPIES = 3.0 + AVERAGER_COPIES
-"""Of the parameters, without optimizer values: more than parameters, gradients and their sum, which a GPU has."""
+"""Copies of the parameters on a GPU, without optimizer values: parameters, gradients, their sum, and the averager."""
 _ALL_COPIES, _VERSIONS = 12.3, 3.7
-"""In the machine's memory, by ``benchmarks/pipeline_memory.py``: of the parameters, those of the work and of the
-averaging; and of the state (parameters and optimizer values), of which some versions are there at a time: the present
-one, the next one, and those that are served or being written as checkpoints."""
+"""Copies in the machine's memory, measured by ``benchmarks/pipeline_memory.py``: of the parameters, for training and
+averaging; and versions of the state (parameters and optimizer values): the present one, the next one, and those being
+served or written as checkpoints."""
 RECOMPUTE_TIME = 4 / 3
-"""Forward takes about half of backward (Chen et al. 2016, arXiv:1604.06174), so once more is a third on top."""
+"""Time with recomputation: forward takes about half of backward (Chen et al. 2016, arXiv:1604.06174)."""
 
 
 @dataclass(frozen=True)
 class SpanTable:
-    """Every span of one cut: what each peer would give there."""
+    """Rate of every peer in every span of one cut."""
 
     boundaries: tuple[int, ...]
     first: Indices
-    """``(spans,)`` first stages; spans are ordered by first, then last stage."""
+    """``(spans,)``: first stages; spans are ordered by first, then last stage."""
     last: Indices
     rates: Floats
-    """``(peers, spans)`` micro-batches a second; 0 where the span does not fit into the peer's memory."""
+    """``(peers, spans)``: micro-batches a second; 0 where the span does not fit into the peer's memory."""
     recomputes: Flags
-    """``(peers, spans)``: fits only if forward is computed again."""
+    """``(peers, spans)``: whether the span fits only if forward is computed again."""
 
     @property
     def stages(self) -> int:
         return len(self.boundaries) - 1
 
     def index_of(self, span: tuple[int, int]) -> int:
-        """Where a span stands in the table."""
+        """Index of a span in the table."""
         first, last = span
         return first * self.stages - first * (first - 1) // 2 + last - first
 
     def load(self, choice: Indices) -> Floats:
-        """``(stages,)``: the sum of the replicas' rates, for ``choice`` ``(peers,)`` of spans, -1 for none."""
+        """``(stages,)``: sums of the replicas' rates, for ``choice`` ``(peers,)`` of span indices, -1 for none."""
         steps = np.zeros(self.stages + 1)
         placed = np.flatnonzero(choice >= 0)
         chosen = choice[placed]
@@ -122,16 +122,16 @@ class SpanTable:
         useful = rates > 0
         np.add.at(counts, self.first[chosen][useful], 1)
         np.subtract.at(counts, self.last[chosen][useful] + 1, 1)
-        # What cancels out is not always exactly zero.
+        # Without this, rates that cancel out might leave a tiny remainder instead of zero.
         return np.where(np.cumsum(counts)[:-1] > 0, np.cumsum(steps)[:-1], 0.0)
 
     def rate(self, choice: Indices) -> float:
-        """Of the slowest stage."""
+        """Rate of the slowest stage."""
         return float(self.load(choice).min())
 
 
 class PlanningProblem:
-    """Layers and peers as arrays. Peers are ordered by id, so that equal inputs give equal plans."""
+    """Layers and peers to plan for, as arrays; peers are ordered by id, so that equal inputs give equal plans."""
 
     def __init__(
         self, layers: Sequence[LayerCost], peers: Sequence[PeerCapability], max_in_flight: int, optimizer_values: int
@@ -152,16 +152,16 @@ class PlanningProblem:
         self._parameters = _sums([[one.parameters_bytes for one in layers]])[0]
         self._kept = _sums([[one.kept_bytes for one in layers]])[0]
         self._seconds = _sums([one.layer_s for one in self.peers]) if self.peers else np.zeros((0, self.layers + 1))
-        # (layers + 1,): what crosses the boundary before each layer. Samples and the loss are next to nothing.
+        # (layers + 1,): bytes that cross the boundary before each layer. Samples and the loss are negligible.
         self._crossing = np.array([0, *(one.activation_bytes for one in layers[:-1]), 0], dtype=np.float64)
         self._memory = np.array([one.memory_bytes for one in self.peers], dtype=np.float64)
         self._bandwidth = np.array([one.bandwidth_bps for one in self.peers], dtype=np.float64)
         self._rtt_s = np.array([one.rtt_s for one in self.peers], dtype=np.float64)
-        # (peers,): of the parameters.
+        # (peers,): copies of the parameters.
         self._copies = np.array([state_copies(optimizer_values, one.holds_all) for one in self.peers], dtype=np.float64)
-        # Whoever has room for the most parameters, to say what a stage takes.
+        # The peer with room for the most parameters, to say what a stage takes.
         self._roomiest = int(np.argmax(self._memory / self._copies)) if self.peers else None
-        # What it takes elsewhere, as far as it matters which peer it is: (layers + 1,) sums, and for each boundary.
+        # Time at other peers, supposed to be median ones: (layers + 1,) sums, and for each boundary.
         usual_s = np.median(np.diff(self._seconds), axis=0) if self.peers else np.zeros(self.layers)
         self._usual_s = _sums([usual_s])[0]
         usual_bps, usual_rtt_s = (
@@ -170,12 +170,14 @@ class PlanningProblem:
         self._usual_hop_s = 2 * 8 * self._crossing / usual_bps + usual_rtt_s
 
     def stages(self, starts: Indices, stops: Indices) -> tuple[Floats, Flags]:
-        """As ``SpanTable.rates`` and ``recomputes``, for single stages of the layers [start, stop), with all layers
-        after them in one stage."""
+        """``rates`` and ``recomputes`` as in ``SpanTable``, for single stages of the layers [start, stop).
+
+        All layers after each count as one stage.
+        """
         return self._rates(starts, stops, self._again_bytes(starts, stops), self._usual_s[-1] - self._usual_s[stops])
 
     def table(self, boundaries: Sequence[int]) -> SpanTable:
-        """Of all spans of a cut."""
+        """Table of all spans of a cut."""
         cut = np.array(boundaries, dtype=np.int64)
         count = len(cut) - 1
         first, last = (index.astype(np.int64) for index in np.triu_indices(count))
@@ -184,8 +186,10 @@ class PlanningProblem:
         return SpanTable(tuple(int(one) for one in cut), first, last, rates, recomputes)
 
     def least_bytes(self, starts: Indices, stops: Indices) -> Floats:
-        """The memory that the stages of the layers [start, stop) take at least, with or without recomputation, of the
-        peer with room for the most parameters; without peers, only the parameters count as state."""
+        """Least memory for stages of the layers [start, stop), with or without recomputation.
+
+        Of the peer with room for the most parameters; without peers, only the parameters count as state.
+        """
         again = np.minimum(self._again_bytes(starts, stops), self._plain_bytes(starts, stops))
         copies = 1.0 if self._roomiest is None else self._copies[self._roomiest]
         parameters = self._parameters[stops] - self._parameters[starts]
@@ -193,11 +197,11 @@ class PlanningProblem:
         return least
 
     def most_memory(self) -> float:
-        """Of the peer with room for the most parameters; 0 without one."""
+        """Memory of the peer with room for the most parameters; 0 without peers."""
         return 0.0 if self._roomiest is None else float(self._memory[self._roomiest])
 
     def _sent_bytes(self, starts: Indices, stops: Indices) -> Floats:
-        """What is kept as sent until a neighbour has it for good: outputs and gradients."""
+        """Bytes of outputs and gradients kept until a neighbour has them for good."""
         sent: Floats = self.in_flight * (self._crossing[starts] + self._crossing[stops])
         return sent
 
@@ -206,12 +210,12 @@ class PlanningProblem:
         return kept
 
     def _again_bytes(self, starts: Indices, stops: Indices) -> Floats:
-        """With recomputation: each micro-batch's input, and what autograd keeps of the one at work."""
+        """Bytes with recomputation: every micro-batch's input, and autograd's of the one being computed."""
         kept: Floats = self.in_flight * self._crossing[starts] + (self._kept[stops] - self._kept[starts])
         return kept
 
     def _span_again_bytes(self, cut: Indices, first: Indices, last: Indices) -> Floats:
-        """As above, stage after stage: the inputs of all of them, and the largest one at work."""
+        """Bytes with recomputation of spans: the inputs of all their stages, and autograd's of the largest stage."""
         inputs = _sums([self._crossing[cut[:-1]]])[0]
         kept = self._kept[cut[1:]] - self._kept[cut[:-1]]
         largest = np.concatenate([np.maximum.accumulate(kept[start:]) for start in range(len(kept))])
@@ -219,15 +223,14 @@ class PlanningProblem:
         return again
 
     def _away_s(self, cut: Indices) -> Floats:
-        """``(stages + 1,)``: once an output has come to where a stage begins, or the model ends, the time until its
-        gradient goes back from there, at the least."""
+        """``(stages + 1,)``: least time from an output's arrival at each boundary to its gradient's departure."""
         hops_s = np.concatenate([[0.0], self._usual_hop_s[cut[1:-1]], [0.0]])
         passed_s = np.cumsum(hops_s)
         away_s: Floats = self._usual_s[-1] - self._usual_s[cut] + passed_s[-1] - passed_s
         return away_s
 
     def _rates(self, starts: Indices, stops: Indices, again_bytes: Floats, away_s: Floats) -> tuple[Floats, Flags]:
-        """``away_s``: between what goes out at the end of each and its gradient, besides its own link."""
+        """``rates`` and ``recomputes``; ``away_s``: time from an output to its gradient, own link excluded."""
         fixed = self._copies[:, None] * (self._parameters[stops] - self._parameters[starts])
         fixed += self._sent_bytes(starts, stops)
         plain = self._memory[:, None] >= fixed + self._plain_bytes(starts, stops)
@@ -245,9 +248,9 @@ class PlanningProblem:
 
 
 def state_copies(optimizer_values: int, holds_all: bool) -> float:
-    """How many times the parameters in float32 are in a peer's memory, with all that belongs to them.
+    """Memory that a peer needs for parameters and their state, as a multiple of the parameters in float32.
 
-    ``optimizer_values``: that the outer optimizer keeps for each; ``holds_all``: as ``PeerCapability`` has it.
+    ``optimizer_values``: kept by the outer optimizer for each parameter; ``holds_all``: as ``PeerCapability`` has it.
     """
     if holds_all:
         return _ALL_COPIES + _VERSIONS * (1 + optimizer_values)
@@ -255,6 +258,6 @@ def state_copies(optimizer_values: int, holds_all: bool) -> float:
 
 
 def _sums(rows: Sequence[Sequence[float]] | Sequence[Floats]) -> Floats:
-    """``(rows, n + 1)``: sums of the first 0 to n values."""
+    """``(rows, n + 1)``: sums of the first 0 to n values of each row."""
     values = np.array(rows, dtype=np.float64)
     return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)

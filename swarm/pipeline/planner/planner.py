@@ -26,6 +26,7 @@ from shoal.swarm.pipeline.planner.solver import EFFORT, PlanSearch, assign, cove
 
 
 def as_plan(problem: PlanningProblem, table: SpanTable, choice: Indices) -> StagePlan:
+    """Plan of an assignment ``(peers,)`` of span indices, -1 for none."""
     spans, recomputes = {}, set()
     for row, one in enumerate(problem.peers):
         if (at := int(choice[row])) >= 0:
@@ -36,7 +37,7 @@ def as_plan(problem: PlanningProblem, table: SpanTable, choice: Indices) -> Stag
 
 
 def as_choice(problem: PlanningProblem, table: SpanTable, plan: StagePlan) -> Indices:
-    """The other way round: of the peers that are there, what they hold and still can."""
+    """Spans of the present peers in ``plan``, ``(peers,)``, -1 for those that hold none or can no longer."""
     choice = np.full(len(problem.peers), -1, dtype=np.int64)
     for row, one in enumerate(problem.peers):
         span = plan.spans.get(one.peer)
@@ -47,14 +48,17 @@ def as_choice(problem: PlanningProblem, table: SpanTable, plan: StagePlan) -> In
 
 @dataclass(frozen=True)
 class PredictedRate:
-    """``rate``: micro-batches a second; 0 for one whose memory is too small by now, which keeps as little as it can."""
+    """Predicted rate of a peer, in micro-batches a second.
+
+    0 for a peer whose memory has become too small; it recomputes to keep as little as it can.
+    """
 
     rate: float
     recomputes: bool
 
 
 def predict_rates(problem: PlanningProblem, plan: StagePlan) -> dict[str, PredictedRate]:
-    """What is expected of the peers that are there, each in its span."""
+    """Predict the rate of every present peer in its span."""
     table = problem.table(plan.boundaries)
     found = {}
     for row, one in enumerate(problem.peers):
@@ -66,7 +70,7 @@ def predict_rates(problem: PlanningProblem, plan: StagePlan) -> dict[str, Predic
 
 
 def explain_no_place(problem: PlanningProblem, cut: Sequence[int]) -> str:
-    """Why the only peer of the problem, holds none of these stages, and what its owner may do."""
+    """Explain to its owner why the problem's only peer holds no stage, and what helps."""
     needs = problem.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
     stage = int(np.argmin(needs))
     if needs[stage] <= problem.most_memory():
@@ -79,7 +83,7 @@ def explain_no_place(problem: PlanningProblem, cut: Sequence[int]) -> str:
 
 
 def explain_infeasible(problem: PlanningProblem, cut: Sequence[int], stages: Iterable[int]) -> Infeasible:
-    """That of these stages nobody can hold the largest one, or that those who can are too few."""
+    """Explain that nobody can hold the largest of these stages, or that the peers are too few."""
     needs = problem.least_bytes(np.array(cut[:-1], dtype=np.int64), np.array(cut[1:], dtype=np.int64))
     stage = max(stages, key=lambda one: (needs[one], -one))
     where = f"stage {stage} ({_layers(cut[stage], cut[stage + 1])})"
@@ -100,15 +104,15 @@ def _layers(start: int, stop: int) -> str:
 
 @dataclass(frozen=True)
 class Rebalancing:
-    """When a peer may be moved although no stage is empty."""
+    """Conditions for moving a peer although no stage is empty."""
 
     now_s: float
     moved_s: Mapping[str, float] = field(default_factory=dict)
-    """By peer: when it was last given another span than it had, for whatever reason."""
+    """By peer: when it was last given another span, for whatever reason."""
     gain: float = 0.1
-    """A move has to make the run faster by this fraction."""
+    """Least gain in speed, as a fraction, that justifies a move."""
     pause_s: float = 120.0
-    """No sooner than this after any move; a peer that moved rests as long before others are as good a choice."""
+    """Pause after any move; a peer that moved less than this ago moves again only where no other can."""
 
 
 def replan(
@@ -120,14 +124,14 @@ def replan(
     optimizer_values: int,
     rebalancing: Rebalancing | None = None,
 ) -> StagePlan | Infeasible:
-    """The plan for the peers that are there now: boundaries stay, and peers keep their spans where they can.
+    """Plan anew for the peers that are there now: boundaries stay, and peers keep their spans where they can.
 
-    In this order: who left, or has not the memory for its span any more, loses it. A stage that this leaves empty is
-    refilled by newcomers and by as few moves as possible. Everybody else without a span gets the one where it helps
-    most. If nothing had to be moved, ``rebalancing`` allows one move to where it helps most. A refill whose search
-    would take too long gives way to a new assignment for everybody.
+    In this order: a peer that left, or lacks the memory for its span by now, loses it. Stages left empty are refilled
+    by newcomers and by as few moves as possible. Every other peer without a span gets the one where it helps most. If
+    nothing had to be moved, ``rebalancing`` allows one move to where it helps most. If the search for a refill would
+    take too long, all peers are assigned anew.
 
-    Infeasible: some stage cannot be held by anybody; ask again when somebody comes, with the same ``previous``.
+    Infeasible: nobody can hold some stage; ask again when another peer comes, with the same ``previous``.
     """
     problem = PlanningProblem(layers, peers, max_in_flight, optimizer_values)
     if not problem.peers:
@@ -139,7 +143,7 @@ def replan(
     if table.rate(before) <= 0:
         choice = _refilled(problem, table, before, rebalancing)
         if choice is None:
-            # Of those that are empty now, what nobody can hold; else that they are too few for all.
+            # Name an empty stage that nobody can hold; else say that the peers are too few.
             empty = [int(stage) for stage in np.flatnonzero(table.load(before) <= 0)]
             return explain_infeasible(problem, previous.boundaries, empty)
     choice = assign(table, choice, homeless)
@@ -149,7 +153,7 @@ def replan(
 
 
 def moved_between(before: StagePlan, after: StagePlan) -> frozenset[str]:
-    """Peers with a span in both plans, but not the same: those that have to fetch another stage."""
+    """Peers whose span differs between the plans: they have to download another stage."""
     both = before.spans.keys() & after.spans.keys()
     return frozenset(peer for peer in both if before.spans[peer] != after.spans[peer])
 
@@ -162,14 +166,14 @@ def _rested(rebalancing: Rebalancing) -> bool:
 def _refilled(
     problem: PlanningProblem, table: SpanTable, before: Indices, rebalancing: Rebalancing | None
 ) -> Indices | None:
-    """With every stage held by somebody; None if that cannot be."""
-    tired = np.array([_moved_recently(one.peer, rebalancing) for one in problem.peers], dtype=np.bool_)
-    covering = cover_empty_stages(table, before, tired)
+    """Assign so that every stage is held; None if that is impossible."""
+    moved_lately = np.array([_moved_recently(one.peer, rebalancing) for one in problem.peers], dtype=np.bool_)
+    covering = cover_empty_stages(table, before, moved_lately)
     if covering is None:
-        # Too many ways to try them all, or none.
+        # There is no cover, or there are too many to try.
         covering = assign(table)
         return covering if table.rate(covering) > 0 else None
-    # Whoever moves anyway goes where it helps most, with the others.
+    # Peers that move anyway go where they help most, together.
     return assign(table, covering, covering != before)
 
 
@@ -180,7 +184,7 @@ def _moved_recently(peer: str, rebalancing: Rebalancing | None) -> bool:
 
 
 def _rebalanced(table: SpanTable, choice: Indices, movable: Flags, gain: float) -> Indices:
-    """With the one move that makes the run fastest, if that is worth it."""
+    """Make the one move that makes the run fastest, if the gain is large enough."""
     load = table.load(choice)
     rate = float(load.min())
     slowest = int(load.argmin())
@@ -189,7 +193,7 @@ def _rebalanced(table: SpanTable, choice: Indices, movable: Flags, gain: float) 
     covers = ((table.first[helps, None] <= stages) & (stages <= table.last[helps, None])).astype(np.float64)
     best, best_after = choice, (rate * (1 + gain), -np.inf)
     for peer in np.flatnonzero(movable & (choice >= 0)):
-        # From the sum without it, and not by taking its rate away: what it alone held has to be zero.
+        # Summed without it rather than subtracted: a stage that it alone held must come out as exactly zero.
         without = choice.copy()
         without[peer] = -1
         loads: Floats = table.load(without) + table.rates[peer, helps, None] * covers
@@ -205,7 +209,7 @@ def _rebalanced(table: SpanTable, choice: Indices, movable: Flags, gain: float) 
 
 
 CLEARLY = 1 + 1e-6
-"""More stages have to be faster by this: each costs rounds, messages and hops of its own."""
+"""Least factor by which more stages have to be faster: each costs rounds, messages and hops of its own."""
 
 
 def plan_stages(
@@ -216,10 +220,10 @@ def plan_stages(
     max_in_flight: int,
     optimizer_values: int,
 ) -> StagePlan | Infeasible:
-    """Cut into so many ``stages`` (None: the number with the highest rate, the fewest of equally good ones).
+    """Plan the fastest placement with ``stages`` stages (None: the fastest number, the fewest of equally good ones).
 
     ``optimizer_values``: float32 values that the optimizer keeps for each parameter. Raises ``ValueError`` for
-    inputs that fit no plan at all, as more stages than layers.
+    inputs that fit no plan at all, such as more stages than layers.
     """
     if stages is not None and not 1 <= stages <= len(layers):
         raise ValueError(f"{stages} stages cannot be cut from {len(layers)} layers")
@@ -245,7 +249,7 @@ def plan_rate(
     max_in_flight: int,
     optimizer_values: int,
 ) -> float:
-    """Micro-batches a second of the slowest stage. Peers that are not there, or cannot hold their span, give none."""
+    """Rate of a plan, in micro-batches a second; absent peers, and peers that cannot hold their span, add none."""
     problem = PlanningProblem(layers, peers, max_in_flight, optimizer_values)
     table = problem.table(plan.boundaries)
     return table.rate(as_choice(problem, table, plan))

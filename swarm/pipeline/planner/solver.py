@@ -17,24 +17,24 @@ import numpy as np
 
 from shoal.swarm.pipeline.planner.model import Flags, Floats, Indices, PlanningProblem, SpanTable
 
-# Sharpness is counted in 1 / the rate that could be reached at best.
+# Sharpness is in units of 1 / the best rate that could be reached.
 SHARPNESS = tuple(float(one) for one in np.geomspace(0.3, 128, 24))
-"""From so little that everybody goes where it is worth most, to so much that only the slowest stages count."""
+"""Sharpness of each pass: from where all stages count alike to where only the slowest ones do."""
 FEW_SHARPNESS = SHARPNESS[1::2]
-"""For large swarms, where single peers matter less."""
+"""Sharpness of each pass for large swarms, where single peers matter less."""
 LARGE = 80
-"""So many peers are a large swarm."""
+"""Number of peers from which a swarm is large."""
 PAIR_SHARPNESS = (60.0, 200.0)
 PAIR_EFFORT = 100_000
-"""For pairs: about as many microseconds. Counted and not timed, so that equal inputs give equal plans."""
+"""Effort for pairs: about as many microseconds, counted and not timed."""
 CLOSE_ENOUGH = 0.999
 FLOOR = 1e-12
 CEILING = 1e9
-"""Of exponentials, so that their sums keep the small ones apart."""
+"""Limits of exponentials, so that sums still tell the small ones apart."""
 
 
 def dual_prices(table: SpanTable, steps: int = 40) -> tuple[Floats, float]:
-    """``(stages,)`` prices that add up to 1, and the upper bound of every assignment's rate that they prove.
+    """Dual prices of the stages, ``(stages,)`` with sum 1, and the upper bound on any rate that they prove.
 
     With prices w no assignment is faster than the sum over peers of their best span's rate times its price: the
     dual of the linear program in which a peer may share its time among spans. Multiplicative weights find w.
@@ -58,7 +58,7 @@ def dual_prices(table: SpanTable, steps: int = 40) -> tuple[Floats, float]:
 
 
 def assign(table: SpanTable, start: Indices | None = None, movable: Flags | None = None) -> Indices:
-    """``(peers,)``: the index of each peer's span, -1 for a peer that can hold none.
+    """Assign spans to peers: ``(peers,)`` span indices, -1 for a peer that can hold none.
 
     Peers that are not ``movable`` keep what they have in ``start``. The rate is never below that of ``start``.
     """
@@ -82,7 +82,7 @@ def assign(table: SpanTable, start: Indices | None = None, movable: Flags | None
 
 
 def place_idle_peers(table: SpanTable, choice: Indices, movable: Flags) -> Indices:
-    """The same with a place for every movable peer that has none and can hold one: where it helps most."""
+    """Place every movable peer that is idle and can hold a span: where it helps most."""
     choice = choice.copy()
     idle = [int(one) for one in np.flatnonzero((choice < 0) & movable & (table.rates.max(axis=1, initial=0.0) > 0))]
     if idle:
@@ -92,7 +92,7 @@ def place_idle_peers(table: SpanTable, choice: Indices, movable: Flags) -> Indic
 
 
 def _sweep(table: SpanTable, choice: Indices, order: list[int], scale: float) -> None:
-    """Each peer in turn chooses again, all others' choices given. Changes ``choice``."""
+    """Let each peer in turn choose again, given all others' choices. Changes ``choice``."""
     load = table.load(choice)
     gains = -np.expm1(-scale * table.rates)
     first, stop = table.first, table.last + 1
@@ -115,7 +115,7 @@ def _sweep(table: SpanTable, choice: Indices, order: list[int], scale: float) ->
 
 
 def improve_in_pairs(table: SpanTable, start: Indices, effort: int = PAIR_EFFORT) -> Indices:
-    """The same with pairs of peers moved, as long as that makes the slowest stages faster and effort is left."""
+    """Move pairs of peers as long as that makes the slowest stages faster and effort is left."""
     choice = start.copy()
     for sharpness in PAIR_SHARPNESS:
         rate = table.rate(choice)
@@ -132,7 +132,7 @@ def improve_in_pairs(table: SpanTable, start: Indices, effort: int = PAIR_EFFORT
 
 
 class _PairSearch:
-    """One peer moves to the slowest stage, and whoever gains most by it moves after it."""
+    """Moves of pairs: one peer moves to the slowest stage, then the peer that gains most moves."""
 
     def __init__(self, table: SpanTable, scale: float) -> None:
         self._table, self._scale = table, scale
@@ -140,10 +140,10 @@ class _PairSearch:
         self._covers = ((table.first[:, None] <= stages) & (stages <= table.last[:, None])).astype(np.float64)
         self._gains = -np.expm1(-scale * table.rates)
         self._each = 20 + table.rates.size // 50
-        """What looking at all answers to one move takes."""
+        """Effort of evaluating all answers to one move."""
 
     def improved(self, choice: Indices, effort: int) -> tuple[int, Indices | None]:
-        """The effort that it took, and the first better assignment; None if there is none, or too little effort."""
+        """Find a better assignment; returns the effort spent and the assignment, None if none was found."""
         table = self._table
         own = np.where(choice[:, None] >= 0, self._own(np.arange(len(choice)), choice), 0.0)
         load = own.sum(axis=0)
@@ -167,7 +167,7 @@ class _PairSearch:
         return tried, None
 
     def _answer(self, moved: Floats, own: Floats, least: float, peer: int) -> tuple[int, int]:
-        """Who else should move, and to which span; the peer itself if nobody should."""
+        """Best second move: a peer and its span; ``peer`` itself if no other should move."""
         without = np.clip(np.exp(np.minimum(self._scale * (least - moved + own), 60)), FLOOR, CEILING)
         sums = np.zeros((len(own), self._table.stages + 1))
         np.cumsum(without, axis=1, out=sums[:, 1:])
@@ -189,29 +189,29 @@ class _PairSearch:
 
 
 def _rate_unit(table: SpanTable, choice: Indices) -> float:
-    """The rate that sharpness is counted in."""
+    """Rate in whose inverse sharpness is counted."""
     rate = table.rate(choice)
     return rate if rate > 0 else max(float(table.rates.max(initial=0.0)), 1e-9)
 
 
 def smooth_minimum(load: Floats, scale: float) -> float:
-    """A smooth minimum of ``(stages,)`` loads: it counts the second slowest stage a little, too."""
+    """Smooth minimum of ``(stages,)`` loads; the second slowest stage counts a little, too."""
     least = float(load.min())
     return least - float(np.log(np.exp(scale * (least - load)).sum())) / scale
 
 
 MORE = 1 + 1e-9
-"""Clearly faster: sums that are rounded differently are not."""
+"""Factor of a clearly faster rate, beyond rounding differences."""
 
 
 class Budget:
-    """How many more nodes may be looked at; counted and not timed, so that equal inputs give equal plans."""
+    """Budget of search nodes; counted and not timed, so that equal inputs give equal plans."""
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
 
     def take(self) -> bool:
-        """One; False if none is left."""
+        """Take one node; False if none is left."""
         self.nodes -= 1
         return self.nodes >= 0
 
@@ -219,9 +219,9 @@ class Budget:
 def branch_and_bound(
     tables: Iterable[SpanTable], found: tuple[SpanTable, Indices] | None, budget: Budget
 ) -> tuple[SpanTable, Indices] | None:
-    """The fastest assignment to any of the tables, or what was ``found`` before if none is clearly faster.
+    """Find the fastest assignment to any of the tables; ``found`` if none is clearly faster.
 
-    It is the best there is if the budget has nodes left afterwards.
+    It is optimal if the budget has nodes left afterwards.
     """
     rate = found[0].rate(found[1]) if found else 0.0
     bounded = [(dual_prices(table), table) for table in tables]
@@ -235,7 +235,7 @@ def branch_and_bound(
 
 
 class _BranchAndBound:
-    """Depth first over peers, the strongest first, and each one's spans."""
+    """Branch and bound, depth first over peers, the strongest first, and each one's spans."""
 
     def __init__(self, table: SpanTable, weights: Floats, rate: float, budget: Budget) -> None:
         self._table, self._weights, self._budget = table, weights, budget
@@ -247,10 +247,10 @@ class _BranchAndBound:
         stages = np.arange(table.stages)
         covers = (table.first[:, None] <= stages) & (stages <= table.last[:, None])
         by_stage = (table.rates[:, :, None] * covers).max(axis=1)
-        # After the first n of the order: what the others can add to the priced sum, and to each stage, at most.
+        # By n: the most that peers after the first n can add to the priced sum, and to each stage.
         self._values_left = _remaining(values.max(axis=1)[self._order])
         self._load_left = _remaining(by_stage[self._order])
-        # Those that can hold nothing go on with "none".
+        # Peers that can hold nothing go on with "none".
         self._options = [np.flatnonzero(table.rates[peer] > 0) for peer in self._order]
         self._ranked = [
             [int(one) for one in options[np.argsort(-values[peer, options], kind="stable")]]
@@ -258,7 +258,7 @@ class _BranchAndBound:
         ]
 
     def run(self) -> Indices | None:
-        """An assignment that is clearly faster than the given rate; None if none was found."""
+        """Find an assignment clearly faster than the given rate; None if none was found."""
         self._descend(0, np.zeros(self._table.stages), np.full(len(self._order), -1, dtype=np.int64))
         return self._best
 
@@ -285,24 +285,24 @@ class _BranchAndBound:
 
 
 def _remaining(values: Floats) -> Floats:
-    """``(n + 1, ...)``: sums of what stands at and after each place."""
+    """``(n + 1, ...)``: suffix sums."""
     summed = np.cumsum(values[::-1], axis=0)[::-1]
     return np.concatenate([summed, np.zeros((1, *values.shape[1:]))])
 
 
 NODES = 20_000
-"""Moves that the search may try; small swarms need far fewer."""
+"""Moves that the search for a cover may try; small swarms need far fewer."""
 MOST_WAYS = 200
-"""Ways to do it with equally few moves, of which the fastest is taken."""
+"""Covers with equally few moves that are compared."""
 
 
-def cover_empty_stages(table: SpanTable, choice: Indices, tired: Flags | None = None) -> Indices | None:
-    """``choice`` with the fewest peers that had a span moved such that no stage is empty.
+def cover_empty_stages(table: SpanTable, choice: Indices, moved_lately: Flags | None = None) -> Indices | None:
+    """Change ``choice`` so that no stage is empty, moving as few placed peers as possible.
 
-    Among equally few moves: the fewest of the ``tired``, who have just moved; then the highest rate; then the first
-    peers. None: there is no way, or none was found by a search that would have taken too long.
+    Among equally few moves: the fewest ``moved_lately`` peers; then the highest rate; then the first
+    peers. None: no cover exists, or none was found within the budget.
     """
-    tired = np.zeros(len(choice), dtype=np.bool_) if tired is None else tired
+    moved_lately = np.zeros(len(choice), dtype=np.bool_) if moved_lately is None else moved_lately
     holders = np.zeros(table.stages, dtype=np.int64)
     for span in choice[choice >= 0]:
         holders[table.first[span] : table.last[span] + 1] += 1
@@ -313,7 +313,7 @@ def cover_empty_stages(table: SpanTable, choice: Indices, tired: Flags | None = 
         best, best_score = None, (-len(choice), -1.0)
         for count, way in enumerate(search.ways(moves, choice.copy(), holders)):
             changed = (choice >= 0) & (way != choice)
-            score = (-int((changed & tired).sum()), table.rate(way))
+            score = (-int((changed & moved_lately).sum()), table.rate(way))
             if score > best_score:
                 best, best_score = way, score
             if count >= MOST_WAYS:
@@ -324,24 +324,24 @@ def cover_empty_stages(table: SpanTable, choice: Indices, tired: Flags | None = 
 
 
 class _CoverSearch:
-    """Depth first: the first empty stage gets each peer that can take it, then the next one that is empty."""
+    """Search for covers, depth first: the first empty stage gets each peer that can hold it, then the next one."""
 
     def __init__(self, table: SpanTable, start: Indices, budget: Budget) -> None:
         self._table, self.budget = table, budget
         self._placed: Flags = start >= 0
-        # By stage: who could cover it by which of the longest spans (shorter ones cover nothing more).
+        # By stage: peers and the longest spans by which they could cover it (shorter ones cover nothing more).
         fits = table.rates > 0
         self._options: list[list[tuple[int, int]]] = [[] for _ in range(table.stages)]
         for row in range(len(fits)):
             for span in _longest(table, np.flatnonzero(fits[row])):
                 for stage in range(table.first[span], table.last[span] + 1):
                     self._options[stage].append((row, span))
-        # Those without a place first, they cost no move; then those whose leaving leaves nothing empty.
+        # Idle peers first, as they cost no move; then peers that leave no stage empty.
 
     def ways(
         self, moves: int, choice: Indices, holders: Indices, touched: frozenset[int] = frozenset()
     ) -> Iterator[Indices]:
-        """All that need at most so many more moves and touch no peer twice."""
+        """Yield all covers with at most ``moves`` more moves that move no peer twice."""
         empty = np.flatnonzero(holders == 0)
         if not len(empty):
             yield choice.copy()
@@ -361,7 +361,7 @@ class _CoverSearch:
             choice[row] = old
 
     def _in_order(self, stage: int, choice: Indices, holders: Indices) -> list[tuple[int, int]]:
-        # Those without a place first, they cost no move; then those whose leaving leaves nothing empty.
+        # Idle peers first, as they cost no move; then peers that leave no stage empty.
         def harm(option: tuple[int, int]) -> tuple[int, int]:
             row = option[0]
             if not self._placed[row]:
@@ -374,7 +374,7 @@ class _CoverSearch:
 
 
 def _longest(table: SpanTable, spans: Indices) -> list[int]:
-    """Those that lie in no other one."""
+    """Spans that lie in no other one."""
     made: list[int] = []
     for span in sorted((int(one) for one in spans), key=lambda one: (table.first[one], -table.last[one])):
         if not made or table.last[span] > table.last[made[-1]]:
@@ -383,14 +383,14 @@ def _longest(table: SpanTable, spans: Indices) -> list[int]:
 
 
 Piece: TypeAlias = tuple[int, int, int]
-"""A peer's row, and the layers [start, stop) that it holds."""
+"""Row of a peer, and the layers [start, stop) that it holds."""
 
 CHAIN_PEERS = 48
-"""Up to so many peers are tried as a chain in which each holds a piece of its own; more make replicas anyway."""
+"""Most peers that are tried as a chain, each with layers of its own; larger swarms have replicas anyway."""
 
 
 class LayerRanges:
-    """All ranges of layers, and how fast every peer would be as the holder of one."""
+    """All ranges of layers, with every peer's rate as their holder."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.layers = problem.layers
@@ -399,17 +399,17 @@ class LayerRanges:
         self.rates, _ = problem.stages(self.starts, self.stops)
         self.least_bytes = problem.least_bytes(self.starts, self.stops)
         total = self.rates.sum(axis=0)
-        # If peers shared their time among the stages, these fractions of it would add up to 1 / the plan's rate.
+        # If peers shared their time among stages, these costs of the stages would add up to 1 / the plan's rate.
         self.cost = np.divide(1.0, total, out=np.full(len(total), np.inf), where=total > 0)
 
     def square(self, values: Floats, missing: float) -> Floats:
-        """``(layers + 1, layers + 1)``: by start and stop."""
+        """``values`` as a matrix ``(layers + 1, layers + 1)``, by start and stop."""
         made = np.full((self.layers + 1, self.layers + 1), missing)
         made[self.starts, self.stops] = values
         return made
 
     def cuts(self, costs: Floats, most: int, *, add: bool) -> tuple[Floats, list[tuple[int, ...] | None]]:
-        """The cheapest cut into 1 to ``most`` stages, by the sum (``add``) or the largest of the stages' costs.
+        """Cheapest cuts into 1 to ``most`` stages, by the sum (``add``) or the maximum of the stages' costs.
 
         Costs ``(most,)``, infinite where there is no cut; cuts as boundaries.
         """
@@ -429,7 +429,7 @@ class LayerRanges:
         return totals, found
 
     def chains(self, stages: int) -> Iterator[tuple[tuple[int, ...], list[Piece]]]:
-        """Cuts for peers that stand in a row, in several orders, each with a piece of its own or none.
+        """Cuts for peers in a chain, in several orders, each with layers of its own or none.
 
         Fewer pieces than stages: boundaries are added in the middle of the longest.
         """
@@ -446,7 +446,7 @@ class LayerRanges:
                 yield _halved([0, *(stop for _, _, stop in pieces)], stages), pieces
 
     def _chain(self, order: Sequence[int], squares: Sequence[Floats], stages: int) -> list[Piece]:
-        """The best chain of at most so many pieces; none if there is no chain."""
+        """Best chain of at most ``stages`` pieces; empty if there is none."""
         size = self.layers + 1
         pieces = min(stages, len(order))
         rates = np.zeros((pieces + 1, size))
@@ -484,7 +484,7 @@ def _backwards(layers: int, origins: Sequence[Indices]) -> tuple[int, ...]:
 
 
 def shifted_cuts(cut: tuple[int, ...], at: int) -> Iterator[tuple[int, ...]]:
-    """The cuts in which one boundary, not the first nor the last, lies elsewhere; near ones first."""
+    """Cuts with the inner boundary ``at`` moved elsewhere; near ones first."""
     low, high = cut[at - 1] + 1, cut[at + 1] - 1
     for place in sorted(range(low, high + 1), key=lambda one: (abs(one - cut[at]), one)):
         if place != cut[at]:
@@ -494,18 +494,17 @@ def shifted_cuts(cut: tuple[int, ...], at: int) -> Iterator[tuple[int, ...]]:
 Found: TypeAlias = tuple[SpanTable, Indices]
 
 EXACT_CUTS = 300
-"""Up to so many cuts, of up to so many peers, are searched for the certain optimum."""
+"""Most cuts, and below most peers and layers, for which the optimum is searched."""
 EXACT_PEERS = 8
 EXACT_LAYERS = 8
 NUMBERS, NUMBERS_OF_LARGE = 6, 3
-"""Of stages that are tried with "auto", besides some special ones: those that look best."""
+"""Numbers of stages that are tried with "auto", besides some special ones: those that look best."""
 REFINED, REFINED_OF_LARGE = 3, 1
-"""Of those: the ones with the best seeds."""
+"""Numbers of stages, of those tried, that are refined: the ones with the best seeds."""
 EXACT_NODES = 4_000
-"""Assignments, whole or begun, that it may look at for one number of stages."""
+"""Nodes of branch and bound for one number of stages."""
 EFFORT = 300_000
-"""For shifting boundaries at one number of stages: about as many microseconds. Counted and not timed, so that equal
-inputs give equal plans."""
+"""Effort of shifting boundaries, for all numbers of stages: about as many microseconds, counted and not timed."""
 
 
 class PlanSearch:
@@ -518,7 +517,7 @@ class PlanSearch:
         self.is_small = len(problem.peers) <= EXACT_PEERS and problem.layers <= EXACT_LAYERS
 
     def numbers(self) -> list[int]:
-        """Of stages to try: all in a small swarm, else those that look best when peers share their time."""
+        """Numbers of stages to try: all in a small swarm, else those that look best if peers could share their time."""
         peers, layers = len(self.problem.peers), self.problem.layers
         if self.is_small:
             return list(range(1, layers + 1))
@@ -534,21 +533,21 @@ class PlanSearch:
         return sorted(set(chosen))
 
     def promising(self, rates: Mapping[int, float]) -> list[int]:
-        """Of the numbers tried, with the rates of their seeds, those to refine."""
+        """Numbers of stages to refine, by the rates of their seeds."""
         if self.is_small:
             return sorted(rates)
         ranked = sorted(rates, key=lambda count: (-rates[count], count))
         return sorted(ranked[: REFINED_OF_LARGE if self.is_large else REFINED])
 
     def seed(self, stages: int) -> Found | None:
-        """The best of a few cuts."""
+        """Best plan among a few cuts."""
         found: Found | None = None
         for cut, start in self._seeds(stages):
             found = self._better(cut, found, start)
         return found
 
     def refined(self, stages: int, found: Found | None, effort: int) -> Found | None:
-        """The best there is in a small swarm, and as good as the effort allows in a large one."""
+        """Improve a seed: to the optimum in a small swarm, as far as the effort allows in a large one."""
         cuts = comb(self.problem.layers - 1, stages - 1)
         if found is not None:
             found = self._in_pairs(self._shifted(found, effort))
@@ -573,7 +572,7 @@ class PlanSearch:
         yield from cuts.items()
 
     def _better(self, cut: tuple[int, ...], found: Found | None, start: Indices | None = None) -> Found | None:
-        """With this cut, if that is faster; what was found before otherwise."""
+        """Plan with this cut if that is faster, else ``found``."""
         table = self.problem.table(cut)
         rate = found[0].rate(found[1]) if found else 0.0
         _, bound = dual_prices(table, steps=5)
@@ -593,7 +592,7 @@ class PlanSearch:
         return table, improve_in_pairs(table, choice)
 
     def _shifted(self, found: Found, effort: int) -> Found:
-        """Shift single boundaries, those of the slowest stage first, as long as that helps and effort is left."""
+        """Shift single boundaries, the slowest stage's first, as long as that helps and effort is left."""
         table, choice = found
         each = 1_500 + len(self.problem.peers) * (200 + table.rates.shape[1] // 2)
         improved = True
