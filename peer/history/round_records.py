@@ -19,7 +19,7 @@ import numpy as np
 
 from shoal.peer.regular_file import open_regular
 from shoal.swarm import durable
-from shoal.swarm.averaging.results import chunks_of, is_committed
+from shoal.swarm.averaging.results import chunks_of, part_digest
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.messages import Part, Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict, unpack_verdicts
@@ -80,7 +80,7 @@ class RoundRecord:
                 its = chunks_of(self.verdict.plan, part)
                 file.seek(self._starts[its.start])
                 data = memoryview(file.read(sum(self.lengths[its.start : its.stop])))
-                if not is_committed([data], digest):
+                if part_digest([data]) != digest:
                     raise StateFileError(
                         f"{self.path}: field {_part_name(index)}: expected the bytes that the verdict of round "
                         f"{self.verdict.round} names; it is damaged"

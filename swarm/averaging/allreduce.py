@@ -13,14 +13,14 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.formats import CodecError
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.buffer_pool import same_bytes
 from shoal.swarm.averaging.chunk_header import ChunkHeader, holders, may_hold
-from shoal.swarm.averaging.chunk_streams import ChunkConsumer, ExchangeContext
+from shoal.swarm.averaging.chunk_streams import ExchangeContext
 from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
 from shoal.swarm.averaging.prefetch import Prefetch
 from shoal.swarm.averaging.reduction import Reduced, Reduction
@@ -102,8 +102,10 @@ class AllReduce:
         sources: dict[Blob, ChunkSource] = {self.blob: self._source}
         if plan.columns:
             sources[Blob(kind="partial", number=plan.round)] = self._partials
-        ahead = {} if prefetch is None else prefetch.context.ahead
-        self._context = ExchangeContext(endpoint, store, self._me, deadlines, was_away, sources, ahead)
+        self._context = ExchangeContext(endpoint, store, self._me, deadlines, was_away, sources)
+        if prefetch is not None:
+            taken = prefetch.context
+            self._context = replace(self._context, prefetched=taken.prefetched, meters=taken.meters)
         self._as_owner = Reduction(self._context, store.group, store.put, feedback.summands, feedback.error_buffer)
         self._as_relay = Reduction(self._context, store.group.row(self._row), self._partials.put, feedback.summands)
         self._as_stand_in: list[Reduction] = []
@@ -117,7 +119,7 @@ class AllReduce:
         self._context.publish()
         self._context.share_uplink()
         async with asyncio.TaskGroup() as background:
-            guard = background.create_task(self._guard.run())
+            guard = background.create_task(self._guard.watch())
             async with asyncio.TaskGroup() as tasks:
                 for part in self._rotated():
                     tasks.create_task(self._bring(part))
@@ -135,6 +137,10 @@ class AllReduce:
         await self._context.withdraw()
         await self._partials.close()
         await self._source.close()
+
+    def deliveries(self) -> tuple[Delivery, ...]:
+        """Return how fast other members deliver, as measured in this exchange."""
+        return self._context.meters.deliveries(self._members, self._members[self._me], self._plan.round)
 
     def settle(self, *, keep: bool) -> None:
         """After ``decoder.finish`` of a committed verdict: what the mean left out of ours is the next round's.
@@ -212,8 +218,11 @@ class AllReduce:
                     await self._stand_in(part)
                 else:
                     wait_s = self._wait_s(part, holder)
-                    stream = functools.partial(self._fetch, part, peer, wait_s)
-                    await self._guard.over(part.start, wait_s, self._store.lacks(part), self._store.put_checked, stream)
+                    meter = self._context.meter(holder, self._store.blob)
+                    attempt = functools.partial(
+                        fetch_part, self._endpoint, self._store, part, peer, wait_s, self._store.put_checked, meter
+                    )
+                    await self._guard.fetch(part.start, wait_s, self._store.lacks(part), meter, attempt)
                 return
             except ShoalError as error:
                 log.warning("round %d: no result from %s: %s", self._plan.round, peer, error)
@@ -224,10 +233,6 @@ class AllReduce:
                 trouble = f"{peer} did not deliver the part of {self._members[part.owner]}: {error}"
         self._exchange.trouble = trouble
 
-    async def _fetch(self, part: Part, peer: str, wait_s: float, put: ChunkConsumer) -> None:
-        fetch = functools.partial(fetch_part, self._endpoint, self._store, part, peer, wait_s, put)
-        await self._context.patiently(fetch)
-
     def _wait_s(self, part: Part, holder: int) -> float:
         deadlines = self._context.deadlines
         if not self._plan.columns:
@@ -237,8 +242,8 @@ class AllReduce:
     async def _stand_in(self, part: Part) -> None:
         """Adopt what others agree on of a failed owner's results, and make the rest anew."""
         log.warning("round %d: standing in for %s", self._plan.round, self._members[part.owner])
-        others = [self._members[one] for one in may_hold(self._plan, part) if one not in (self._me, part.owner)]
-        await adopt_agreed(self._endpoint, self._store, part, others, self._context.deadlines.adopt_s)
+        others = [one for one in may_hold(self._plan, part) if one not in (self._me, part.owner)]
+        await adopt_agreed(self._context, part, others)
         for run in self._store.missing(part):
             without = frozenset((part.owner,))
             reduction = Reduction(self._context, self._store.group, self._store.put, without=without)

@@ -21,7 +21,6 @@ from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import may_hold
-from shoal.swarm.averaging.chunk_streams import MeteredEndpoint
 from shoal.swarm.averaging.norm_claims import claim_of, ranges
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.averaging.prefetch import Prefetch, PrefetchManager
@@ -70,7 +69,7 @@ class Averager:
         self.on_exchange: Callable[[bool], object] = bool
         """Told when an exchange begins here and when it has ended: what else uses the link can wait."""
         self._client = client
-        self._endpoint = MeteredEndpoint(endpoint)
+        self._endpoint = endpoint
         self._codec_map = codec_map
         self._buffers = RoundBuffers()
         self._elements = elements
@@ -249,9 +248,7 @@ class Averager:
         client, self._is_offered = self._client, True
         if not self.feedback.in_round:
             await in_thread(self._begin, offer)
-        if self._prefetch is None:
-            self._endpoint.forget()
-        else:
+        if self._prefetch is not None:
             if not (view.as_expected and self._prefetch.fits(plan)):
                 self._prefetch.context.close_streams(tasks)
             self._prefetch.begin(self.feedback)
@@ -266,8 +263,7 @@ class Averager:
             if not running.done():
                 running.cancel()
                 return None
-        deliveries = self._endpoint.deliveries([member.peer for member in plan.members], client.peer, plan.round)
-        return await in_thread(running.result().report, store, deliveries)
+        return await in_thread(running.result().report, store, exchange.deliveries())
 
     def _all_reduce(self, store: ResultStore) -> AllReduce:
         client = self._client

@@ -1,11 +1,17 @@
-"""Streams of chunks between one member and the others of a round, and how fast each other member delivers."""
+"""Streams of chunks between one member and the others of a round, and how fast each other member delivers.
+
+Time-outs and retries of an exchange are decided in three places, from the inside out. ``Endpoint.fetch`` resumes a
+stream over broken links until ``wait_s`` have passed without a chunk. ``StragglerGuard.fetch`` repeats a stream that
+failed while the coordinator was away, and cuts off stragglers. Whoever wanted the chunks then asks the next source, or
+continues without them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +20,7 @@ from shoal.swarm.averaging.contribution import contribution_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.errors import LinkError, MemberGone, ShoalError, WireError
+from shoal.swarm.errors import LinkError, ShoalError, WireError
 from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
 from shoal.swarm.transport.link import Sink
 from shoal.swarm.transport.node import Endpoint
@@ -23,15 +29,18 @@ from shoal.swarm.transport.source import ChunkSource
 log = logging.getLogger(__name__)
 
 _FEWEST_BYTES = 2**18
-"""Less says more about delays than about a link."""
+"""Fewest bytes that a rate is computed from: less says more about delays than about a link."""
+
+Chunks = AsyncGenerator[tuple[int, memoryview], None]
+"""Chunks of a stream with their indices, in order."""
+
+
+# Measuring ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class DeliveryMeter:
-    """What one member delivered, in the time that we waited for chunks of its contribution.
-
-    Partials and results are not waited for here: who makes them waits for others itself. But they come over the same
-    link, so what arrives of them meanwhile counts."""
+    """Bytes that arrived, and the time that we waited for them."""
 
     size_bytes: int = 0
     seconds: float = 0.0
@@ -39,79 +48,83 @@ class DeliveryMeter:
     _arrived_s: float = -math.inf
 
     def began(self, now_s: float) -> None:
-        """The first chunk of a stream is here: how long it took is not the link's, but everybody's start."""
+        """Note a stream's first chunk. Its delay says when everybody started, nothing about the link."""
         self._beside_bytes, self._arrived_s = 0, now_s
 
     def arrived(self, size_bytes: int, now_s: float, waited_s: float, paused_s: float) -> None:
-        """Another chunk of a stream, ``waited_s`` after we asked for it, ``paused_s`` after the one before had come.
+        """Note a later chunk, ``waited_s`` after we asked for it and ``paused_s`` between the previous one and that.
 
-        After a pause of ours that was longer than the wait, it had been lying here and tells nothing. Streams run
-        beside each other: no moment counts twice."""
+        If the pause was longer than the wait, the chunk had been lying here and tells nothing. Streams run beside each
+        other: no moment counts twice."""
         if waited_s >= paused_s:
             self.size_bytes += size_bytes + self._beside_bytes
             self.seconds += min(waited_s + paused_s, now_s - self._arrived_s)
         self._beside_bytes, self._arrived_s = 0, now_s
 
     def arrived_beside(self, size_bytes: int) -> None:
-        """A chunk of something else."""
+        """Note a chunk that we do not wait for but that shares the link."""
         self._beside_bytes += size_bytes
 
     @property
     def bps(self) -> float | None:
-        """Bits a second; None while too little came to tell."""
+        """Rate in bits a second; None while too little has arrived to tell."""
         if self.size_bytes < _FEWEST_BYTES or not self.seconds:
             return None
         return max(1.0, 8 * self.size_bytes / self.seconds)
 
 
-class MeteredEndpoint:
-    """An endpoint that measures what is fetched over it (an ``Endpoint``)."""
+class StreamMeter:
+    """Delivery rate of one stream; what it measures counts for the member that sends it, too.
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._paces: dict[str, DeliveryMeter] = {}
+    A first chunk counts in nothing: when it comes depends on everybody's start, and it has a deadline of its own. All
+    moments are of one clock, in seconds."""
 
-    def publish(self, blob: Blob, source: ChunkSource) -> None:
-        self._endpoint.publish(blob, source)
+    def __init__(self, member: DeliveryMeter | None = None, *, is_contribution: bool = False) -> None:
+        """``member``: the sender's meter. Only contributions are waited for there; partial sums and results depend on
+        other members, too, but share the link."""
+        self._stream = DeliveryMeter()
+        self._member = member
+        self._is_contribution = is_contribution
+        self._arrived_s = 0.0
+        self._asked_s: float | None = None
+        self.chunk_bytes = 0
+        """Size of the largest chunk; 0 before any has arrived."""
 
-    def retract(self, blob: Blob) -> None:
-        self._endpoint.retract(blob)
+    def begin(self) -> None:
+        """Expect the first chunk, or the first one since the stream was opened anew."""
+        self._asked_s = None
 
-    def share_uplink(self, shares: Mapping[str, float], scope: int = 0) -> None:
-        self._endpoint.share_uplink(shares, scope)
+    def arrived(self, size_bytes: int, now_s: float) -> None:
+        """Note a chunk; the next one is not asked for before ``asked``."""
+        meters = [self._stream]
+        if self._member is not None and self._is_contribution:
+            meters.append(self._member)
+        elif self._member is not None:
+            self._member.arrived_beside(size_bytes)
+        for meter in meters:
+            if self._asked_s is None:
+                meter.began(now_s)
+            else:
+                meter.arrived(size_bytes, now_s, now_s - self._asked_s, self._asked_s - self._arrived_s)
+        self.chunk_bytes, self._arrived_s = max(self.chunk_bytes, size_bytes), now_s
 
-    async def fetch(
-        self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
-    ) -> AsyncGenerator[int, None]:
-        """As the endpoint's."""
-        pace, sizes = self._paces.setdefault(peer, DeliveryMeter()), dict.fromkeys(chunks, 0)
+    def asked(self, now_s: float) -> None:
+        """Note that we are ready for the next chunk."""
+        self._asked_s = now_s
 
-        def measured(chunk: int, size_bytes: int) -> memoryview:  # on the data plane's thread
-            sizes[chunk] = size_bytes
-            return sink(chunk, size_bytes)
+    @property
+    def chunk_s(self) -> float | None:
+        """Seconds for a chunk that we waited for; None while there was none."""
+        one = self._stream
+        return one.seconds * self.chunk_bytes / one.size_bytes if one.size_bytes else None
 
-        loop = asyncio.get_running_loop()
-        arrived_s = asked_s = loop.time()
-        async with aclosing(self._endpoint.fetch(peer, blob, chunks, measured, progress_s)) as stream:
-            async for chunk in stream:
-                now_s = loop.time()
-                if blob.kind != "contribution":
-                    pace.arrived_beside(sizes[chunk])
-                elif chunk == chunks.start:
-                    pace.began(now_s)
-                else:
-                    pace.arrived(sizes[chunk], now_s, now_s - asked_s, asked_s - arrived_s)
-                arrived_s = now_s
-                yield chunk
-                asked_s = loop.time()
 
-    def forget(self) -> None:
-        """Begin anew, for another round."""
-        self._paces.clear()
+class MemberMeters(dict[str, DeliveryMeter]):
+    """Delivery meters of a round's members, by peer id, for the round's report."""
 
     def deliveries(self, members: Sequence[str], me: str, round_number: int) -> tuple[Delivery, ...]:
-        """Of some of the plan's ``members``, others in every round when there are more than a report has room for."""
-        known = [(index, pace.bps) for index, peer in enumerate(members) if (pace := self._paces.get(peer)) is not None]
+        """Rates of the plan's ``members``; others in every round when there are more than a report has room for."""
+        known = [(index, self[peer].bps) for index, peer in enumerate(members) if peer in self]
         seen = [Delivery(member=index, bps=bps) for index, bps in known if bps is not None]
         if not seen:
             return ()
@@ -119,29 +132,51 @@ class MeteredEndpoint:
         return tuple((seen[first:] + seen[:first])[:MAX_DELIVERIES])
 
 
-Chunks = AsyncGenerator[tuple[int, memoryview], None]
-"""Of a stream, with their index, in order."""
+# Receiving ----------------------------------------------------------------------------------------------------
+
+
+async def receive_chunks(
+    fetch: Callable[[Sink], AsyncGenerator[int, None]], room: Callable[[int, int], memoryview], meter: StreamMeter
+) -> Chunks:
+    """Yield each chunk of a stream as it arrives, measured by ``meter``. Raises ``ShoalError``, the sender's too.
+
+    ``fetch`` writes to a sink; ``room`` gives the memory for a chunk of an index and size."""
+    received: dict[int, memoryview] = {}
+    now_s = asyncio.get_running_loop().time
+
+    def sink(chunk: int, size: int) -> memoryview:  # on the data plane's thread
+        received[chunk] = data = room(chunk, size)
+        return data
+
+    meter.begin()
+    async with aclosing(fetch(sink)) as stream:
+        async for chunk in stream:
+            data = received.pop(chunk)
+            meter.arrived(data.nbytes, now_s())
+            yield chunk, data
+            meter.asked(now_s())
 
 
 class PrefetchedStream:
-    """A stream whose first chunk is on its way, or will be; no more come than its window allows."""
+    """A stream whose first chunk is requested before anybody takes it; no more arrive than its window allows."""
 
-    def __init__(self, stream: Chunks, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, stream: Chunks, meter: StreamMeter, tasks: asyncio.TaskGroup) -> None:
+        self.meter = meter
         self._stream = stream
-        self._first = tasks.create_task(self._begin())
+        self._first = tasks.create_task(self._fetch_first())
 
-    async def _begin(self) -> tuple[int, memoryview] | ShoalError | None:
+    async def _fetch_first(self) -> tuple[int, memoryview] | ShoalError | None:
         try:
             return await anext(self._stream, None)
         except ShoalError as error:
             return error
 
     async def chunks(self, wait_s: float) -> Chunks:
-        """All of them, from the first on. Raises ``ShoalError``: ``LinkError`` when ``wait_s`` pass without one."""
+        """Yield all chunks from the first on. Raises ``ShoalError``; ``LinkError`` after ``wait_s`` without one."""
         try:
             done, _ = await asyncio.wait([self._first], timeout=wait_s)
             if not done or self._first.cancelled():
-                raise LinkError(f"nothing had come ahead, nor for {wait_s:.1f} s")
+                raise LinkError(f"no chunk was prefetched, and none came for {wait_s:.1f} s")
             following = self._first.result()
             while following is not None:
                 if isinstance(following, ShoalError):
@@ -156,19 +191,15 @@ class PrefetchedStream:
             await self.close()
 
     async def close(self) -> None:
-        """Stop it, wherever it is."""
+        """Stop the stream, wherever it is."""
         self._first.cancel()
         await asyncio.wait([self._first])
         await self._stream.aclose()
 
 
-ChunkConsumer = Callable[[int, memoryview], Awaitable[None]]
-"""Takes a chunk by its index; the next one comes when it returns."""
-
-
 @dataclass(frozen=True)
 class StreamRequest:
-    """Chunks of ``blob``: of which lengths each may be, with which header, and how long to wait for one."""
+    """Chunks of ``blob``: which sizes each may have, the size of its header, and how long to wait for one."""
 
     blob: Blob
     sizes_bytes: Callable[[int], Collection[int]]
@@ -178,9 +209,11 @@ class StreamRequest:
 
 @dataclass(frozen=True)
 class ExchangeContext:
-    """``was_away``: whether the coordinator was, since that moment of the loop's clock. Then others may not have heard
-    of this round, and without a verdict it costs nothing to wait for them. ``sources``: what we offer ourselves.
-    ``ahead``: streams that are open already, by member."""
+    """One member's view of an exchange: the plan's members, and how to get chunks from them, or from itself.
+
+    ``was_away``: whether the coordinator was unreachable at some time since a moment of the loop's clock; then others
+    may not have heard of this round, and without a verdict waiting for them costs nothing. ``sources``: what we offer.
+    ``prefetched``: streams that are open already."""
 
     endpoint: Endpoint
     store: ResultStore
@@ -188,24 +221,27 @@ class ExchangeContext:
     deadlines: Deadlines
     was_away: Callable[[float], bool]
     sources: dict[Blob, ChunkSource]
-    ahead: dict[tuple[int, Blob, range], PrefetchedStream] = field(default_factory=dict)
+    prefetched: dict[tuple[int, Blob, range], PrefetchedStream] = field(default_factory=dict)
+    meters: MemberMeters = field(default_factory=MemberMeters)
 
     @property
     def members(self) -> list[str]:
         return [member.peer for member in self.store.plan.members]
 
+    # What we offer
+
     def publish(self) -> None:
-        """From now on others get what we bring."""
+        """Offer our sources to the other members."""
         for blob, source in self.sources.items():
             self.endpoint.publish(blob, source)
 
     def share_uplink(self) -> None:
-        """Each of them gets its share of what we send."""
+        """Give each member its share of what we send."""
         members, shares = self.members, Traffic(self.store.plan).shares(self.me)
         self.endpoint.share_uplink({members[one]: share for one, share in shares.items()})
 
     async def withdraw(self) -> None:
-        """The end of all that, and of streams that nobody has taken."""
+        """Offer nothing more, and close prefetched streams that nobody has taken."""
         self.endpoint.share_uplink({})
         for blob in self.sources:
             self.endpoint.retract(blob)
@@ -213,14 +249,15 @@ class ExchangeContext:
             self.close_streams(tasks)
 
     def close_streams(self, tasks: asyncio.TaskGroup) -> None:
-        """Those that are open ahead: what they have brought is forgotten. To say so may take a while, where a member is
-        not there any more."""
-        for stream in self.ahead.values():
+        """Close the prefetched streams and forget their chunks. A member that is gone may take a while to be told."""
+        for stream in self.prefetched.values():
             tasks.create_task(stream.close())
-        self.ahead.clear()
+        self.prefetched.clear()
+
+    # What others offer
 
     def contributions(self) -> StreamRequest:
-        """What a member brings."""
+        """Request for a member's contribution."""
         store = self.store
 
         def sizes_bytes(chunk: int) -> Collection[int]:
@@ -229,8 +266,8 @@ class ExchangeContext:
 
         return StreamRequest(contribution_blob(store.plan), sizes_bytes, 0, self.deadlines.contribution_s)
 
-    def partials(self, group: Group) -> StreamRequest:
-        """What a relay makes of its row's contributions; ``group`` is that row."""
+    def partial_sums(self, group: Group) -> StreamRequest:
+        """Request for what a row reducer makes of its row's contributions; ``group`` is that row."""
         store = self.store
 
         def sizes_bytes(chunk: int) -> Collection[int]:
@@ -241,68 +278,63 @@ class ExchangeContext:
         blob = Blob(kind="partial", number=store.plan.round)
         return StreamRequest(blob, sizes_bytes, group.header_bytes, self.deadlines.partial_s)
 
-    async def receive(self, member: int, wanted: StreamRequest, chunks: range, hand_in: ChunkConsumer) -> None:
-        """Hand in the chunks one after the other. Raises ``ShoalError``, the other side's too."""
-        following = chunks.start
+    def meter(self, member: int, blob: Blob) -> StreamMeter:
+        """Return a meter for a new stream from a member."""
+        if member == self.me:
+            return StreamMeter()
+        sender = self.meters.setdefault(self.members[member], DeliveryMeter())
+        return StreamMeter(sender, is_contribution=blob.kind == "contribution")
 
-        async def go_on() -> None:
-            nonlocal following
-            async with aclosing(self._open(member, wanted, range(following, chunks.stop))) as stream:
+    def meter_of(self, member: int, request: StreamRequest, chunks: range) -> StreamMeter:
+        """Return the meter of the prefetched stream of these chunks, or a new one."""
+        prefetched = self.prefetched.get((member, request.blob, chunks))
+        return self.meter(member, request.blob) if prefetched is None else prefetched.meter
+
+    def prefetch(self, member: int, request: StreamRequest, chunks: range, tasks: asyncio.TaskGroup) -> None:
+        """Open a stream whose chunks are taken later, by ``open_stream``."""
+        meter = self.meter(member, request.blob)
+        stream = self._stream(member, request, chunks, meter)
+        self.prefetched[member, request.blob, chunks] = PrefetchedStream(stream, meter, tasks)
+
+    def open_stream(self, member: int, request: StreamRequest, chunks: range, meter: StreamMeter) -> Chunks:
+        """Take the prefetched stream of these chunks, or open one. It raises ``ShoalError``, the sender's too."""
+        prefetched = self.prefetched.pop((member, request.blob, chunks), None)
+        if prefetched is None:
+            return self._stream(member, request, chunks, meter)
+        return self._continued(prefetched, member, request, chunks)
+
+    async def _continued(
+        self, prefetched: PrefetchedStream, member: int, request: StreamRequest, chunks: range
+    ) -> Chunks:
+        """Yield what a prefetched stream delivers, and request the rest anew. Both together wait as long as one does
+        alone."""
+        following, limit_s, now_s = chunks.start, request.wait_s, asyncio.get_running_loop().time
+        since_s = now_s()
+        try:
+            async with aclosing(prefetched.chunks(limit_s / 3)) as stream:
                 async for chunk, data in stream:
-                    following = chunk + 1
-                    await hand_in(chunk, data)
-
-        await self.patiently(go_on)
-
-    async def _open(self, member: int, wanted: StreamRequest, chunks: range) -> Chunks:
-        """By the stream that is open already, if there is one; what it does not bring is asked for anew. Both together
-        get the time that one has alone."""
-        following, ahead = chunks.start, self.ahead.pop((member, wanted.blob, chunks), None)
-        if ahead is not None:
-            limit_s, since_s = wanted.wait_s, _now_s()
-            try:
-                async with aclosing(ahead.chunks(limit_s / 3)) as stream:
-                    async for chunk, data in stream:
-                        yield chunk, data
-                        following, since_s = chunk + 1, _now_s()
-            except ShoalError as error:
-                log.debug("round %d: %s: %s", self.store.plan.round, self.members[member], error)
-                wanted = replace(wanted, wait_s=limit_s - (_now_s() - since_s))
-        async with aclosing(self.stream(member, wanted, range(following, chunks.stop))) as stream:
+                    yield chunk, data
+                    following, since_s = chunk + 1, now_s()
+        except ShoalError as error:
+            log.debug("round %d: %s: %s", self.store.plan.round, self.members[member], error)
+            request = replace(request, wait_s=limit_s - (now_s() - since_s))
+        rest = range(following, chunks.stop)
+        async with aclosing(self._stream(member, request, rest, prefetched.meter)) as stream:
             async for chunk, data in stream:
                 yield chunk, data
 
-    async def stream(self, member: int, wanted: StreamRequest, chunks: range) -> Chunks:
-        """The chunks as they come. Raises ``ShoalError``, the other side's too."""
-        received: dict[int, memoryview] = {}
+    def _stream(self, member: int, request: StreamRequest, chunks: range, meter: StreamMeter) -> Chunks:
+        def fetch(sink: Sink) -> AsyncGenerator[int, None]:
+            if member == self.me:
+                return _own(self.sources[request.blob], chunks, sink)
+            return self.endpoint.fetch(self.members[member], request.blob, chunks, sink, request.wait_s)
 
-        def sink(chunk: int, size: int) -> memoryview:
-            if size not in wanted.sizes_bytes(chunk):
-                raise WireError(f"a {wanted.blob.kind} chunk of {size} bytes does not fit")
-            received[chunk] = self.store.buffers.passing.take(size, wanted.header_bytes)
-            return received[chunk]
+        def room(chunk: int, size: int) -> memoryview:
+            if size not in request.sizes_bytes(chunk):
+                raise WireError(f"a {request.blob.kind} chunk of {size} bytes does not fit")
+            return self.store.buffers.passing.take(size, request.header_bytes)
 
-        async with aclosing(self._fetch(member, wanted, chunks, sink)) as stream:
-            async for chunk in stream:
-                yield chunk, received.pop(chunk)
-
-    async def patiently(self, fetch: Callable[[], Awaitable[None]]) -> None:
-        """Fetch; again when that took too long while the coordinator was away. Raises ``ShoalError``."""
-        while True:
-            start_s = asyncio.get_running_loop().time()
-            try:
-                return await fetch()
-            except MemberGone:
-                raise
-            except LinkError:
-                if not self.was_away(start_s):
-                    raise
-            await asyncio.sleep(self.deadlines.heartbeat_s)  # that somebody cannot be had is known at once, and again
-
-    def _fetch(self, member: int, wanted: StreamRequest, chunks: range, sink: Sink) -> AsyncGenerator[int, None]:
-        if member == self.me:
-            return _own(self.sources[wanted.blob], chunks, sink)
-        return self.endpoint.fetch(self.members[member], wanted.blob, chunks, sink, wanted.wait_s)
+        return receive_chunks(fetch, room, meter)
 
 
 async def _own(source: ChunkSource, chunks: range, sink: Sink) -> AsyncGenerator[int, None]:
@@ -310,7 +342,3 @@ async def _own(source: ChunkSource, chunks: range, sink: Sink) -> AsyncGenerator
         data = await source.chunk(chunk)
         sink(chunk, data.nbytes)[:] = data
         yield chunk
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

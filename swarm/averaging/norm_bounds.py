@@ -43,7 +43,7 @@ class NormBounds:
         claim = float(self._squares[member, self._touched(start, stop)].sum())
         return _with_slack(claim, 1.0, stop - start)
 
-    def partial(self, included: Sequence[int], start: int, stop: int) -> float:
+    def partial_sum(self, included: Sequence[int], start: int, stop: int) -> float:
         """Of a row's mean of these members, as its relay packs it."""
         return self._mean(included, start, stop, 1)
 

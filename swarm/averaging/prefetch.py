@@ -14,23 +14,24 @@ from dataclasses import replace
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.buffer_pool import RoundBuffers
-from shoal.swarm.averaging.chunk_streams import ExchangeContext, MeteredEndpoint, PrefetchedStream
+from shoal.swarm.averaging.chunk_streams import ExchangeContext
 from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 
 _TRIES = 3
-"""A stream is opened anew after such a part of what it is waited for; one that has nothing to bring yet need not be."""
+"""A stream is opened anew after this fraction of the time it is waited for; one that has nothing yet need not be."""
 
 
 class Prefetch:
-    """By a plan that may not come. What was made of it goes into the exchange, or is closed."""
+    """Streams opened by an expected plan, which may not come. The exchange takes them over, or ``close`` ends them."""
 
     def __init__(self, context: ExchangeContext) -> None:
-        """``context``: in the expected plan, a flat group's, without anything to offer yet."""
+        """``context``: of the expected plan, a flat group's, with no sources yet."""
         self.context = context
         self.plan = context.store.plan
         self.source = ContributionSource(context.store)
@@ -38,28 +39,25 @@ class Prefetch:
         self.has_begun = False
         """Whether others may have got something of ours."""
 
-    def ask(self, tasks: asyncio.TaskGroup, wait_s: float) -> None:
-        """Have others ask us, and ask them: for so long there may be nothing yet."""
+    def request_contributions(self, tasks: asyncio.TaskGroup, wait_s: float) -> None:
+        """Request contributions for our parts, and accept requests for ours; for ``wait_s`` there may be none yet."""
         context, store = self.context, self.context.store
         context.publish()
-        wanted = replace(context.contributions(), wait_s=_TRIES * wait_s)
+        request = replace(context.contributions(), wait_s=_TRIES * wait_s)
         for part in self.plan.parts:
             for member in range(len(context.members)):
                 if part.owner == context.me != member:
-                    chunks = store.chunks_of(part)
-                    context.ahead[member, wanted.blob, chunks] = PrefetchedStream(
-                        context.stream(member, wanted, chunks), tasks
-                    )
+                    context.prefetch(member, request, store.chunks_of(part), tasks)
 
     def begin(self, feedback: ErrorFeedback) -> None:
-        """We are ready: others get what they ask for. ``feedback`` is in its round with what we bring."""
+        """Send our contribution to whoever asks. ``feedback`` has begun its round with it."""
         if not self.has_begun:
             self.has_begun = True
             self.context.share_uplink()
             self.source.begin(feedback)
 
     def has_chunks_of(self, plan: RoundPlan) -> bool:
-        """Whether what we offer is what that plan's owners ask us for: they may have got some of it."""
+        """Whether that plan's owners ask for the chunks that we offer: they may have got some of them."""
         return contribution_blob(plan) == contribution_blob(self.plan)
 
     def fits(self, plan: RoundPlan) -> bool:
@@ -70,17 +68,18 @@ class Prefetch:
         )
 
     async def close(self) -> None:
-        """Forget what was fetched, and offer nothing more. Then the feedback may be settled, or discarded."""
+        """Forget what was fetched, and offer nothing more. Only then may the feedback be settled or discarded."""
         await self.context.withdraw()
         await self.source.close()
 
 
 class PrefetchManager:
-    """Holds at most one head start, of the closing that is announced. One that nobody takes ends with its closing: when
-    the plan comes, the round goes otherwise, or we are too late for it."""
+    """Begins a prefetch when a closing announces its expected plan; holds at most one.
+
+    A prefetch that nobody takes ends with its closing: when another plan comes, or the member is too late."""
 
     def __init__(
-        self, client: CoordinatorClient, endpoint: MeteredEndpoint, codec_map: CodecMap, buffers: RoundBuffers
+        self, client: CoordinatorClient, endpoint: Endpoint, codec_map: CodecMap, buffers: RoundBuffers
     ) -> None:
         self._client = client
         self._endpoint = endpoint
@@ -94,7 +93,7 @@ class PrefetchManager:
         self._is_taken = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the view until cancelled."""
         client = self._client
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -103,15 +102,15 @@ class PrefetchManager:
                     await client.wait_for(lambda _: self._is_over or self._expected is not None, left_s)
                     if self._is_over:
                         await self._close()
-                    self._look()
+                    self._begin_expected()
         finally:
             self._tasks = None
             if not self._is_taken:
                 await self._close()
 
     def take(self, round_number: int) -> Prefetch | None:
-        """What has begun of that round, now the caller's to close; until ``release`` nothing else begins."""
-        self._look()
+        """Return the prefetch of that round, now the caller's to close; until ``release`` no other begins."""
+        self._begin_expected()
         self._is_taken = True
         one = self._prefetch
         if one is None or self._joins != self._client.joins or one.plan.round != round_number:
@@ -120,13 +119,13 @@ class PrefetchManager:
         return one
 
     def release(self) -> None:
-        """The round is over for us."""
+        """Allow prefetches again: the round is over for us."""
         self._is_taken = False
         self._client.wake()
 
     @property
     def _expected(self) -> RoundPlan | None:
-        """What to begin with now."""
+        """The plan to begin with now."""
         plan = self._client.view.expected
         if plan is None or self._is_taken or self._prefetch is not None or plan == self._last:
             return None
@@ -134,25 +133,24 @@ class PrefetchManager:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the head start that is here is of no use any more."""
+        """Whether the current prefetch is of no use any more."""
         if self._prefetch is None or self._is_taken:
             return False
         client, plan = self._client, self._prefetch.plan
         return client.view.expected != plan or client.joins != self._joins or _now_s() >= self._ends_s
 
-    def _look(self) -> None:
+    def _begin_expected(self) -> None:
         plan, client = self._expected, self._client
         if plan is None or self._tasks is None:
             return
-        log.debug("round %d: asking for contributions ahead of the plan", plan.round)
+        log.debug("round %d: requesting contributions ahead of the plan", plan.round)
         index = [member.peer for member in plan.members].index(client.peer)
         store = ResultStore(plan, self._codec_map, self._buffers)
-        self._endpoint.forget()
         self._prefetch = Prefetch(ExchangeContext(self._endpoint, store, index, client.deadlines, client.was_away, {}))
         self._last, self._joins = plan, client.joins
         wait_s = max(0.0, (client.closes_at_s or 0.0) - _now_s()) + client.deadlines.ready_s
         self._ends_s = _now_s() + wait_s
-        self._prefetch.ask(self._tasks, wait_s)
+        self._prefetch.request_contributions(self._tasks, wait_s)
 
     async def _close(self) -> None:
         one, self._prefetch = self._prefetch, None

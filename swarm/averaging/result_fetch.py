@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.buffer_pool import same_bytes
-from shoal.swarm.averaging.results import ResultStore, is_committed
+from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamMeter, receive_chunks
+from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, LinkError, ShoalError
 from shoal.swarm.protocol.messages import Part, Verdict
-from shoal.swarm.transport.link import Sink
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
@@ -29,36 +30,34 @@ async def fetch_part(
     part: Part,
     holder: str,
     progress_s: float,
-    hand_in: Callable[[int, memoryview], Awaitable[None]] | None = None,
+    put: Callable[[int, memoryview], Awaitable[None]] | None = None,
+    meter: StreamMeter | None = None,
     *,
     only_held: bool = False,
 ) -> None:
-    """Bring what the store lacks of one part from ``holder``. Raises ``ShoalError``, the holder's too.
+    """Fetch what the store lacks of one part from ``holder``. Raises ``ShoalError``, the holder's too.
 
-    ``hand_in``: where it goes instead of the store; ``only_held``: take what it has already, and wait for no more."""
-    put, blob = hand_in or store.put, store.held if only_held else store.blob
+    ``put``: takes the chunks instead of the store; ``only_held``: skip chunks that the holder does not have yet."""
+    put, blob = put or store.put, store.held if only_held else store.blob
+
+    def room(chunk: int, size: int) -> memoryview:
+        return memoryview(bytearray()) if only_held and not size else store.room(chunk, size)
+
     for run in store.missing(part):
-        received: dict[int, memoryview] = {}
-        fitting = store.sink(received)
-
-        def sink(chunk: int, size: int, fitting: Sink = fitting) -> memoryview:
-            return memoryview(bytearray()) if only_held and not size else fitting(chunk, size)
-
-        async with aclosing(endpoint.fetch(holder, blob, run, sink, progress_s)) as stream:
-            async for chunk in stream:
-                if chunk in received:
-                    data = received.pop(chunk)
+        fetch = functools.partial(endpoint.fetch, holder, blob, run, progress_s=progress_s)
+        async with aclosing(receive_chunks(fetch, room, meter or StreamMeter())) as stream:
+            async for chunk, data in stream:
+                if data.nbytes:
                     store.check(chunk, data)
                     await put(chunk, data)
 
 
-async def adopt_agreed(
-    endpoint: Endpoint, store: ResultStore, part: Part, holders: Sequence[str], progress_s: float
-) -> None:
-    """Take over what two of ``holders`` have already, and the same, of what the store lacks of a part.
+async def adopt_agreed(context: ExchangeContext, part: Part, holders: Sequence[int]) -> None:
+    """Adopt chunks of a part that two of ``holders``, indices of the plan, have already and alike.
 
     Nothing shows yet which bytes are the owner's, so nobody's word alone counts; unless there are no two others. Means
-    above the plan's bound are nobody's."""
+    above the plan's bound are never adopted."""
+    store = context.store
     enough = min(2, len(store.plan.members) - 2)
     said: dict[int, list[memoryview]] = {}
 
@@ -71,8 +70,10 @@ async def adopt_agreed(
     for holder in holders:
         if store.has(part):
             return
+        peer, wait_s = context.members[holder], context.deadlines.adopt_s
         with suppress(ShoalError):
-            await fetch_part(endpoint, store, part, holder, progress_s, hear, only_held=True)
+            meter = context.meter(holder, store.held)
+            await fetch_part(context.endpoint, store, part, peer, wait_s, hear, meter, only_held=True)
 
 
 async def ensure_part(
@@ -143,7 +144,7 @@ async def fetch_committed(
                 except ShoalError as error:  # the donor's errors come out of here, too
                     trouble = f"{donor}: {error}"
                 else:
-                    if await in_thread(is_committed, store.bytes_of(part), digest):
+                    if await in_thread(store.digest, part) == digest:
                         await in_thread(_warn_of_norms, store, part)
                         return
                     trouble = f"{donor} has other bytes of round {verdict.round} than the committed ones"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -49,19 +48,6 @@ class RunningDigest:
             self._digest.update(chunk)
             self._chunks.append(chunk)
         return self._digest.digest()
-
-
-def is_committed(chunks: Sequence[memoryview], digest: bytes) -> bool:
-    """Whether these are the chunks of which a verdict on an earlier round has this digest."""
-    return part_digest(chunks) == digest or _digest_of_protocol_3(chunks) == digest
-
-
-def _digest_of_protocol_3(chunks: Iterable[memoryview]) -> bytes:
-    """SHA-256, as members had it up to that protocol version: the verdicts on their rounds are of the run for ever."""
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.digest()
 
 
 class ChunkStore:
@@ -261,18 +247,12 @@ class ResultStore(ChunkStore):
         """Those in hand, by index; their memory is not used again before they are let go of."""
         return list(self._held)
 
-    def sink(self, received: dict[int, memoryview]) -> Callable[[int, int], memoryview]:
-        """Where fetched result chunks go; refuses any that has neither of the two possible lengths."""
-        group = self.group
-
-        def take(chunk: int, size: int) -> memoryview:
-            start, stop = self.bounds(chunk)
-            if size not in (group.header_bytes, group.result_bytes(self.codec(chunk), stop - start)):
-                raise WireError(f"a result chunk of {size} bytes does not fit")
-            received[chunk] = self.buffers.results.take(size, group.header_bytes)
-            return received[chunk]
-
-        return take
+    def room(self, chunk: int, size: int) -> memoryview:
+        """Return memory for a fetched result chunk. Raises ``WireError`` for a size that no result chunk has."""
+        group, (start, stop) = self.group, self.bounds(chunk)
+        if size not in (group.header_bytes, group.result_bytes(self.codec(chunk), stop - start)):
+            raise WireError(f"a result chunk of {size} bytes does not fit")
+        return self.buffers.results.take(size, group.header_bytes)
 
     def mean(self) -> Tensor:
         """The decoded mean, (elements,) float32. Needs every chunk but those of void parts."""

@@ -1,7 +1,7 @@
 """Rounds that were never averaged: a plan, the results that somebody might have made, and a signed verdict on them."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 
 import torch
 from tests.fakes.memory_coordinator import identity
@@ -31,20 +31,10 @@ def results_of(plan: RoundPlan, codec_map: CodecMap, seed: int = 0, empty: Colle
     return chunks
 
 
-def protocol_3_digest(chunks: Iterable[memoryview]) -> bytes:
-    """What ``part_digest`` was up to that protocol version."""
-    return hashlib.sha256(b"".join(chunks)).digest()
-
-
-def verdict_on(
-    plan: RoundPlan,
-    chunks: list[memoryview],
-    void: Collection[int] = (),
-    digest: Callable[[Iterable[memoryview]], bytes] = part_digest,
-) -> Verdict:
+def verdict_on(plan: RoundPlan, chunks: list[memoryview], void: Collection[int] = ()) -> Verdict:
     """Committed, but for the parts of ``void``."""
     digests = [
-        None if index in void else digest(chunks[one] for one in chunks_of(plan, part))
+        None if index in void else part_digest(chunks[one] for one in chunks_of(plan, part))
         for index, part in enumerate(plan.parts)
     ]
     return signed(

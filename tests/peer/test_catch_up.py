@@ -7,14 +7,13 @@ import pytest
 import torch
 from tests.fakes.grids import plan_of
 from tests.fakes.memory_network import changed, stalled
-from tests.fakes.rounds import protocol_3_digest, signed
+from tests.fakes.rounds import signed
 from tests.fakes.stateful import StatefulMember, play_rounds, stateful_swarm
 from tests.fakes.swarm import Swarm, run_toml
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
 from shoal.peer.history.catch_up import path, roll_forward
-from shoal.swarm.averaging import results
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.messages import Verdict
 
@@ -68,12 +67,10 @@ async def cut_off_for(rounds: int, run: Swarm, members: list[StatefulMember]) ->
     return late
 
 
-def test_rounds_from_before_protocol_version_4_are_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caught_up_rounds_are_recorded_and_lead_from_the_start_to_the_same_state(tmp_path: Path) -> None:
     async def main() -> None:
         async with stateful_swarm(tmp_path, 3, run_toml(2 * SAMPLES, "int8"), ELEMENTS) as (run, members):
-            with monkeypatch.context() as earlier:
-                earlier.setattr(results.RunningDigest, "of", lambda self, chunks: protocol_3_digest(chunks))
-                late = await cut_off_for(1, run, members)
+            late = await cut_off_for(1, run, members)
             await play_rounds(members[:2], 1, SAMPLES, contribution)
             assert (await late.missed(late.state)).digest == members[0].digest
             assert late.missed.rounds == 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from tests.fakes.grids import plan_of
-from tests.fakes.rounds import COORDINATOR, RUN_HASH, protocol_3_digest, results_of, signed, verdict_on
+from tests.fakes.rounds import COORDINATOR, RUN_HASH, results_of, signed, verdict_on
 
 from shoal.compression.codec_map import get_codec_map
 from shoal.peer.history import round_records
@@ -77,8 +77,8 @@ def test_every_flipped_byte_is_refused_by_name(records: RoundRecords) -> None:
                 records.open(PLAN.round).read()
 
 
-def test_a_record_of_a_round_before_protocol_version_4(records: RoundRecords) -> None:
-    record = records.write(verdict_on(PLAN, CHUNKS, digest=protocol_3_digest), CHUNKS)
+def test_a_damaged_part_of_a_record_is_named(records: RoundRecords) -> None:
+    record = records.write(VERDICT, CHUNKS)
     assert as_bytes(record.read()) == as_bytes(CHUNKS)
     whole = record.path.read_bytes()
     record.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

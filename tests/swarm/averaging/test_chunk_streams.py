@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import itertools
 
 import pytest
@@ -7,7 +8,7 @@ from tests.fakes.memory_network import MemoryNetwork, UplinkNetwork
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual
 
-from shoal.swarm.averaging.chunk_streams import DeliveryMeter, MeteredEndpoint
+from shoal.swarm.averaging.chunk_streams import Chunks, DeliveryMeter, MemberMeters, StreamMeter, receive_chunks
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
 
@@ -16,49 +17,49 @@ BROUGHT, MADE = Blob(kind="contribution", number=1), Blob(kind="result", number=
 
 
 def test_bits_by_the_time_that_was_waited() -> None:
-    pace = DeliveryMeter()
-    pace.began(10.0)
-    pace.arrived(MIB, 10.5, waited_s=0.5, paused_s=0.0)
-    pace.arrived(MIB, 11.0, waited_s=0.25, paused_s=0.25)
-    assert pace.bps == 8 * 2 * MIB / 1.0
+    meter = DeliveryMeter()
+    meter.began(10.0)
+    meter.arrived(MIB, 10.5, waited_s=0.5, paused_s=0.0)
+    meter.arrived(MIB, 11.0, waited_s=0.25, paused_s=0.25)
+    assert meter.bps == 8 * 2 * MIB / 1.0
 
 
 def test_what_had_been_lying_here_tells_nothing() -> None:
-    pace = DeliveryMeter()
-    pace.arrived(MIB, 10.0, waited_s=0.5, paused_s=0.1)
-    before = pace.bps
-    pace.arrived_beside(MIB)
-    pace.arrived(MIB, 13.001, waited_s=0.001, paused_s=3.0)
-    assert pace.bps == before
-    pace.arrived(MIB, 13.601, waited_s=0.6, paused_s=0.0)
-    assert pace.bps == pytest.approx(8 * 2 * MIB / 1.2)
+    meter = DeliveryMeter()
+    meter.arrived(MIB, 10.0, waited_s=0.5, paused_s=0.1)
+    before = meter.bps
+    meter.arrived_beside(MIB)
+    meter.arrived(MIB, 13.001, waited_s=0.001, paused_s=3.0)
+    assert meter.bps == before
+    meter.arrived(MIB, 13.601, waited_s=0.6, paused_s=0.0)
+    assert meter.bps == pytest.approx(8 * 2 * MIB / 1.2)
 
 
 def test_streams_beside_each_other_share_the_time() -> None:
-    pace = DeliveryMeter()
+    meter = DeliveryMeter()
     for _ in range(2):
-        pace.began(10.0)
+        meter.began(10.0)
     for second in (11.0, 12.0, 13.0):
         for _ in range(2):
-            pace.arrived(MIB, second, waited_s=1.0, paused_s=0.0)
-    assert pace.bps == 8 * 6 * MIB / 3.0
+            meter.arrived(MIB, second, waited_s=1.0, paused_s=0.0)
+    assert meter.bps == 8 * 6 * MIB / 3.0
 
 
 def test_results_that_come_meanwhile_over_the_same_link_count() -> None:
-    pace = DeliveryMeter()
-    pace.arrived_beside(MIB)  # before we asked for anything
-    pace.began(10.0)
-    pace.arrived_beside(MIB)
-    pace.arrived(MIB, 11.0, waited_s=1.0, paused_s=0.0)
-    pace.arrived(MIB, 12.0, waited_s=1.0, paused_s=0.0)
-    assert pace.bps == 8 * 3 * MIB / 2.0
+    meter = DeliveryMeter()
+    meter.arrived_beside(MIB)  # before we asked for anything
+    meter.began(10.0)
+    meter.arrived_beside(MIB)
+    meter.arrived(MIB, 11.0, waited_s=1.0, paused_s=0.0)
+    meter.arrived(MIB, 12.0, waited_s=1.0, paused_s=0.0)
+    assert meter.bps == 8 * 3 * MIB / 2.0
 
 
 def test_little_tells_nothing() -> None:
-    pace = DeliveryMeter()
-    assert pace.bps is None
-    pace.arrived(1000, 10.0, waited_s=0.5, paused_s=0.0)
-    assert pace.bps is None
+    meter = DeliveryMeter()
+    assert meter.bps is None
+    meter.arrived(1000, 10.0, waited_s=0.5, paused_s=0.0)
+    assert meter.bps is None
 
 
 class _Bytes:
@@ -73,37 +74,34 @@ class _Bytes:
 def test_a_fetch_is_measured_without_its_callers_own_time() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=(0.1, 0.1), bandwidth_bps=(1e6, 1e6))
-        ours, theirs = MeteredEndpoint(network.endpoint("a")), network.endpoint("b")
+        ours, theirs, meters = network.endpoint("a"), network.endpoint("b"), MemberMeters(b=DeliveryMeter())
         for blob in (BROUGHT, MADE):
             theirs.publish(blob, _Bytes())
-        places: dict[int, bytearray] = {}
 
-        def sink(chunk: int, size: int) -> memoryview:
-            return memoryview(places.setdefault(chunk, bytearray(size)))
+        def fetch(blob: Blob) -> Chunks:
+            stream = functools.partial(ours.fetch, "b", blob, range(32), progress_s=60.0)
+            meter = StreamMeter(meters["b"], is_contribution=blob is BROUGHT)
+            return receive_chunks(stream, lambda _, size: memoryview(bytearray(size)), meter)
 
-        async for _ in ours.fetch("b", MADE, range(32), sink, 60.0):
+        async for _ in fetch(MADE):
             pass
-        assert ours.deliveries(["a", "b"], "a", 1) == (), "only contributions are waited for"
-        async for chunk in ours.fetch("b", BROUGHT, range(32), sink, 60.0):
+        assert meters.deliveries(["a", "b"], "a", 1) == (), "only contributions are waited for"
+        async for chunk, _ in fetch(BROUGHT):
             if chunk > 20:
                 await asyncio.sleep(5.0)
         assert now_s() > 50.0
-        (seen,) = ours.deliveries(["a", "b"], "a", 1)
+        (seen,) = meters.deliveries(["a", "b"], "a", 1)
         assert (seen.member, seen.bps) == (1, pytest.approx(1e6))
-        ours.forget()
-        assert ours.deliveries(["a", "b"], "a", 1) == ()
 
     run_virtual(main())
 
 
 def test_of_many_members_others_are_named_in_every_round() -> None:
     members = [f"peer {index}" for index in range(2 * MAX_DELIVERIES + 3)]
-    endpoint = MeteredEndpoint(MemoryNetwork().endpoint("a"))
-    for index, peer in enumerate(members[1:], start=1):
-        endpoint._paces[peer] = DeliveryMeter(index * MIB, 8.0)
+    meters = MemberMeters({peer: DeliveryMeter(index * MIB, 8.0) for index, peer in enumerate(members[1:], start=1)})
     named: set[int] = set()
     for number in range(3):
-        seen = endpoint.deliveries(members, members[0], number)
+        seen = meters.deliveries(members, members[0], number)
         assert len(seen) == MAX_DELIVERIES
         assert all(one == Delivery(member=one.member, bps=one.member * MIB) for one in seen)
         named |= {one.member for one in seen}

@@ -334,8 +334,8 @@ def test_two_who_agree_on_a_mean_above_the_bound_are_not_believed() -> None:
                 values = torch.ones(stop - start) * (1e6 if index == chunks[-1] else 1e-3)
                 header = side.store.group.pack_header(ChunkHeader([0, 1, 2, 3]))
                 await side.store.put(index, memoryview(bytearray(header + codec.encode(values).numpy().tobytes())))
-        endpoint, mine = network.endpoints[PEERS[3]], sides[3].store
-        await adopt_agreed(endpoint, mine, part, PEERS[1:3], Deadlines(PATIENCE_S).adopt_s)
+        mine = sides[3].store
+        await adopt_agreed(sides[3].exchange._context, part, [1, 2])
         assert mine.missing(part) == [range(chunks[-1], chunks.stop)]
 
     run_virtual(main())
@@ -388,5 +388,5 @@ def test_bounds_of_means_follow_who_is_in_them() -> None:
     lax = NormBounds(claiming(flat(), claims), get_codec_map("int4"))
     flat_mean = lax.mean([0], 0, 4096, relayed=False)
     assert lax.mean([0], 0, 4096, relayed=True) > flat_mean > bounds.mean([0], 0, 4096, relayed=False)
-    assert lax.partial([0], 0, 4096) == flat_mean
+    assert lax.partial_sum([0], 0, 4096) == flat_mean
     assert math.sqrt(flat_mean) == pytest.approx(get_codec("int4").growth ** 2, rel=0.01)

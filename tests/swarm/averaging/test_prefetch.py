@@ -11,7 +11,7 @@ from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, run_toml, swarm, tog
 from tests.fakes.virtual_clock import run_virtual, until
 from torch import Tensor
 
-from shoal.swarm.averaging.chunk_streams import Chunks, PrefetchedStream
+from shoal.swarm.averaging.chunk_streams import Chunks, PrefetchedStream, StreamMeter
 from shoal.swarm.averaging.outcome import Committed, Outcome
 from shoal.swarm.errors import BlobUnavailable, LinkError
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
@@ -280,7 +280,7 @@ async def broken() -> Chunks:
 def test_a_stream_ahead_gives_all_and_takes_no_more_than_one_chunk_before() -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            stream = PrefetchedStream(slow(0.5), tasks)
+            stream = PrefetchedStream(slow(0.5), StreamMeter(), tasks)
             await asyncio.sleep(5.0)
             assert [chunk async for chunk, _ in stream.chunks(1.0)] == [0, 1, 2]
 
@@ -291,9 +291,9 @@ def test_a_stream_ahead_that_brings_nothing_is_not_waited_for_any_longer() -> No
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             silent, lost, unused = (
-                PrefetchedStream(slow(100.0), tasks),
-                PrefetchedStream(broken(), tasks),
-                PrefetchedStream(slow(9), tasks),
+                PrefetchedStream(slow(100.0), StreamMeter(), tasks),
+                PrefetchedStream(broken(), StreamMeter(), tasks),
+                PrefetchedStream(slow(9), StreamMeter(), tasks),
             )
             await asyncio.sleep(0.5)
             for stream in (silent, lost):

@@ -1,6 +1,7 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import now_s, run_virtual
 
 from shoal.swarm.averaging.allreduce import ExchangeResult
+from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamMeter
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.averaging.straggler_guard import StragglerDetector
+from shoal.swarm.averaging.straggler_guard import StragglerDetector, StragglerGuard
 from shoal.swarm.deadlines import Deadlines
+from shoal.swarm.errors import MemberGone, Unreachable
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
 
 DEADLINES = Deadlines(PATIENCE_S)
@@ -41,10 +44,11 @@ class _Reduction:
     def found(self, chunks: int, step_s: float = 0.125) -> tuple[set[int], float]:
         """Whom the others go on without, and when all is done."""
         stragglers, here = StragglerDetector(), [0] * len(self.chunk_s)
+        meters = [StreamMeter() for _ in here]
         due_s: list[float | None] = list(self.chunk_s)
         given_up: set[int] = set()
         for source in range(len(here)):
-            stragglers.begin(source, self.limit_s, chunks)
+            stragglers.begin(source, self.limit_s, chunks, meters[source])
         at_s = 0.0
         while True:
             at_s += step_s
@@ -54,10 +58,10 @@ class _Reduction:
             for source, due in enumerate(due_s):
                 if due is not None and due <= at_s:
                     here[source] += 1
-                    stragglers.arrived(source, 1000, at_s)
+                    meters[source].arrived(1000, at_s)
                     due_s[source] = None
                 if due_s[source] is None and here[source] < min(chunks, following + 4):
-                    stragglers.asked(source, at_s)
+                    meters[source].asked(at_s)
                     due_s[source] = at_s + self.chunk_s[source]
             behind = {source for source, count in enumerate(here) if count <= following}
             for source in stragglers.look(at_s, at_s - step_s, behind):
@@ -98,34 +102,78 @@ def test_short_delays_cost_nobody_its_place() -> None:
     assert _Reduction([0.125, 0.125, 5.0], limit_s=15.0).found(4)[0] == set()
 
 
-def arrive(stragglers: StragglerDetector, source: int, at_s: float) -> None:
-    stragglers.arrived(source, 1000, at_s)
-    stragglers.asked(source, at_s)
+def arrive(meter: StreamMeter, at_s: float) -> None:
+    meter.arrived(1000, at_s)
+    meter.asked(at_s)
 
 
 def test_what_had_been_lying_here_makes_nobody_fast() -> None:
-    stragglers = StragglerDetector()
-    for source in range(2):
-        stragglers.begin(source, 6.0, 50)
-        arrive(stragglers, source, 0.0)
-    arrive(stragglers, 0, 0.5)
+    stragglers, meters = StragglerDetector(), [StreamMeter(), StreamMeter()]
+    for source, meter in enumerate(meters):
+        stragglers.begin(source, 6.0, 50, meter)
+        arrive(meter, 0.0)
+    arrive(meters[0], 0.5)
     for chunk in range(1, 50):
         at_s = 5.0 * chunk
-        arrive(stragglers, 1, at_s)
-        stragglers.arrived(0, 1000, at_s)  # and held until the other's next one is here
-        stragglers.asked(0, at_s + 5.0)
+        arrive(meters[1], at_s)
+        meters[0].arrived(1000, at_s)  # and held until the other's next one is here
+        meters[0].asked(at_s + 5.0)
         assert stragglers.look(at_s, at_s - 5.0, {1}) == []
 
 
 def test_who_is_not_waited_for_alone_costs_nothing() -> None:
     stragglers = StragglerDetector()
     for source in range(3):
-        stragglers.begin(source, 6.0, 3)
+        meter = StreamMeter()
+        stragglers.begin(source, 6.0, 3, meter)
         for at_s in (0.0, 0.125):
-            arrive(stragglers, source, at_s)
+            arrive(meter, at_s)
     assert stragglers.look(100.0, 0.0, {0, 1, 2}) == []
     assert stragglers.look(105.0, 100.0, {2}) == []
     assert stragglers.look(115.0, 105.0, {2}) == [2]
+
+
+# Repeating ----------------------------------------------------------------------------------------------------
+
+BACK_S = 10.0
+"""When the coordinator is."""
+
+
+async def run_guarded(attempt: Callable[[], Awaitable[None]]) -> None:
+    nothing: Any = None
+    context = ExchangeContext(nothing, nothing, 0, DEADLINES, lambda since_s: since_s < BACK_S, {})
+    await StragglerGuard(context, set).fetch(0, 6.0, 1, StreamMeter(), attempt)
+
+
+def test_who_cannot_be_had_is_asked_again_a_beat_later_while_the_coordinator_is_away() -> None:
+    """That there is no way to somebody is known at once: without a pause nothing else would run meanwhile."""
+    tries: list[float] = []
+
+    async def fetch() -> None:
+        tries.append(now_s())
+        raise Unreachable("nothing answers there")
+
+    async def main() -> None:
+        with pytest.raises(Unreachable):
+            await run_guarded(fetch)
+
+    run_virtual(main())
+    assert tries == [beat * DEADLINES.heartbeat_s for beat in range(11)]
+
+
+def test_who_is_gone_is_not_asked_again() -> None:
+    tries: list[float] = []
+
+    async def fetch() -> None:
+        tries.append(now_s())
+        raise MemberGone("it left")
+
+    async def main() -> None:
+        with pytest.raises(MemberGone):
+            await run_guarded(fetch)
+
+    run_virtual(main())
+    assert tries == [0.0]
 
 
 # Exchanges ----------------------------------------------------------------------------------------------------
