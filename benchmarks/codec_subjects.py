@@ -1,4 +1,4 @@
-"""What is measured: our codecs on each of their paths, other libraries' codecs, and the plain code of the same."""
+"""Subjects of the codec benchmark: our codecs on each of their paths, other libraries', and plain code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HIVEMIND = {"float16": "FLOAT16", "int8(uniform)": "UNIFORM_8BIT", "int8(quanti
 
 @dataclass(frozen=True)
 class Subject:
-    """Something that codes vectors ``(n,) float32``; what ``encode`` gives is its own affair, ``decode`` takes it.
+    """A codec of vectors ``(n,) float32``; ``decode`` takes whatever its ``encode`` returns.
 
     ``decode`` fills its second argument and returns it, or a tensor of its own.
     """
@@ -68,7 +68,7 @@ def of_codec(codec: Codec, path: str) -> Subject:
 
 
 def own(names: list[str], device: torch.device) -> list[Subject]:
-    """Our codecs on every path that they have here; compiles what can be."""
+    """Our codecs on every path that they have here; compiles the kernels."""
     codecs = [get_codec(name) for name in names]
     if "int8" in names:
         codecs += [get_codec("int8", {"block": block}) for block in BITSANDBYTES_BLOCKS if block != BLOCK]
@@ -91,7 +91,7 @@ def own(names: list[str], device: torch.device) -> list[Subject]:
 
 
 def on_path(subject: Subject) -> AbstractContextManager[Any]:
-    """Without the compiled kernels where that is what the subject measures."""
+    """Disable the compiled kernels for a subject that measures the torch path."""
     if subject.path == "torch":
         return mock.patch.object(loader, "kernels", _no_kernels)
     return nullcontext()
@@ -123,7 +123,7 @@ def from_pair(
 
 
 def peers(device: torch.device) -> list[Subject]:
-    """All that there are on this machine and device; a line for each library that is missing."""
+    """All subjects available on this machine and device; prints a line for each library that is missing."""
     found = [*_casts(), _torch_int8(), _torch_topk()]
     if device.type == "cpu":
         found.append(_numpy_int8())
@@ -138,7 +138,7 @@ def peers(device: torch.device) -> list[Subject]:
 
 
 def limit_threads(threads: int) -> None:
-    """How many threads torch, and an OpenMP library such as bitsandbytes', use for a call from this thread."""
+    """Set the threads that torch, and an OpenMP library such as bitsandbytes', use for a call from this thread."""
     torch.set_num_threads(threads)
     try:
         # A count of its own for each calling thread; the library is the one that is loaded already.

@@ -73,7 +73,7 @@ def chunks_of(values: Tensor, chunk: int) -> list[Tensor]:
 
 
 class Bench:
-    """The values, cut into chunks, and the pool that goes through them."""
+    """The values, cut into chunks, and the thread pool that codes them."""
 
     def __init__(self, values: Tensor, chunk: int, threads: int) -> None:
         self.values = chunks_of(values, chunk)
@@ -137,7 +137,7 @@ class Bench:
 
 
 def _drop(result: Any) -> None:
-    """So that a pool does not keep all results until the end."""
+    """Drop a result, so that a pool does not keep all results until the end."""
 
 
 def encoded(subject: Subject, chunks: list[Tensor]) -> list[Any]:
@@ -146,7 +146,7 @@ def encoded(subject: Subject, chunks: list[Tensor]) -> list[Any]:
 
 
 def relative_error(subject: Subject, values: Tensor) -> float:
-    """``|x - decode(encode(x))| / |x|``."""
+    """Relative error ``|x - decode(encode(x))| / |x|``."""
     lost = 0.0
     for part in chunks_of(values, CHUNK):
         with on_path(subject):
@@ -205,7 +205,7 @@ def rows_of(subjects: list[Subject], figures: dict[Key, dict[str, float]], data:
 
 
 def ratios_of(rows: list[dict[str, Any]], device: torch.device) -> dict[str, float]:
-    """Those of the goals and some more, as far as both sides were measured."""
+    """Ratios of the goals and some more, where both sides were measured."""
     by_key = {(row["codec"], row["path"]): row for row in rows}
     default, no_out = ("int8(block=4096)", "bitsandbytes"), ("int8(block=4096)", "bitsandbytes, no out")
     same_bytes = f"int8(block={BLOCK})", "bitsandbytes"

@@ -1,4 +1,4 @@
-"""Draws what ``codecs.py --json`` wrote: each codec's error on a real gradient against its bytes a parameter."""
+"""Plot of the output of ``codecs.py --json``: each codec's error on a real gradient against bytes a parameter."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -218,10 +219,10 @@ def named_format_map(name: str, options: Mapping[str, Any] | None = None, shapes
     Raises CodecError, with the known names, for another name or option."""
     if name == "auto":
         chosen = {**_AUTO, **_checked(name, options or {}, dict.fromkeys(_AUTO, str))}
-        return AutoFormatMap(shapes, **{role: named_format(codec) for role, codec in chosen.items()})
+        return _auto(shapes, **{role: named_format(codec) for role, codec in chosen.items()})
     if name not in _OPTIONS:
         raise _unknown(name, FORMAT_MAP_NAMES)
-    return UniformFormatMap(named_format(name, options))
+    return FormatMap.uniform(named_format(name, options))
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> CodecError:
@@ -268,88 +269,46 @@ class SegmentedFormat:
         return sum(form.packed_bytes(count) for count, form in self.segments)
 
 
-class FormatMap(Protocol):
-    """The formats of ``(n,) float32`` by range, the same for every member, so that sizes need not be announced."""
+class FormatMap:
+    """The formats of ``(n,) float32`` by range, the same for every member, so that sizes need not be announced.
 
-    @property
-    def formats(self) -> Sequence[CodecFormat]:
-        """Every format that contributions are packed in."""
-        ...
+    Made by ``named_format_map``."""
 
-    @property
-    def max_chunk_values(self) -> int:
-        """The most values that are packed, and sent, as one chunk."""
-        ...
+    def __init__(self, runs: Iterable[tuple[int, CodecFormat]]) -> None:
+        """``runs``: how many values in a row have which format. Where neighbours have the same format object, their
+        blocks run on across the border."""
+        self.n = 0
+        self.formats: list[CodecFormat] = []
+        self._starts: list[int] = []
+        for count, form in runs:
+            if count and (not self.formats or self.formats[-1] is not form):
+                self._starts.append(self.n)
+                self.formats.append(form)
+            self.n += count
 
-    def contribution(self, start: int, stop: int) -> CodecFormat:
-        """The format of a member's values [start, stop) on their way to the owner."""
-        ...
-
-    def result(self, start: int, stop: int, members: int) -> CodecFormat:
-        """The format of the mean of up to ``members`` contributions in [start, stop)."""
-        ...
-
-
-class UniformFormatMap:
-    """One format for everything; top-k keeps more values of a mean than of each contribution to it."""
-
-    def __init__(self, form: CodecFormat) -> None:
-        self._format = form
-
-    @property
-    def formats(self) -> Sequence[CodecFormat]:
-        """See ``FormatMap.formats``."""
-        return [self._format]
+    @classmethod
+    def uniform(cls, form: CodecFormat) -> FormatMap:
+        """One format for any number of values."""
+        return cls([(sys.maxsize, form)])
 
     @property
     def max_chunk_values(self) -> int:
-        """See ``FormatMap.max_chunk_values``. int8 and int4 read each value once, and keep none."""
-        reads_once = isinstance(self._format, BlockFormat) and self._format.kind in ("int8", "int4")
-        values = _CHUNK_VALUES_READ_ONCE if reads_once else _CHUNK_VALUES
-        while values > _CHUNK_VALUES and self._format.packed_bytes(values) > _PACKED_CHUNK_BYTES:
-            values //= 2
+        """The most values of one chunk: more of int8 and int4, which read each value once and keep none."""
+        form, values = self.formats[0] if self.n == sys.maxsize else None, _CHUNK_VALUES
+        if isinstance(form, BlockFormat) and form.kind in ("int8", "int4"):
+            values = _CHUNK_VALUES_READ_ONCE
+            while values > _CHUNK_VALUES and form.packed_bytes(values) > _PACKED_CHUNK_BYTES:
+                values //= 2
         return values
 
     def contribution(self, start: int, stop: int) -> CodecFormat:
-        """See ``FormatMap.contribution``."""
-        return self._format
-
-    def result(self, start: int, stop: int, members: int) -> CodecFormat:
-        """See ``FormatMap.result``."""
-        return _format_of_results(self._format, members)
-
-
-class AutoFormatMap:
-    """A format for each tensor by its size and role.
-
-    Small and one-dimensional tensors (norms, biases: few bytes, and a mistake there is a mistake everywhere) take
-    ``small``; tables (embeddings and output layers, told by their names: few rows of them have a gradient at a time,
-    and those of rare tokens are much smaller than the others) take ``tables``; all other matrices ``matrices``.
-    Where adjacent tensors have the same role, their blocks run on across the border.
-    """
-
-    max_chunk_values = _CHUNK_VALUES
-
-    def __init__(self, shapes: Shapes, matrices: CodecFormat, tables: CodecFormat, small: CodecFormat) -> None:
-        self._starts: list[int] = []
-        self.formats: list[CodecFormat] = []
-        self.n = 0
-        for name, shape in shapes:
-            size = math.prod(shape)
-            form = tables if _TABLE.search(name) else matrices
-            if size < SMALL_VALUES or len(shape) < 2:
-                form = small
-            if size and (not self.formats or self.formats[-1] is not form):
-                self._starts.append(self.n)
-                self.formats.append(form)
-            self.n += size
-
-    def contribution(self, start: int, stop: int) -> CodecFormat:
-        """See ``FormatMap.contribution``."""
+        """The format of a member's values [start, stop) on their way to the owner."""
         return self._joined(start, stop, None)
 
     def result(self, start: int, stop: int, members: int) -> CodecFormat:
-        """See ``FormatMap.result``."""
+        """The format of the mean of up to ``members`` contributions in [start, stop).
+
+        Top-k keeps more values of a mean than of each contribution to it."""
         return self._joined(start, stop, members)
 
     def _joined(self, start: int, stop: int, members: int | None) -> CodecFormat:
@@ -359,10 +318,23 @@ class AutoFormatMap:
         while start < stop:
             end = min(stop, self._starts[at + 1] if at + 1 < len(self._starts) else self.n)
             form = self.formats[at]
-            segments.append((end - start, form if members is None else _format_of_results(form, members)))
+            if isinstance(form, TopKFormat) and members is not None:
+                form = form.widened(members)
+            segments.append((end - start, form))
             start, at = end, at + 1
         return segments[0][1] if len(segments) == 1 else SegmentedFormat(tuple(segments))
 
 
-def _format_of_results(form: CodecFormat, members: int) -> CodecFormat:
-    return form.widened(members) if isinstance(form, TopKFormat) else form
+def _auto(shapes: Shapes, matrices: CodecFormat, tables: CodecFormat, small: CodecFormat) -> FormatMap:
+    """Choose a format for each tensor by its size and role.
+
+    Small and one-dimensional tensors (norms, biases: few bytes, and a mistake there is a mistake everywhere) take
+    ``small``; tables (embeddings and output layers, told by their names: few rows of them have a gradient at a time,
+    and those of rare tokens are much smaller than the others) take ``tables``; all other matrices ``matrices``.
+    """
+    runs = []
+    for name, shape in shapes:
+        size = math.prod(shape)
+        form = tables if _TABLE.search(name) else matrices
+        runs.append((size, small if size < SMALL_VALUES or len(shape) < 2 else form))
+    return FormatMap(runs)

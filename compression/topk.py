@@ -85,7 +85,8 @@ class TopK(Codec):
 
     def decode(self, packed: Packed, n: int, out: Tensor | None = None) -> Tensor:
         """See ``Codec.decode``. Raises CodecError also for bytes that no encoder writes."""
-        raw, device = packed_tensor(packed, self.packed_bytes(n)), _device(packed)
+        raw = packed_tensor(packed, self.packed_bytes(n))
+        device = raw.device
         if out is None:
             out = torch.empty(n, dtype=torch.float32, device=device)
         values = checked_out(out, n, device)
@@ -100,7 +101,8 @@ class TopK(Codec):
 
     def accumulate(self, packed: Packed, total: Tensor, weight: float) -> None:
         """See ``Codec.accumulate``. Only chosen values are added: a -0.0 in ``total`` stays where nothing was sent."""
-        raw, device = packed_tensor(packed, self.packed_bytes(total.numel())), _device(packed)
+        raw = packed_tensor(packed, self.packed_bytes(total.numel()))
+        device = raw.device
         total, weight = checked_out(total, total.numel(), device), rounded_weight(weight)
         kernels = self.compiled(device)
         if kernels is None:
@@ -119,7 +121,7 @@ class TopK(Codec):
     def squared_norm(self, packed: Packed, n: int) -> float:
         """See ``Codec.squared_norm``. Of the values that were sent: all others are zero."""
         raw, total = packed_tensor(packed, self.packed_bytes(n)), 0.0
-        kernels = self.compiled(_device(packed))
+        kernels = self.compiled(raw.device)
         for part, chunks, form in self._split(raw, n):
             rows = (part.stop - part.start) // form.size
             if kernels is None:
@@ -165,10 +167,6 @@ class TopK(Codec):
             end = at + (stop - start) // form.size * form.packed_bytes
             yield slice(start, stop), packed[at:end], form
             at = end
-
-
-def _device(packed: Packed) -> torch.device:
-    return packed.device if isinstance(packed, Tensor) else torch.device("cpu")
 
 
 def _refuse(wrong: int) -> None:

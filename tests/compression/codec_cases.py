@@ -1,4 +1,4 @@
-"""Every codec of the registry, on every path that it has, and what the tests of the contract share."""
+"""Every codec of the registry, on every path that it has, and helpers of the tests that share its contract."""
 
 import importlib.util
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""int8 and int4: error bounds, golden bytes, and which scales and codes are refused. The contract: test_codecs."""
+"""int8 and int4: error bounds, golden bytes, and refused scales and codes. The contract of all codecs: test_codecs."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""How much every codec errs, and that what it gives does not depend on threads, pieces or the device."""
+"""Errors of every codec, and results that do not depend on threads, pieces or the device."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor

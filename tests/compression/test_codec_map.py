@@ -1,4 +1,4 @@
-"""Which codec packs which values, and several codecs as one."""
+"""Choice of codecs by range of values, and several codecs as one."""
 
 import math
 

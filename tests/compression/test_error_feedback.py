@@ -1,4 +1,4 @@
-"""Nothing that was offered is lost: it is in a mean, or in the residual."""
+"""Error feedback: nothing that was offered is lost, it is in a mean or in the residual."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""The float codecs: bounds, layouts, and which bytes are refused. The contract of all codecs: test_codecs."""
+"""The float codecs: bounds, layouts, and refused bytes. The contract of all codecs: test_codecs."""
 
 import struct
 

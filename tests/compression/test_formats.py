@@ -1,4 +1,4 @@
-"""Codecs by name and options: what is not known, or out of range, is refused with what is."""
+"""Codec names and options: an unknown one is refused with the known ones, one out of range with the range."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whatever the bytes are, every codec decodes them to finite values or refuses them, alike on both paths."""
+"""Hostile bytes: every codec decodes them to finite values or refuses them, alike on both paths."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Kernels that cannot be had cost a line in the log and nothing else."""
+"""Compilation of kernels in the background; kernels that cannot be compiled cost one line in the log."""
 
 import logging
 import re

@@ -12,7 +12,7 @@ from tests.compression.codec_cases import int2, needs_numba, same_bits, sign, us
 from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap
-from shoal.compression.formats import CodecError, UniformFormatMap
+from shoal.compression.formats import CodecError, FormatMap
 from shoal.compression.kernels import loader
 from shoal.compression.lowbit import Int2, Sign
 
@@ -174,7 +174,7 @@ def test_a_tie_takes_the_inner_magnitude_on_both_paths() -> None:
 def test_kernels_are_compiled_ahead_for_both() -> None:
     loader.import_kernels("lowbit").warm_up()
     for codec in (sign(), int2(block=64)):
-        assert list(CodecMap(UniformFormatMap(codec.format)).kernels) == ["lowbit"]
+        assert list(CodecMap(FormatMap.uniform(codec.format)).kernels) == ["lowbit"]
 
 
 def test_layout_is_the_golden_one() -> None:

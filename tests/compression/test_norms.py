@@ -1,4 +1,4 @@
-"""Norms of vectors, of what codecs made of them, and how much longer codecs may make them."""
+"""Norms of vectors and of packed vectors, and bounds on how much codecs lengthen them."""
 
 import math
 

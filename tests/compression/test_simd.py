@@ -1,4 +1,4 @@
-"""What kernels write past the caches is where it belongs, wherever a vector begins, and nowhere else."""
+"""Streaming stores write to their place alone, wherever a vector begins."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Chunked top-k: what is chosen, the packed bytes, and which are refused. The contract of all codecs: test_codecs."""
+"""Chunked top-k: the chosen values, the packed bytes, and refused bytes. The contract of all codecs: test_codecs."""
 
 import importlib
 import importlib.util
