@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shoal.peer.member.replica import Brought
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
-from shoal.peer.session import Session
+from shoal.peer.session import Readiness, Session
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.errors import UserError
 
@@ -108,11 +108,11 @@ class ArrayAverager:
         self._work.values, self._mean = self._flat(arrays), None
         session, samples = self._session, self._session.samples
         while self._mean is None:
-            free = session.settle()
+            readiness = session.settle()
             missing = weight - samples.in_round
-            if free is None:
+            if readiness is Readiness.OVER:
                 return None
-            if not free:
+            if readiness is Readiness.NOT_YET:
                 continue
             if missing <= 0:
                 with suppress(Interrupted):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,10 +25,9 @@ from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.member import Member
 from shoal.peer.member.replica import Brought, Replica
-from shoal.peer.member.round_deadline import is_due, least_s
+from shoal.peer.member.round_deadline import Attention, attention, is_due, least_s
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.options import SessionOptions
-from shoal.peer.step_clock import StepClock
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
 from shoal.peer.training.data import DataAbout, Dataset, LeasedSamples, fingerprint, run_order, take_batch
 from shoal.peer.training.lr_schedule import run_lr_factor
@@ -36,6 +36,18 @@ from shoal.swarm.protocol.messages import RunView
 from shoal.swarm.protocol.run_file import RunFile
 
 log = logging.getLogger(__name__)
+
+_SMOOTHING = 0.2
+
+
+class Readiness(Enum):
+    """Whether a training loop may do local work now."""
+
+    READY = "ready"
+    NOT_YET = "not yet"
+    """Something went before it: ``Session.settle`` is to be called again."""
+    OVER = "over"
+    """The run has ended, or this peer stops."""
 
 
 class Session:
@@ -52,7 +64,7 @@ class Session:
         self.run_file: RunFile = connection.run_file
         self._emit = connection.emit
         self._stopping = False
-        self._clock = StepClock()
+        self._timer = StepTimer()
         self._replica_or_none: Replica | None = None
 
     @classmethod
@@ -121,7 +133,7 @@ class Session:
         order = run_order(self.run_file, length, replica.tokens_per_sample)
         while self._next_range():
             while (bounds := samples.next_batch(self.run_file.inner.batch_samples)) is not None:
-                self._clock.start()
+                self._timer.start()
                 yield take_batch(dataset, order.indices(*bounds))
                 if samples.in_hand:
                     raise UserError("call session.step(loss) after every batch of session.batches()")
@@ -138,11 +150,11 @@ class Session:
         view = self.view
         factor = run_lr_factor(self.run_file, view.tokens_committed + view.tokens_in_round)
         replica.step(samples, factor)
-        self._clock.stop(samples * replica.tokens_per_sample)
+        self._timer.stop(samples * replica.tokens_per_sample)
         self.report_progress()
         if replica.verdict_is_known:
             self._act(replica.conclude)
-        if self._is_due(self._clock.step_s):
+        if self._is_due(self._timer.step_s):
             self._act(replica.close_round)
 
     @property
@@ -189,34 +201,35 @@ class Session:
     def _next_range(self) -> bool:
         """Make sure there are leased samples to train on; False at the end."""
         batch = self.run_file.inner.batch_samples
-        while (free := self.settle()) is not None:
-            if free and self._replica.samples.left:
+        while (readiness := self.settle()) is not Readiness.OVER:
+            if readiness is Readiness.NOT_YET:
+                continue
+            if self._replica.samples.left:
                 return True
-            if free:
-                per_lease = self._clock.tokens_per_s * self._member.client.deadlines.lease_s
-                self.fetch_lease(max(1, round(per_lease / self._replica.tokens_per_sample / batch)) * batch)
+            per_lease = self._timer.tokens_per_s * self._member.client.deadlines.lease_s
+            self.fetch_lease(max(1, round(per_lease / self._replica.tokens_per_sample / batch)) * batch)
         return False
 
-    def settle(self) -> bool | None:
-        """Do one thing of what goes before work: get the run's state again, close a round that is due, or conclude it.
-
-        True when there is nothing of that; None when the run has ended or this peer stops."""
+    def settle(self) -> Readiness:
+        """Do one thing that goes before work, if any: conclude a round, close one that is due, or get the run's state
+        again."""
         view, replica = self.view, self._replica
         if replica.verdict_is_known or (replica.exchanging and (self._stopping or view.phase == "ended")):
-            return False if self._act(replica.conclude) else None
-        if view.round == replica.round and view.phase == "ended":
-            # Others may still need results that we hold.
-            self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
-            return None
-        if self._member.rejoined and not self._stopping:
-            replica.start_afresh("the coordinator had given this peer up")
-        elif view.must_resync and not self._stopping:
-            replica.start_afresh("its state is not the run's")
-        elif self._is_due(self._least_s()) or (self._stopping and view.phase == "closing"):
-            return False if self._act(replica.close_round) else None
-        else:
-            return None if self._stopping else True
-        return False
+            return self._act(replica.conclude)
+        rejoined = self._member.rejoined
+        match attention([view], lambda _: self._is_due(self._least_s()), rejoined=rejoined, stopping=self._stopping):
+            case Attention.ENDED:
+                # Others may still need results that we hold.
+                self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
+                return Readiness.OVER
+            case Attention.AFRESH:
+                replica.start_afresh(
+                    "the coordinator had given this peer up" if rejoined else "its state is not the run's"
+                )
+                return Readiness.NOT_YET
+            case Attention.ROUND:
+                return self._act(replica.close_round)
+        return Readiness.OVER if self._stopping else Readiness.READY
 
     def fetch_lease(self, samples: int) -> None:
         """Ask for so many samples; when there are none now, wait a little."""
@@ -242,8 +255,8 @@ class Session:
         progress = self._member.progress
         progress.activity = "training"
         progress.tokens_done = self._replica.samples.tokens_done
-        progress.tokens_per_s = self._clock.tokens_per_s
-        progress.step_s = self._clock.step_s
+        progress.tokens_per_s = self._timer.tokens_per_s
+        progress.step_s = self._timer.step_s
         progress.loss = self._replica.samples.recent_loss()
 
     def _set_activity(self, activity: str) -> None:
@@ -264,17 +277,17 @@ class Session:
     def _least_s(self) -> float:
         asks = self.options.role != "validator" and self.run_file.algorithm != "virtual_batch"
         unknown_s = self._member.client.deadlines.first_step_s
-        return least_s(self._replica.samples.left, self._clock.step_s, unknown_s, may_ask=asks)
+        return least_s(self._replica.samples.left, self._timer.step_s, unknown_s, may_ask=asks)
 
-    def _act(self, on_round: Callable[[], object]) -> bool:
-        """Close or conclude a round. Returns False when the wait for its end was given up, to stop."""
+    def _act(self, on_round: Callable[[], object]) -> Readiness:
+        """Close or conclude a round; over when the wait for its end was given up, to stop."""
         try:
             on_round()
         except Interrupted:
-            return False
+            return Readiness.OVER
         finally:
-            self._clock.reset()
-        return True
+            self._timer.reset()
+        return Readiness.NOT_YET
 
     def _say_goodbye(self, replica: Replica) -> None:
         meter, state = self._member.node.meter, replica.state
@@ -286,3 +299,33 @@ class Session:
             digest=state.digest.hex() if state else None,
             tokens_trained=replica.samples.tokens_trained,
         )
+
+
+class StepTimer:
+    """Speed of this peer's steps, smoothed over recent ones; time spent waiting is not counted.
+
+    ``start`` it when a batch is handed out, ``stop`` it when its step is done.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.step_s = 0.0
+        self.tokens_per_s = 0.0
+        self._clock = clock
+        self._started_s: float | None = None
+
+    def start(self) -> None:
+        self._started_s = self._clock()
+
+    def stop(self, tokens: int) -> None:
+        """The step took in ``tokens`` tokens."""
+        if self._started_s is None:
+            return
+        seconds = max(self._clock() - self._started_s, 1e-6)
+        self._started_s = None
+        share = 1.0 if self.step_s == 0.0 else _SMOOTHING
+        self.step_s += share * (seconds - self.step_s)
+        self.tokens_per_s += share * (tokens / seconds - self.tokens_per_s)
+
+    def reset(self) -> None:
+        """Forget a step that was begun; the averages stay."""
+        self._started_s = None

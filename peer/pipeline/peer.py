@@ -19,6 +19,7 @@ from shoal.compression.registry import codec_of
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.memberships import StageMembers
+from shoal.peer.member.round_deadline import Attention
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.pipeline.capability_updates import CapabilityUpdates
 from shoal.peer.pipeline.profile import ModelProfile, profile_model
@@ -26,7 +27,7 @@ from shoal.peer.pipeline.span import HeldSpan, SpanContext
 from shoal.peer.pipeline.tasks import AttentionTask, ComputeResult
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import TrainingSamples
-from shoal.peer.pipeline.view_watch import AssignedSpan, Attention, assigned_span
+from shoal.peer.pipeline.view_watch import AssignedSpan, assigned_span
 from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.peer.recipes.model_memory import check_layers_fit
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
@@ -257,26 +258,26 @@ class PipelinePeer:
                 elif not self._settle(held, task.reason):
                     return
             if any(member.client.view.phase == "closing" for member in self._members.stages.values()):
-                self._settle(held, "round")  # the others count on what was done here
+                self._settle(held, Attention.ROUND)  # the others count on what was done here
         except NotAdmitted as error:
             log.info("these stages are not ours any more: %s", error)
 
     def _settle(self, held: HeldSpan, reason: Attention) -> bool:
         """What goes before computing; False when there is nothing more to compute on these stages."""
         match reason:
-            case "round":
+            case Attention.ROUND:
                 held.begin_round(goes_on=held.training.end_round())
-            case "afresh":
+            case Attention.AFRESH:
                 return self._start_afresh(held)
-            case "spoilt":
+            case Attention.SPOILT:
                 held.training.begin_anew(held.runner.trouble)
                 held.begin_round(goes_on=False)
-            case "ended":
+            case Attention.ENDED:
                 # Others may still need results that we hold.
                 run = self._members.run
                 self._network.call(run.wait_for_change(run.client.deadlines.heartbeat_s))
                 return False
-            case "moved":
+            case Attention.MOVED:
                 return False
         return True
 

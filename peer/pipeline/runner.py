@@ -16,12 +16,13 @@ from contextlib import suppress
 
 from shoal.compression.formats import CodecError
 from shoal.peer.member.memberships import StageMembers, scope_of
+from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.claims import ClaimQueue, DriveRequests
 from shoal.peer.pipeline.mailbox import StageMailbox, StageShapes
 from shoal.peer.pipeline.tasks import AttentionTask, BackwardTask, ComputeResult, ForgetTask, ForwardTask, Task
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.tensor_store import TensorStore, offer_of
-from shoal.peer.pipeline.view_watch import Attention, ViewWatch
+from shoal.peer.pipeline.view_watch import ViewWatch
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import Busy, LinkError, ShoalError, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import (
@@ -200,7 +201,7 @@ class StageRunner:
         something was made the loop has to be woken (``wake``)."""
         if made is not None:
             self._shared.hand_in(made)
-        if not self._due or self._failure is not None or self._reason():
+        if not self._due or self._failure is not None or self._reason() is not Attention.NOTHING:
             return None
         self._members.run.progress.has_work = True
         return self._due.popleft()
@@ -211,10 +212,10 @@ class StageRunner:
         while True:
             self._woken.clear()
             reason = self._reason()
-            progress.has_work = bool(self._due) and not reason  # until it asks again, when this is done
+            progress.has_work = bool(self._due) and reason is Attention.NOTHING  # till it asks again
             if self._failure is not None:
                 raise self._failure
-            if reason:
+            if reason is not Attention.NOTHING:
                 return AttentionTask(reason)
             if self._due:
                 return self._due.popleft()
@@ -227,7 +228,8 @@ class StageRunner:
         self._shared.wake()
 
     def _reason(self) -> Attention:
-        return self._watch.attention(self._round) or ("spoilt" if self.trouble else "")
+        found = self._watch.attention(self._round)
+        return Attention.SPOILT if found is Attention.NOTHING and self.trouble else found
 
     def _take(self, made: ComputeResult) -> None:
         job = made.compute.job

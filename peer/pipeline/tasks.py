@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.tensor_io import ComputedTensor
-from shoal.peer.pipeline.view_watch import Attention
 from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward
 
 

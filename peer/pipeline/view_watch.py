@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers
-from shoal.peer.member.round_deadline import is_due
+from shoal.peer.member.round_deadline import Attention, attention, is_due
 from shoal.swarm.aio import task_scope
 from shoal.swarm.pipeline.engine.engine import StageSpan
 from shoal.swarm.protocol.messages import RunView
-
-Attention = Literal["", "round", "afresh", "spoilt", "moved", "ended"]
-"""Reason to interrupt computing, empty for none: the round is to be closed or concluded, or was; a membership
-was lost or a state is not the run's; results are infinite or NaN; other stages are assigned; the run has ended."""
 
 
 class ViewWatch:
@@ -42,16 +37,13 @@ class ViewWatch:
 
         ``round_number``: the round that the work here is for.
         """
-        run = self._members.run
-        if run.rejoined or any(member.rejoined or member.client.view.must_resync for member in self._stages):
-            return "afresh"
+        run, views = self._members.run, [member.client.view for member in self._stages]
+        rejoined = run.rejoined or any(member.rejoined for member in self._stages)
+        found = attention(views, lambda view: round_number >= 0 and _is_due(view, round_number), rejoined=rejoined)
         place = assigned_span(run.client.view, run.client.peer)
-        if place is None or place.span != self._span:
-            return "moved"
-        views = [member.client.view for member in self._stages]
-        if round_number >= 0 and any(_is_due(view, round_number) for view in views):
-            return "round"
-        return "ended" if any(view.phase == "ended" for view in views) else ""
+        if found is not Attention.AFRESH and (place is None or place.span != self._span):
+            return Attention.MOVED
+        return found
 
     def is_closing(self, round_number: int) -> bool:
         """Whether the round's batch is leased out and, as far as is known, done."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
-from shoal.peer.session import Session
+from shoal.peer.session import Readiness, Session
 from shoal.swarm.protocol.invite import parse_address
 
 BATCH, BATCHES = 8, 4
@@ -40,7 +40,7 @@ def main(invite: str, folder: Path, version: int, bind: str) -> None:
     with Session.join(invite, model=model, inner_optimizer=optimizer, options=options) as session:
         samples = session.samples
         while session.view.anchor_version < version:
-            if not session.settle():
+            if session.settle() is not Readiness.READY:
                 continue
             missing = BATCH * BATCHES - samples.in_round
             if missing <= 0:

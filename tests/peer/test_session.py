@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.peer.member.connection import Connection
-from shoal.peer.session import Session
+from shoal.peer.session import Readiness, Session
 from shoal.swarm.errors import Diverged, StorageError
 
 
@@ -62,5 +62,5 @@ def test_a_session_whose_state_is_not_the_runs_starts_afresh(phase: str) -> None
     )
     view = SimpleNamespace(round=3, phase=phase, must_resync=True)
     session._member = SimpleNamespace(client=SimpleNamespace(view=view, closes_at_s=None), rejoined=False)
-    assert session.settle() is False
+    assert session.settle() is Readiness.NOT_YET
     assert reasons == ["its state is not the run's"]

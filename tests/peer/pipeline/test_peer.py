@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.compression.registry import get_codec
+from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline import peer as pipeline_peer
 from shoal.peer.pipeline.capability_updates import CapabilityUpdates
 from shoal.peer.pipeline.peer import PipelinePeer
@@ -99,7 +100,7 @@ class Side:
                 raise self.begins[visit]
 
         def next_task(made: Any) -> AttentionTask:
-            return AttentionTask("moved")
+            return AttentionTask(Attention.MOVED)
 
         def leave() -> None:
             self.log.append(f"leaves {place.span.first}")
@@ -124,7 +125,7 @@ def test_results_that_are_not_finite_are_begun_anew_and_the_round_with_them(monk
         training=SimpleNamespace(begin_anew=done.append),
         begin_round=lambda *, goes_on: done.append(goes_on),
     )
-    assert side.peer._settle(held, "spoilt")
+    assert side.peer._settle(held, Attention.SPOILT)
     assert done == ["an activation cannot be sent", False]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.compression.registry import get_codec
 from shoal.peer.member.member import Progress
+from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
@@ -348,7 +349,7 @@ def test_what_is_not_finite_is_said_and_offered_to_nobody(kind: str, culprit: st
                 for parameter in peer.model.parameters():
                     parameter.fill_(math.nan)
             async with asyncio.timeout(60.0):
-                assert await peer.looked_up.get() == "spoilt"
+                assert await peer.looked_up.get() is Attention.SPOILT
             assert peer.runner.trouble.startswith(f"the {kind} of a micro-batch cannot be sent")
             await peer.runner.end_round()
             assert peer.runner.trouble == ""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.peer.member.member import Progress
+from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.view_watch import AssignedSpan, ViewWatch, assigned_span
 from shoal.swarm.pipeline.engine.engine import StageSpan
 
@@ -45,7 +46,7 @@ class World:
 
 def test_nothing_goes_before_computing_while_nothing_happens() -> None:
     world = World()
-    assert world.watch.attention(ROUND) == ""
+    assert world.watch.attention(ROUND) is Attention.NOTHING
     assert not world.watch.is_closing(ROUND)
 
 
@@ -55,25 +56,25 @@ def test_nothing_goes_before_computing_while_nothing_happens() -> None:
 def test_a_round_that_closes_in_any_stage_goes_before_computing(phase: str, number: int) -> None:
     world = World()
     world.stages[1].client.view = view(phase, number)
-    assert world.watch.attention(ROUND) == "round"
-    assert world.watch.attention(-1) in ("", "ended"), "none is open here"
+    assert world.watch.attention(ROUND) is Attention.ROUND
+    assert world.watch.attention(-1) in (Attention.NOTHING, Attention.ENDED), "none is open here"
 
 
 def test_the_end_comes_after_the_last_round() -> None:
     world = World()
     world.stages[0].client.view = view("ended", ROUND)
-    assert world.watch.attention(ROUND) == "ended"
+    assert world.watch.attention(ROUND) is Attention.ENDED
 
 
 def test_a_lost_membership_goes_before_all_else() -> None:
     world = World()
     world.move(me=(2, 2))
-    assert world.watch.attention(ROUND) == "moved"
+    assert world.watch.attention(ROUND) is Attention.MOVED
     world.stages[0].rejoined = True
-    assert world.watch.attention(ROUND) == "afresh"
+    assert world.watch.attention(ROUND) is Attention.AFRESH
     world.stages[0].rejoined = False
     world.run.rejoined = True
-    assert world.watch.attention(ROUND) == "afresh"
+    assert world.watch.attention(ROUND) is Attention.AFRESH
 
 
 def test_who_is_gone_or_begins_anew_is_named_once() -> None:
