@@ -87,7 +87,7 @@ def run_peer(site: Site, invite: str, folder: Path, step_s: float) -> None:
     """In a process of its own. Imports come after ``enter``: their threads belong into the namespace too."""
     enter(site.namespace)
     torch.set_num_threads(1)
-    from shoal.peer.member.replica import Brought
+    from shoal.peer.member.replica import TrainingSetup
     from shoal.peer.options import SessionOptions
     from shoal.peer.recipes import load_recipe
     from shoal.peer.session import Session
@@ -99,7 +99,7 @@ def run_peer(site: Site, invite: str, folder: Path, step_s: float) -> None:
         recipe = load_recipe(session.run_file)
         model = recipe.build_model(session.run_file.run.seed)
         about = DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample)
-        session.start(Brought(model, make_inner(model, session.run_file.inner), about, recipe.config()))
+        session.start(TrainingSetup(model, make_inner(model, session.run_file.inner), about, recipe.config()))
         for batch in session.batches(recipe.training_data()):
             started = time.monotonic()
             loss = recipe.loss(model, batch)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from shoal.peer.checkpoints import writer as keeper
-from shoal.peer.checkpoints.retention import Retention
-from shoal.peer.member.replica import Brought
+from shoal.peer.checkpoints.store import Retention
+from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
 from shoal.swarm.protocol.messages import Blob, Role, Verdict
@@ -159,7 +159,7 @@ def visit(invite: str, elements: int, folder: Path, journal: Journal) -> None:
         options = options_of(folder, f"visitor-{number}", journal, "validator", None)
         journal.note("visit_begins")
         with Session.connect(invite, options) as session:
-            session.start(Brought(model, torch.optim.SGD(model.parameters(), lr=0.01)))
+            session.start(TrainingSetup(model, torch.optim.SGD(model.parameters(), lr=0.01)))
         journal.note("visit_ends")
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.peer.member.replica import Brought
+from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Readiness, Session
@@ -81,7 +81,7 @@ class ArrayAverager:
         self._mean: Tensor | None = None
         model = _Arrays(like)
         self._shapes = [tuple(one.shape) for one in model.parameters()]
-        session.start(Brought(model, make_work=self._make_work, on_mean=self._on_mean))
+        session.start(TrainingSetup(model, make_work=self._make_work, on_mean=self._on_mean))
 
     @classmethod
     def join(cls, invite: str, like: Mapping[str, Any], options: SessionOptions | None = None) -> ArrayAverager:

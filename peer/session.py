@@ -21,10 +21,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.member import Member
-from shoal.peer.member.replica import Brought, Replica
+from shoal.peer.member.replica import Replica, TrainingSetup
 from shoal.peer.member.round_deadline import Attention, attention, is_due, least_s
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.options import SessionOptions
@@ -85,13 +84,13 @@ class Session:
         device = next(model.parameters()).device
         session = cls.connect(invite, options, str(device))
         try:
-            session.start(Brought(model, inner_optimizer))
+            session.start(TrainingSetup(model, inner_optimizer))
         except BaseException:
             session.close()
             raise
         return session
 
-    def start(self, brought: Brought) -> None:
+    def start(self, setup: TrainingSetup) -> None:
         """Agree on the model with the run and load the anchor into it. Raises ``ModelMismatch``, ``CorpusError``, and
         ``UserError`` for a run whose model is cut into stages."""
         if self.run_file.pipeline is not None:
@@ -99,14 +98,10 @@ class Session:
                 f"the run {self.invite.run!r} has a [pipeline], whose members hold a part of the model each: join it "
                 f"with `shoal join`, not with a training loop of your own"
             )
-        folder = self._connection.folder
-        store = self._connection.open_store(folder)
-        if store is not None:
-            self._connection.copy(store)
-        needed_since = store.oldest_of_newest if store else lambda: None
-        self._network.call(self._member.keep_records(folder / RECORDS, needed_since))
-        self._replica_or_none = Replica(self.run_file, brought, self._network, self._member, folder, store, self._emit)
-        self._replica.take_part(brought.data)
+        connection = self._connection
+        self._replica_or_none = connection.replica(self._member, setup, connection.folder, self._emit)
+        self._replica.take_part(setup.data)
+        self._replica.sync()
 
     @property
     def samples(self) -> LeasedSamples:

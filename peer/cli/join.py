@@ -21,7 +21,7 @@ import torch
 
 from shoal.peer.cli.consent import RunTerms
 from shoal.peer.member.connection import Connection
-from shoal.peer.member.replica import Brought
+from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import STOPPED_AT_ONCE, SessionOptions
 from shoal.peer.pipeline.peer import PipelinePeer
@@ -136,7 +136,7 @@ def _train(session: Session, recipe: Recipe, device: torch.device, max_memory: i
             run.inner.batch_samples,
             micro_batch,
         )
-    session.start(Brought(model, optimizer, about, recipe.config()))
+    session.start(TrainingSetup(model, optimizer, about, recipe.config()))
     loop = InnerLoop(model, recipe.loss, cast, micro_batch)
     for batch in session.batches(data):
         session.step(loop.backward(batch))

@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.peer.checkpoints.remote.upload import RemoteCopies
+from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
+from shoal.peer.history.round_records import RECORDS
+from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers
+from shoal.peer.member.replica import Emit, Replica, TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.options import SessionOptions
 from shoal.peer.state_transfer.start import RunStart, StartFiles
@@ -43,7 +46,7 @@ class Connection:
         )
         self.members: StageMembers = self.network.start()
         self._stores: dict[Path, CheckpointStore] = {}
-        self._copies: dict[Path, NetworkThread[RemoteCopies]] = {}
+        self._copies: list[NetworkThread[RemoteCopies]] = []
         client = self.members.run.client
         self.run_file: RunFile = client.run_file
         if not client.reachable:
@@ -86,27 +89,37 @@ class Connection:
         """This peer's, in this run."""
         return self.options.folder(self.run_file, self.peer)
 
-    def open_store(self, folder: Path) -> CheckpointStore | None:
-        """Of the checkpoints below ``folder``, the same one each time; None when none are kept."""
+    def replica(self, member: Member, setup: TrainingSetup, folder: Path, emit: Emit) -> Replica:
+        """Make this peer's replica of the run, or of a stage: ``Replica.take_part`` comes next.
+
+        ``member``: of the same; ``folder``: where its checkpoints, records and history are. The checkpoints are copied
+        to where the options say from now on, also once a stage is not held any more.
+        """
+        store = self._open_store(folder)
+        needed_since = store.oldest_of_newest if store else lambda: None
+        self.network.call(member.keep_records(folder / RECORDS, needed_since))
+        return Replica(self.run_file, setup, self.network, member, folder, store, emit)
+
+    def _open_store(self, folder: Path) -> CheckpointStore | None:
+        """Return the store of the checkpoints below ``folder``, the same one each time; None when none are kept."""
         run, retention = self.run_file, self.options.checkpoints
         if retention is None:
             return None
         if folder not in self._stores:
             sealed_for = run.checkpoints.sealed_for
-            self._stores[folder] = CheckpointStore(
-                folder / CHECKPOINTS, run.hash, self._identity, retention, sealed_for
-            )
+            store = CheckpointStore(folder / CHECKPOINTS, run.hash, self._identity, retention, sealed_for)
+            self._stores[folder] = store
+            if self.options.copy_to is not None:
+                self._copy(store, self.options.copy_to)
         return self._stores[folder]
 
-    def copy(self, store: CheckpointStore) -> None:
-        """Copy that store's checkpoints to where the options say, if anywhere, from now on. At the URL they lie as they
-        do below this peer's folder."""
-        to, inside = self.options.copy_to, store.folder.parent.relative_to(self.folder.parent.parent)
-        if to is not None and store.folder not in self._copies:
-            # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
-            copies = RemoteCopies(store, to, inside.as_posix(), in_step=self.run_file.pipeline is not None)
-            self._copies[store.folder] = NetworkThread(copies.running)
-            self._copies[store.folder].start()
+    def _copy(self, store: CheckpointStore, to: CopyTo) -> None:
+        """Copy the store's checkpoints to ``to``, where they get the same paths as below this peer's folder."""
+        inside = store.folder.parent.relative_to(self.folder.parent.parent)
+        # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
+        copies = RemoteCopies(store, to, inside.as_posix(), in_step=self.run_file.pipeline is not None)
+        self._copies.append(NetworkThread(copies.running))
+        self._copies[-1].start()
 
     def emit(self, event: str, **fields: Any) -> None:
         """Tell whoever listens, from any thread."""
@@ -120,9 +133,9 @@ class Connection:
             client = self.members.run.client
             self.network.tell(lambda: setattr(client, "farewell", _farewell(error)))
         self.network.stop()
-        for copies in self._copies.values():
+        for copies in self._copies:
             copies.tell(copies.resource.finish)
-        for copies in self._copies.values():
+        for copies in self._copies:
             copies.stop()
             if copies.failure is not None:
                 log.warning("checkpoints were not copied any more: %s", copies.failure)

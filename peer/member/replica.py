@@ -83,12 +83,14 @@ Emit = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What a member brings to the run. ``inner_optimizer`` is needed by ``diloco``; ``data`` may come later;
-    ``recipe_config`` is None for own training loops. ``make_work``: local work of another kind than the algorithm's;
-    ``on_mean``: called with every committed mean, (n,) float32, and whether our contribution is in it; ``stage``: which
-    one the model is, in a pipeline; ``build``: makes the model anew, as it is at the run's start; ``divergence``: this
-    peer's."""
+class TrainingSetup:
+    """Model, optimizer and data that a member brings to the run.
+
+    ``inner_optimizer``: needed by ``diloco``; ``data``: may come later; ``recipe_config``: None for training loops of
+    one's own; ``make_work``: makes local work of another kind than the algorithm's; ``on_mean``: called with every
+    committed mean, (n,) float32, and whether our contribution is in it; ``stage``: which stage of a pipeline the model
+    is; ``build``: builds the model anew, as it is at the run's start; ``divergence``: this peer's.
+    """
 
     model: nn.Module
     inner_optimizer: Optimizer | None = None
@@ -116,27 +118,27 @@ class Replica:
     def __init__(
         self,
         run: RunFile,
-        brought: Brought,
+        setup: TrainingSetup,
         network: NetworkThread[Any],
         member: Member,
         folder: Path,
         store: CheckpointStore | None,
         emit: Emit,
     ) -> None:
-        """``member``: of the run, or of the stage whose module is brought, living on ``network``; ``folder``: of this
+        """``member``: of the run, or of the stage whose layers the model is, living on ``network``; ``folder``: of this
         peer in that; ``store``: None to keep no checkpoints.
 
         Raises ``ModelMismatch`` and ``UserError`` for a model or optimizer that cannot take part."""
-        self.vector = ParameterVector(brought.model)
-        self.tokens_per_sample = (brought.data.tokens_per_sample if brought.data else run.data.tokens_per_sample) or 1
+        self.vector = ParameterVector(setup.model)
+        self.tokens_per_sample = (setup.data.tokens_per_sample if setup.data else run.data.tokens_per_sample) or 1
         self.samples = LeasedSamples(self.tokens_per_sample)
-        make_work, inner = brought.make_work, brought.inner_optimizer
+        make_work, inner = setup.make_work, setup.inner_optimizer
         self.work = make_work(self.vector) if make_work else local_work(run, self.vector, inner)
-        self._on_mean = brought.on_mean
-        self._build = brought.build
-        self._divergence, self._stage = brought.divergence, brought.stage
+        self._on_mean = setup.on_mean
+        self._build = setup.build
+        self._divergence, self._stage = setup.divergence, setup.stage
         self.round = 0
-        self.recipe_config = brought.recipe_config
+        self.recipe_config = setup.recipe_config
         self._run = run
         self._outer = outer_of(run.outer)
         self._folder = folder
@@ -152,8 +154,8 @@ class Replica:
         self._state: State
         self._verdict: Verdict | None = None
         """What made the state, where we know it."""
-        self._own = OwnPart(brought.model, brought.inner_optimizer, self.samples, self._member)
-        subject = self._subject(brought.stage)
+        self._own = OwnPart(setup.model, setup.inner_optimizer, self.samples, self._member)
+        subject = self._subject(setup.stage)
         self._keeper = CheckpointKeeper(store, network, subject, self._own.tree) if store else None
 
     @property
@@ -162,12 +164,12 @@ class Replica:
         return getattr(self, "_state", None)
 
     def take_part(self, data: DataAbout | None) -> None:
-        """Agree on the model and get the current state; once, and before anything else. Raises as ``describe`` and
-        ``sync``."""
+        """Agree with the run on the model, and begin to keep its history; once, ``sync`` comes next.
+
+        Raises as ``describe``."""
         self.describe(data)
         self._network.tell(lambda: self._member.keep_history(self._folder / HISTORY_FILE))
         self._member.prepare_averaging(self.vector.layout)
-        self.sync()
 
     def describe(self, data: DataAbout | None) -> None:
         """Raises ``ModelMismatch`` naming the first difference to the run's, or ``CorpusError``, which says here, and

@@ -9,14 +9,12 @@ import dataclasses
 import logging
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from shoal.compression.registry import codec_of
-from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.memberships import StageMembers
 from shoal.peer.member.round_deadline import Attention
@@ -107,24 +105,14 @@ class PipelinePeer:
         check_layers_fit(run, recipe, self._memory_bytes)
         self._measured = profile_model(run, recipe, self._device, time.time())
         return SpanContext(
-            run=run,
+            connection=connection,
             layered=layered,
             samples=TrainingSamples(layers, data, run_order(run, len(data), recipe.tokens_per_sample)),
             about=DataAbout(recipe.corpus_digest, recipe.corpus_about, recipe.tokens_per_sample, len(data)),
             recipe_config=recipe.config(),
             staging=Staging(self._device, codec_of(run.pipeline.activation_format)),
-            folder=connection.folder,
-            store=self._open_store,
-            emit=connection.emit,
             layer_s=tuple(layer.seconds for layer in self._measured.layers),
         )
-
-    def _open_store(self, folder: Path) -> CheckpointStore | None:
-        """Of a stage; its checkpoints are copied from now on, also while the stage is not held any more."""
-        store = self._connection.open_store(folder)
-        if store is not None:
-            self._connection.copy(store)
-        return store
 
     # What this machine can do ---------------------------------------------------------------------------------
 
@@ -230,7 +218,7 @@ class PipelinePeer:
         """One after the other, until there is none to come."""
         while (place := self._wait_for_place()) is not None:
             try:
-                held = HeldSpan.enter(work, self._network, self._members, place)
+                held = HeldSpan.enter(work, place)
             except NotAdmitted as error:
                 log.info("these stages are not ours any more: %s", error)
                 continue

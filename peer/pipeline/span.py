@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from shoal.peer.checkpoints.manifest import StageAbout
-from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.history.history_file import HISTORY_FILE
-from shoal.peer.history.round_records import RECORDS
+from shoal.peer.member.connection import Connection
 from shoal.peer.member.member import Member, Progress
 from shoal.peer.member.memberships import StageMembers, stage_folder
-from shoal.peer.member.replica import Brought, Emit, Replica
+from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.pipeline.capability_updates import SpeedEstimate
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
@@ -49,20 +45,23 @@ could be taken for one of it."""
 
 @dataclass(frozen=True)
 class SpanContext:
-    """What this peer needs to hold any span of the run. ``store``: of a stage's checkpoints, in that folder, or
-    None; ``layer_s``: each layer's measured seconds for a micro-batch, forward and backward."""
+    """Everything that this peer needs to hold any span of the run.
 
-    run: RunFile
+    ``layer_s``: each layer's measured seconds for a micro-batch, forward and backward.
+    """
+
+    connection: Connection
     layered: Layered
     samples: TrainingSamples
     about: DataAbout
     recipe_config: dict[str, Any]
     staging: Staging
-    folder: Path
-    store: Callable[[Path], CheckpointStore | None]
-    emit: Emit
     layer_s: tuple[float, ...]
     divergence: Divergence = field(default_factory=Divergence)
+
+    @property
+    def run(self) -> RunFile:
+        return self.connection.run_file
 
 
 class HeldSpan:
@@ -90,12 +89,11 @@ class HeldSpan:
     def enter(
         cls,
         work: SpanContext,
-        network: NetworkThread[Any],
-        members: StageMembers,
         place: AssignedSpan,
     ) -> HeldSpan:
         """Build the layers of these stages and join them. Raises ``NotAdmitted`` when they are not ours any more,
         ``Interrupted``, and what a model raises that is not the run's."""
+        network, members = work.connection.network, work.connection.members
         boundaries, span = place.boundaries, place.span
         work.layered.check_boundaries(boundaries)
         stages = range(span.first, span.last + 1)
@@ -114,7 +112,7 @@ class HeldSpan:
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.staging.device)
                 member: Member = network.call(members.enter(stage, is_ours), interruptible=True)
                 about = StageAbout(number=stage, stages=place.stages)
-                brought = Brought(
+                setup = TrainingSetup(
                     model,
                     data=work.about,
                     recipe_config=work.recipe_config,
@@ -122,7 +120,9 @@ class HeldSpan:
                     build=build,
                     divergence=work.divergence,
                 )
-                replicas[stage] = _replica(work, network, member, stage, brought)
+                folder, emit = stage_folder(work.connection.folder, stage), partial(work.connection.emit, stage=stage)
+                replicas[stage] = work.connection.replica(member, setup, folder, emit)
+                replicas[stage].take_part(work.about)
                 progress.prepared = len(replicas) / len(stages)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
         except BaseException:
@@ -208,18 +208,6 @@ def _nothing_is_ready(progress: Progress) -> None:
 def _at_start(work: SpanContext, first: int, stop: int) -> StageModel:
     """Those layers as the run began with them, whatever was trained since."""
     return work.samples.recipe.layers(work.run.run.seed).build(first, stop)
-
-
-def _replica(work: SpanContext, network: NetworkThread[Any], member: Member, stage: int, brought: Brought) -> Replica:
-    folder = stage_folder(work.folder, stage)
-    store = work.store(folder)
-    needed_since = store.oldest_of_newest if store else lambda: None
-    network.call(member.keep_records(folder / RECORDS, needed_since))
-    replica = Replica(work.run, brought, network, member, folder, store, partial(work.emit, stage=stage))
-    replica.describe(brought.data)
-    network.tell(lambda: member.keep_history(folder / HISTORY_FILE))
-    member.prepare_averaging(replica.vector.layout)
-    return replica
 
 
 def _expected_s(work: SpanContext, place: AssignedSpan, from_stage: int, *, is_last: bool) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.peer.history.round_records import Owner, RoundRecords
 from shoal.peer.member.member import Progress
-from shoal.peer.member.replica import Brought, Replica
+from shoal.peer.member.replica import Replica, TrainingSetup
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.state_transfer.acquire import OwnStates
 from shoal.peer.training.anchor import State
@@ -127,7 +127,7 @@ class Side:
         network: Any = self.network
         self.replica = Replica(
             self.run,
-            Brought(self.model, optimizer, about, build=build),
+            TrainingSetup(self.model, optimizer, about, build=build),
             network,
             network.resource,
             tmp_path,

@@ -20,7 +20,7 @@ from shoal.peer.checkpoints.checkpoint import unpack_verdicts
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.checkpoints.writer import Pace, Subject
-from shoal.peer.member.replica import Brought, Replica
+from shoal.peer.member.replica import Replica, TrainingSetup
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed
@@ -100,7 +100,9 @@ class Life:
         network: Any = self.network
         self.replica = Replica(
             run.file,
-            Brought(model, self.optimizer if run.file.algorithm == "diloco" else None, DataAbout(bytes(32), "", 10)),
+            TrainingSetup(
+                model, self.optimizer if run.file.algorithm == "diloco" else None, DataAbout(bytes(32), "", 10)
+            ),
             network,
             network.resource,
             folder,

@@ -1,6 +1,5 @@
 """When a session starts afresh, and how it ends when something goes wrong at its end."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
     copies: Any = SimpleNamespace(
         failure=None, resource=finishing, tell=lambda call: call(), stop=lambda: ended.append("copies")
     )
-    connection._copies = {Path("checkpoints"): copies}
+    connection._copies = [copies]
     session: Any = Session.__new__(Session)
     session._connection, session._network = connection, connection.network
     session._replica_or_none = SimpleNamespace(save=fail)
@@ -45,7 +44,7 @@ def test_others_are_told_why_a_session_ends(error: BaseException | None, said: t
     client = SimpleNamespace(farewell=("done", ""))
     connection.members = SimpleNamespace(run=SimpleNamespace(client=client))
     connection.network = SimpleNamespace(tell=lambda call: call(), stop=lambda: None)
-    connection._copies = {}
+    connection._copies = []
     session: Any = Session.__new__(Session)
     session._connection, session._replica_or_none = connection, None
     session.__exit__(type(error) if error else None, error, None)

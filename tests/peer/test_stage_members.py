@@ -19,7 +19,7 @@ from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers, scope_of, stage_folder
-from shoal.peer.member.replica import Brought, Replica
+from shoal.peer.member.replica import Replica, TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.state_transfer.acquire import OwnStates
 from shoal.peer.training.anchor import State
@@ -207,7 +207,7 @@ class Holding:
         self.events: list[str] = []
         self.replica = Replica(
             run_file,
-            Brought(self.layer, data=about),
+            TrainingSetup(self.layer, data=about),
             network,
             member,
             folder,
@@ -215,6 +215,7 @@ class Holding:
             lambda event, **_: self.events.append(event),
         )
         self.replica.take_part(about)
+        self.replica.sync()
 
     def train(self) -> None:
         """As many samples as everybody does in a round."""

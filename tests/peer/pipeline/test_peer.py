@@ -91,7 +91,7 @@ class Side:
         self.peer._leave = lambda held: held.leave()
         monkeypatch.setattr(pipeline_peer.HeldSpan, "enter", self.enter)
 
-    def enter(self, work: Any, network: Any, members: Any, place: Any) -> Any:
+    def enter(self, work: Any, place: Any) -> Any:
         self.log.append(f"enters {place.span.first}")
         visit, self.visits = self.visits, self.visits + 1
 
