@@ -1,4 +1,4 @@
-"""The one place where the training thread meets the asyncio loop: a thread with a loop and one root task."""
+"""Network thread with an asyncio loop and one root task: the one place where the training thread meets the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a member of a run lives on its machine, and what of it is kept there."""
+"""Options of a session: where a member keeps its files on this machine, where it listens, and its role."""
 
 from __future__ import annotations
 

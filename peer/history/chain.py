@@ -1,4 +1,4 @@
-"""A run's history: the chain of its verdicts, checked from the first one on, and the form in which files keep it."""
+"""Chain of a run's verdicts, checked from the first one on, and the format in which files keep it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The history as a peer keeps it on disk: one file that only grows, of verdicts that were checked before."""
+"""History file of a peer: it only grows, by verdicts that were checked before."""
 
 from __future__ import annotations
 

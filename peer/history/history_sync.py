@@ -1,4 +1,4 @@
-"""Keeps a member's history complete, beside everything else: what it hears, and from the coordinator what it missed."""
+"""Synchronisation of a member's history: verdicts that it receives, and from the coordinator those that it missed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PAUSES = 4
 """Times as long as fetching a page took."""
 
 
-class HistoryKeeper:
+class HistorySync:
     """``run`` it in a task group. Nothing waits for it: the run goes on without a history, too."""
 
     def __init__(self, client: CoordinatorClient, path: Path) -> None:

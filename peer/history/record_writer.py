@@ -1,4 +1,4 @@
-"""A member's round records while it takes part: written beside everything else, offered to others, kept for a while."""
+"""Writer of a member's round records while it takes part; it also offers them to others and removes old ones."""
 
 from __future__ import annotations
 

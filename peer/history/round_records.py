@@ -1,7 +1,6 @@
 """Round records: the committed bytes of a round and its signed verdict, one safetensors file a round.
 
-What they are is checked whenever they are read: by the coordinator's signature, and by the digests that it signed.
-"""
+They are checked whenever they are read: by the coordinator's signature, and by the digests that it covers."""
 
 from __future__ import annotations
 

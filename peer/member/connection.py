@@ -1,4 +1,4 @@
-"""A process's way into a run, whatever kind of run it is: its network thread, its membership, its folder."""
+"""Connection of a process to a run of any kind: its network thread, memberships, folder and checkpoint stores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Connection:
-    """Joined when it is made; ``close`` leaves. A run without stages is ``members.run`` alone."""
+    """Joined when it is made; ``close`` leaves the run. A run without stages is ``members.run`` alone."""
 
     def __init__(self, invite: str, options: SessionOptions, device: str) -> None:
         """Raises the errors of a failed join."""

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.kernels import loader
 from shoal.peer.history.catch_up import MissedRounds, Steps
-from shoal.peer.history.history_sync import HistoryKeeper, fetch_verdicts
+from shoal.peer.history.history_sync import HistorySync, fetch_verdicts
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import Owner, RoundRecords
-from shoal.peer.state_transfer.acquire import CatchUp, Downloads, OwnStates, agree_on_state
+from shoal.peer.state_transfer.acquire import CatchUp, Downloads, LocalCandidates, agree_on_state
 from shoal.peer.state_transfer.chunk_format import form_named
 from shoal.peer.state_transfer.donor import DonorState
 from shoal.peer.state_transfer.download import Report
@@ -54,16 +54,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Tenure:
-    """Of ``what``, for as long as ``is_ours`` holds of the run's views, which ``client`` hears."""
+class StageMembership:
+    """Right of this peer to a stage: whatever is awaited for it gives way when the plan gives the stage to others.
+
+    It lasts for as long as ``is_ours`` holds of the run's views, which ``client`` receives; ``what``: for messages.
+    """
 
     def __init__(self, client: CoordinatorClient, is_ours: Callable[[RunView], bool], what: str) -> None:
         self._client = client
         self._is_ours = is_ours
         self._what = what
 
-    async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the work gives, or raises. Raises ``NotAdmitted``, and cancels it, when the tenure ends before."""
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await the work; raises what it raises. Cancels it and raises ``NotAdmitted`` when the membership ends."""
         async with task_scope() as tasks:
             working = tasks.create_task(work)
             working.add_done_callback(lambda _: self._client.wake())
@@ -74,18 +77,13 @@ class Tenure:
         raise NotAdmitted(f"{self._what} is not this peer's any more: the plan has given it to others")
 
 
-async def during(tenure: Tenure | None, work: Coroutine[Any, Any, T]) -> T:
-    """``Tenure.during``; without one as long as it takes."""
-    return await (work if tenure is None else tenure.during(work))
-
-
 _COMPILED_ELEMENTS = 2**19
 """From this size of a model on it pays to compile the codecs: below, a round's coding takes milliseconds anyway."""
 
 
 @dataclass
 class Progress:
-    """What the training thread is doing; written there, read by the heartbeat."""
+    """Progress of the training thread, which writes it; heartbeats read it."""
 
     activity: str = "joining"
     round: int = 0
@@ -99,14 +97,16 @@ class Progress:
 
 
 class Member:
-    """Made with ``open``. Its coroutines run on the loop; the training thread awaits them by ``NetworkThread``.
+    """A peer's membership in the run, or in one of its stages; made with ``open`` or ``joined``.
 
-    ``compression``: float32 bytes of a contribution for each of its bytes as sent."""
+    Its coroutines run on the event loop; the training thread awaits them through ``NetworkThread``. ``compression``:
+    float32 bytes of a contribution for each of its bytes as sent.
+    """
 
     def __init__(
-        self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup, tenure: Tenure | None = None
+        self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup, stage: StageMembership | None = None
     ) -> None:
-        """``tenure``: of a stage; its end ends, by ``NotAdmitted``, whatever others are waited for."""
+        """``stage``: None for the run's own membership; the end of a stage's ends every wait by ``NotAdmitted``."""
         self.node = node
         self.client = client
         self.endpoint: Endpoint = ScopedEndpoint(node, client.scope) if client.scope else node
@@ -115,9 +115,9 @@ class Member:
         self.compression = 1.0
         self._keeper: RecordKeeper | None = None
         self._averager: Averager | None = None
-        self.history: HistoryKeeper | None = None
+        self.history: HistorySync | None = None
         self._tasks = tasks
-        self._tenure = tenure
+        self._stage = stage
         self._background: list[asyncio.Task[None]] = []
         self._beat_now = asyncio.Event()
         self._form = form_named(client.run_file.checkpoints.transfer)
@@ -154,11 +154,11 @@ class Member:
 
     @classmethod
     @asynccontextmanager
-    async def joined(cls, client: CoordinatorClient, tenure: Tenure | None = None) -> AsyncIterator[Member]:
+    async def joined(cls, client: CoordinatorClient, stage: StageMembership | None = None) -> AsyncIterator[Member]:
         """Join what the client is for, on its node, and heartbeat until the context ends; leaves it then."""
         await client.join_in_time()
         async with task_scope() as tasks:
-            member = cls(client.node, client, tasks, tenure)
+            member = cls(client.node, client, tasks, stage)
             member._background.append(tasks.create_task(member._beat()))
             try:
                 yield member
@@ -253,12 +253,12 @@ class Member:
 
     def keep_history(self, path: Path) -> None:
         """From now on, beside everything else."""
-        self.history = HistoryKeeper(self.client, path)
+        self.history = HistorySync(self.client, path)
         self._background.append(self._tasks.create_task(self.history.run()))
 
     async def describe(self, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the difference to the run's."""
-        await during(self._tenure, self._describe(model))
+        await self._guarded(self._describe(model))
 
     async def _describe(self, model: PeerToCoordinatorDescribeModel) -> None:
         while True:
@@ -277,7 +277,7 @@ class Member:
 
     async def agreed_state(
         self,
-        own: OwnStates,
+        own: LocalCandidates,
         shape: tuple[int, int],
         folder: Path | None,
         report: Report,
@@ -294,7 +294,7 @@ class Member:
         self._downloads = Downloads(self.endpoint, self._others, silent_s, folder, report, self._form)
         self._downloads.start = start
         try:
-            return await during(self._tenure, agree_on_state(self, own, shape, self._downloads, catch_up))
+            return await self._guarded(agree_on_state(self, own, shape, self._downloads, catch_up))
         finally:
             self._downloads.close()
             self._downloads = None
@@ -392,4 +392,7 @@ class Member:
         return self._averager
 
     async def average(self, offer: RoundOffer) -> Outcome:
-        return await during(self._tenure, self.averager.average(offer))
+        return await self._guarded(self.averager.average(offer))
+
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        return await (work if self._stage is None else self._stage.guard(work))

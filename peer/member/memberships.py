@@ -1,4 +1,4 @@
-"""A process in a pipeline: a member of the run, and of each stage that it holds, all on one node and one connection.
+"""Memberships of a process in a pipeline: in the run and in each stage that it holds, on one node and connection.
 
 A stage is averaged like a run of its own, so whoever holds it is a ``Member`` of that stage, with heartbeats, state,
 records and history of its own. Stages are entered and left at any time.
@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from shoal.peer.member.member import Member, Tenure
+from shoal.peer.member.member import Member, StageMembership
 from shoal.swarm.aio import task_scope
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import ShoalError
@@ -26,22 +26,22 @@ log = logging.getLogger(__name__)
 
 
 def scope_of(stage: int) -> int:
-    """The scope of a stage: 0 is the run's."""
+    """Return the scope of a stage; scope 0 is the run's."""
     return stage + 1
 
 
 def stage_folder(folder: Path, stage: int) -> Path:
-    """Where in a peer's folder of the run that stage's checkpoints, records and history are."""
+    """Return the folder of a stage's checkpoints, records and history, inside the peer's folder of the run."""
     return folder / f"stage-{stage:05}"
 
 
 def is_stage_folder(folder: Path) -> bool:
-    """Whether it has the name of one."""
+    """Return whether a folder has the name of a stage's folder."""
     return re.fullmatch(r"stage-[0-9]{5}", folder.name) is not None
 
 
 class StageMembers:
-    """``run``: the membership of the run itself. Made with ``open``; on the network thread."""
+    """Memberships in the run (``run``) and in stages (``stages``); made with ``open``, lives on the network thread."""
 
     def __init__(self, run: Member, tasks: asyncio.TaskGroup) -> None:
         self.run = run
@@ -109,9 +109,9 @@ class StageMembers:
 
     async def _stay(self, stage: int, stay: _Stay, is_ours: Callable[[RunView], bool]) -> None:
         client = self.run.client.in_scope(scope_of(stage))
-        tenure = Tenure(self.run.client, is_ours, f"stage {stage}")
+        membership = StageMembership(self.run.client, is_ours, f"stage {stage}")
         try:
-            async with Member.joined(client, tenure) as member:
+            async with Member.joined(client, membership) as member:
                 stay.member, member.start = member, self.run.start
                 stay.entered.set_result(member)
                 log.debug("in stage %d", stage)
@@ -127,7 +127,7 @@ class StageMembers:
 
 
 class _Stay:
-    """In one stage, from ``entered`` until it is ``over``."""
+    """Stay in one stage, from ``entered`` until it is ``over``."""
 
     def __init__(self) -> None:
         self.member: Member | None = None

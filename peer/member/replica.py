@@ -28,7 +28,7 @@ from shoal.peer.history.catch_up import MissedRounds, Steps, roll_forward
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.member.member import Member
 from shoal.peer.network_thread import Interrupted, NetworkThread
-from shoal.peer.state_transfer.acquire import OwnStates
+from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.algorithms import LocalWork, local_work
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout, LeasedSamples
@@ -44,8 +44,11 @@ from shoal.swarm.protocol.run_file import RunFile
 log = logging.getLogger(__name__)
 
 
-class OwnPart:
-    """On the training thread."""
+class LocalState:
+    """State of a training peer that is its own, beside the run's: saved in its checkpoints and restored from them.
+
+    Optimizer, buffers, random state, counters and the averager's residual. Used on the training thread.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, samples: LeasedSamples, member: Member) -> None:
         self._model = model
@@ -154,7 +157,7 @@ class Replica:
         self._state: State
         self._verdict: Verdict | None = None
         """What made the state, where we know it."""
-        self._own = OwnPart(setup.model, setup.inner_optimizer, self.samples, self._member)
+        self._own = LocalState(setup.model, setup.inner_optimizer, self.samples, self._member)
         subject = self._subject(setup.stage)
         self._keeper = CheckpointKeeper(store, network, subject, self._own.tree) if store else None
 
@@ -191,7 +194,7 @@ class Replica:
         """Get the run's current state: what we hold if it is that, else by the rounds that we missed, else from others.
         Raises ``Interrupted``."""
         self._member.progress.activity = "syncing"
-        own = self._own_states(is_first=not afresh)
+        own = self._candidates(is_first=not afresh)
         shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
         rounds_before, before = self._missed.rounds, self.state
         self._state = self._network.call(
@@ -246,7 +249,7 @@ class Replica:
         )
         self._emit("diverged", anchor_version=bad.anchor_version, digest=bad.digest.hex())
         self._member.progress.activity = "diverged"
-        own = self._own_states(is_first=False)
+        own = self._candidates(is_first=False)
         word = self._network.call(self._member.await_word(bad, own.tell), interruptible=True)
         if word != "go on":
             raise self._divergence.error(word)
@@ -392,13 +395,13 @@ class Replica:
             log.info("rolled forward from version %d to %d by rounds that were kept here", state.version, found.version)
         return found
 
-    def _own_states(self, *, is_first: bool) -> OwnStates:
+    def _candidates(self, *, is_first: bool) -> LocalCandidates:
         start = self._start
         if start is not None:
             make, digest = (start.read if start.is_here else None), start.digest
         else:  # what the model was made with is gone once it has trained
             make, digest = (self._initial_state if is_first or self._build else None), None
-        return OwnStates(self._keeper, make, self._roll_forward, is_first=is_first, initial_digest=digest)
+        return LocalCandidates(self._keeper, make, self._roll_forward, is_first=is_first, initial_digest=digest)
 
     def _initial_state(self) -> State:
         vector = ParameterVector(self._build()) if self._build else self.vector

@@ -1,8 +1,7 @@
-"""What a recipe is, and how a run file's recipe is found among those the volunteer has installed.
+"""Recipes: model, loss and data of a run, found by name among those that the volunteer has installed.
 
 Nothing here imports code that a run names by path or sends over the network: a name is looked up among the
-installed entry points, or the run is refused.
-"""
+installed entry points, or the run is refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Where the tokens come from: the standard library's sources, text files, or a file of tokens.
+"""Corpora of tokens: the standard library's sources, text files, or a file of tokens.
 
-Split into training and held-out tokens by content that every peer shares (names, positions), never by chance,
-with a digest over both, so that peers can tell whether they hold the same corpus.
-"""
+They are split into training and held-out tokens by content that every peer shares (names, positions), never by chance,
+with a digest over both, so that peers can tell whether they hold the same corpus."""
 
 from __future__ import annotations
 

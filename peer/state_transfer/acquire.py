@@ -26,11 +26,11 @@ from shoal.swarm.transport.node import Endpoint
 log = logging.getLogger(__name__)
 
 
-class OwnStates:
-    """Its checkpoints, the rounds that it has kept since, what it held before it started afresh (``earlier``), and the
-    state that the run began with.
+class LocalCandidates:
+    """States that this peer can go on from without anybody's help.
 
-    Its methods read and hash: call them in worker threads."""
+    They are its checkpoints, the rounds that it has recorded since, what it held before it started afresh
+    (``earlier``), and the state that the run began with. Methods read and hash: call them in worker threads."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ _LOOK_AGAIN_S = 0.2
 
 
 class Holder(Protocol):
-    """What joining needs of a member."""
+    """Part of a member that the acquisition of a state needs."""
 
     client: CoordinatorClient
 
@@ -142,7 +142,7 @@ class Holder(Protocol):
 
 
 class Own(Protocol):
-    """The states that a member can go on from by itself (``OwnStates``). ``earlier``: what it has held last."""
+    """Interface of ``LocalCandidates``. ``earlier``: the state held last."""
 
     earlier: State | None
 
@@ -155,7 +155,7 @@ class Own(Protocol):
 
 
 class Downloads:
-    """The one state that is being fetched; begun by this process or by one before, whose file is in ``folder``."""
+    """Download of the one state that is wanted; begun by this process, or by an earlier one that left its file."""
 
     def __init__(
         self,

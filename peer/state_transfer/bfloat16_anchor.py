@@ -1,4 +1,4 @@
-"""A run's anchor in bfloat16, for exports: half the bytes, and two donors' word in place of the run's digest."""
+"""Download of a run's anchor in bfloat16, for exports: half the bytes, vouched for by two donors, not the digest."""
 
 from __future__ import annotations
 

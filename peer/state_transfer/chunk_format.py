@@ -1,4 +1,4 @@
-"""The forms in which chunks of a state travel: as they are, losslessly smaller for slow links, or rounded."""
+"""Formats in which chunks of a state travel: raw, losslessly compressed for slow links, or rounded to bfloat16."""
 
 from __future__ import annotations
 

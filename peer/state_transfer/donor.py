@@ -1,4 +1,4 @@
-"""What a donor does: its newest states, offered to joiners in chunks with their digests, after the rounds' bytes."""
+"""Donor of states: serves its newest ones to joiners in chunks with digests, after the rounds' bytes."""
 
 from __future__ import annotations
 

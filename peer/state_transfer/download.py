@@ -27,7 +27,7 @@ _ASKED_FROM = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ChunkRun:
     """Consecutive chunks that one donor was asked for."""
 
     donor: str
@@ -35,14 +35,16 @@ class Run:
 
 
 class ChunkShares:
-    """Donors take runs of chunks as they are done with those before, so a slow one gets less. ``missing``: the chunks
-    that are not here yet, each named once."""
+    """Division of the missing chunks among donors, without clock or network.
+
+    Donors take runs of chunks as they finish those before, so a slow one gets less. ``missing``: the chunks that are
+    not here yet, each named once."""
 
     def __init__(self, missing: Iterable[int]) -> None:
         self._missing = set(missing)
         self._free = deque(_ranges(self._missing))
         self._askers: dict[int, list[str]] = {}
-        self._runs: dict[Run, None] = {}  # the oldest first
+        self._runs: dict[ChunkRun, None] = {}  # the oldest first
 
     @property
     def left(self) -> int:
@@ -52,7 +54,7 @@ class ChunkShares:
     def wants(self, chunk: int) -> bool:
         return chunk in self._missing
 
-    def take(self, donor: str, most: int) -> Run | None:
+    def take(self, donor: str, most: int) -> ChunkRun | None:
         """What ``donor`` is to be asked for, at most so many chunks; None when there is nothing for it now.
 
         When all is asked for, a donor that has nothing else to do is asked for the last chunk of who was asked the
@@ -60,7 +62,7 @@ class ChunkShares:
         chunks = self._take_free(most) or self._second_ask(donor)
         if chunks is None:
             return None
-        run = Run(donor, chunks)
+        run = ChunkRun(donor, chunks)
         self._runs[run] = None
         for chunk in chunks:
             self._askers.setdefault(chunk, []).append(donor)
@@ -69,7 +71,7 @@ class ChunkShares:
     def arrived(self, chunk: int) -> None:
         self._missing.discard(chunk)
 
-    def end(self, run: Run) -> bool:
+    def end(self, run: ChunkRun) -> bool:
         """That donor delivers no more of it; returns whether others can now be asked for something."""
         del self._runs[run]
         given_back = False
@@ -128,12 +130,12 @@ Report = Callable[..., Any]
 
 
 class _Wrong(Exception):
-    """A donor sent something that is not of this state; the text says what."""
+    """Raised when a donor sent something that is not of this state; the text says what."""
 
 
 @dataclass
 class _Donor:
-    """How a donor does. ``chunks_a_run``: what it delivered lately in about half a second."""
+    """Speed of a donor. ``chunks_a_run``: how many it delivered lately in about half a second."""
 
     peer: str
     chunks_a_run: int = 1
@@ -147,7 +149,7 @@ class _Donor:
 
 
 class StateFetch:
-    """Brings what is missing of ``partial``. ``run`` once; for another try there is another ``StateFetch``.
+    """Fetch of what is missing of ``partial``. ``run`` it once; another try takes another ``StateFetch``.
 
     ``donors``: whom to ask, in this order; looked at again and again, as members come and go. A donor that is silent
     for ``progress_s`` is given up for a while; one that is ``Busy`` lives, and that is no silence."""
@@ -251,7 +253,7 @@ class StateFetch:
             if is_busy:
                 await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _take_run(self, donor: _Donor, run: Run) -> None:
+    async def _take_run(self, donor: _Donor, run: ChunkRun) -> None:
         loop, partial = asyncio.get_running_loop(), self._partial
         began_s = loop.time()
         async for index, data in self._received(donor, self._form.blob(partial.wanted.version), run.chunks):

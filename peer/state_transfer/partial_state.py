@@ -1,4 +1,4 @@
-"""A state on its way here: which of its chunks have come and are right; and its file, to go on from after a kill."""
+"""Partially downloaded state: its verified chunks in memory, and on disk to resume from after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer does between two rounds and what it brings to the next one: one class an algorithm."""
+"""Algorithms of local work between two rounds and of its contribution to the next one; one class an algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all peers of a run hold alike: anchor and outer optimizer state of one version."""
+"""Anchor and outer optimizer state of one version, which all peers of a run hold alike, with digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine trains on: the device, its memory and what is free of it, its precision, what fits at once."""
+"""Device that this machine trains on: its choice, memory, precision and the batch that fits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Local work that is infinite or not a number: tried again a few times, as one machine or one batch may be at fault.
-Then the others have a word in it: the run may go back, or this machine has to go."""
+"""Divergence of local work: results that are infinite or not a number are tried again a few times.
+
+One machine or one batch may be at fault. After that the other peers are asked: either the run goes back to an earlier
+state, or this machine has to leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe's inner loop: batches to gradients in micro-batches that fit, under autocast, and its optimizer."""
+"""Inner loop of recipes: batches to gradients in micro-batches that fit, under autocast, and the inner optimizer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The learning-rate schedule: a pure function of global tokens, so that peers of every speed agree on it.
+"""Learning-rate schedule: a function of the run's global tokens, so that peers of every speed agree on it.
 
-Local steps play no part, because two peers that took a different number of them share one model.
-"""
+Local steps play no part, because two peers that took a different number of them share one model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The outer step: from the anchor and the round's mean to the next anchor, bit for bit alike everywhere.
+"""Outer optimizers: from the anchor and the round's mean to the next anchor, bit for bit alike on every machine.
 
-float32, elementwise, one rounding an operation: only separate kernels whose result IEEE 754 fixes, and
-scalars that are rounded to float32 beforehand.
-"""
+float32, elementwise, one rounding an operation: only separate kernels whose result IEEE 754 fixes, and scalars that are
+rounded to float32 beforehand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of what they are for, whoever draws them, whenever."""
+"""Random numbers as a function of their purpose, independent of who draws them and when."""
 
 from __future__ import annotations
 

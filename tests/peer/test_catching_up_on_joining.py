@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shoal.peer.state_transfer.acquire import OwnStates, agree_on_state
+from shoal.peer.state_transfer.acquire import LocalCandidates, agree_on_state
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError
 
@@ -29,7 +29,7 @@ class Records:
 
 def test_rounds_that_were_kept_lead_on_from_the_initial_state() -> None:
     records = Records(last=3)
-    own = OwnStates(None, lambda: state_of(0), records, is_first=True)
+    own = LocalCandidates(None, lambda: state_of(0), records, is_first=True)
     found = own.find(3, state_of(3).digest)
     assert found is not None
     assert found.digest == state_of(3).digest
@@ -43,7 +43,7 @@ def test_rounds_that_were_kept_lead_on_from_the_initial_state() -> None:
 
 def test_who_starts_afresh_has_only_what_it_held() -> None:
     records = Records(last=3)
-    own = OwnStates(None, None, records, is_first=False)
+    own = LocalCandidates(None, None, records, is_first=False)
     assert own.find(3, None) is None
     assert own.newest is None
     own.earlier = state_of(2)
@@ -89,7 +89,7 @@ class Holder:
         """Nothing is kept of it."""
 
 
-def agree(holder: Any, own: OwnStates, catch_up: Any) -> State:
+def agree(holder: Any, own: LocalCandidates, catch_up: Any) -> State:
     return asyncio.run(agree_on_state(holder, own, (2, 4), holder, catch_up))
 
 
@@ -103,7 +103,7 @@ def test_what_is_behind_is_caught_up_and_not_fetched() -> None:
             return state_of(5)
         return state_of(7)
 
-    own = OwnStates(None, lambda: state_of(0), Records(last=2), is_first=True)
+    own = LocalCandidates(None, lambda: state_of(0), Records(last=2), is_first=True)
     assert agree(holder, own, catch_up).version == 7
     assert asked == [2, 5], "from what its own records lead to, and then from there"
     assert holder.fetched == []
@@ -116,7 +116,7 @@ def test_what_cannot_be_caught_up_is_fetched() -> None:
         asked.append(state.version)
         raise LinkError("for the test")
 
-    own = OwnStates(None, lambda: state_of(0), Records(last=2), is_first=True)
+    own = LocalCandidates(None, lambda: state_of(0), Records(last=2), is_first=True)
     assert agree(holder, own, catch_up).version == 5
     assert (asked, holder.fetched) == ([2], [5])
 
@@ -127,6 +127,6 @@ def test_a_wrong_state_that_was_caught_up_is_replaced() -> None:
     async def catch_up(state: State) -> State:
         return state_of(5, branch=1)
 
-    own = OwnStates(None, lambda: state_of(0), Records(last=2), is_first=True)
+    own = LocalCandidates(None, lambda: state_of(0), Records(last=2), is_first=True)
     assert agree(holder, own, catch_up).digest == state_of(5).digest
     assert holder.fetched == [5]

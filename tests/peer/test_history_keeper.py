@@ -10,7 +10,7 @@ from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual, until
 
 from shoal.peer.history.chain import unpack_history
-from shoal.peer.history.history_sync import HistoryKeeper
+from shoal.peer.history.history_sync import HistorySync
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.protocol.messages import Message, PeerToCoordinatorGetVerdicts, Verdict
 
@@ -28,7 +28,7 @@ class Keeping:
     def __init__(self, member: SimMember, path: Path, tasks: asyncio.TaskGroup) -> None:
         self.path = path
         self.client = member.client
-        self.keeper = HistoryKeeper(member.client, path)
+        self.keeper = HistorySync(member.client, path)
         self.task = tasks.create_task(self.keeper.run())
 
     @property

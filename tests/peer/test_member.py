@@ -13,8 +13,8 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.member.member import Member, Tenure, during
-from shoal.peer.state_transfer.acquire import OwnStates
+from shoal.peer.member.member import Member, StageMembership
+from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.anchor import State
 from shoal.swarm.averaging.outcome import Outcome, RoundOffer
 from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
@@ -40,7 +40,7 @@ async def a_member(
     client, _ = make_client(coordinator, node, identity(1), curve_keys(1), 0.01)
     await client.join()
     async with asyncio.TaskGroup() as tasks:
-        member = Member(node, client, tasks, Tenure(client, is_ours, "it") if is_ours else None)
+        member = Member(node, client, tasks, StageMembership(client, is_ours, "it") if is_ours else None)
         yield member
         for task in member._background:
             task.cancel()
@@ -105,7 +105,7 @@ MODEL = PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=None, tokens
 
 
 async def waits_for_a_donor(member: Member) -> None:
-    own = OwnStates(None, None, lambda state, newest: state, is_first=False)
+    own = LocalCandidates(None, None, lambda state, newest: state, is_first=False)
     await member.agreed_state(own, (2, ELEMENTS), None, lambda *_, **__: None)
 
 
@@ -167,6 +167,6 @@ def test_what_is_done_before_a_stage_is_taken_away_is_done() -> None:
                 raise ModelMismatch("as it was raised")
 
             with pytest.raises(ModelMismatch, match="as it was raised"):
-                await during(member._tenure, fails())
+                await member._guarded(fails())
 
     run_virtual(main())

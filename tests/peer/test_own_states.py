@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.state_transfer.acquire import OwnStates, agree_on_state
+from shoal.peer.state_transfer.acquire import LocalCandidates, agree_on_state
 from shoal.peer.training.anchor import State
 from shoal.swarm.protocol.messages import MAX_KEPT, KeptState
 
@@ -35,9 +35,9 @@ class Keeper:
         return SimpleNamespace(state=found[0]) if found else None
 
 
-def own(*states: State, initial: State | None = None) -> OwnStates:
+def own(*states: State, initial: State | None = None) -> LocalCandidates:
     keeper: Any = Keeper(*states)
-    return OwnStates(
+    return LocalCandidates(
         keeper, (lambda: initial) if initial else None, lambda state, _: state, is_first=initial is not None
     )
 
@@ -76,7 +76,7 @@ def test_the_initial_state_is_the_last_resort() -> None:
     assert len(many.tell()) == MAX_KEPT
     assert many.tell()[-1] == kept(initial)[0]
     assert own().tell() == ()
-    assert OwnStates(None, None, lambda state, _: state, is_first=False).find(3, None) is None
+    assert LocalCandidates(None, None, lambda state, _: state, is_first=False).find(3, None) is None
 
 
 def test_what_a_run_starts_from_is_read_when_it_is_needed_and_not_told_of() -> None:
@@ -86,7 +86,7 @@ def test_what_a_run_starts_from_is_read_when_it_is_needed_and_not_told_of() -> N
         reads.append(initial)
         return initial
 
-    mine = OwnStates(None, read, lambda state, _: state, is_first=False, initial_digest=initial.digest)
+    mine = LocalCandidates(None, read, lambda state, _: state, is_first=False, initial_digest=initial.digest)
     assert mine.tell() == kept(initial)
     assert mine.find(0, b"o" * 32) is None
     assert mine.find(3, None) is None

@@ -17,7 +17,7 @@ from shoal.peer.history.round_records import Owner, RoundRecords
 from shoal.peer.member.member import Progress
 from shoal.peer.member.replica import Replica, TrainingSetup
 from shoal.peer.network_thread import Interrupted
-from shoal.peer.state_transfer.acquire import OwnStates
+from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.divergence import TRIES
@@ -59,7 +59,7 @@ class FakeMember:
         """None are missed here."""
         return SimpleNamespace(rounds=0)
 
-    async def agreed_state(self, own: OwnStates, *_: Any) -> State:
+    async def agreed_state(self, own: LocalCandidates, *_: Any) -> State:
         if not self.held:
             found = own.find(self.client.view.anchor_version, None) or own.find(0, None)
             assert found is not None

@@ -21,7 +21,7 @@ from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers, scope_of, stage_folder
 from shoal.peer.member.replica import Replica, TrainingSetup
 from shoal.peer.network_thread import NetworkThread
-from shoal.peer.state_transfer.acquire import OwnStates
+from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout
 from shoal.swarm.client.coordinator_client import MemberInfo
@@ -172,7 +172,7 @@ async def test_each_stage_has_its_own_state_from_its_own_donors() -> None:
         for stage in reversed(range(STAGES)):
             member = await joiner.enter(stage)
             await describe_model(member)
-            own = OwnStates(None, None, lambda state, newest: state, is_first=False)
+            own = LocalCandidates(None, None, lambda state, newest: state, is_first=False)
             found = await member.agreed_state(own, (2, ELEMENTS), None, lambda *_, **__: None)
             assert found.digest == states(stage).digest
             assert torch.equal(found.values, states(stage).values)
