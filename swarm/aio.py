@@ -28,20 +28,20 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class Changes:
-    """What ``asyncio.Condition`` is for, on one loop and without its lock: chunks come and go by the hundred, and
-    hardly any of them is waited for."""
+    """A condition variable for one event loop, without the lock of ``asyncio.Condition``: chunks come and go by the
+    hundred, and hardly any of them is waited for."""
 
     def __init__(self) -> None:
         self._next: asyncio.Event | None = None
 
     def announce(self) -> None:
-        """Something has changed: whoever waits looks again."""
+        """Have everybody who waits test its condition again."""
         if self._next is not None:
             self._next.set()
             self._next = None
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Returns at once when it holds already; else looks again after every change."""
+        """Wait until ``holds()`` is true; it is tested at once and after every ``announce``."""
         while not holds():
             if self._next is None:
                 self._next = asyncio.Event()

@@ -1,4 +1,4 @@
-"""How long we wait: every deadline of a run, derived from its one number ``patience_s``."""
+"""Deadlines: every time-out of a run, derived from its one number ``patience_s``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a link carries: a few random bytes from other members, for a newcomer before its first round, and in a pipeline
-every few minutes, as its plan depends on it."""
+"""Bandwidth probes: fetch a few random bytes from other members to measure what this machine's link carries.
+
+A newcomer measures before its first round, a pipeline's peer every few minutes, as the plan depends on it."""
 
 from __future__ import annotations
 

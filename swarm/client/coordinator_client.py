@@ -1,4 +1,8 @@
-"""The way to the coordinator, which may be at any of the invite's addresses: which one to call, and when the next."""
+"""A member's side of the coordinator: connect, join, heartbeat, the current view, requests that outlive its absence.
+
+``CoordinatorConnector`` chooses among the invite's addresses, ``fetch_run`` gets the run file for who is no member
+(yet), ``CoordinatorClient`` is a membership.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,9 @@ of them, as a slow coordinator must be heard in the end."""
 
 
 class CoordinatorConnector:
-    """``channel``: the one that was asked last, None before the first request. The clients of all scopes share one."""
+    """Connection to the coordinator at one of the invite's addresses; the clients of all scopes share one.
+
+    ``channel``: the one that was asked last, None before the first request."""
 
     def __init__(self, control: ControlPlane, invite: Invite) -> None:
         self.channel: Channel | None = None

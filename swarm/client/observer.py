@@ -1,4 +1,4 @@
-"""A guest of a run: holds the invite, trains nothing; for `shoal status`, `shoal export`, and before `shoal join`."""
+"""Observer: a guest that holds the invite and trains nothing, for `shoal status`, `shoal export` and before a join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is who: Ed25519 identities, the peer ids derived from them, and certificates for CURVE keys."""
+"""Identities: Ed25519 key pairs, the peer ids derived from them, and certificates for CURVE keys."""
 
 from __future__ import annotations
 

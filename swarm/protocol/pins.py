@@ -1,5 +1,4 @@
-"""The model, data and first state that a run's members have to bring, fixed before the first of them comes: ``[pins]``
-of the run file. Pure.
+"""The ``[pins]`` section of the run file: the model, data and first state that every member must have.
 
 Without pins the first member to join says what the run's model, data and first state are, and everybody after it has
 to believe that. The host's machine, or another one that the host trusts, works them out before

@@ -1,4 +1,4 @@
-"""What a round is for its members: the plan, the verdict, and the view of the run that leads from one to the other."""
+"""A round as its members see it: its plan, its verdict, and the view of the run that leads from one to the other."""
 
 from __future__ import annotations
 

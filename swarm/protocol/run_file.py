@@ -1,4 +1,8 @@
-"""Values in run files that are not one field's alone: codecs with their options, and settings of any shape."""
+"""The run file: everything a run does, validated, with a hash that every peer of the run shares.
+
+The hash is over the validated content with its defaults filled in, so comments, order and spacing do not
+matter, and a new default in a later version shows as another hash.
+"""
 
 from __future__ import annotations
 

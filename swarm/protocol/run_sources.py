@@ -1,4 +1,4 @@
-"""Check of the data source that a run file names. It comes from a stranger, and is resolved on a volunteer's machine.
+"""Validation of the data source that a run file names: it comes from a stranger and is read on a volunteer's machine.
 
 Files are named relative to folders that the volunteer chooses (``peer/training/data_files.py``). Nothing opens a URL
 yet; what does so later still has to resolve the host, let every address through ``is_public``, those of redirects too,

@@ -1,4 +1,4 @@
-"""What a run starts from, where that is a checkpoint of another run: ``[start]`` of the run file. Pure.
+"""The ``[start]`` section of the run file: the checkpoint of another run that this run starts from.
 
 Each tensor of the whole model has a digest of its own, so that whoever holds a stage can check that stage alone,
 wherever the model is cut.

@@ -1,4 +1,4 @@
-"""The values that messages are made of, with the range of every field: who is who, samples, tensors, stages."""
+"""Field types and records that messages are made of, with the range of every field: peers, samples, tensors, stages."""
 
 from __future__ import annotations
 

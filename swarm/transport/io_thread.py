@@ -1,6 +1,8 @@
-"""What comes in frames over a link, and whose it is: chunks, credit, messages. On the data plane's thread.
+"""The I/O thread of the data plane: reads and writes the data sockets, seals and opens frames.
 
-Frames of other links, of streams that nobody waits for, or under other keys do nothing.
+It runs beside the event loop, since a frame costs the loop far more than its bytes do: here a frame is a few system
+calls and one pass of the cipher, straight from the sender's memory to the receiver's. Frames of unknown links, of
+streams that nobody waits for, or under other keys have no effect.
 """
 
 from __future__ import annotations

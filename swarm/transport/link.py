@@ -1,4 +1,8 @@
-"""What goes over a link: frames, each of a kind, and in which order they leave."""
+"""A link between two members: its streams with their credit, its queue of frames, and its TCP connections.
+
+Frames are received and sent without blocking or copying: a length, a header, a sealed body. Where the two ends share
+memory, only the place of the body goes over the connection, and the length says so.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One member's end of the network: the control and data planes together, addressed by peer id.
+"""A member's end of the network: control and data plane together, addressed by peer id.
 
-``Endpoint`` is the interface that the averaging protocol and the tests' in-memory network share; ``Node`` is
-the real one.
+``Endpoint`` is the interface that averaging and the tests' in-memory network share; ``Node`` is the real one, and
+``ScopedEndpoint`` an endpoint's view for one stage of a pipeline. ``Node.fetch`` is the only place where a broken link
+is opened again; everybody else treats its errors as final.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _MAX_SOCKETS = 8192  # each member can take four, with monitors; libzmq's 1023 w
 
 
 class Endpoint(Protocol):
-    """What the averaging protocol needs of a network."""
+    """The network as the averaging protocol uses it."""
 
     def publish(self, blob: Blob, source: ChunkSource) -> None: ...
 
@@ -307,7 +308,7 @@ def answer_members(control: ControlPlane, data: DataPlane, is_member: Callable[[
 
 
 class ScopedEndpoint:
-    """Its blobs are those of ``scope`` (an ``Endpoint``)."""
+    """An endpoint whose blobs are those of one scope: averaging names blobs as if it were alone on the node."""
 
     def __init__(self, endpoint: Endpoint, scope: int) -> None:
         self._endpoint = endpoint

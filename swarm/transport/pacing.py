@@ -1,4 +1,4 @@
-"""How fast we send while many wait for us: to each of them its share of what our uplink has been carrying.
+"""Pacing of the uplink: each receiver of a round gets its share of what the link has been carrying.
 
 Flows that share a link take TCP seconds to become even, and a round ends with its last one. So the kernel paces them:
 all are done at one moment, and no queue grows on the way (minimum allocation for the desired duration: Chowdhury et al.
@@ -43,7 +43,7 @@ _SHORT_WAY_S = 0.001
 
 
 class Uplink:
-    """What we send to all together: how much of it arrived while more was waiting, and the pace that follows. Pure.
+    """Estimate of the uplink's rate, from what arrived while more was waiting, and the pace that follows.
 
     A round's figure is what its better half seconds had. The pace is that and a little more; a lot more before anything
     is settled, and whenever it was reached several times in a row: a link that is faster than it seemed soon shows.

@@ -1,4 +1,4 @@
-"""Who may talk to us: the rosters of the run and of the stages that this process is a member of, by scope. Pure."""
+"""Rosters of the run and of the stages that this process is a member of, by scope: the peers that may talk to us."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Address = tuple[bytes, tuple[PeerAddress, ...]]
 
 
 class Rosters:
-    """Whoever is on any of them is known."""
+    """The rosters of all scopes; a peer on any of them is known."""
 
     def __init__(self) -> None:
         self._by_scope: dict[int, dict[str, RosterEntry]] = {}

@@ -1,4 +1,4 @@
-"""What a member offers to others in chunks."""
+"""Chunk sources: the interface of what a member offers to others in chunks."""
 
 from __future__ import annotations
 

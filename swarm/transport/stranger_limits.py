@@ -1,4 +1,4 @@
-"""Limits for callers that are no members: sizes, rates, connections and times. Pure: time and randomness are arguments.
+"""Limits for callers that are no members: sizes, rates, connections and times. Time and randomness are arguments.
 
 What one stranger costs is bounded before its bytes are decoded, and what all of them cost is bounded by network, so
 that a flood from one place leaves room for newcomers from others, and for those of the same place that behave.

@@ -1,4 +1,4 @@
-"""The gate: who may connect at all. Answers libzmq's question for every handshake (ZAP, ZeroMQ RFC 27).
+"""Admission of ZeroMQ connections: answers libzmq's question for every handshake (ZAP, ZeroMQ RFC 27).
 
 Callers prove a CURVE key; data connections are no ZeroMQ sockets (``io_thread.py``). (pyzmq's ``AsyncioAuthenticator``
 asks one caller after the other, and dies when a callback raises.)
@@ -29,7 +29,7 @@ _MAX_UNDECIDED, _MAX_UNDECIDED_PER_NETWORK = 256, 64
 
 
 class ZapAuthenticator:
-    """One for each ZeroMQ context; its task lives in ``tasks``."""
+    """The authenticator of one ZeroMQ context; its task lives in ``tasks``."""
 
     def __init__(
         self, context: zmq.asyncio.Context, tasks: asyncio.TaskGroup, admit: Admit, guard: CallerGuard

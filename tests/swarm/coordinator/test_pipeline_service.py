@@ -11,7 +11,7 @@ import pytest
 from tests.swarm.coordinator.pipeline_world import initial, model
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, heartbeat, report
 from tests.swarm.network import HOST, LONG_S, Member
-from tests.swarm.test_transport import run
+from tests.swarm.transport.test_node import run
 
 from shoal.swarm.coordinator import service as service_module
 from shoal.swarm.coordinator.events import Fact, verdicts_in

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch, swarm
-from tests.swarm.test_transport import run
+from tests.swarm.transport.test_node import run
 
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, WireError
 from shoal.swarm.protocol.messages import Acknowledged, Blob, Message, PeerToPeerPing, PeerToPeerPong, RequestFailed

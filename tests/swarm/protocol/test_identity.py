@@ -78,7 +78,7 @@ def test_a_folder_is_no_identity(tmp_path: Path) -> None:
 
 def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
     path = tmp_path / "identity"
-    source = Path(__file__).parents[2] / ".src"
+    source = Path(__file__).parents[3] / ".src"
     code = (
         f"import sys; sys.path.insert(0, {str(source)!r})\n"
         "from pathlib import Path\nfrom shoal.swarm.protocol.identity import Identity\n"
