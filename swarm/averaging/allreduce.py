@@ -44,7 +44,7 @@ costs about as much as a small chunk."""
 
 @dataclass
 class ExchangeResult:
-    """How the exchange went on this member: ``dropped`` members in what we reduced; owners and relays that ``failed``
+    """Result of an exchange on one member: ``dropped`` members in what we reduced; owners and relays that ``failed``
     to give us what they had to; ``undelivered`` contributions in what we reduced as owner or relay; and why a part is
     missing."""
 
@@ -115,7 +115,7 @@ class AllReduce:
         self._guard = StragglerGuard(self._context, lambda: [part.start for part in plan.parts if not store.has(part)])
 
     async def run(self) -> ExchangeResult:
-        """Returns when every part has arrived or is given up; results are in the store."""
+        """Run the exchange until every part has arrived or is given up; results are in the store."""
         self._context.publish()
         self._context.share_uplink()
         async with asyncio.TaskGroup() as background:
@@ -169,7 +169,7 @@ class AllReduce:
                 self._carry(bounds, result)
 
     def _rotated(self) -> list[Part]:
-        """Parts beginning with our own: so that not everybody asks the same owner first."""
+        """Return the parts beginning with our own, so that not everybody asks the same owner first."""
         parts = list(self._plan.parts)
         first = next((i for i, part in enumerate(parts) if part.owner >= self._me), 0)
         return parts[first:] + parts[:first]

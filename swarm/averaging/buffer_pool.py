@@ -25,7 +25,7 @@ _Range = tuple[int, int, int]
 
 
 class Buffers:
-    """Gives out memory that comes back by itself once the last view of it is gone. For any thread."""
+    """Pool of memory that returns by itself once the last view of it is gone. For any thread."""
 
     def __init__(self) -> None:
         self._segments: dict[int, np.ndarray] = {}
@@ -40,12 +40,12 @@ class Buffers:
         self._used_bytes = self._most_used_bytes = 0
 
     def take(self, size_bytes: int, header_bytes: int = 0) -> memoryview:
-        """``size_bytes`` uninitialised bytes; those after the header begin a cache line."""
+        """Return ``size_bytes`` uninitialised bytes; those after the header begin a cache line."""
         lead = -header_bytes % _ALIGNMENT_BYTES
         return self._lease(lead + size_bytes)[lead : lead + size_bytes]
 
     def floats(self, n: int) -> Tensor:
-        """An uninitialised ``(n,) float32`` that begins a cache line."""
+        """Return an uninitialised ``(n,) float32`` that begins a cache line."""
         if n == 0:
             return torch.empty(0)
         return torch.frombuffer(self._lease(4 * n), dtype=torch.float32, count=n)
@@ -70,7 +70,7 @@ class Buffers:
 
     @property
     def held_bytes(self) -> int:
-        """In use or free: what the process has for it."""
+        """Bytes that the process holds for this pool, in use or free."""
         return sum(segment.nbytes for segment in self._segments.values())
 
     @property
@@ -148,5 +148,5 @@ class RoundBuffers:
 
 
 def same_bytes(one: memoryview, other: memoryview) -> bool:
-    """Whether they are equal; ``==`` on two views compares byte by byte, twenty times slower."""
+    """Whether two views hold equal bytes; ``==`` on two views compares byte by byte, twenty times slower."""
     return one is other or bytes(one) == bytes(other)

@@ -1,4 +1,4 @@
-"""Who is in a mean, and how its bytes say so: the header in front of every result chunk and of every partial. Pure."""
+"""Header of every result chunk and partial sum: which members are in the mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.compression.codec import Codec
 from shoal.swarm.protocol.messages import Part, RoundPlan
 
 _OTHERS_FIRST = 2
-"""Who are asked before those that a detour leads round: each of them may cost the time that is waited for results."""
+"""How many others are asked before members that a detour leads round: each may cost the time-out for results."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Group:
         return (len(self.members) + flags + 7) // 8
 
     def weight(self, included: Iterable[int]) -> int:
-        """Tokens that these members bring."""
+        """Return the tokens that these members bring."""
         return sum(self.weights[member] for member in included)
 
     def pack_header(self, header: ChunkHeader) -> bytes:
@@ -64,7 +64,7 @@ class Group:
         return bits.to_bytes(self.header_bytes, "little")
 
     def header(self, data: memoryview) -> ChunkHeader:
-        """Of a result chunk, or of a partial."""
+        """Return the header of a result chunk or partial sum."""
         bits = int.from_bytes(data[: self.header_bytes], "little")
         rows = bits >> len(self.members) if len(self.rows) > 1 else 0
         return ChunkHeader(
@@ -73,12 +73,12 @@ class Group:
         )
 
     def result_bytes(self, codec: Codec, elements: int) -> int:
-        """The length of a chunk that has anybody in it; without, it is the header alone."""
+        """Return the size of a chunk with at least one member; an empty one is the header alone."""
         return self.header_bytes + codec.packed_bytes(elements)
 
 
 def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:
-    """Whom a member asks for the results of a part that it does not own: its row's relay, the owner, the stand-ins.
+    """Return the members to ask for the results of a part, in order: the row reducer, the owner, the stand-ins.
 
     ``me`` among the stand-ins stands for making them oneself. Of those that the plan leads this member round by
     ``detours``, others get the results all the same: they are asked before, and only then those, and oneself."""
@@ -95,7 +95,7 @@ def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:
 
 
 def may_hold(plan: RoundPlan, part: Part) -> list[int]:
-    """Who gets results of a part from its owner, which may have died since: the relays, and all of the owner's row."""
+    """Return the members that get a part's results from its owner: the row reducers, and all of the owner's row."""
     row = plan.members[part.owner].row
     served = [index for index, member in enumerate(plan.members) if member.row == row]
     return list(dict.fromkeys([*plan.relays(part), *served]))

@@ -1,4 +1,4 @@
-"""What a member brings to a round, as others fetch it."""
+"""Contribution of a member, encoded as other members fetch it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENCODED_AT_ONCE, _ENCODED_ELEMENTS = 4, 2**22
 
 
 def contribution_blob(plan: RoundPlan) -> Blob:
-    """Its name: whatever else a plan says, chunks of one size hold the same bytes."""
+    """Name of the contribution: whatever else a plan says, chunks of one size hold the same bytes."""
     return Blob(kind="contribution", number=plan.round, grid=plan.chunk_elements)
 
 
@@ -43,12 +43,12 @@ class ContributionSource:
         self._closed = False
 
     def begin(self, feedback: ErrorFeedback) -> None:
-        """From now on there is something to encode: ``feedback`` is in a round that has begun with it."""
+        """Serve chunks from now on: ``feedback`` has begun its round with our contribution."""
         self._feedback = feedback
         self._settled.set()
 
     async def chunk(self, index: int) -> memoryview:
-        """Raises ``BlobUnavailable`` once closed: streams outlive the round."""
+        """Return a packed chunk. Raises ``BlobUnavailable`` once closed: streams outlive the round."""
         await self._settled.wait()
         run = self._runs[index]
         async with self._locks.setdefault(run, asyncio.Lock()):
@@ -70,7 +70,7 @@ class ContributionSource:
         return encoded
 
     async def close(self) -> None:
-        """Returns when nothing is being encoded any more."""
+        """Serve nothing more; returns when nothing is being encoded any more."""
         self._closed = True
         self._settled.set()
         for lock in list(self._locks.values()):

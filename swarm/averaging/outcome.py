@@ -1,4 +1,4 @@
-"""What a member brings to the end of a round, what comes of it, and what it keeps for the next one."""
+"""Offer of a member to a round, outcome of the round for it, and residual that it keeps for the next one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from shoal.swarm.protocol.messages import SampleRange, Verdict
 
 @dataclass(frozen=True)
 class RoundOffer:
-    """What we bring to a round. ``contribution``: (n,) float32 on the CPU; the averager may change it. ``norms``: of
+    """Contribution and claims that a member brings to a round.
+
+    ``contribution``: (n,) float32 on the CPU; the averager may change it. ``norms``: of
     its claimed ranges (``norms.norms_of``, ``norm_claims.ranges``); who made it has looked whether they are finite."""
 
     round: int
@@ -36,7 +38,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Aborted:
-    """Nothing changed (aborted, or reopened): keep the local work and go on training from where it is."""
+    """The round was aborted or reopened and changed nothing: keep the local work and continue training."""
 
     reason: str
     verdict: Verdict | None = None
@@ -56,7 +58,7 @@ Outcome = Committed | Aborted | Resync
 
 @dataclass(frozen=True)
 class CarriedResidual:
-    """What a member goes into its next round with. ``residual``: (n,) float32;
+    """Residual that a member takes into its next round. ``residual``: (n,) float32;
     ``weight_tokens``: of the contributions that it stems from, 0 for none."""
 
     residual: Tensor

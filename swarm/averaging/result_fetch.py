@@ -1,4 +1,4 @@
-"""Results of a round from other members: while it is averaged, until its verdict is acted on, and long after."""
+"""Fetching of results from other members: during a round, until its verdict is applied, and long after."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ async def fetch_committed(
 
 
 def _warn_of_norms(store: ResultStore, part: Part) -> None:
-    """Committed bytes are applied whatever they hold: most members have seen and reported them, and parity comes first.
-    Were they above the bound, the run's people should know."""
+    """Log committed means above the bound. They are applied all the same, as most members have reported them and parity
+    comes first."""
     for index in store.chunks_of(part):
         try:
             store.check_norm(index, store[index])

@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 
 
 def part_digest(chunks: Iterable[memoryview]) -> bytes:
-    """BLAKE3 of a part's result chunks, one after the other: 32 bytes. On one thread, and not under the GIL."""
+    """Return BLAKE3 of a part's result chunks, one after the other: 32 bytes. On one thread, without the GIL."""
     return RunningDigest().of(list(chunks))
 
 
 class RunningDigest:
-    """``part_digest`` of chunks that come one by one: of those that are here less is left to do in the end."""
+    """Incremental ``part_digest`` of chunks that come one by one."""
 
     def __init__(self) -> None:
         self._digest = blake3()
         self._chunks: list[memoryview] = []
 
     def of(self, chunks: Sequence[memoryview]) -> bytes:
-        """Of these, from the first on. Those that were the same the last time are not looked at again."""
+        """Return the digest of these chunks, from the first on; chunks digested by the last call are not read again."""
         before = len(self._chunks)
         if len(chunks) < before or not all(map(operator.is_, self._chunks, chunks)):
             self._digest, self._chunks, before = blake3(), [], 0
@@ -114,7 +114,7 @@ class ResultStore(ChunkStore):
 
     @classmethod
     def of(cls, verdict: Verdict, codec_map: CodecMap) -> ResultStore:
-        """For what a verdict has committed; still empty."""
+        """Make an empty store for what a verdict has committed."""
         assert verdict.plan is not None
         store = cls(verdict.plan, codec_map)
         for part, digest in zip(verdict.plan.parts, verdict.digests, strict=True):
@@ -124,7 +124,7 @@ class ResultStore(ChunkStore):
 
     @cached_property
     def norm_bounds(self) -> NormBounds:
-        """Of the plan's contributions and means."""
+        """Bounds on the norms of the plan's contributions and means."""
         return NormBounds(self.plan, self.codec_map)
 
     @property
@@ -137,12 +137,12 @@ class ResultStore(ChunkStore):
         return Blob(kind="held", number=self.plan.round)
 
     def bounds(self, chunk: int) -> tuple[int, int]:
-        """The elements of a chunk."""
+        """Return start and stop of a chunk's elements."""
         start = chunk * self.plan.chunk_elements
         return start, min(start + self.plan.chunk_elements, self.elements)
 
     def codec(self, chunk: int) -> Codec:
-        """What the mean of a chunk is packed with."""
+        """Return the codec that packs the mean of a chunk."""
         return self.codec_map.result(*self.bounds(chunk), len(self.plan.members))
 
     def chunks_of(self, part: Part) -> range:
@@ -164,7 +164,7 @@ class ResultStore(ChunkStore):
         return sum(map(len, self.missing(part)))
 
     def drop(self, part: Part) -> None:
-        """This part is void: zero for everybody, with nobody in it."""
+        """Mark a part as void: zero for everybody, with nobody in it."""
         self._dropped.update(self.chunks_of(part))
 
     def forget(self, part: Part) -> None:
@@ -305,14 +305,14 @@ class Archive(Protocol):
 
 
 class HeldResults:
-    """What of a store's results is there already, for those that cannot wait (a ``ChunkSource``)."""
+    """Results that a store holds already, for readers that cannot wait (a ``ChunkSource``)."""
 
     def __init__(self, store: ResultStore) -> None:
         self.chunks = store.chunks
         self._store = store
 
     async def chunk(self, index: int) -> memoryview:
-        """That result, or nothing."""
+        """Return that result, or no bytes if it is not here yet."""
         try:
             return self._store[index]
         except BlobUnavailable:
@@ -320,7 +320,9 @@ class HeldResults:
 
 
 class ResultDecoder:
-    """What is decoded of a store's results counts as long as the store holds the very same bytes."""
+    """Decodes a round's mean piece by piece, in worker threads, while other results are still on their way.
+
+    A decoded chunk counts as long as the store holds the very same bytes."""
 
     def __init__(self, store: ResultStore) -> None:
         self._store = store

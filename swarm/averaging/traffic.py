@@ -1,4 +1,4 @@
-"""Who sends how much to whom in an exchange. Pure."""
+"""Amount of data that each member sends to each other one in an exchange."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shoal.swarm.protocol.messages import RoundPlan
 
 
 class Traffic:
-    """What members send while nothing fails; by index of the plan, in elements, as if contributions, partials and means
-    were packed alike."""
+    """Data that members send while nothing fails, by index of the plan, in elements: as if contributions, partial sums
+    and means were packed alike."""
 
     def __init__(self, plan: RoundPlan) -> None:
         self._plan = plan
@@ -23,17 +23,17 @@ class Traffic:
             self._collected.setdefault(collectors, Counter())[part.owner] += part.stop - part.start
 
     def shares(self, me: int) -> dict[int, float]:
-        """Of all that this member sends, the share that goes to each other one."""
+        """Return the share of each other member in all that this member sends."""
         sent = self._sent(me)
         total = sent.total()
         return {member: size / total for member, size in sent.items()}
 
     def elements(self, me: int) -> int:
-        """All that this member sends."""
+        """Return how much this member sends in all."""
         return self._sent(me).total()
 
     def _sent(self, me: int) -> Counter[int]:
-        """By who gets it."""
+        """Return what this member sends, by receiver."""
         sent: Counter[int] = Counter()
         row = self._plan.members[me].row
         for collectors, owners in self._collected.items():
