@@ -58,14 +58,29 @@ class SentBytes:
         return taken
 
 
-# What every scope has ---------------------------------------------------------------------------------------
-
 _EPOCH_STEP = 2**30
 """At least so much the epoch grows: the versions of as many rosters fit in between."""
 
+_MAX_ELEMENTS = 2**40
+_EXACT_DTYPES = ("float32", "float64")
+"""Parameters of these types hold every value of a float32 anchor."""
 
-class Scope:
-    """Changed by facts alone (``record``, ``replay``), but for what heartbeats say and moments."""
+_BELIEVED_S = 86_400.0
+"""For how long a newcomer's word that it gets on keeps its place without any work of it in a round: a very large state
+over a slow link takes a day."""
+
+DATA_DIFFERS = (
+    "this machine's data differs from the run's: use the same Python version as the others, or ask the host for a run "
+    'on the same files (data.source = "text:GLOB" or "tokens:FILE")'
+)
+"""All that is said of it: neither side shows the other what it has."""
+
+
+class MemberScope:
+    """What every scope of a run has: members, the model that they train, and events for the journal.
+
+    A plain run is one scope; a pipeline has the run's own and one for each stage. The state is changed by events alone
+    (``record``, ``replay``), but for what heartbeats say and for moments."""
 
     def __init__(self, run: RunFile, now_s: float, epoch: int) -> None:
         """``epoch`` grows from start to start; roster versions go on from it, as observers are not journaled."""
@@ -171,26 +186,7 @@ class Scope:
         for peer in self.membership.silent(now_s, self.deadlines.dead_s):
             self.record(f.MemberLost(peer=peer, reason="silent"))
 
-
-# Joining, describing the model, leaving ---------------------------------------------------------------------
-
-_MAX_ELEMENTS = 2**40
-_EXACT_DTYPES = ("float32", "float64")
-"""Parameters of these types hold every value of a float32 anchor."""
-
-_BELIEVED_S = 86_400.0
-"""For how long a newcomer's word that it gets on keeps its place without any work of it in a round: a very large state
-over a slow link takes a day."""
-
-DATA_DIFFERS = (
-    "this machine's data differs from the run's: use the same Python version as the others, or ask the host for a run "
-    'on the same files (data.source = "text:GLOB" or "tokens:FILE")'
-)
-"""All that is said of it: neither side shows the other what it has."""
-
-
-class Admission(Scope):
-    """A scope's door. All but ``leave`` may raise a typed error for the peer that knocked."""
+    # Joining, describing the model, leaving: all but ``leave`` may raise a typed error for who asked ----------
 
     @contextmanager
     def joining(self, certificate: Certificate, role: Role, network: str, now_s: float) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
-from shoal.swarm.coordinator.events import MemberJoined, MemberLost
+from shoal.swarm.coordinator.events import MemberJoined, MemberKept, MemberLost
 from shoal.swarm.protocol.messages import (
     MAX_MEMBERS,
     DeviceInfo,
@@ -309,6 +309,23 @@ class Membership:
             member.heard_s = min(now_s, member.heard_s + seconds)
             member.progress_s = min(now_s, member.progress_s + seconds)
             member.worked_s = min(now_s, member.worked_s + seconds)
+
+    def kept(self) -> tuple[tuple[MemberKept, ...], tuple[bytes, ...]]:
+        """For a snapshot: all but observers, and the keys of processes in whose place others have come."""
+        names = MemberKept.model_fields
+        members = [one for one in self.members.values() if one.entry.role != "observer"]
+        return tuple(MemberKept(**{name: getattr(one, name) for name in names}) for one in members), tuple(
+            self.replaced
+        )
+
+    def restore(self, members: Iterable[MemberKept], replaced: Iterable[bytes], epoch: int, now_s: float) -> None:
+        """Take over what a snapshot has. Nobody is here yet; whoever was alive is heard of as of now."""
+        for kept in members:
+            known = {name: getattr(kept, name) for name in MemberKept.model_fields}
+            activity = "joining" if kept.alive else "gone"
+            self.members[kept.entry.peer] = Member(heard_s=now_s, activity=activity, **known)
+        self.replaced = dict.fromkeys(replaced)
+        self.roster_version = epoch + len(self.members)
 
     def is_observer(self, peer: str) -> bool:
         return peer in self.members and self.members[peer].entry.role == "observer"

@@ -5,18 +5,17 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator import snapshot
-from shoal.swarm.coordinator.admission import Admission
-from shoal.swarm.coordinator.ending import Sign
+from shoal.swarm.coordinator.admission import MemberScope
 from shoal.swarm.coordinator.placement import PipelineViews
-from shoal.swarm.coordinator.stage_scope import Batch, Drives, StageMachine
+from shoal.swarm.coordinator.round_scope import Sign
+from shoal.swarm.coordinator.stage_scope import Batch, Drives, StageScope
 from shoal.swarm.pipeline.planner.model import StagePlan
 from shoal.swarm.protocol.messages import Capability, LayerSize, Phase, PipelineView, RunView
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.sample_ranges import Ranges, from_wire, to_wire, union
 
 
-class PipelineState(Admission):
+class PipelineState(MemberScope):
     """The run's own scope, in which every peer is a member, and its stages once the model is cut.
 
     ``spans``: by live member, the first and the last stage that it holds; ``former``: by member, the span that it held
@@ -34,7 +33,7 @@ class PipelineState(Admission):
         self.moved_s: dict[str, float] = {}
         self.rests: dict[str, f.Rest] = {}
         self.version = 0
-        self.stages: list[StageMachine] = []
+        self.stages: list[StageScope] = []
         self.drives = Drives()
         self._sign = sign
         self._views = PipelineViews(run)
@@ -159,7 +158,7 @@ class PipelineState(Admission):
 
     def _make_stages(self) -> None:
         arguments = self.run, self._sign, self.now_s, self.epoch
-        self.stages = [StageMachine(*arguments, number) for number in range(len(self.boundaries) - 1)]
+        self.stages = [StageScope(*arguments, number) for number in range(len(self.boundaries) - 1)]
         pinned = self.run.pins.layers if self.run.pins else None
         for stage, (first, stop) in zip(self.stages, pairwise(self.boundaries), strict=True):
             stage.keep = self._take_in
@@ -185,7 +184,7 @@ class PipelineState(Admission):
         """What stands for all facts so far; None while a round is about to end, and while facts are to be taken."""
         if self._facts or self.phase in ("closing", "averaging"):
             return None
-        members, replaced = snapshot.members_of(self.membership)
+        members, replaced = self.membership.kept()
         return f.PipelineSnapshot(
             epoch=self.epoch,
             model=self.model,
@@ -202,13 +201,13 @@ class PipelineState(Admission):
             driven=to_wire(self.drives.driven),
             in_flight={peer: to_wire(ranges) for peer, ranges in self.drives.in_flight.items()},
             finished=self.drives.finished,
-            stages=tuple(snapshot.take(stage) for stage in self.stages),
+            stages=tuple(stage.as_snapshot() for stage in self.stages),
         )
 
     def _restore(self, fact: f.PipelineSnapshot) -> None:
         self.epoch = max(self.epoch, fact.epoch)
         self.model, self.layers, self.boundaries, self.version = fact.model, fact.layers, fact.boundaries, fact.version
-        snapshot.restore_members(self.membership, fact.members, fact.replaced, self.epoch, self.now_s)
+        self.membership.restore(fact.members, fact.replaced, self.epoch, self.now_s)
         self.capabilities = {one.peer: one.capability for one in fact.capabilities}
         self.spans = {one.peer: (one.first, one.last) for one in fact.spans}
         self.former = {one.peer: (one.first, one.last) for one in fact.former}

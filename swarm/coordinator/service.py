@@ -13,11 +13,11 @@ from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.coordinator.events import Fact, verdicts_in
 from shoal.swarm.coordinator.history_reader import HistoryReader
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.machine import RunMachine
 from shoal.swarm.coordinator.membership import Member
-from shoal.swarm.coordinator.pipeline_run import PipelineMachine
+from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.placement import Planner, planner_of
-from shoal.swarm.coordinator.stage_scope import StageMachine
+from shoal.swarm.coordinator.run import PlainRun
+from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.coordinator.stale_journal import check_ours, is_known
 from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, StorageError, UnknownRun
 from shoal.swarm.protocol.identity import Identity, verify_certificate
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 _DIAL_BACK_S = 2.0
 
-M = TypeVar("M", bound=RunMachine | PipelineMachine | StageMachine)
+M = TypeVar("M", bound=PlainRun | PipelineRun | StageScope)
 Handler = Callable[[Channel, Message], Coroutine[Any, Any, Message]]
 
 
@@ -279,7 +279,7 @@ class Door(Generic[M]):
 # Handlers of one kind of scope ------------------------------------------------------------------------------
 
 
-async def _ready(door: Door[RunMachine] | Door[StageMachine], channel: Channel, message: Message) -> Message:
+async def _ready(door: Door[PlainRun] | Door[StageScope], channel: Channel, message: Message) -> Message:
     assert isinstance(message, PeerToCoordinatorRoundReady)
     async with door.event(channel) as peer:
         door.machine.ready(peer, message, time.monotonic())
@@ -287,7 +287,7 @@ async def _ready(door: Door[RunMachine] | Door[StageMachine], channel: Channel, 
     return door.view(peer)
 
 
-async def _report(door: Door[RunMachine] | Door[StageMachine], channel: Channel, message: Message) -> Message:
+async def _report(door: Door[PlainRun] | Door[StageScope], channel: Channel, message: Message) -> Message:
     assert isinstance(message, PeerToCoordinatorRoundReport)
     async with door.event(channel) as peer:
         door.machine.report(peer, message, time.monotonic())
@@ -295,7 +295,7 @@ async def _report(door: Door[RunMachine] | Door[StageMachine], channel: Channel,
     return door.view(peer)
 
 
-class RunDoor(Door[RunMachine]):
+class RunDoor(Door[PlainRun]):
     """Of a run that is one scope."""
 
     def requests(self) -> dict[type[Message], Handler]:
@@ -324,10 +324,10 @@ class RunDoor(Door[RunMachine]):
         return await self.shown(channel, message, lambda verdict: self.machine.take_over(verdict, time.monotonic()))
 
 
-class PipelineDoor(Door[PipelineMachine]):
+class PipelineDoor(Door[PipelineRun]):
     """Of a pipeline run: its peers, what they can do and what they drive."""
 
-    def __init__(self, service: CoordinatorService, machine: PipelineMachine, scope: int) -> None:
+    def __init__(self, service: CoordinatorService, machine: PipelineRun, scope: int) -> None:
         super().__init__(service, machine, scope)
         self._assembled = asyncio.Event()
         self._assembled.set()
@@ -374,10 +374,10 @@ class PipelineDoor(Door[PipelineMachine]):
             self._assembled.set()
 
 
-class StageDoor(Door[StageMachine]):
+class StageDoor(Door[StageScope]):
     """Of one stage of a pipeline run."""
 
-    def __init__(self, run: PipelineDoor, machine: StageMachine) -> None:
+    def __init__(self, run: PipelineDoor, machine: StageScope) -> None:
         self._run = run
         super().__init__(run.service, machine, machine.scope)
 
@@ -456,14 +456,14 @@ class CoordinatorService:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[Fact], None]] = []
         now_s, epoch = time.monotonic(), time.time_ns()
-        self.machine: RunMachine | PipelineMachine
+        self.machine: PlainRun | PipelineRun
         self.doors: list[Door[Any]]
         """By scope."""
         if run.pipeline is None:
-            self.machine = RunMachine(run, identity.sign, now_s, epoch)
+            self.machine = PlainRun(run, identity.sign, now_s, epoch)
             self.doors = [RunDoor(self, self.machine, 0)]
         else:
-            self.machine = PipelineMachine(run, identity.sign, now_s, epoch)
+            self.machine = PipelineRun(run, identity.sign, now_s, epoch)
             self.doors = [PipelineDoor(self, self.machine, 0)]
         self.machine.replay(journal.read(), time.monotonic())
         self.machine.begin()
@@ -491,7 +491,7 @@ class CoordinatorService:
             service = cls(run_toml, run, identity, node, journal)
             async with task_scope() as tasks:
                 loops = [tasks.create_task(service._tick()), tasks.create_task(service._push())]
-                if isinstance(service.machine, PipelineMachine):
+                if isinstance(service.machine, PipelineRun):
                     loops.append(tasks.create_task(service._plan(service.machine, planner_of(run))))
                 try:
                     yield service
@@ -554,7 +554,7 @@ class CoordinatorService:
                     await self.flush()
             await asyncio.sleep(_TICK_S)
 
-    async def _plan(self, machine: PipelineMachine, planner: Planner) -> None:
+    async def _plan(self, machine: PipelineRun, planner: Planner) -> None:
         """Who gets which stages: worked out in a thread, while everybody is answered."""
         while True:
             await self._may_plan.wait()

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.ending import Sign
-from shoal.swarm.coordinator.hearing import Hearing
+from shoal.swarm.coordinator.round_scope import RoundScope, Sign
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import (
     PeerToCoordinatorClaim,
@@ -128,7 +127,7 @@ class Drives:
 # One stage --------------------------------------------------------------------------------------------------
 
 
-class StageMachine(Hearing):
+class StageScope(RoundScope):
     """Leases are claims: whoever is the first to claim a sample of the round's batch has it, until it gives it back,
     dies, or the round ends. An aborted round leaves nobody anything."""
 
@@ -144,6 +143,17 @@ class StageMachine(Hearing):
     @property
     def scope(self) -> int:
         return self.stage + 1
+
+    @property
+    def label(self) -> str:
+        return f"stage {self.stage}: "
+
+    def lacks_samples(self, proposal: f.RoundPlanned | None) -> bool:
+        """Whether the plan is not of exactly this round's batch."""
+        batch = self.batch()
+        if batch is None or proposal is None:
+            return True
+        return merge(one for ranges in proposal.ranges for one in from_wire(ranges)) != batch.ranges
 
     def _keep(self, fact: f.Fact) -> None:
         self.keep(f.InScope(scope=self.scope, fact=fact))
@@ -212,20 +222,12 @@ class StageMachine(Hearing):
         tokens = sum(work.leased_tokens - work.tokens for work in self.works())
         return tokens // self.model.tokens_per_sample if self.model else 0
 
-    # Facts ----------------------------------------------------------------------------------------------
-
-    def _apply(self, fact: f.Fact) -> None:
-        match fact:
-            case f.SamplesClaimed():
-                self.leases.grant(fact.peer, from_wire(fact.ranges))
-            case f.SamplesReleased():
-                self.leases.give_back(fact.peer, subtract(self.leases.held.get(fact.peer, []), from_wire(fact.ranges)))
-                self.round.ready.pop(fact.peer, None)  # what it had offered is another contribution now
-            case _:
-                super()._apply(fact)
+    # Rounds ---------------------------------------------------------------------------------------------
 
     def _leave_out(self, missing: Iterable[str]) -> None:
-        """Nobody: a stage may have no other replica. Who is in no mean loses its place (``Barrier.take_hopeless``)."""
+        """Leave out nobody: a stage may have no other replica.
+
+        Who is in no mean loses its place (``Barrier.evict_persistent_stragglers``)."""
 
     def _end_round(self, fact: f.VerdictGiven) -> None:
         super()._end_round(fact)

@@ -14,7 +14,7 @@ from shoal.swarm.protocol.messages import Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
 if TYPE_CHECKING:
-    from shoal.swarm.coordinator.state import RunState
+    from shoal.swarm.coordinator.round_scope import RoundScope
 
 
 def check_ours(verdict: Verdict, run_hash: bytes, host_key: bytes) -> None:
@@ -24,12 +24,12 @@ def check_ours(verdict: Verdict, run_hash: bytes, host_key: bytes) -> None:
         raise WireError("this verdict was given in another run")
 
 
-def is_known(state: RunState, verdict: Verdict) -> bool:
+def is_known(state: RoundScope, verdict: Verdict) -> bool:
     """Whether its round has ended here, too. A member of an abandoned history starts afresh by itself."""
     return verdict.round < state.round.number
 
 
-def taken_over(state: RunState, verdict: Verdict, now_s: float) -> VerdictGiven | None:
+def taken_over(state: RoundScope, verdict: Verdict, now_s: float) -> VerdictGiven | None:
     """The fact that makes it ours; None when too much is missing.
 
     Which samples it commits only the plan's fact says, so that has to be here; and nobody's may be lost, as the verdict

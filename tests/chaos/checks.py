@@ -52,7 +52,7 @@ def check_parity(run: Swarm, lives: list[Life]) -> None:
     anchor = torch.zeros(run.elements)
     for _, applied in sorted(run_ledger(run).rounds.items()):
         anchor = anchor - applied.mean
-    machine = run.coordinator.machine
+    machine = run.coordinator.run
     assert machine.anchor_version == len(run_ledger(run).rounds)
     for life in lives:
         assert life.version == machine.anchor_version
@@ -62,7 +62,7 @@ def check_parity(run: Swarm, lives: list[Life]) -> None:
 
 def check_tokens(run: Swarm) -> None:
     """Every committed token is a sample that was leased, once, and is with nobody any more."""
-    machine = run.coordinator.machine
+    machine = run.coordinator.run
     leases = machine.leases
     assert machine.tokens_committed == leases.fresh - count(leases.pool) - leases.outstanding()
     total = 0

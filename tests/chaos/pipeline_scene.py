@@ -29,7 +29,7 @@ from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import service
 from shoal.swarm.coordinator.events import Fact
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.pipeline_run import PipelineMachine
+from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
@@ -128,9 +128,9 @@ class Scene:
         self.service: CoordinatorService
 
     @property
-    def machine(self) -> PipelineMachine:
+    def machine(self) -> PipelineRun:
         machine = self.service.machine
-        assert isinstance(machine, PipelineMachine)
+        assert isinstance(machine, PipelineRun)
         return machine
 
     @property

@@ -1,4 +1,4 @@
-"""The real ``RunMachine`` and the real ``CoordinatorClient`` with nothing but the event loop between them."""
+"""The real ``PlainRun`` and the real ``CoordinatorClient`` with nothing but the event loop between them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from tests.fakes.virtual_clock import now_s
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.coordinator.events import Fact, VerdictGiven
 from shoal.swarm.coordinator.journal import read_page
-from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable, WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
@@ -86,7 +86,7 @@ class MemoryCoordinator:
         self.refusals: list[ShoalError] = []
         """What the next joins are answered, one after the other."""
         self._epoch = 1
-        self.machine: RunMachine
+        self.machine: PlainRun
         self._announced = -1
         self._start()
 
@@ -97,7 +97,7 @@ class MemoryCoordinator:
         return other
 
     def _start(self) -> None:
-        self.machine = RunMachine(self.run, self.identity.sign, now_s(), self._epoch)
+        self.machine = PlainRun(self.run, self.identity.sign, now_s(), self._epoch)
         self.machine.replay(list(self.facts), now_s())
 
     def restart(self) -> None:

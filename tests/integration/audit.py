@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.swarm.coordinator.events import Fact, ModelDescribed, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.lease_ledger import LeaseLedger
-from shoal.swarm.coordinator.state import RunState
+from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.protocol.verdict_chain import genesis
 from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, subtract
@@ -19,7 +19,7 @@ class Audit:
     committed once, or leased once, or free. ``take`` the facts in the journal's order, each once."""
 
     def __init__(self, run: RunFile) -> None:
-        self._state = RunState(run, 0.0, 0)
+        self._state = RoundScope(run, lambda data: data, 0.0, 0)
         self.verdicts: list[VerdictGiven] = []
         self.tokens = 0
         self._chain = genesis(run.hash)

@@ -28,8 +28,7 @@ from shoal.peer.terminal.snapshot import Snapshot
 from shoal.peer.terminal.views import session_panel, sparkline, status_line
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.pipeline_state import PipelineState
-from shoal.swarm.coordinator.snapshot import take
-from shoal.swarm.coordinator.state import RunState
+from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.errors import StorageError, Unreachable
 from shoal.swarm.protocol.messages import (
     Capability,
@@ -114,7 +113,7 @@ FACTS: dict[str, f.Fact] = {
     "MemberLost": f.MemberLost(peer=PEERS[0], reason="silent"),
     "LeaseGranted": f.LeaseGranted(peer=PEERS[0], round=3, tokens_done=0, ranges=(SampleRange(start=0, stop=8),)),
     "CoordinatorStarted": f.CoordinatorStarted(epoch=5),
-    "RunSnapshot": take(RunState(parse_run_file(TOML), 0.0, 0)),
+    "RunSnapshot": RoundScope(parse_run_file(TOML), lambda data: data, 0.0, 0).as_snapshot(),
     "RoundClosing": f.RoundClosing(round=3),
     "RoundReopened": f.RoundReopened(round=3),
     "RoundPlanned": f.RoundPlanned(plan=PLAN, ranges=((), ()), loss=2.3456),

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.machine import RunMachine
-from shoal.swarm.coordinator.pipeline_run import PipelineMachine
+from shoal.swarm.coordinator.pipeline_run import PipelineRun
+from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
 from shoal.swarm.protocol.run_file import RunFile
 
-MachineT = TypeVar("MachineT", bound=RunMachine | PipelineMachine)
+MachineT = TypeVar("MachineT", bound=PlainRun | PipelineRun)
 
 
 def attributes_of(machine: Any, left_out: set[str]) -> dict[str, Any]:

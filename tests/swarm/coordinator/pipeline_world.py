@@ -22,8 +22,8 @@ from tests.swarm.coordinator.world import NOT_FROM_FACTS as NOT_FROM_STAGE_FACTS
 from tests.swarm.coordinator.world import journaled as journaled_stage
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.pipeline_run import PipelineMachine
-from shoal.swarm.coordinator.stage_scope import StageMachine
+from shoal.swarm.coordinator.pipeline_run import PipelineRun
+from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
@@ -170,7 +170,7 @@ class Peer:
         self.replicas, self.drives, self.driven = {}, [], []
 
 
-def journaled(machine: PipelineMachine) -> dict[str, Any]:
+def journaled(machine: PipelineRun) -> dict[str, Any]:
     """All that a journal has to bring back."""
     members = machine.membership.members
     return {
@@ -207,7 +207,7 @@ def attributes(machine: Any) -> dict[str, Any]:
     return found | {"stages": [attributes_of(stage, NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS) for stage in machine.stages]}
 
 
-class PipelineWorld(JournaledWorld[PipelineMachine]):
+class PipelineWorld(JournaledWorld[PipelineRun]):
     """Every event goes through here; ``settle`` after it takes the facts and checks what must always hold."""
 
     def __init__(self, run: RunFile, peers: int = 0) -> None:
@@ -225,13 +225,13 @@ class PipelineWorld(JournaledWorld[PipelineMachine]):
         for peer in self.peers[:peers]:
             self.start(peer)
 
-    def made(self) -> PipelineMachine:
-        return PipelineMachine(self.run, SIGNER.sign, self.now_s, self.epoch)
+    def made(self) -> PipelineRun:
+        return PipelineRun(self.run, SIGNER.sign, self.now_s, self.epoch)
 
-    def journaled(self, machine: PipelineMachine) -> dict[str, Any]:
+    def journaled(self, machine: PipelineRun) -> dict[str, Any]:
         return journaled(machine)
 
-    def attributes(self, machine: PipelineMachine) -> dict[str, Any]:
+    def attributes(self, machine: PipelineRun) -> dict[str, Any]:
         return attributes(machine)
 
     # Peers ----------------------------------------------------------------------------------------------
@@ -594,7 +594,7 @@ class PipelineWorld(JournaledWorld[PipelineMachine]):
         assert len(status.stages) == len(machine.stages)
         assert machine.view(peer_name(0), self.now_s).tokens_in_round == status.tokens_in_round
 
-    def _check_stage(self, stage: StageMachine) -> None:
+    def _check_stage(self, stage: StageScope) -> None:
         leases, members, number = stage.leases, stage.membership.members, len(self.history)
         held = [one for ranges in leases.held.values() for one in ranges]
         committed = [(0, number * BATCH)] if number else []

@@ -9,7 +9,7 @@ from typing import Any
 from tests.swarm.coordinator.world import SIGNER, World, attributes, run_file
 
 from shoal.swarm.coordinator.events import Fact, RunSnapshot, VerdictGiven
-from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.run import PlainRun
 
 RUN = run_file()
 
@@ -37,7 +37,7 @@ def facts_in(transactions: int, rounds: int = 4) -> list[Fact]:
 
 def state(facts: Sequence[Fact]) -> dict[str, Any]:
     """All that they make of the run."""
-    machine = RunMachine(RUN, SIGNER.sign, 0.0, 0)
+    machine = PlainRun(RUN, SIGNER.sign, 0.0, 0)
     machine.replay(list(facts), 0.0)
     return attributes(machine)
 

@@ -5,7 +5,7 @@ from tests.swarm.coordinator.world import MODEL, SIGNER, TOKENS_PER_SAMPLE, Worl
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, coverage_of, epochs_covered
-from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.protocol.messages import MAX_EPOCHS
 from shoal.swarm.sample_ranges import covers
 
@@ -76,7 +76,7 @@ def test_an_epoch_that_a_verdict_taken_over_has_covered_is_told_of() -> None:
     end = next(number for number, one in enumerate(facts) if isinstance(one, f.EpochsCovered))
     given, told = facts[end - 1 : end + 1]
     assert isinstance(given, f.VerdictGiven)
-    lacks = RunMachine(world.run, SIGNER.sign, 0.0, 0)
+    lacks = PlainRun(world.run, SIGNER.sign, 0.0, 0)
     lacks.replay(facts[: end - 1], 0.0)
     assert lacks.take_over(given.verdict, 0.0)
     assert lacks.take_facts()[1:] == [told]

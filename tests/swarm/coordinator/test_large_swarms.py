@@ -5,7 +5,7 @@ from tests.swarm.coordinator.world import World, entry, run_file
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import Membership
-from shoal.swarm.coordinator.tally import COUNTED_S, EXACT_MEMBERS, Tally
+from shoal.swarm.coordinator.round_scope import COUNTED_S, EXACT_MEMBERS, CachedSum
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerView,
     Part,
@@ -88,7 +88,7 @@ def test_states_are_seen_at_once() -> None:
 
 
 def test_a_tally_is_exact_in_small_swarms_and_recent_in_large_ones() -> None:
-    small, large = Tally(), Tally()
+    small, large = CachedSum(), CachedSum()
     for tokens in (1, 2, 3):
         assert small.take(0, 10.0, EXACT_MEMBERS, lambda tokens=tokens: tokens) == tokens
         assert large.take(0, 10.0, EXACT_MEMBERS + 1, lambda tokens=tokens: tokens) == 1

@@ -11,7 +11,7 @@ from tests.swarm.coordinator.world import SIGNER, attributes
 
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.coordinator.events import Fact, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import Identity
@@ -28,8 +28,8 @@ def verdict(round_number: int) -> Verdict:
     return fact.verdict
 
 
-def machine(facts: list[Fact]) -> RunMachine:
-    made = RunMachine(RUN, SIGNER.sign, 0.0, 0)
+def machine(facts: list[Fact]) -> PlainRun:
+    made = PlainRun(RUN, SIGNER.sign, 0.0, 0)
     made.replay(facts, 0.0)
     return made
 
@@ -122,7 +122,7 @@ def test_members_bring_back_the_verdict_that_was_lost() -> None:
             assert [one.round for one in given] == [0, 1, 2]
             assert all(one.committed for one in given)
             assert {one.digest for one in run.members} == {run.members[0].digest}
-            assert run.coordinator.machine.tokens_committed == 90
+            assert run.coordinator.run.tokens_committed == 90
             assert not run.coordinator.is_outdated
 
     run_virtual(main())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.swarm.coordinator.world import CPU, MODEL, SIGNER, entry, heartbeat, peer_name, run_file
 
-from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import CorpusError, ModelMismatch
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
 from shoal.swarm.protocol.pins import PinsSection, layout_digest
@@ -23,16 +23,16 @@ RUN = run_file().model_copy(update={"pins": PINS})
 
 
 @pytest.fixture
-def machine() -> RunMachine:
-    return RunMachine(RUN, SIGNER.sign, 0.0, 1)
+def machine() -> PlainRun:
+    return PlainRun(RUN, SIGNER.sign, 0.0, 1)
 
 
-def join(machine: RunMachine, number: int, model: PeerToCoordinatorDescribeModel = MODEL) -> None:
+def join(machine: PlainRun, number: int, model: PeerToCoordinatorDescribeModel = MODEL) -> None:
     machine.join(entry(number, number), CPU, 0.0)
     machine.describe_model(peer_name(number), model)
 
 
-def beat(machine: RunMachine, number: int, digest: bytes | None) -> None:
+def beat(machine: PlainRun, number: int, digest: bytes | None) -> None:
     state: dict[str, Any] = {"anchor_version": None if digest is None else 0, "state_digest": digest}
     machine.heartbeat(peer_name(number), heartbeat(**state), 1.0)
 
@@ -47,7 +47,7 @@ def beat(machine: RunMachine, number: int, digest: bytes | None) -> None:
     ],
 )
 def test_the_first_member_cannot_define_anything(
-    machine: RunMachine, changes: dict[str, Any], error: type[Exception]
+    machine: PlainRun, changes: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         join(machine, 0, MODEL.model_copy(update=changes))
@@ -58,7 +58,7 @@ def test_the_first_member_cannot_define_anything(
         join(machine, 2, MODEL.model_copy(update=changes))
 
 
-def test_data_that_is_told_later_is_checked_then(machine: RunMachine) -> None:
+def test_data_that_is_told_later_is_checked_then(machine: PlainRun) -> None:
     silent = MODEL.model_copy(update={"corpus_digest": None, "samples": None})
     join(machine, 0, silent)
     with pytest.raises(CorpusError):
@@ -68,7 +68,7 @@ def test_data_that_is_told_later_is_checked_then(machine: RunMachine) -> None:
     assert machine.model == MODEL
 
 
-def test_the_first_state_is_the_pinned_one_whatever_members_say(machine: RunMachine) -> None:
+def test_the_first_state_is_the_pinned_one_whatever_members_say(machine: PlainRun) -> None:
     for number in range(3):
         join(machine, number)
         beat(machine, number, FORGED)
@@ -85,9 +85,9 @@ def test_the_first_state_is_the_pinned_one_whatever_members_say(machine: RunMach
     assert machine.agreed_digest == RIGHT, "also when nobody has it any more"
 
 
-def test_a_restart_changes_nothing(machine: RunMachine) -> None:
+def test_a_restart_changes_nothing(machine: PlainRun) -> None:
     join(machine, 0)
-    again = RunMachine(RUN, SIGNER.sign, 0.0, 2)
+    again = PlainRun(RUN, SIGNER.sign, 0.0, 2)
     again.replay(machine.take_facts(), 0.0)
     assert again.agreed_digest == RIGHT
     beat(again, 0, FORGED)
@@ -95,7 +95,7 @@ def test_a_restart_changes_nothing(machine: RunMachine) -> None:
 
 
 def test_without_pins_whoever_comes_first_defines_the_run() -> None:
-    machine = RunMachine(run_file(), SIGNER.sign, 0.0, 1)
+    machine = PlainRun(run_file(), SIGNER.sign, 0.0, 1)
     join(machine, 0, MODEL.model_copy(update={"corpus_digest": b"d" * 32}))
     beat(machine, 0, FORGED)
     assert machine.agreed_digest == FORGED
@@ -103,7 +103,7 @@ def test_without_pins_whoever_comes_first_defines_the_run() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 def test_parameters_that_cannot_hold_the_anchor_are_refused(dtype: str) -> None:
-    machine = RunMachine(run_file(), SIGNER.sign, 0.0, 1)
+    machine = PlainRun(run_file(), SIGNER.sign, 0.0, 1)
     layout = (TensorSpec(name="w", shape=(100, 500), dtype=dtype),)
     with pytest.raises(ModelMismatch, match=f"parameter w is {dtype}"):
         join(machine, 0, MODEL.model_copy(update={"layout": layout}))

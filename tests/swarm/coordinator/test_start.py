@@ -6,8 +6,8 @@ import pytest
 from tests.swarm.coordinator.world import CPU, MODEL, SIGNER, entry, heartbeat, peer_name, run_file
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.machine import RunMachine
-from shoal.swarm.coordinator.stage_scope import StageMachine
+from shoal.swarm.coordinator.run import PlainRun
+from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.errors import ModelMismatch
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
 from shoal.swarm.protocol.run_file import PipelineSection, RunFile
@@ -33,7 +33,7 @@ RUN = started(w=(100, 500))
 class Desk:
     """A machine, and what members say to it."""
 
-    def __init__(self, machine: RunMachine | StageMachine) -> None:
+    def __init__(self, machine: PlainRun | StageScope) -> None:
         self.machine = machine
         assert machine.run.start is not None
         self.digests = {RIGHT: machine.run.start.state_digest(MODEL.layout), FORGED: b"f" * 32}
@@ -54,7 +54,7 @@ class Desk:
 
 @pytest.fixture
 def desk() -> Desk:
-    return Desk(RunMachine(RUN, SIGNER.sign, 0.0, 1))
+    return Desk(PlainRun(RUN, SIGNER.sign, 0.0, 1))
 
 
 def test_its_digest_is_known_before_anybody_holds_it(desk: Desk) -> None:
@@ -80,7 +80,7 @@ def test_whoever_is_first_with_another_state_is_not_believed(desk: Desk) -> None
 
 
 def test_it_says_what_it_waits_for(desk: Desk) -> None:
-    assert isinstance(desk.machine, RunMachine)
+    assert isinstance(desk.machine, PlainRun)
     assert desk.machine.status(1.0).outlook == ""
     desk.join(0)
     desk.beat(0, None)
@@ -95,18 +95,18 @@ def test_a_journal_brings_it_back(desk: Desk) -> None:
     desk.join(0)
     facts = desk.machine.take_facts()
     assert not any(isinstance(fact, f.StateAgreed) for fact in facts)
-    again = RunMachine(RUN, SIGNER.sign, 0.0, 2)
+    again = PlainRun(RUN, SIGNER.sign, 0.0, 2)
     again.replay(facts, 0.0)
     assert again.agreed_digest == desk.digests[RIGHT]
     snapshot = again.snapshot()
     assert snapshot is not None
-    third = RunMachine(RUN, SIGNER.sign, 0.0, 3)
+    third = PlainRun(RUN, SIGNER.sign, 0.0, 3)
     third.replay([snapshot], 0.0)
     assert third.agreed_digest == desk.digests[RIGHT]
 
 
 def test_a_model_that_the_checkpoint_is_not_of_is_refused() -> None:
-    desk = Desk(RunMachine(started(w=(100, 500), other=(4,)), SIGNER.sign, 0.0, 1))
+    desk = Desk(PlainRun(started(w=(100, 500), other=(4,)), SIGNER.sign, 0.0, 1))
     with pytest.raises(ModelMismatch, match=r"round 8 of reef-01234567.*: it lacks other \[4\]"):
         desk.join(0)
     assert desk.machine.model is None
@@ -116,11 +116,11 @@ def test_a_model_that_the_checkpoint_is_not_of_is_refused() -> None:
 def test_a_stage_may_lack_what_others_have() -> None:
     run = started(w=(100, 500), other=(4,))
     run = run.model_copy(update={"pipeline": PipelineSection(micro_batch=2), "algorithm": "virtual_batch"})
-    desk = Desk(StageMachine(run, SIGNER.sign, 0.0, 1, 1))
+    desk = Desk(StageScope(run, SIGNER.sign, 0.0, 1, 1))
     desk.join(0)
     assert desk.machine.agreed_digest == desk.digests[RIGHT]
     assert "round 8 of reef-01234567" in desk.machine.say_outlook()
     with pytest.raises(ModelMismatch, match=r"it has new \[4\], which the checkpoint has not"):
-        Desk(StageMachine(run, SIGNER.sign, 0.0, 1, 1)).join(
+        Desk(StageScope(run, SIGNER.sign, 0.0, 1, 1)).join(
             0, MODEL.model_copy(update={"layout": (OTHER.model_copy(update={"name": "new"}),)})
         )

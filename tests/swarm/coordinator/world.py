@@ -11,7 +11,7 @@ from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_o
 
 from shoal.swarm.averaging.norm_claims import pack, ranges
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.machine import RunMachine
+from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.messages import (
@@ -176,7 +176,7 @@ class Worker:
         self.diverged = None
 
 
-def journaled(machine: RunMachine) -> dict[str, Any]:
+def journaled(machine: PlainRun) -> dict[str, Any]:
     """All that a journal has to bring back."""
     current = machine.round
     return {
@@ -218,16 +218,17 @@ NOT_FROM_FACTS = {
     "_bandwidths",
     "_outage",
     "_punctuality",
+    "_barrier",
     "lease_clock",
 }
 """Attributes of a machine that come from its start, or from what is not journaled, and cannot be compared."""
 
 
-def attributes(machine: RunMachine) -> dict[str, Any]:
+def attributes(machine: PlainRun) -> dict[str, Any]:
     return attributes_of(machine, NOT_FROM_FACTS)
 
 
-class World(JournaledWorld[RunMachine]):
+class World(JournaledWorld[PlainRun]):
     """Every event goes through here; ``settle`` after it takes the facts and checks what must always hold."""
 
     def __init__(self, run: RunFile, members: int = 0) -> None:
@@ -378,13 +379,13 @@ class World(JournaledWorld[RunMachine]):
         for _ in range(round(seconds / 0.25)):
             self.tick(0.25)
 
-    def made(self) -> RunMachine:
-        return RunMachine(self.run, SIGNER.sign, self.now_s, self.epoch)
+    def made(self) -> PlainRun:
+        return PlainRun(self.run, SIGNER.sign, self.now_s, self.epoch)
 
-    def journaled(self, machine: RunMachine) -> dict[str, Any]:
+    def journaled(self, machine: PlainRun) -> dict[str, Any]:
         return journaled(machine)
 
-    def attributes(self, machine: RunMachine) -> dict[str, Any]:
+    def attributes(self, machine: PlainRun) -> dict[str, Any]:
         return attributes(machine)
 
     def view(self, worker: Worker) -> RunView:

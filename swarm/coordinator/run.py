@@ -1,21 +1,25 @@
-"""One run's coordinator as a pure state machine: events and moments in, facts and views out.
+"""Coordinator of a plain run as a pure state machine: requests and moments in, events and views out.
 
-Every decision is a fact: it is applied to the state at once and collected for the journal, which ``service.py``
-writes before it tells anybody. Replaying the facts after a restart gives the same state again.
+``service.py`` writes the events to the journal before it tells anybody. Replaying them gives the same state again.
 """
 
 from __future__ import annotations
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.hearing import Hearing
-from shoal.swarm.coordinator.round_rules import Judgement
+from shoal.swarm.coordinator.barrier import Barrier
+from shoal.swarm.coordinator.round_scope import RoundScope, Sign
 from shoal.swarm.coordinator.stale_journal import is_known, taken_over
 from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease, Verdict
+from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.sample_ranges import Ranges, from_wire, to_wire
 
 
-class RunMachine(Hearing):
-    """The decisions on work and rounds of a run that is one scope."""
+class PlainRun(RoundScope):
+    """The coordinator of a plain run: a barrier over one scope, which is the run itself."""
+
+    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
+        super().__init__(run, sign, now_s, epoch)
+        self._barrier = Barrier(all_or_none=False)
 
     def request_lease(self, peer: str, ask: PeerToCoordinatorRequestLease, now_s: float) -> Ranges:
         """Samples for this peer; none when the round has all it needs or has been closed. With ``overlap``, whoever
@@ -67,54 +71,9 @@ class RunMachine(Hearing):
         return fact is not None
 
     def tick(self, now_s: float) -> None:
-        """Whatever time decides: silence, closing, planning, verdict."""
+        """Do whatever time decides: silence, closing, planning, verdict."""
         self.now_s = now_s
         self.excuse_own_silence(now_s)
         self.lose_silent(now_s)
         self.lose_idle(now_s)
-        diverged, back = self.look_at_divergence(), self.look_for_holders(now_s)
-        if diverged is not None:
-            self.give_verdict(diverged)
-        elif back is not None:
-            reason = Judgement(reason=self.say_return(back))
-            self.give_verdict(self.go_back_to(back.version, back.keepers, reason))
-        match self.round.phase:
-            case "waiting" | "training" if self.is_late(now_s) and not self.working():
-                self.give_verdict(self.verdict_of(Judgement(reason="the run's time was over")))
-            case "training":
-                self._tick_training(now_s)
-            case "closing":
-                if not self.membership.trainers():
-                    self.reopen()
-                elif self.is_gathered(now_s):
-                    self._plan(now_s)
-            case "averaging":
-                judgement = self.judgement(now_s)
-                if judgement is not None:
-                    self.give_verdict(self.verdict_of(judgement))
-
-    def _tick_training(self, now_s: float) -> None:
-        if not self.working():
-            if not self.membership.trainers():
-                self.round.phase = "waiting"
-                self.announcements += 1
-            return
-        moment_s = self.closing_moment(now_s)
-        if moment_s is not None:
-            self.close(moment_s)
-            self.expect()
-
-    def _plan(self, now_s: float) -> None:
-        goal, proposal = self.goal(), self.proposal()
-        plan = proposal.plan if proposal else None
-        if goal.exact and (sum(one.weight_tokens for one in plan.members) if plan else 0) < goal.tokens:
-            self.free_kept_samples(plan)
-            if self.can_reopen(now_s):
-                self.reopen()
-                return
-        if proposal is None:
-            self.give_verdict(self.verdict_of(Judgement(reason="nobody had anything to contribute")))
-        else:
-            if not goal.exact:
-                self._punctuality.saw(self.round.number, self.round.ready, self.awaited())
-            self.record(proposal)
+        self._barrier.tick([self], now_s)

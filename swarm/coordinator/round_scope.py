@@ -1,0 +1,1010 @@
+"""One scope with rounds: members, leases and the open round of one vector that is averaged.
+
+A plain run is a barrier over one such scope (``run.py``), a pipeline one over a scope for each stage
+(``pipeline_run.py``). Every decision is an event (``record``) that is applied to the state at once; replaying the
+events gives the same state again. Moments are seconds on the coordinator's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from shoal.swarm.averaging.norm_claims import claim_bytes
+from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator.admission import MemberScope
+from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
+from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, say_way_back, warning_of, way_back
+from shoal.swarm.coordinator.events import RunSnapshot
+from shoal.swarm.coordinator.grouping import Rules, as_expected, plan_round
+from shoal.swarm.coordinator.influence import (
+    bounded,
+    exceeds,
+    level_of,
+    power_of,
+    suspects_of,
+    usual_loss,
+    weighted_median,
+)
+from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, coverage_of, epochs_covered
+from shoal.swarm.coordinator.membership import Member, counting
+from shoal.swarm.coordinator.rollback import CommittedRound, History, Outage, Return, say_outlook, say_return
+from shoal.swarm.coordinator.round_rules import (
+    Goal,
+    Judgement,
+    Round,
+    Work,
+    closing_moment,
+    is_over,
+    judge,
+    left_out,
+    lost_work,
+    weighted_mean,
+)
+from shoal.swarm.coordinator.trust import (
+    Accusations,
+    LeaseClock,
+    Punctuality,
+    accusations_of,
+    newcomers_tokens,
+    pace_after,
+    pace_limit,
+    recorded_work,
+)
+from shoal.swarm.deadlines import Delays
+from shoal.swarm.errors import StaleWork, WireError
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerStatus,
+    DivergenceWord,
+    PeerToCoordinatorHeartbeat,
+    PeerToCoordinatorRoundReady,
+    PeerToCoordinatorRoundReport,
+    RoundPlan,
+    RunView,
+    TensorSpec,
+    Verdict,
+)
+from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK
+from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
+from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract, to_wire
+
+Sign = Callable[[bytes], bytes]
+
+_FEWEST_WITNESSES = 3
+"""Members with a record, so that of each of them two others tell how fast its link is."""
+
+_MAX_COUNT = 2**62
+_LEASED_ROUNDS = 64
+"""What one member can hold at most, in rounds' worth of samples (or batches, where those are larger)."""
+
+
+EXACT_MEMBERS = 64
+"""Up to here it is always counted."""
+
+COUNTED_S = 0.25
+"""So old it may be in larger swarms."""
+
+
+@dataclass
+class CachedSum:
+    """The last count, when it was made and of which round."""
+
+    count: int = 0
+    counted_s: float = -math.inf
+    round: int = -1
+
+    def take(self, round_number: int, now_s: float, members: int, count: Callable[[], int]) -> int:
+        """What ``count`` gives, or has given in this round a moment ago."""
+        is_fresh = round_number == self.round and self.counted_s <= now_s < self.counted_s + COUNTED_S
+        if members <= EXACT_MEMBERS or not is_fresh:
+            self.count, self.counted_s, self.round = count(), now_s, round_number
+        return self.count
+
+
+class RoundScope(MemberScope):
+    """A scope with rounds: one run, or one stage of a run."""
+
+    def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
+        """``epoch`` grows from start to start."""
+        super().__init__(run, now_s, epoch)
+        self.leases = LeaseLedger()
+        self.again = Again()
+        self.answered: dict[str, f.LeaseGranted] = {}
+        self.accusations = Accusations()
+        self.lease_clock = LeaseClock()
+        self.round = Round(0, opened_s=now_s)
+        self.agreed_digest: bytes | None = None
+        self.chain = genesis(run.hash)
+        self.verdict: Verdict | None = None
+        self.history = History()
+        self.setback = Setback()
+        self.rounds_aborted = self.rounds_undone = 0
+        self.tokens_committed = self.tokens_undone = 0
+        self.loss: float | None = None
+        self.started_s = now_s
+        self.elapsed_before_s = 0.0
+        self._tokens_in_round = CachedSum()
+        self._sign = sign
+        self._ready_delays = Delays(self.deadlines.ready_s)
+        self._report_delays = Delays(self.deadlines.ready_s)
+        self._bandwidths = Bandwidths()
+        self._punctuality = Punctuality()
+        self._outage = Outage(self.deadlines)
+        self._outlook: Return | None = None
+
+    @property
+    def label(self) -> str:
+        """Which scope of several a reason is about; empty in a run that is one."""
+        return ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.round.phase == "ended"
+
+    @property
+    def round_number(self) -> int:
+        return self.round.number
+
+    @property
+    def moment(self) -> tuple[int, str, int]:
+        """What members have to hear of at once when it changes."""
+        return self.round.number, self.round.phase, 0
+
+    @property
+    def is_beginning_written(self) -> bool:
+        """Whether the run file says what the run begins with."""
+        return self.run.start is not None or bool(self.run.pins and self.run.pins.state)
+
+    def written_beginning(self, layout: tuple[TensorSpec, ...]) -> bytes | None:
+        """The digest of version 0 of the state as it follows from the run file, whatever members say; else None."""
+        if self.run.start is not None:
+            return self.run.start.state_digest(layout)
+        return bytes.fromhex(self.run.pins.state) if self.run.pins and self.run.pins.state else None
+
+    # Facts ----------------------------------------------------------------------------------------------
+
+    def _apply(self, fact: f.Fact) -> None:
+        match fact:
+            case f.RunSnapshot():
+                self._restore(fact)
+            case f.ModelDescribed():
+                super()._apply(fact)
+                if self.anchor_version == 0:
+                    self.agreed_digest = self.written_beginning(fact.model.layout) or self.agreed_digest
+            case f.StateAgreed():
+                assert fact.anchor_version == self.anchor_version
+                self.agreed_digest = fact.digest
+            case f.MemberLost():
+                if fact.reason == f.KEPT_SAMPLES:
+                    self._leave_out([fact.peer])
+                super()._apply(fact)
+                self._lose_work(fact.peer)
+            case f.LeaseGranted():
+                self.leases.grant(fact.peer, from_wire(fact.ranges))
+                self.answered[fact.peer] = fact
+            case f.SamplesClaimed():
+                self.leases.grant(fact.peer, from_wire(fact.ranges))
+            case f.SamplesReleased():
+                self.leases.give_back(fact.peer, subtract(self.leases.held.get(fact.peer, []), from_wire(fact.ranges)))
+                self.round.ready.pop(fact.peer, None)  # what it had offered is another contribution now
+            case f.RoundClosing():
+                self.round.phase = "closing"
+                self.round.closes_s = self.now_s
+            case f.RoundReopened():
+                self.round.phase = "training" if self.membership.trainers() else "waiting"
+                self.round.ready.clear()
+                self.round.expected = None
+            case f.RoundPlanned():
+                self._begin_averaging(fact)
+            case f.VerdictGiven():
+                self._end_round(fact)
+            case f.LossRose():
+                pass  # for people
+            case f.EpochsCovered():
+                self.again.forget(fact.stop * fact.samples)
+            case _:
+                super()._apply(fact)
+
+    def _lose_work(self, peer: str) -> None:
+        self.answered.pop(peer, None)
+        self.lease_clock.lose(peer)
+        averaged = self.round.ranges.get(peer)
+        if averaged is not None:
+            self.round.orphans.add(peer)  # the verdict decides on these samples
+        self.leases.give_back(peer, keep=averaged)
+        self.round.ready.pop(peer, None)
+        self.round.reports.pop(peer, None)
+        if self.round.plan is None:
+            self.round.expected = None  # it may be back before the plan, with other work
+
+    def left_traces(self, peer: str) -> bool:
+        return super().left_traces(peer) or peer in self.round.ranges
+
+    def _begin_averaging(self, fact: f.RoundPlanned) -> None:
+        self.round.phase = "averaging"
+        self.round.plan = fact.plan
+        self.round.loss, self.round.median_loss = fact.loss, fact.median_loss
+        self.round.progress_s = self.round.reported_s = self.now_s
+        peers = [member.peer for member in fact.plan.members]
+        self.round.moves_left = dict.fromkeys(peers, -(-fact.plan.parts[-1].stop // fact.plan.chunk_elements))
+        self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)}
+        self.agreed_digest = fact.plan.state_digest
+
+    def _end_round(self, fact: f.VerdictGiven) -> None:
+        verdict = fact.verdict
+        assert verdict.round == self.round.number, "one verdict a round"
+        assert verdict.previous_chain == self.chain, "an unbroken chain"
+        # By the verdicts' own times: a verdict that is taken over from a member says the same as the one that was lost.
+        lasted_s = verdict.ended_s - self.verdict.ended_s if self.verdict else 0.0
+        self.verdict, self.chain = verdict, verdict.chain
+        took_s = max(0.0, fact.elapsed_s - self.elapsed_before_s)
+        self.elapsed_before_s, self.started_s = fact.elapsed_s, self.now_s
+        committed = {one.peer for one in verdict.plan.members} if verdict.committed and verdict.plan else set()
+        for peer, member in self.membership.trainers().items():
+            member.enter_round(peer in committed)
+        for peer in fact.failed:
+            self.membership.members[peer].fail()
+        if verdict.committed:
+            self._learn_paces(verdict, lasted_s)
+            self._commit(verdict, fact.lost, took_s)
+            self._carry(verdict, fact.carrying)
+            self._forgive(committed.difference(fact.lost, fact.missing))
+        else:
+            self.rounds_aborted += 1
+        for peer in self.round.orphans:  # who is back already keeps what it was given since
+            since = subtract(self.leases.held.get(peer, []), self.round.ranges[peer])
+            self.leases.give_back(peer, keep=since)
+        self._leave_out(fact.missing)
+        self.accusations.take(fact.accusations, verdict.round)
+        self.lease_clock.end_round(committed.difference(fact.lost), self.round.opened_s)
+        if fact.went_back is not None:
+            self._go_back(verdict, fact.went_back)
+        self.setback = self.setback.passed(self.anchor_version)
+        phase, closed_s = self.round.phase, self.round.closes_s
+        ahead = self.run.averaging.overlap and phase in ("closing", "averaging")
+        self.round = Round(verdict.round + 1, opened_s=min(closed_s, self.now_s) if ahead else self.now_s)
+        if phase != "waiting" and self.membership.trainers():
+            self.round.phase = "training"
+        if is_over(self.run.run, self.tokens_committed, self.rounds_committed, self.elapsed_s(self.now_s)):
+            self.round.phase = "ended"
+
+    def _learn_paces(self, verdict: Verdict, lasted_s: float) -> None:
+        """Of a run's first round nobody knows how long it took."""
+        assert verdict.plan is not None
+        members, recorded = self.membership.members, self.membership.recorded()
+        lasted_s = min(lasted_s, self.run.round.max_s)
+        paces = {
+            one.peer: pace_after(members[one.peer], one.weight_tokens, lasted_s, recorded)
+            for one in verdict.plan.members
+            if lasted_s > 0.0
+        }
+        for peer, pace_tps in paces.items():
+            members[peer].pace_tps = pace_tps
+
+    def _forgive(self, delivered: Iterable[str]) -> None:
+        for peer in delivered:
+            self.membership.members[peer].deliver()
+
+    def _leave_out(self, missing: Iterable[str]) -> None:
+        """What others wait for in vain again and again, they wait for no more for a while. These members keep what they
+        hold and get no more: whoever had a bad link brings its work later, and none of it is lost."""
+        for peer in missing:
+            self.membership.members[peer].miss(self.round.number)
+
+    def is_left_out(self, peer: str) -> bool:
+        """Whether its work does not count in this round, as it has not delivered what it had to."""
+        return self.round.number < self.membership.members[peer].out_until
+
+    def counts(self, peer: str) -> bool:
+        """Whether what it says of itself steers others: it has a record, or nobody has."""
+        recorded = self.membership.recorded()
+        return not recorded or peer in recorded
+
+    def _commit(self, verdict: Verdict, lost: tuple[str, ...], took_s: float) -> None:
+        plan = verdict.plan
+        assert plan is not None
+        self.anchor_version = verdict.anchor_version
+        self.agreed_digest = None
+        self.tokens_committed += verdict.tokens
+        self.loss = verdict.loss if verdict.loss is not None else self.loss
+        ranges = {one.peer: self.round.ranges[one.peer] for one in plan.members}
+        members, power = self.membership.members, power_of(self.run)
+        level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
+        suspects = tuple(peer for peer in suspects_of(plan, members, power) if peer not in lost)
+        self.again.lose([one for peer in lost for one in ranges.pop(peer)])
+        for planned in plan.members:
+            if planned.peer in ranges:
+                self.leases.commit(planned.peer, ranges[planned.peer])
+                member = self.membership.members[planned.peer]
+                member.tokens_committed += planned.weight_tokens
+                member.rounds_committed += 1
+                member.worked_version = plan.anchor_version
+                member.clipped_rounds += exceeds(planned, plan.rho, power)
+                member.worked_s = self.now_s
+        # No round's own work takes longer; the rest is time without anybody.
+        took_s = min(took_s, self.run.round.max_s)
+        merged = tuple(merge(one for mine in ranges.values() for one in mine))
+        about = level, plan.rho, self.round.median_loss, suspects
+        done = CommittedRound(verdict.round, plan.state_digest, verdict.tokens, took_s, merged, *about)
+        self.history.rounds.append(done)
+        assert len(self.history.rounds) == self.anchor_version
+        self.membership.advance(self.anchor_version)
+
+    def _carry(self, verdict: Verdict, carrying: tuple[str, ...]) -> None:
+        """What of their work the mean lacks comes again with what they bring next."""
+        for planned in verdict.plan.members if verdict.plan else ():
+            member = self.membership.members[planned.peer]
+            left_out = planned.weight_tokens if planned.peer in carrying else 0
+            member.carried_tokens = min(member.carried_tokens + left_out, _MAX_COUNT) if left_out else 0
+
+    def is_suspended(self, peer: str) -> bool:
+        """Whether its work does not count now, as it is suspected of having spoilt earlier rounds."""
+        return self.round.number < self.membership.members[peer].suspended_until
+
+    def _go_back(self, verdict: Verdict, to: f.WentBack) -> None:
+        """Whoever did the work that is undone keeps the credit for it: it was not at fault. Suspects are left out for a
+        while."""
+        if to.diverged:
+            self.setback = self.setback.again(to.bad_version, bool(to.suspects))
+        for peer in to.suspects:
+            self.membership.members[peer].suspend(verdict.round)
+            self.leases.give_back(peer)
+        rounds, tokens, ranges = self.history.undo(verdict.anchor_version)
+        self.anchor_version, self.agreed_digest = verdict.anchor_version, to.digest
+        self.tokens_committed -= tokens
+        assert self.tokens_committed == verdict.tokens_total
+        self.rounds_undone += rounds
+        self.tokens_undone += tokens
+        self.leases.uncommit(ranges)
+        self.again.undo(ranges)
+        self.answered.clear()
+        self.membership.go_back(self.anchor_version)
+
+    @property
+    def rounds_committed(self) -> int:
+        """Those behind the anchor. What was undone has to be done again before the run has its rounds."""
+        return len(self.history.rounds)
+
+    # What others see ------------------------------------------------------------------------------------
+
+    def view(self, peer: str, now_s: float, roster_version: int = -1, verdict_chain: bytes | None = None) -> RunView:
+        """What this member has to know; roster and verdict only when it does not have these."""
+        member = self.membership.members.get(peer)
+        newest = self.verdict.chain if self.verdict else None
+        closing = self.round.phase == "closing"
+        roster, delta = self.membership.roster_news(roster_version)
+        return RunView(
+            epoch=self.epoch,
+            sequence=self.announcements,
+            round=self.round.number,
+            anchor_version=self.anchor_version,
+            phase=self.round.phase,
+            closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
+            plan=self.round.plan,
+            expected=self.round.expected if closing else None,
+            as_expected=self.round.plan is not None and self.round.expected is not None,
+            divergence=self.word_on_divergence(peer) if member is not None and member.diverged else "",
+            verdict=self.verdict if verdict_chain != newest else None,
+            verdict_chain=newest,
+            state_digest=self.state_digest(),
+            tokens_committed=self.tokens_committed,
+            tokens_in_round=self.tokens_in_round(),
+            members=len(self.membership.trainers()),
+            must_resync=member is not None and self._must_resync(member),
+            roster_version=self.membership.roster_version,
+            roster=roster,
+            roster_delta=delta,
+        )
+
+    def believers(self) -> dict[str, Member]:
+        """Live trainers whose word on whether the run has diverged is heard."""
+        return {peer: one for peer, one in self.membership.trainers().items() if not self.is_suspended(peer)}
+
+    def opinion(self) -> Opinion:
+        """What those say together."""
+        if all(one.diverged is None for one in self.membership.trainers().values()):
+            return Opinion()
+        return opinion(self.believers(), self.history, self.state_digest(), ahead=self.run.averaging.overlap)
+
+    def way_back(self) -> WayBack | None:
+        """From the version that the members with most of the work cannot go on from; None without such a version, and
+        where there is nothing to go back to, or that has been tried often enough."""
+        bad = self.opinion().bad_version
+        if bad is None:
+            return None
+        return way_back(bad, self.setback, self.history, self.believers(), self.membership.members)
+
+    def word_on_divergence(self, peer: str) -> DivergenceWord:
+        """The answer to a member that says that its work has diverged."""
+        opinion = self.opinion()
+        if peer not in opinion.claims:  # also of a suspect: the others' word has to do for it
+            return "go on"
+        if opinion.bad_version is not None:
+            return "hopeless" if self.way_back() is None else ""
+        return "at fault" if peer in opinion.at_fault else ""
+
+    def state_digest(self) -> bytes | None:
+        """Of the current anchor version's state: agreed, or what most of its holders say."""
+        return self.agreed_digest or self.membership.common_digest(self.anchor_version)
+
+    def elapsed_s(self, now_s: float) -> float:
+        """How long the run has been going, without the time that the coordinator was away."""
+        return max(0.0, self.elapsed_before_s + now_s - self.started_s)
+
+    def _must_resync(self, member: Member) -> bool:
+        """It holds another state than this version's, or a version that the run has gone back behind."""
+        version = member.anchor_version
+        other = self.agreed_digest is not None and member.state_digest not in (None, self.agreed_digest)
+        return version is not None and (version > self.anchor_version or (version == self.anchor_version and other))
+
+    def synced(self) -> Mapping[str, Member]:
+        return self.membership.synced(self.anchor_version, self.agreed_digest)
+
+    def working(self) -> Mapping[str, Member]:
+        """Live trainers whose work counts in this round: with ``overlap`` also those who do not hold its anchor yet,
+        as they take over the last verdict at their next step."""
+        if not self.run.averaging.overlap or self.anchor_version == 0:
+            return self.synced()
+        return {**self.membership.synced(self.anchor_version - 1, None), **self.synced()}
+
+    def leased_tokens(self, peer: str) -> int:
+        """What this member's leases amount to: the most that it can have done."""
+        return count(self.leases.held.get(peer, [])) * (self.model.tokens_per_sample if self.model else 0)
+
+    def works(self) -> list[Work]:
+        return [
+            Work(one.tokens_done, one.tokens_per_s, one.step_s, one.heard_s, self.leased_tokens(peer))
+            for peer, one in self.working().items()
+            if not self.is_left_out(peer)
+        ]
+
+    def tokens_in_round(self) -> int:
+        """Done and not committed, what is done for the next round already included."""
+        trainers = self.membership.trainers()
+        return self._tokens_in_round.take(
+            self.round.number,
+            self.now_s,
+            len(trainers),
+            lambda: min(
+                sum(
+                    min(one.tokens_done + one.tokens_ahead, self.leased_tokens(peer)) for peer, one in trainers.items()
+                ),
+                _MAX_COUNT,
+            ),
+        )
+
+    def unheard(self) -> set[str]:
+        """Members with samples that have not told their state yet, as we restarted only just now."""
+        members = self.membership.members
+        return {peer for peer in self.leases.held if members[peer].alive and members[peer].anchor_version is None}
+
+    def lease_limit(self, peer: str) -> int:
+        """The most samples that this member gets now; may be negative."""
+        batch, goal = self.run.inner.batch_samples, self.goal_samples()
+        believed = self._believed_limit(peer)
+        if not self.goal().exact:
+            limit = min(believed, _LEASED_ROUNDS * max(batch, goal) - self._held(peer))
+            return limit - limit % batch if believed < _MAX_COUNT else limit
+        # Guided self-scheduling (Polychronopoulos & Kuck 1987): ever smaller, so that all finish together.
+        left = max(0, goal - self.leases.outstanding())
+        return min(left, believed, max(batch, -(-left // (2 * len(self.synced())))))
+
+    def _held(self, peer: str) -> int:
+        return count(self.leases.held.get(peer, []))
+
+    def _believed_limit(self, peer: str) -> int:
+        """The most samples that it gets now for what it was seen to commit; no limit while nobody has a record. A
+        batch is always possible, or nobody could ever show anything."""
+        member, recorded = self.membership.members[peer], self.membership.recorded()
+        assert self.model is not None
+        per_sample, batch, held = self.model.tokens_per_sample, self.run.inner.batch_samples, self._held(peer)
+        limit_tps = pace_limit(member, recorded)
+        if not recorded:
+            return _MAX_COUNT
+        self.lease_clock.begin(peer, self.now_s, held * per_sample, limit_tps)
+        if member.has_record:
+            # A lease lasts for a while; where rounds are short, that is no reason to hold several rounds' worth.
+            ahead_s = min(self.deadlines.lease_s, self.run.round.max_s / 2)
+            worked_s = self.lease_clock.worked_s(peer, self.now_s) + ahead_s
+            return max(batch, int(min(limit_tps * worked_s / per_sample, _MAX_COUNT))) - held
+        worked_s = self.lease_clock.worked_s(peer, self.now_s, self.round.opened_s)
+        alone = max(batch, int(min(limit_tps * worked_s / per_sample, _MAX_COUNT))) - held
+        return min(alone, self._newcomers_limit(peer))
+
+    def _newcomers_limit(self, peer: str) -> int:
+        """What is left for this member of what all without a record may hold."""
+        assert self.model is not None
+        goal, recorded, batch = self.goal(), self.membership.recorded(), self.run.inner.batch_samples
+        open_s = self.now_s - self.round.opened_s
+        if goal.exact and (recorded.keys().isdisjoint(self.working()) or open_s > goal.max_s / 2):
+            return _MAX_COUNT  # those with a record do not fill the batch
+        tokens = newcomers_tokens(recorded.values(), goal.tokens, None if goal.exact else open_s)
+        most = int(min(tokens / self.model.tokens_per_sample, _MAX_COUNT))
+        each = max(batch, most // max(1, len(self.working().keys() - recorded.keys())))
+        held = {holder: count(ranges) for holder, ranges in self.leases.held.items() if holder not in recorded}
+        # What one keeps above its own part, from when it was alone, is not taken from the others'.
+        together = sum(min(one, each) for one in held.values())
+        return min(max(batch, most) - together, each - held.get(peer, 0))
+
+    def averaging(self) -> set[str]:
+        """The plan's members that are still here, and never left."""
+        return {peer for peer in self.round.ranges if peer not in self.round.orphans}
+
+    def is_complete(self) -> bool:
+        """Whether nobody is left to be heard in this phase."""
+        if self.round.phase == "averaging":
+            return self.averaging() <= self.round.reports.keys()
+        return self.leases.held.keys() <= self.round.ready.keys()
+
+    def goal(self) -> Goal:
+        """Of this round; the last one of a run that is limited in time closes with the run."""
+        max_s = self.run.round.max_s
+        if self.run.run.max_s is not None:
+            left_s = self.run.run.max_s - self.elapsed_s(self.round.opened_s)
+            max_s = min(max_s, max(left_s, 0.0))
+        return Goal(self.run.round.tokens, max_s, exact=self.run.algorithm == "virtual_batch")
+
+    def goal_samples(self) -> int:
+        assert self.model is not None
+        return -(-self.run.round.tokens // self.model.tokens_per_sample)
+
+    def is_late(self, now_s: float) -> bool:
+        return self.run.run.max_s is not None and self.elapsed_s(now_s) >= self.run.run.max_s
+
+    # Snapshots ------------------------------------------------------------------------------------------
+    # What events change has its field in ``RunSnapshot`` and its line in both methods below;
+    # ``tests/swarm/coordinator/test_snapshot.py`` compares every attribute.
+
+    def snapshot(self) -> f.RunSnapshot | None:
+        """What stands for all events so far; None while a round is about to end, and while events are to be taken."""
+        return None if self._facts or self.round.phase in ("closing", "averaging") else self.as_snapshot()
+
+    def as_snapshot(self) -> f.RunSnapshot:
+        """The state as one event, of a scope whose round is neither closing nor averaging."""
+        assert self.round.phase not in ("closing", "averaging")
+        members, replaced = self.membership.kept()
+        return RunSnapshot(
+            epoch=self.epoch,
+            round=self.round.number,
+            phase=self.round.phase,
+            model=self.model,
+            anchor_version=self.anchor_version,
+            agreed_digest=self.agreed_digest,
+            chain=self.chain,
+            verdict=self.verdict,
+            rounds_aborted=self.rounds_aborted,
+            rounds_undone=self.rounds_undone,
+            tokens_committed=self.tokens_committed,
+            tokens_undone=self.tokens_undone,
+            loss=self.loss,
+            elapsed_s=self.elapsed_before_s,
+            members=members,
+            replaced=replaced,
+            fresh=self.leases.fresh,
+            pool=to_wire(self.leases.pool),
+            held={peer: to_wire(ranges) for peer, ranges in self.leases.held.items()},
+            answered=tuple(self.answered.values()),
+            history=self.history.pack(),
+            lost_again=to_wire(self.again.lost),
+            undone_again=to_wire(self.again.undone),
+            setback=self.setback.kept,
+            accusations=self.accusations.kept(),
+        )
+
+    def _restore(self, snapshot: f.RunSnapshot) -> None:
+        """Take over a snapshot. The scope is new; whoever was alive is heard of as of now."""
+        self.epoch = max(self.epoch, snapshot.epoch)
+        self.round = Round(snapshot.round, snapshot.phase, opened_s=self.now_s)
+        self.model, self.elements = snapshot.model, snapshot.model.elements if snapshot.model else 0
+        self.anchor_version, self.agreed_digest = snapshot.anchor_version, snapshot.agreed_digest
+        self.chain, self.verdict, self.loss = snapshot.chain, snapshot.verdict, snapshot.loss
+        self.rounds_aborted, self.rounds_undone = snapshot.rounds_aborted, snapshot.rounds_undone
+        self.tokens_committed, self.tokens_undone = snapshot.tokens_committed, snapshot.tokens_undone
+        self.elapsed_before_s, self.started_s = snapshot.elapsed_s, self.now_s
+        self.membership.restore(snapshot.members, snapshot.replaced, self.epoch, self.now_s)
+        held = {peer: from_wire(ranges) for peer, ranges in snapshot.held.items()}
+        self.leases = LeaseLedger(snapshot.fresh, from_wire(snapshot.pool), held)
+        self.answered = {one.peer: one for one in snapshot.answered}
+        self.history = History.unpack(snapshot.history)
+        self.again = Again(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
+        self.setback = Setback(*snapshot.setback)
+        self.accusations = Accusations({(one.by, one.of): one.round for one in snapshot.accusations})
+
+    # Reports of members ------------------------------------------------------------------------------------
+
+    def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
+        self.now_s = now_s
+        moved = self.membership.hear(peer, heartbeat, self.round.number, now_s)
+        if not self.membership.is_observer(peer):
+            process = self.membership.members[peer].entry.certificate.curve_key
+            self.sent_bytes.hear(peer, process, heartbeat.bytes_sent)
+        if moved and self.round.moves_left.get(peer) and peer not in self.round.reports:
+            self.round.moves_left[peer] -= 1
+            self.round.progress_s = now_s
+        if moved:
+            self._outage.saw_progress(now_s, self.membership.members[peer], self.history)
+        if self.anchor_version == 0 and not self.is_beginning_written:
+            self._agree_on_beginning()
+        if self.round.phase == "waiting" and self.synced():
+            self.round.phase = "training"
+            self.round.opened_s = now_s
+            self.announcements += 1
+
+    def _agree_on_beginning(self) -> None:
+        """The first to be here says what the run begins with; if nobody has that any more, somebody else does."""
+        if self.agreed_digest is None or not (self.synced() or self.unheard()):
+            digest = self.membership.common_digest(0)
+            if digest is not None:
+                self.record(f.StateAgreed(anchor_version=0, digest=digest))
+
+    def ready(self, peer: str, ready: PeerToCoordinatorRoundReady, now_s: float) -> None:
+        """A contribution is waiting. Raises ``StaleWork`` when its samples are not this peer's (any more)."""
+        self.now_s = now_s
+        member = self.membership.members[peer]
+        member.heard_s = now_s
+        if ready.round != self.round.number or self.round.phase != "closing" or not member.is_trainer:
+            return  # also when the round goes on: its samples would not be all that this peer has done by the end
+        ranges = from_wire(ready.ranges)
+        if not is_tidy(ranges):
+            raise WireError("the sample ranges of a contribution must not be empty or overlap")
+        if not self.leases.holds(peer, ranges) or ready.anchor_version != self.anchor_version:
+            raise StaleWork("these samples were given to others while this peer was silent; start from the anchor")
+        if self.agreed_digest not in (None, ready.state_digest):
+            raise StaleWork("this peer's state is not the run's; start from the anchor")
+        if self.model is None or count(ranges) * self.model.tokens_per_sample != ready.weight_tokens:
+            raise WireError("the weight of a contribution must be the tokens of its samples")
+        if ready.norms and len(ready.norms) != claim_bytes(self.elements):
+            raise WireError("a contribution's norms must be one for each range of the model")
+        member.tokens_done = ready.weight_tokens
+        before = self.round.ready.get(peer)
+        if before is None:
+            self.lease_clock.offer(peer, now_s)
+            if self.counts(peer):
+                self._ready_delays.saw(now_s - self.round.closes_s)
+            self.round.ready_s = min(self.round.ready_s, now_s)
+        elif before != ready:
+            self.round.expected = None  # others may have got some of what it brought before
+        self.round.ready[peer] = ready
+
+    def report(self, peer: str, report: PeerToCoordinatorRoundReport, now_s: float) -> None:
+        self.now_s = now_s
+        self.membership.members[peer].heard_s = now_s
+        plan = self.round.plan
+        if plan is None or report.round != self.round.number or peer not in self.averaging():
+            return
+        if len(report.digests) != len(plan.parts) or any(
+            one >= len(plan.members)
+            for one in (
+                *report.dropped,
+                *report.failed,
+                *report.undelivered,
+                *(one.member for one in report.deliveries),
+            )
+        ):
+            raise WireError("the report does not fit the plan of its round")
+        if peer not in self.round.reports:  # saying it again, or otherwise, holds off no verdict
+            if self.counts(peer):
+                self._report_delays.saw(now_s - self.round.reported_s if self.round.reports else 0.0)
+            self.round.progress_s = self.round.reported_s = now_s
+        self.round.reports[peer] = report
+
+    def status(self, now_s: float) -> CoordinatorToPeerStatus:
+        """The scope at a glance, for people: what ``shoal status`` shows, as of ``now_s``."""
+        samples = self.model.samples if self.model else None
+        closing = self.round.phase == "closing"
+        return CoordinatorToPeerStatus(
+            run=self.run.run.name,
+            run_hash=self.run.hash,
+            round=self.round.number,
+            phase=self.round.phase,
+            closes_in_s=max(0.0, self.round.closes_s - now_s) if closing else None,
+            anchor_version=self.anchor_version,
+            rounds_committed=self.rounds_committed,
+            rounds_aborted=self.rounds_aborted,
+            rounds_undone=self.rounds_undone,
+            tokens_committed=self.tokens_committed,
+            tokens_in_round=self.tokens_in_round(),
+            loss=self.loss,
+            chain=self.chain,
+            state_digest=self.state_digest(),
+            elapsed_s=self.elapsed_s(now_s),
+            outlook=self.say_outlook(),
+            warning=warning_of(self.history),
+            coverage=coverage_of(self.leases, samples) if samples else (),
+            members=self.membership.status(self.anchor_version, self.state_digest(), self.round.number),
+        )
+
+    def excuse_own_silence(self, now_s: float) -> float:
+        stood_s = super().excuse_own_silence(now_s)
+        self.round.closes_s += stood_s
+        self.round.progress_s += stood_s
+        self.round.reported_s += stood_s
+        self._outage.excuse(stood_s)
+        self.lease_clock.excuse(stood_s)
+        return stood_s
+
+    # Going back -----------------------------------------------------------------------------------------
+
+    def look_for_holders(self, now_s: float) -> Return | None:
+        """Where to go back to: nobody holds the newest state, and it is not worth waiting for anybody any more. A round
+        that closes or is averaged ends by itself first."""
+        self._outlook = None
+        if not self._is_without_state() or self.opinion().bad_version is not None:  # who says so has let go of it
+            self._outage.end()
+            return None
+        self._outlook = self._outage.look(now_s, self.history, self.agreed_digest, self.membership.members)
+        is_due = self._outlook is not None and self._outlook.is_due and self.round.phase in ("waiting", "training")
+        return self._outlook if is_due else None
+
+    def go_back_to(
+        self, version: int, keepers: tuple[str, ...], judgement: Judgement, diverged: WayBack | None = None
+    ) -> f.VerdictGiven:
+        """To an earlier version of the anchor, by a round that ends with this judgement. ``diverged``: why, unless the
+        newest state is lost."""
+        made = self.history.rounds[version]
+        went_back = f.WentBack(
+            from_version=self.anchor_version,
+            digest=made.digest,
+            vouched_round=made.round,
+            keepers=keepers,
+            diverged=diverged is not None,
+            bad_version=diverged.bad_version if diverged else 0,
+            suspects=diverged.suspects if diverged else (),
+        )
+        self._outage.end()
+        self._outlook = None
+        return self.verdict_of(judgement, went_back)
+
+    def look_at_divergence(self) -> f.VerdictGiven | None:
+        """The end of the round, in whatever phase it is, if the run has diverged and can go back."""
+        back = self.way_back()
+        if back is None:
+            return None
+        reason = Judgement(reason=say_way_back(back, self.history, self.membership.members))
+        return self.go_back_to(back.version, back.keepers, reason, back)
+
+    def say_return(self, back: Return) -> str:
+        """The reason of the verdict with which the run goes back."""
+        return say_return(back, self.history, len(self.membership.trainers()))
+
+    def say_outlook(self) -> str:
+        """What the run waits for while nobody holds its newest state, else empty."""
+        if not self._is_without_state() or self.has_ended:
+            return ""
+        if not self.anchor_version:
+            return self.run.start.outlook if self.run.start is not None else FIRST_STATE_OUTLOOK
+        return say_outlook(self.anchor_version, self.agreed_digest, self._outlook, self.membership.members)
+
+    def _is_without_state(self) -> bool:
+        """Members are here, and none of them holds the run's newest state. The first one is whatever they make, unless
+        the run file says what it is."""
+        is_made = self.anchor_version == 0 and not self.is_beginning_written
+        trainers = self.membership.trainers()
+        # One newcomer that only says to hold it would keep everybody waiting for ever.
+        return bool(not is_made and trainers and self.synced().keys().isdisjoint(counting(trainers, trainers)))
+
+    # Closing --------------------------------------------------------------------------------------------
+
+    def closing_moment(self, now_s: float) -> float | None:
+        """The moment to announce; None while it is too early to tell."""
+        return closing_moment(self.round.opened_s, self.goal(), self.works(), now_s, self.deadlines)
+
+    def close(self, moment_s: float) -> None:
+        """Announce the moment, and ahead of it the plan."""
+        self.record(f.RoundClosing(round=self.round.number))
+        self.round.closes_s = moment_s
+        self._expect()
+
+    def reopen(self) -> None:
+        self.record(f.RoundReopened(round=self.round.number))
+
+    def is_gathered(self, now_s: float) -> bool:
+        """Whoever holds no samples brings none: nobody waits for them. Once half of those who do are ready, the others
+        get as long as it has been taking; one that takes longer brings its work to the next round."""
+        return now_s >= self.round.closes_s + self._worth_waiting_s(self.awaited())
+
+    def awaited(self) -> list[str]:
+        """Whose work the plan waits for; not that of members that were waited for in vain again and again."""
+        ready, working, unheard = self.round.ready, self.working(), self.unheard()
+        held = [
+            one
+            for one in self.leases.held
+            if one not in ready and (one in working or one in unheard) and not self.is_left_out(one)
+        ]
+        if self.goal().exact:
+            return held
+        return [one for one in held if self._punctuality.is_awaited(one, self.round.number)]
+
+    def _worth_waiting_s(self, awaited: Collection[str]) -> float:
+        if self.round.ready and not awaited:
+            return 0.0
+        # Most of those with a record, where any has one, or newcomers could keep everybody waiting.
+        recorded = self.membership.recorded().keys() & {*self.round.ready, *awaited}
+        ready = len(recorded.intersection(self.round.ready)) if recorded else len(self.round.ready)
+        late = len(recorded.intersection(awaited)) if recorded else len(awaited)
+        # A batch that has to be whole is worth all the patience: without the straggler it begins anew.
+        prompt = ready > late and not self.goal().exact
+        return self._ready_delays.wait_s if prompt else self.deadlines.ready_s
+
+    def can_reopen(self, now_s: float) -> bool:
+        """Whether there is time left for samples that a complete batch lacks."""
+        return now_s < self.round.opened_s + self.goal().max_s and not self.is_late(now_s)
+
+    def proposal(self) -> f.RoundPlanned | None:
+        """The plan for whoever is ready; None when nobody has anything to contribute."""
+        ready = {peer: one for peer, one in self.round.ready.items() if not self.is_left_out(peer)}
+        self.round.expected = as_expected(self.round.expected, ready)
+        plan = self.round.expected or self._plan_of(ready)
+        if plan is None:
+            return None
+        members = self.membership.members
+        plan = bounded(plan, self.run, self.history.rounds, members)
+        peers = [member.peer for member in plan.members]
+        losses = [(ready[peer].loss, ready[peer].weight_tokens) for peer in counting(members, peers)]
+        known = [(loss, weight) for loss, weight in losses if loss is not None]
+        ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
+        median_loss = weighted_median(known) if known else None
+        return f.RoundPlanned(plan=plan, ranges=ranges, loss=weighted_mean(known), median_loss=median_loss)
+
+    def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
+        self._measure()
+        number, trainers, run = self.round.number, self.membership.trainers(), self.run
+        rules = Rules(run.averaging.group_size, run.run.seed, run.max_chunk_values)
+        plan = plan_round(number, self.anchor_version, self.elements, ready, trainers, rules)
+        return self.accusations.into(plan) if plan else None
+
+    def _measure(self) -> None:
+        """Make up our mind about everybody's link."""
+        trainers = self.membership.trainers()
+        claims_bps = {peer: one.claimed_bps for peer, one in trainers.items()}
+        believed = self._bandwidths.believed(claims_bps, counting(trainers, trainers))
+        for peer, bps in believed.items():
+            trainers[peer].bandwidth_bps = bps
+
+    def _learn_bandwidths(self, plan: RoundPlan) -> None:
+        shapes = [(spec.name, spec.shape) for spec in self.model.layout] if self.model else []
+        reports, took_s = self.round.reports, self.round.reported_s - self.round.ready_s
+        counted = counting(self.membership.members, reports)
+        witnesses = {peer: reports[peer] for peer in counted} if len(counted) >= _FEWEST_WITNESSES else reports
+        self._bandwidths.learn(plan, witnesses, sent_at_least(plan, reports, self.run.format_map(shapes), took_s))
+
+    def _expect(self) -> None:
+        """Say ahead what the plan will be, if all who work for the round are ready: of a flat group only, as the plan
+        of a grid is large, and of no batch that has to be whole, as nobody knows ahead when it is."""
+        if self.goal().exact:
+            return
+        ready = {
+            peer: PeerToCoordinatorRoundReady(
+                round=self.round.number,
+                anchor_version=self.anchor_version,
+                state_digest=member.state_digest,
+                weight_tokens=1,
+                ranges=(),
+                loss=None,
+            )
+            for peer, member in self.synced().items()
+            if peer in self.leases.held and member.state_digest is not None and not self.is_left_out(peer)
+        }
+        if 1 < len(ready) <= self.run.averaging.group_size:
+            self.round.expected = self._plan_of(ready)
+
+    def lacks_samples(self, proposal: f.RoundPlanned | None) -> bool:
+        """Whether a batch that has to be exact is not whole in this plan."""
+        goal, plan = self.goal(), proposal.plan if proposal else None
+        return goal.exact and (sum(one.weight_tokens for one in plan.members) if plan else 0) < goal.tokens
+
+    def begin_averaging(self, proposal: f.RoundPlanned) -> None:
+        """Announce the plan, and take note of who was waited for in vain."""
+        if not self.goal().exact:
+            self._punctuality.saw(self.round.number, self.round.ready, self.awaited())
+        self.record(proposal)
+
+    def free_kept_samples(self, plan: RoundPlan | None) -> None:
+        """A batch that has to be complete lacks samples: members that keep some and bring nothing usable lose them."""
+        fine = {peer for peer, one in self.round.ready.items() if not one.weight_tokens}
+        fine |= {member.peer for member in plan.members} if plan else set()
+        for peer in [one for one in self.leases.held if one not in fine]:
+            self.record(f.MemberLost(peer=peer, reason=f.KEPT_SAMPLES))
+
+    # RoundScope ---------------------------------------------------------------------------------------------
+
+    def judgement(self, now_s: float) -> Judgement | None:
+        """How the round ends by what members report; None while it is worth waiting for more."""
+        assert self.round.plan is not None
+        live = self.averaging()
+        return judge(
+            self.round.plan,
+            self.round.reports,
+            live,
+            overdue=now_s > self.round.progress_s + self.deadlines.report_s,
+            enough=now_s > self.round.reported_s + self._report_delays.wait_s,
+            whole=self.goal().exact,
+            work=recorded_work(self.membership.members, live),
+        )
+
+    def verdict_of(self, judgement: Judgement, went_back: f.WentBack | None = None) -> f.VerdictGiven:
+        """As it is before it is signed. ``went_back`` only with a judgement that aborts the round; the version is the
+        one of its vouched round."""
+        work = recorded_work(self.membership.members, self.round.reports)
+        plan, lost = self.round.plan, lost_work(self.round, judgement.digests, work)
+        weights = {member.peer: member.weight_tokens for member in plan.members} if plan else {}
+        tokens = sum(weight for peer, weight in weights.items() if peer not in lost) if judgement.committed else 0
+        version, total = self.anchor_version + judgement.committed, self.tokens_committed + tokens
+        if went_back is not None:
+            version, total = self.history.before(went_back.vouched_round)
+        unsigned = Verdict(
+            round=self.round.number,
+            committed=judgement.committed,
+            reason=judgement.reason[:2000],
+            anchor_version=version,
+            plan=plan,
+            digests=judgement.digests,
+            tokens=tokens,
+            tokens_total=total,
+            loss=self.round.loss if judgement.committed else None,
+            ended_s=round(max(0.0, self.now_s + self.unix_offset_s), 3),
+            sent_bytes=self.sent_bytes.take(),
+            run_hash=self.run.hash,
+            previous_chain=self.chain,
+            chain=bytes(32),
+            signature=b"",
+        )
+        return f.VerdictGiven(
+            verdict=unsigned,
+            elapsed_s=self.elapsed_s(self.now_s),
+            lost=lost,
+            failed=judgement.failed,
+            carrying=self._carrying(judgement),
+            missing=judgement.missing,
+            accusations=accusations_of(self.round.number, judgement.accused_by),
+            went_back=went_back,
+        )
+
+    def left_out_of(self, judgement: Judgement) -> tuple[str, ...]:
+        """Members whose contribution did not get into every chunk, as most of the recorded work says."""
+        work = recorded_work(self.membership.members, self.round.reports)
+        return left_out(self.round, judgement.digests, work)
+
+    def _carrying(self, judgement: Judgement) -> tuple[str, ...]:
+        """Members that keep something of what they offered: of a void part all, else those that some chunk lacks."""
+        plan = self.round.plan
+        if plan is None or not judgement.committed:
+            return ()
+        void = None in judgement.digests
+        peers = [one.peer for one in plan.members] if void else self.left_out_of(judgement)
+        return tuple(peer for peer in peers if peer not in self.round.orphans)
+
+    def give_verdict(self, unsigned: f.VerdictGiven) -> None:
+        """Sign it: the round has ended."""
+        if self.round.plan is not None:
+            self._learn_bandwidths(self.round.plan)
+        chain = chain_hash(unsigned.verdict)
+        signed = unsigned.verdict.model_copy(update={"chain": chain, "signature": self._sign(signed_bytes(chain))})
+        self.end_round(unsigned.model_copy(update={"verdict": signed}))
+
+    def end_round(self, fact: f.VerdictGiven) -> None:
+        covered, before = self._covered(), len(self.history.rounds)
+        self.record(fact)
+        self._tell_covered(covered)
+        if len(self.history.rounds) > before:
+            newest = self.history.rounds[-1]
+            usual = usual_loss(self.history.rounds[:-1], newest.loss)
+            if usual is not None and newest.loss is not None:
+                self.record(f.LossRose(round=newest.round, loss=newest.loss, usual=usual))
+        for peer in fact.missing:
+            if self.goal().exact and self.is_left_out(peer) and peer in self.leases.held and not self.has_ended:
+                self.record(f.MemberLost(peer=peer, reason="left out for a while"))  # the next batch has to be whole
+
+    def _covered(self) -> int:
+        return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0
+
+    def _tell_covered(self, first: int) -> None:
+        """Which epochs this verdict has completed, ``first`` having been covered before."""
+        stop = self._covered()
+        if stop > first:
+            samples = self.model.samples if self.model else None
+            assert samples is not None
+            lost, undone = self.again.within(first * samples, stop * samples)
+            self.record(f.EpochsCovered(first=first, stop=stop, samples=samples, lost=lost, undone=undone))
