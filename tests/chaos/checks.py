@@ -31,7 +31,7 @@ def check_verdicts(run: Swarm) -> None:
     """One a round, each after the one before, signed."""
     verdicts = [one.verdict for one in run.coordinator.facts if isinstance(one, f.VerdictGiven)]
     assert [one.round for one in verdicts] == list(range(len(verdicts)))
-    chain = genesis(run.coordinator.run.hash)
+    chain = genesis(run.coordinator.machine.hash)
     for verdict in verdicts:
         assert verdict.previous_chain == chain
         check_verdict(verdict, run.coordinator.identity.public_key)
@@ -52,7 +52,7 @@ def check_parity(run: Swarm, lives: list[Life]) -> None:
     anchor = torch.zeros(run.elements)
     for _, applied in sorted(run_ledger(run).rounds.items()):
         anchor = anchor - applied.mean
-    machine = run.coordinator.run
+    machine = run.coordinator.machine
     assert machine.anchor_version == len(run_ledger(run).rounds)
     for life in lives:
         assert life.version == machine.anchor_version
@@ -62,7 +62,7 @@ def check_parity(run: Swarm, lives: list[Life]) -> None:
 
 def check_tokens(run: Swarm) -> None:
     """Every committed token is a sample that was leased, once, and is with nobody any more."""
-    machine = run.coordinator.run
+    machine = run.coordinator.machine
     leases = machine.leases
     assert machine.tokens_committed == leases.fresh - count(leases.pool) - leases.outstanding()
     total = 0

@@ -71,7 +71,7 @@ def _some_have(scene: "Scene", attack: Attack, step: Step) -> bool:
 
 def is_due_now(scene: "Scene", attack: Attack, step: str, facts: Sequence[f.Fact]) -> bool:
     """The same, at the coordinator: just before facts are journaled ("decided") or told ("journaled")."""
-    now = scene.run.coordinator.run.round
+    now = scene.run.coordinator.machine.round
     ended = any(isinstance(one, f.VerdictGiven) and one.verdict.round == ATTACKED for one in facts)
     match attack.moment:
         case "after the report":

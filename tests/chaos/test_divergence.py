@@ -63,7 +63,7 @@ async def play(doubters: int, saved: int) -> tuple[list[Doubter], list[f.Verdict
             life.doubts = BAD_VERSION if life.number <= doubters else None
             life.start_with(disks[life.number], lambda version: version <= saved, lambda member: None)
             life.start(tasks)
-        machine = run.coordinator.run
+        machine = run.coordinator.machine
         await until(lambda: sum(len(life.words) for life in lives) >= min(doubters, 2), 0.05)
         await until(lambda: len(machine.synced()) == MEMBERS, 0.05)
         last = machine.round.number + FURTHER_ROUNDS

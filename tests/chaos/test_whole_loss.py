@@ -103,7 +103,7 @@ class Loss:
         run.network.faults.append(self._on_step)
 
     def _on_facts(self, step: str, facts: list[f.Fact]) -> None:
-        now = self.run.coordinator.run.round
+        now = self.run.coordinator.machine.round
         names = {type(one).__name__ for one in facts}
         ended = any(isinstance(one, f.VerdictGiven) and one.verdict.round == KILLED_ROUND for one in facts)
         if self.kind == "VerdictGiven":
@@ -116,7 +116,7 @@ class Loss:
             self.strike()
 
     def _nearly_all(self) -> bool:
-        now = self.run.coordinator.run.round
+        now = self.run.coordinator.machine.round
         said = {"ready": now.ready, "report": now.reports}.get(self.kind, {})
         return len(said) == MEMBERS - 1
 
@@ -166,7 +166,7 @@ async def play(moment: tuple[str, str], saves: Callable[[int], bool], missing: i
             again.append(life)
             await life.join(tasks)
             life.start(tasks)
-        machine = run.coordinator.run
+        machine = run.coordinator.machine
         await until(lambda: len(machine.synced()) == len(again), 0.05)
         last = machine.round.number + FURTHER_ROUNDS
         for life in again:
@@ -181,7 +181,7 @@ async def play(moment: tuple[str, str], saves: Callable[[int], bool], missing: i
 
 def _check(run: Swarm, lives: list[Keeper]) -> None:
     """One verdict a round in one chain, every sample in one place, and parity by the means of what was not undone."""
-    audit = Audit(run.coordinator.run)
+    audit = Audit(run.coordinator.machine)
     audit.take(run.coordinator.facts)
     for one in audit.verdicts:
         check_verdict(one.verdict, run.coordinator.identity.public_key)
@@ -189,7 +189,7 @@ def _check(run: Swarm, lives: list[Keeper]) -> None:
     for one in audit.verdicts:
         kept = kept[: one.verdict.anchor_version - one.verdict.committed]
         kept += [one.verdict.round] if one.verdict.committed else []
-    machine, rounds = run.coordinator.run, lives[0].ledger.rounds
+    machine, rounds = run.coordinator.machine, lives[0].ledger.rounds
     assert machine.anchor_version == len(kept)
     anchor = torch.zeros(run.elements)
     for number in kept:

@@ -151,7 +151,7 @@ def test_reports_say_what_links_deliver() -> None:
         network = UplinkNetwork(1e8)
         async with swarm(3, run_toml(12), ELEMENTS, network) as run:
             network.uplinks_bps |= {run[0].peer: 5e7, run[1].peer: 2e7}
-            machine, seen = run.coordinator.run, []
+            machine, seen = run.coordinator.machine, []
             report = machine.report
             machine.report = lambda peer, one, at_s: (seen.append((peer, one)), report(peer, one, at_s))[1]  # type: ignore[method-assign]
             await play(run, 1)

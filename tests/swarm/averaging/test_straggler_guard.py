@@ -277,7 +277,7 @@ ELEMENTS = MEMBERS * 12 * 65536
 
 async def play(run: Swarm) -> list[PeerToCoordinatorRoundReport]:
     """A round that all commit and hold alike. Returns the reports."""
-    machine, reports = run.coordinator.run, []
+    machine, reports = run.coordinator.machine, []
     report = machine.report
     machine.report = lambda peer, one, at_s: (reports.append(one), report(peer, one, at_s))[1]  # type: ignore[method-assign]
     outcomes = await together(*(member.play(torch.ones(ELEMENTS), 4) for member in run.members))

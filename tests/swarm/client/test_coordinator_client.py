@@ -47,7 +47,7 @@ def test_a_verdict_is_told_until_it_is_known_and_kept_from_then_on() -> None:
             for number in range(2):
                 await a_round(run)
                 heard.views.clear()
-                verdict = run.coordinator.run.verdict
+                verdict = run.coordinator.machine.verdict
                 assert verdict is not None
                 await asyncio.sleep(3 * run[0].client.deadlines.heartbeat_s)
                 assert heard.views[-1].verdict is None
@@ -70,7 +70,7 @@ def test_a_verdict_that_got_lost_is_told_again() -> None:
             assert deaf.view.verdict == before
             deaf.channel.silent = False
             await asyncio.gather(*plays)
-            assert deaf.view.verdict == run.coordinator.run.verdict != before
+            assert deaf.view.verdict == run.coordinator.machine.verdict != before
 
     run_virtual(main())
 
@@ -128,9 +128,9 @@ def test_changes_that_got_lost_come_with_the_next_heartbeat() -> None:
             heard = _Heard(deaf.channel)
             await goes.client.join()
             await asyncio.sleep(3 * deaf.client.deadlines.heartbeat_s)
-            assert deaf.client._roster_version == run.coordinator.run.membership.roster_version
+            assert deaf.client._roster_version == run.coordinator.machine.membership.roster_version
             assert [view.roster for view in heard.views] == [None] * len(heard.views)
-            entries = {one.peer: one for one in run.coordinator.run.membership.roster()}
+            entries = {one.peer: one for one in run.coordinator.machine.membership.roster()}
             assert deaf.client._roster == entries
 
     run_virtual(main())

@@ -122,7 +122,7 @@ def test_members_bring_back_the_verdict_that_was_lost() -> None:
             assert [one.round for one in given] == [0, 1, 2]
             assert all(one.committed for one in given)
             assert {one.digest for one in run.members} == {run.members[0].digest}
-            assert run.coordinator.run.tokens_committed == 90
+            assert run.coordinator.machine.tokens_committed == 90
             assert not run.coordinator.is_outdated
 
     run_virtual(main())
