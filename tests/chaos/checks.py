@@ -31,7 +31,7 @@ def check_verdicts(run: Swarm) -> None:
     """One a round, each after the one before, signed."""
     verdicts = [one.verdict for one in run.coordinator.facts if isinstance(one, f.VerdictGiven)]
     assert [one.round for one in verdicts] == list(range(len(verdicts)))
-    chain = genesis(run.coordinator.machine.hash)
+    chain = genesis(run.coordinator.run.hash)
     for verdict in verdicts:
         assert verdict.previous_chain == chain
         check_verdict(verdict, run.coordinator.identity.public_key)

@@ -25,7 +25,7 @@ class Doubter(Keeper):
     words: list[DivergenceWord]
 
     async def close_round(self) -> None:
-        if self.doubts == self.version and not self.swarm.coordinator.run.rounds_undone:
+        if self.doubts == self.version and not self.swarm.coordinator.machine.rounds_undone:
             self.diverged = KeptState(anchor_version=self.version, digest=self.digest)
             self.doubts = None
             await self.start_afresh()

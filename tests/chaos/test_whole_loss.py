@@ -181,7 +181,7 @@ async def play(moment: tuple[str, str], saves: Callable[[int], bool], missing: i
 
 def _check(run: Swarm, lives: list[Keeper]) -> None:
     """One verdict a round in one chain, every sample in one place, and parity by the means of what was not undone."""
-    audit = Audit(run.coordinator.machine)
+    audit = Audit(run.coordinator.run)
     audit.take(run.coordinator.facts)
     for one in audit.verdicts:
         check_verdict(one.verdict, run.coordinator.identity.public_key)

@@ -339,6 +339,6 @@ def make_client(
     channel = MemoryChannel(coordinator, keys, latency_s)
     node: Any = MemoryNode(channel, endpoint)
     addresses = tuple(("127.0.0.1", port) for port in ports)
-    invite = Invite(addresses, coordinator.machine.run.name, coordinator.keys.public, coordinator.machine.hash)
+    invite = Invite(addresses, coordinator.run.run.name, coordinator.keys.public, coordinator.run.hash)
     info = MemberInfo(name="fake", role="trainer", device=_DEVICE)
     return CoordinatorClient(node, me, keys, invite, info), channel
