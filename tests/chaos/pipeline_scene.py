@@ -218,7 +218,7 @@ def _patched(scene: Scene) -> Iterator[None]:
         mock.patch.object(connection, "NetworkThread", SharedLoop),
         mock.patch.object(Identity, "load_or_create", lambda path: identity(int(path.name))),
         mock.patch.object(pipeline_peer, "layered_recipe", lambda recipe, run: recipe),
-        mock.patch.object(pipeline_peer, "measured_model", small_model.measured),
+        mock.patch.object(pipeline_peer, "profile_model", small_model.measured),
         mock.patch.object(HeldSpan, "enter", entered),
         mock.patch.object(Replica, "_apply", applied),
         *[mock.patch.object(SpanTraining, step, computing(step)) for step in compute],
