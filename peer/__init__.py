@@ -1,1 +1,1 @@
-"""What runs on a volunteer's machine: the daemon, the training loop's session, recipes and data."""
+"""Software of a volunteer's machine: commands, sessions of training loops, state, recipes and data."""

@@ -60,7 +60,7 @@ class _Given:
         """There are none here: who gives the arrays has them."""
 
     def restart(self, anchor: Tensor) -> None:
-        """What was given is offered until it has been in a mean."""
+        """Keep the given arrays: they are offered until they have been in a mean."""
         self._vector.write(anchor)
 
     def go_on(self, anchor: Tensor) -> None:

@@ -42,7 +42,7 @@ class NetworkThread(Generic[R]):
 
     @property
     def resource(self) -> R:
-        """What the context yielded; after ``start``."""
+        """Value that the context yielded; after ``start``."""
         return self._started.result(timeout=0)
 
     def start(self) -> R:
@@ -106,7 +106,7 @@ class NetworkThread(Generic[R]):
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the thread before its time."""
+        """Error that ended the thread before its time, or None."""
         return self._failure
 
     def stop(self) -> None:

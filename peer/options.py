@@ -39,7 +39,7 @@ class StartFrom:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """Where this member lives. ``bind`` is where it listens (port 0: any free one, data on the next);
+    """Options of a member on this machine. ``bind`` is where it listens (port 0: any free one, data on the next);
     ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
     whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``);
     ``checkpoints``: which are kept, below ``state``; None: none; ``copy_to``: where they are copied to; ``start_from``:

@@ -40,7 +40,7 @@ _SMOOTHING = 0.2
 
 
 class Readiness(Enum):
-    """Whether a training loop may do local work now."""
+    """Readiness of a training loop for local work."""
 
     READY = "ready"
     NOT_YET = "not yet"
@@ -154,7 +154,7 @@ class Session:
 
     @property
     def view(self) -> RunView:
-        """What the coordinator last said; replaced, never changed."""
+        """Newest view of the run from the coordinator; replaced, never changed."""
         failure = self._network.failure
         if failure is not None:
             raise failure
@@ -258,7 +258,7 @@ class Session:
         self._member.progress.activity = activity
 
     def _is_due(self, step_s: float) -> bool:
-        """Whether the round has to be closed here before another step of that length."""
+        """Return whether the round has to be closed here before another step of that length."""
         replica = self._replica
         return is_due(
             self.view,

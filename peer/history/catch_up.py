@@ -70,7 +70,7 @@ def path(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdi
 
 
 def follows(state: State, verdict: Verdict) -> bool:
-    """Whether this round went from this state."""
+    """Return whether this round went from this state."""
     plan = verdict.plan
     assert plan is not None
     is_its = (plan.anchor_version, plan.state_digest) == (state.version, state.digest)
@@ -78,7 +78,7 @@ def follows(state: State, verdict: Verdict) -> bool:
 
 
 class Steps:
-    """What makes means of committed bytes and states of means, in one run."""
+    """Decoder of committed bytes to means, and stepper from means to states, in one run."""
 
     def __init__(self, run: RunFile, codec_map: CodecMap, outer: OuterOptimizer) -> None:
         self.codec_map = codec_map
@@ -97,7 +97,7 @@ class Steps:
         )
 
     def recorded(self, records: RoundRecords, verdict: Verdict) -> ResultStore:
-        """What that round's record holds. Raises ``StateFileError`` naming the file, also where its round is one of
+        """Read a round's record. Raises ``StateFileError`` naming the file, also where its round is one of
         another history of the run."""
         record = records.open(verdict.round)
         if record.verdict.chain != verdict.chain:

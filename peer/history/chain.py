@@ -40,7 +40,7 @@ class Origin(Record):
 
 @dataclass(frozen=True)
 class Chain:
-    """What a checked chain comes to. ``first`` and ``rounds``: of the first verdict, and after the last one;
+    """Summary of a checked chain. ``first`` and ``rounds``: of the first verdict, and after the last one;
     ``anchor_version`` and ``tokens_total`` as of the last one, which may have gone back."""
 
     first: int
@@ -105,7 +105,7 @@ def check_chain(
 
 @dataclass(frozen=True)
 class Damage:
-    """Where a file cannot be read on. ``is_end``: as it is when a writer is in the midst of a record, or was killed."""
+    """Offset from which a file cannot be read. ``is_end``: a writer is in the midst of a record, or was killed."""
 
     offset: int
     is_end: bool
@@ -123,7 +123,7 @@ class Unpacked:
 
 @dataclass(frozen=True)
 class Kept(Unpacked):
-    """What a history's file says, nothing of it checked but the head."""
+    """Contents of a history file, of which only the head has been checked."""
 
     origin: Origin
     head_bytes: int
@@ -140,7 +140,7 @@ def pack_head(origin: Origin) -> bytes:
 
 
 def unpack_history(data: bytes, place: str) -> Kept:
-    """What ``pack_history`` made, as far as it can be read. Raises ``StateFileError`` for the head of no history."""
+    """Unpack the output of ``pack_history`` where possible. Raises ``StateFileError`` for the head of no history."""
     try:
         body, head_bytes = next(unpack_maps(data))
         origin = Origin.model_validate(body)

@@ -35,7 +35,7 @@ class HistoryFile:
 
     @property
     def chain(self) -> Chain:
-        """What is kept, in sum; ``chain.rounds`` is the first round that is not."""
+        """Summary of what is kept; ``chain.rounds`` is the first round that is not."""
         return self._check.chain
 
     def append(self, verdicts: Sequence[Verdict]) -> None:

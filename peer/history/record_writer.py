@@ -146,7 +146,7 @@ class RecordKeeper:
         await in_thread(self.records.remove, old)
 
     def _newest_within(self, numbers: list[int], models: int, size_bytes: int = 0) -> int:
-        """How many of the newest are together fewer bytes than so many anchors, or than ``size_bytes``."""
+        """Return how many of the newest are together fewer bytes than so many anchors, or than ``size_bytes``."""
         count, together_bytes = 0, 0
         for number in reversed(numbers):
             record = self._offered.get(number)

@@ -37,7 +37,7 @@ Chunks = Sequence[memoryview | None]
 
 @dataclass(frozen=True)
 class Owner:
-    """What records belong to: the run by its hash, and the identity key of its coordinator, which signs verdicts."""
+    """Owner of records: the run by its hash, and the identity key of its coordinator, which signs verdicts."""
 
     run_hash: bytes
     coordinator_key: bytes
@@ -125,7 +125,7 @@ class RoundRecords:
         return self.open(verdict.round)
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """What cannot be removed stays; it does no harm."""
+        """Remove records; those that cannot be removed stay and do no harm."""
         for number in numbers:
             with suppress(OSError):
                 self.path(number).unlink(missing_ok=True)
@@ -279,7 +279,7 @@ def _differences(found: Owner, expected: Owner | None) -> list[tuple[str, str, s
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """What the disk says while a file is read, as our error that names it."""
+    """Turn errors of the disk while a file is read into ``StateFileError`` that names it."""
     try:
         yield
     except OSError as error:

@@ -128,7 +128,7 @@ class Member:
         self._diverged: KeptState | None = None
         self.rejoined = False
         self.start: RunStart | None = None
-        """What the run starts from, where that is a checkpoint."""
+        """Checkpoint that the run starts from, if it does."""
 
     @classmethod
     @asynccontextmanager
@@ -193,7 +193,7 @@ class Member:
 
     @property
     def activity(self) -> str:
-        """What this peer is doing, in a word or two."""
+        """Activity of this peer, in a word or two."""
         done = self._downloads.done if self._downloads else None
         if done is not None:
             return f"{self.progress.activity} {done:.0%}"
@@ -300,7 +300,7 @@ class Member:
             self._downloads = None
 
     def let_go(self) -> None:
-        """What we hold is not the run's state: we hold none."""
+        """Hold no state any more: the one held is not the run's."""
         self.state = None
 
     async def tell(self, kept: tuple[KeptState, ...]) -> None:
@@ -363,7 +363,7 @@ class Member:
         return self._keeper.records
 
     def missed_rounds(self, steps: Steps) -> MissedRounds:
-        """What brings an earlier state up to the run's, by rounds from the others."""
+        """Make the catcher-up that brings an earlier state to the run's, by rounds from other peers."""
         assert self._keeper is not None, "keep_records first"
         client, donors = self.client, self._others
 

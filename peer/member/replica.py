@@ -108,7 +108,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """What was offered to ``round`` is on its way; ``outcome`` is awaited on the network thread."""
+    """Contribution to ``round`` that is being averaged; ``outcome`` is awaited on the network thread."""
 
     round: int
     outcome: futures.Future[Outcome]
@@ -156,7 +156,7 @@ class Replica:
         self._is_other_start_said = False
         self._state: State
         self._verdict: Verdict | None = None
-        """What made the state, where we know it."""
+        """Verdict that made the state, where it is known."""
         self._own = LocalState(setup.model, setup.inner_optimizer, self.samples, self._member)
         subject = self._subject(setup.stage)
         self._keeper = CheckpointKeeper(store, network, subject, self._own.tree) if store else None
@@ -426,5 +426,5 @@ class Replica:
 
 
 def _is_undone(before: State, now: State) -> bool:
-    """Whether the run has gone back, and so what the residual stems from is to be done again by others."""
+    """Return whether the run has gone back, so that the work behind the residual is to be done again by others."""
     return now.version <= before.version and now.digest != before.digest

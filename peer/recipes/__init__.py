@@ -32,7 +32,7 @@ class Samples(Protocol):
     """Map-style training data; a sample is a window of ``tokens_per_sample + 1`` tokens."""
 
     def __len__(self) -> int:
-        """How many samples there are, at least 1."""
+        """Number of samples, at least 1."""
         ...
 
     def __getitem__(self, index: int, /) -> Tensor:

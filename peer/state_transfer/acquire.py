@@ -232,7 +232,7 @@ class Downloads:
                 await in_thread(remove_incoming, self._folder)
 
     def close(self) -> None:
-        """What is on disk stays there."""
+        """Stop; chunks on disk stay there."""
         if self._partial is not None:
             self._partial.close()
 

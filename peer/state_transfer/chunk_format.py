@@ -18,7 +18,7 @@ _WORTHWHILE = 0.95
 
 
 class Form(Protocol):
-    """How chunks of float32 values become bytes and the same bits again; for threads. Hashes are of the values."""
+    """Encoding of chunks of float32 values, back to the same bits; for threads. Hashes are of the values."""
 
     name: str
 

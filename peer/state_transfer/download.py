@@ -48,14 +48,14 @@ class ChunkShares:
 
     @property
     def left(self) -> int:
-        """How many chunks are not here."""
+        """Number of chunks that are not here."""
         return len(self._missing)
 
     def wants(self, chunk: int) -> bool:
         return chunk in self._missing
 
     def take(self, donor: str, most: int) -> ChunkRun | None:
-        """What ``donor`` is to be asked for, at most so many chunks; None when there is nothing for it now.
+        """Assign chunks to ask ``donor`` for, at most so many chunks; None when there is nothing for it now.
 
         When all is asked for, a donor that has nothing else to do is asked for the last chunk of who was asked the
         longest ago and has not delivered."""

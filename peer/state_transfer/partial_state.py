@@ -83,7 +83,7 @@ class PartialState:
         return True
 
     def chunk(self, index: int) -> memoryview:
-        """Where that chunk belongs."""
+        """Memory in which a chunk belongs."""
         return self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
     def put(self, index: int, data: memoryview) -> bool:
@@ -210,7 +210,7 @@ class IncomingFile:
 
 
 def begun_state(folder: Path) -> Wanted | None:
-    """What an earlier process was fetching when it ended."""
+    """Return the state that an earlier process was fetching when it ended."""
     for path in _files(folder):
         with suppress(OSError, ValueError), open_regular(path, buffering=0) as file:
             if wanted := IncomingFile(path, file, 0)._read_header():
@@ -229,7 +229,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _read_into(file: BinaryIO, place: memoryview) -> bool:
-    """Whether the file had so many bytes more."""
+    """Fill ``place`` from the file; returns whether the file had so many bytes more."""
     while place.nbytes:
         size = file.readinto(place)  # type: ignore[attr-defined]
         if not size:

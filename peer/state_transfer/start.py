@@ -183,7 +183,7 @@ class StartState:
 
     @property
     def is_here(self) -> bool:
-        """Whether ``read`` can be called: the files are here."""
+        """Return whether ``read`` can be called: the files are here."""
         return self._run.files is not None
 
     def read(self) -> State:

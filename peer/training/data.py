@@ -35,7 +35,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class DataAbout:
-    """What the run must know of the data: its digest, a line for people, how many tokens a sample counts, and how many
+    """Description of the data for the run: its digest, a line for people, how many tokens a sample counts, and how many
     samples there are."""
 
     digest: bytes
@@ -105,7 +105,7 @@ class LeasedSamples:
         self.tokens_trained = 0
 
     def counters(self) -> dict[str, int]:
-        """What counts on over restarts."""
+        """Counters that go on over restarts."""
         return {"steps": self.steps, "tokens_trained": self.tokens_trained}
 
     def count_on(self, counters: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class LeasedSamples:
 
     @property
     def in_round(self) -> int:
-        """How many are done and not offered: all since the last committed round, but while one is averaged."""
+        """Number of samples done and not offered: all since the last committed round, but while one is averaged."""
         return count(self._done.ranges)
 
     @property
@@ -180,12 +180,12 @@ class LeasedSamples:
         return to_wire(self._done.ranges)
 
     def offer(self) -> None:
-        """What is done goes into a round; what is done from now on is for the next one."""
+        """Offer the samples done to a round; those done from now on are for the next one."""
         assert not self._offered.ranges, "one round after the other"
         self._offered, self._done = self._done, _Done()
 
     def committed(self) -> None:
-        """What was offered is part of the anchor; what is done since, and what is left, stays ours."""
+        """Drop the offered samples, which are part of the anchor now; those done since and those left stay ours."""
         self._offered = _Done()
 
     def take_back(self) -> None:

@@ -119,7 +119,7 @@ _BACKWARD = 1.5
 
 
 def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int) -> int:
-    """How many of ``batch`` samples may run at once, a divisor-free count of at least one.
+    """Return how many of ``batch`` samples may run at once, a divisor-free count of at least one.
 
     Measured: the bytes that autograd keeps for one sample's backward pass, on any device. Raises ``DeviceError``
     when even one sample does not fit.

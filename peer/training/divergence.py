@@ -54,7 +54,7 @@ class Divergence:
         return first if times >= TRIES else None
 
     def error(self, word: DivergenceWord) -> Diverged:
-        """What ends this peer, by the coordinator's word, or without any."""
+        """Make the error that ends this peer, by the coordinator's word if there is one."""
         at_fault = "this machine is at fault: look at its memory and its driver, and join again"
         match word:
             case "at fault":

@@ -44,7 +44,7 @@ class Layer:
 
 
 class Around(Protocol):
-    """What a layer's forward pass runs inside."""
+    """Maker of the context that a layer's forward pass runs in."""
 
     def __call__(self, layer: int) -> AbstractContextManager[None]: ...
 
@@ -113,7 +113,7 @@ class _Tie:
 
 
 class Layered:
-    """What a pipeline needs to know of a model, and how any consecutive layers of it are built.
+    """Layers of a model for a pipeline: their names and shapes, and a builder of any consecutive ones.
 
     ``outline``: all layers, on the meta device where the whole would not fit; only names and shapes are read.
     ``build(first, stop)``: layers first to stop - 1, float32 on the CPU, each time new ones unless they exist anyway,
@@ -152,7 +152,7 @@ class Layered:
         return tuple(spec for layout in self.layouts for spec in layout)
 
     def outline(self, layer: int) -> tuple[nn.Module, ...]:
-        """What it is made of, perhaps on the meta device: for kinds and shapes only."""
+        """Modules of a layer, perhaps on the meta device: for kinds and shapes only."""
         return tuple(part for _, part in self._outline[layer].parts)
 
     def parameters_bytes(self, layer: int) -> int:
@@ -173,7 +173,7 @@ class Layered:
             )
 
     def check_boundaries(self, boundaries: Sequence[int]) -> None:
-        """Whether the model can be cut there (first layer of each stage, the number of layers last).
+        """Check that the model can be cut there (first layer of each stage, the number of layers last).
 
         Raises ``RecipeError`` when a stage would have no parameters, ``ModelMismatch`` when the boundaries are not
         those of a model with so many layers.
@@ -243,7 +243,7 @@ class Layered:
 
 @runtime_checkable
 class LayeredRecipe(Protocol):
-    """What a recipe has besides (``Recipe``) so that its models train in a pipeline. ``loss(model, batch)`` is
+    """Additional interface of a ``Recipe`` whose models train in a pipeline. ``loss(model, batch)`` is
     ``loss_of(model(input_of(batch)), targets_of(batch))``."""
 
     def layers(self, seed: int) -> Layered:
@@ -251,11 +251,11 @@ class LayeredRecipe(Protocol):
         ...
 
     def input_of(self, batch: Tensor) -> Tensor:
-        """What the first layer takes, ``(b, …)``."""
+        """Input of the first layer, ``(b, …)``."""
         ...
 
     def targets_of(self, batch: Tensor) -> Tensor:
-        """What the loss needs of ``batch`` besides the output, ``(b, …)``: it travels to the last stage."""
+        """Part of ``batch`` that the loss needs besides the output, ``(b, …)``: it travels to the last stage."""
         ...
 
     def check_targets(self, targets: Tensor, samples: int) -> None:
@@ -322,7 +322,7 @@ def _ties(layers: Sequence[Layer]) -> Iterator[_Tie]:
 
 
 def _is_tied(ties: Sequence[_Tie], at: int) -> bool:
-    """Whether a parameter is used on both sides of where that layer begins."""
+    """Return whether a parameter is used on both sides of where that layer begins."""
     return any(tie.first < at <= tie.second for tie in ties)
 
 

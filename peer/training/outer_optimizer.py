@@ -26,7 +26,7 @@ class OuterOptimizer(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many state vectors it keeps."""
+        """Number of state vectors that it keeps."""
         ...
 
     def step(
@@ -213,7 +213,7 @@ def _slices(n: int) -> Iterator[slice]:
 
 
 def _check(slots: int, anchor: Tensor, state: Tensor, mean: Tensor) -> None:
-    """What callers have promised of the arguments of ``step``."""
+    """Assert the preconditions of ``step``."""
     assert anchor.dim() == 1
     assert mean.shape == anchor.shape
     assert state.shape == (slots, anchor.numel()), (tuple(state.shape), slots, anchor.numel())

@@ -12,7 +12,7 @@ from shoal.swarm.errors import ModelMismatch
 from shoal.swarm.protocol.messages import TensorSpec
 
 _WRAPPERS = frozenset(("_orig_mod", "module"))
-"""What ``torch.compile`` and ``DistributedDataParallel`` put into the names of what they wrap."""
+"""Prefixes that ``torch.compile`` and ``DistributedDataParallel`` add to the names in a wrapped module."""
 
 _EXACT = (torch.float32, torch.float64)
 """The types that hold every value of a float32 anchor. In another one a model would differ from the anchor before it

@@ -23,7 +23,7 @@ _STEP_S = 0.01
 
 
 def measure_alike() -> None:
-    real = pipeline_peer.measured_model
+    real = pipeline_peer.profile_model
 
     def measured(*arguments: Any) -> ModelProfile:
         model = real(*arguments)
@@ -31,7 +31,7 @@ def measure_alike() -> None:
         layers = [dataclasses.replace(one, seconds=its) for one, its in zip(model.layers, seconds, strict=True)]
         return dataclasses.replace(model, layers=tuple(layers))
 
-    pipeline_peer.measured_model = measured  # type: ignore[attr-defined]
+    pipeline_peer.profile_model = measured  # type: ignore[attr-defined]
 
 
 def _computing(step: str, doom: Doom) -> None:
