@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test soak chaos check bench clean
+.PHONY: help install demo test test-all docs soak chaos check bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo 'make demo      train a small run with several peers on this machine      DEMO_ARGS=…'
 	@echo '               a model in stages, which none of them can hold            DEMO_ARGS=--pipeline'
 	@echo 'make test      run the tests                                             PYTEST_ARGS=…'
+	@echo 'make test-all  run what `make test` leaves out: fault matrices, attacks  PYTEST_ARGS=…'
 	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
 	@echo 'make chaos     a pipeline under every fault at every step, 20 minutes     CHAOS_ARGS=…'
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'
@@ -36,7 +37,10 @@ demo: $(INSTALLED)
 # Those with real processes last, as many at a time as there are cores: they mostly wait. 5: pytest chose no test.
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest -n auto -m 'not integration' $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	@$(BIN)/python -m pytest -n auto --dist worksteal -m integration $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+test-all: $(INSTALLED)
+	@$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)

@@ -1,7 +1,7 @@
 """Encryption of checkpoints for readers: each file of a plain one sealed, and ``sealed.json`` with the wrapped keys.
 
-Every checkpoint has a key of its own. ``sealed.json`` holds it once for each reader, wrapped as in RFC 9180 (HPKE):
-X25519 of a fresh key and the reader's, HKDF-SHA256, AES-256-GCM. Files are sealed under keys that are derived from it
+Every checkpoint has a key of its own. ``sealed.json`` holds it once for each reader, wrapped with HPKE (RFC 9180:
+X25519, HKDF-SHA256, AES-256-GCM). Files are sealed under keys that are derived from it
 and their names, and an HMAC under it covers ``sealed.json`` itself, so files of two checkpoints, or under each other's
 names, do not go together. The signed manifest inside says who made the checkpoint.
 
@@ -25,7 +25,6 @@ from typing import Annotated, Literal
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field, StringConstraints
@@ -33,7 +32,7 @@ from pydantic import Field, StringConstraints
 from shoal.peer.checkpoints.manifest import FileEntry, Hex32
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.swarm.errors import SealedForOthers, StateFileError
-from shoal.swarm.protocol.identity import Identity, agreement_key, key_text
+from shoal.swarm.protocol.identity import Identity, key_text, seal_to
 from shoal.swarm.protocol.messages import MAX_TENSORS, Record
 
 SEGMENT_BYTES = 2**20
@@ -126,14 +125,13 @@ WriteFile = Callable[[str, Iterable[bytes | memoryview]], FileEntry]
 
 
 class Envelope(Record):
-    """``sealed.json``, its own canonical JSON. ``checkpoint``: its random number; ``ephemeral``: X25519 public key;
-    ``readers``: the wrapped key by Ed25519 public key; ``files``: bytes and SHA-256 of the files as they lie there."""
+    """``sealed.json``, its own canonical JSON. ``checkpoint``: its random number; ``readers``: the wrapped
+    key by Ed25519 public key; ``files``: bytes and SHA-256 of the files as they lie there."""
 
     format: Literal[1]
     checkpoint: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-    ephemeral: Hex32
     readers: Annotated[
-        dict[Hex32, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{96}$")]], Field(min_length=1, max_length=257)
+        dict[Hex32, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{160}$")]], Field(min_length=1, max_length=257)
     ]
     files: Annotated[
         dict[Annotated[str, StringConstraints(pattern=_FILE_NAME)], FileEntry], Field(max_length=MAX_TENSORS)
@@ -159,14 +157,7 @@ class Sealing:
         self._key = secrets.token_bytes(32)
         self._number = secrets.token_bytes(16)
         self._files: dict[str, FileEntry] = {}
-        ephemeral = X25519PrivateKey.generate()
-        self._ephemeral = ephemeral.public_key().public_bytes_raw()
-        self._readers = {
-            reader.hex(): _wrapping(
-                ephemeral.exchange(agreement_key(reader)), self._ephemeral, reader, self._number
-            ).encrypt(bytes(12), self._key, _WRAP_CONTEXT)
-            for reader in readers
-        }
+        self._readers = {reader.hex(): seal_to(reader, self._key, _WRAP_CONTEXT + self._number) for reader in readers}
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview], write_file: WriteFile) -> FileEntry:
         """Write that file sealed; returns size and digest of what is in it."""
@@ -180,7 +171,6 @@ class Sealing:
         blank = Envelope(
             format=1,
             checkpoint=self._number.hex(),
-            ephemeral=self._ephemeral.hex(),
             readers={reader: wrapped.hex() for reader, wrapped in self._readers.items()},
             files=self._files,
             mac=64 * "0",
@@ -254,12 +244,9 @@ class SealedSource:
                 f"{place}: is sealed for {len(envelope.readers)} readers, and {key_text(identity.public_key)} is none "
                 "of them; give the identity of one that is, with --identity FILE"
             )
-        ephemeral = bytes.fromhex(envelope.ephemeral)
         try:
-            shared = identity.agree(X25519PublicKey.from_public_bytes(ephemeral))
-            wrapping = _wrapping(shared, ephemeral, identity.public_key, self._number)
-            key = wrapping.decrypt(bytes(12), bytes.fromhex(wrapped), _WRAP_CONTEXT)
-        except (InvalidTag, ValueError) as error:
+            key = identity.unseal(bytes.fromhex(wrapped), _WRAP_CONTEXT + self._number)
+        except ValueError as error:
             raise refuse(place, "readers", "this identity's key as it was wrapped", "a damaged one") from error
         if not hmac.compare_digest(envelope.mac_under(key), envelope.mac):
             raise refuse(place, "mac", "that of all other fields", "another")
@@ -287,11 +274,6 @@ def opened(source: Source, identity: Identity | None) -> Source:
     if identity is None:
         raise SealedForOthers(f"{source.place(ENVELOPE)}: is sealed; give a reader's identity with --identity FILE")
     return SealedSource(source, identity)
-
-
-def _wrapping(shared: bytes, ephemeral: bytes, reader: bytes, number: bytes) -> AESGCM:
-    """The cipher for one reader's copy of the key; used once, so its nonce may be zero."""
-    return AESGCM(HKDF(hashes.SHA256(), 32, number, _WRAP_CONTEXT + ephemeral + reader).derive(shared))
 
 
 def _canonical(content: object) -> bytes:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, hpke, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -28,6 +28,10 @@ _CERTIFICATE_CONTEXT = b"shoal curve key, version 1\0"
 _COORDINATOR_CONTEXT = b"shoal coordinator curve key, version 1"
 _MAX_FILE_BYTES = 65_536
 _FIELD = 2**255 - 19
+_HPKE = hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
+SEALED_BYTES = 48
+"""By which sealed content is longer: an ephemeral public key of 32 bytes and a tag of 16."""
+
 _CURVE_D = -121665 * pow(121666, -1, _FIELD)
 
 
@@ -67,6 +71,13 @@ def agreement_key(identity_key: bytes) -> X25519PublicKey:
             X25519PrivateKey.generate().exchange(public)
             return public
     raise IdentityError(f"{identity_key.hex()} is no Ed25519 public key of any identity")
+
+
+def seal_to(identity_key: bytes, content: bytes, context: bytes) -> bytes:
+    """``content``, encrypted for whoever has this Ed25519 identity: HPKE (RFC 9180), ``SEALED_BYTES`` longer.
+
+    ``context`` says what for, and has to be given again to ``Identity.unseal``."""
+    return _HPKE.encrypt(content, agreement_key(identity_key), info=context)
 
 
 @dataclass(frozen=True)
@@ -149,12 +160,16 @@ class Identity:
         """64-byte Ed25519 signature (RFC 8032)."""
         return self._private.sign(data)
 
-    def agree(self, public: X25519PublicKey) -> bytes:
-        """32 bytes that only this identity and the holder of the other X25519 secret can compute: to be put through
-        a key derivation. Raises ``ValueError`` for a public key of small order."""
+    def unseal(self, sealed: bytes, context: bytes) -> bytes:
+        """The content that ``seal_to`` sealed for this identity under this context.
+
+        Raises ``ValueError`` for what was sealed for another, in another context, or is damaged."""
         # What RFC 8032, section 5.1.5, makes of the seed is the secret of the point that ``agreement_key`` maps.
         secret = hashlib.sha512(self._private.private_bytes_raw()).digest()[:32]
-        return X25519PrivateKey.from_private_bytes(secret).exchange(public)
+        try:
+            return _HPKE.decrypt(sealed, X25519PrivateKey.from_private_bytes(secret), info=context)
+        except InvalidTag as error:
+            raise ValueError("not sealed for this identity in this context, or damaged") from error
 
     def certify(self, keys: CurveKeys) -> Certificate:
         """Vouch for a transport key."""

@@ -10,12 +10,14 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from shoal.swarm.errors import IdentityError, NotAdmitted
 from shoal.swarm.protocol.identity import (
+    SEALED_BYTES,
     CurveKeys,
     Identity,
     agreement_key,
     key_text,
     parse_key,
     peer_id,
+    seal_to,
     verify_certificate,
     verify_signature,
 )
@@ -146,12 +148,21 @@ def test_points_that_nobody_owns_are_refused(y: int) -> None:
         agreement_key(y.to_bytes(32, "little"))
 
 
-def test_both_sides_agree_and_others_do_not() -> None:
+def test_what_is_sealed_to_an_identity_is_for_it_and_its_context_alone() -> None:
     for _ in range(20):
-        identity, other, ephemeral = Identity.generate(), Identity.generate(), X25519PrivateKey.generate()
-        secret = ephemeral.exchange(agreement_key(identity.public_key))
-        assert identity.agree(ephemeral.public_key()) == secret
-        assert other.agree(ephemeral.public_key()) != secret
+        identity, other = Identity.generate(), Identity.generate()
+        sealed = seal_to(identity.public_key, b"secret", b"context")
+        assert len(sealed) == len(b"secret") + SEALED_BYTES
+        assert identity.unseal(sealed, b"context") == b"secret"
+        for reader, data, context in (
+            (other, sealed, b"context"),
+            (identity, sealed, b"another"),
+            (identity, sealed[:-1] + bytes([sealed[-1] ^ 1]), b"context"),
+            (identity, sealed[:40], b"context"),
+            (identity, bytes(len(sealed)), b"context"),
+        ):
+            with pytest.raises(ValueError, match="not sealed for this identity"):
+                reader.unseal(data, context)
 
 
 def test_the_mapped_key_is_that_of_the_mapped_secret() -> None:
