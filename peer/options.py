@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.peer.checkpoints.retention import Retention
+from shoal.peer.event_schema import Event
 
 if TYPE_CHECKING:
     from shoal.peer.checkpoints.remote.upload import CopyTo
@@ -21,8 +22,6 @@ DEFAULT_PORT = 7707
 
 STOPPED_AT_ONCE = 130
 """Exit code after a second Ctrl-C."""
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)

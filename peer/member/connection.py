@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
 from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
+from shoal.peer.event_schema import make_event
 from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.member import Member
 from shoal.peer.member.memberships import StageMembers
@@ -124,7 +124,7 @@ class Connection:
     def emit(self, event: str, **fields: Any) -> None:
         """Tell whoever listens, from any thread."""
         if self.options.on_event is not None:
-            self.options.on_event({"event": event, "time": time.time(), **fields})
+            self.options.on_event(make_event(event, **fields))
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the run and end the threads; copies that are due are finished. ``error``: what ended the training, for

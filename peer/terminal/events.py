@@ -7,9 +7,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+from shoal.peer.event_schema import Event, make_event
 from shoal.swarm.coordinator import events as f
-
-Event = dict[str, Any]
 
 _UNITS = ("", "k", "M", "G", "T", "P")
 
@@ -283,57 +282,69 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def describe_fact(fact: f.Fact) -> Event | None:
-    """A journaled decision as an event, or None for those that only the coordinator's bookkeeping needs."""
-    about: Event
+# What a host logs -------------------------------------------------------------------------------------------
+
+
+def describe_fact(fact: f.Fact, stage: int | None = None) -> Event | None:
+    """A journaled decision as an event, or None for those that only the coordinator's bookkeeping needs.
+
+    ``stage``: whose it is; None: the run's."""
+    about = {} if stage is None else {"stage": stage}
     match fact:
         case f.MemberJoined(entry=entry, device=device):
-            about = {"event": "member_joined", "peer": entry.peer, "name": entry.name, "role": entry.role}
-            about["device"] = device.name
+            return make_event(
+                "member_joined", peer=entry.peer, name=entry.name, role=entry.role, device=device.name, **about
+            )
         case f.MemberLost():
-            about = {"event": "member_lost", "peer": fact.peer, "reason": fact.reason}
-            about |= {"trouble": fact.trouble} if fact.trouble else {}
+            trouble = {"trouble": fact.trouble} if fact.trouble else {}
+            return make_event("member_lost", peer=fact.peer, reason=fact.reason, **trouble, **about)
         case f.RoundClosing():
-            about = {"event": "round_closing", "round": fact.round}
+            return make_event("round_closing", round=fact.round, **about)
         case f.RoundReopened():
-            about = {"event": "round_reopened", "round": fact.round}
+            return make_event("round_reopened", round=fact.round, **about)
         case f.RoundPlanned(plan=plan):
-            about = {"event": "round_planned", "round": plan.round}
-            about["members"] = [member.peer for member in plan.members]
-            about["tokens"] = [member.weight_tokens for member in plan.members]
-            about["parts"] = len(plan.parts)
-            about["clipped"] = [member.peer for member in plan.members if member.factor < 1]
+            return make_event(
+                "round_planned",
+                round=plan.round,
+                members=[member.peer for member in plan.members],
+                tokens=[member.weight_tokens for member in plan.members],
+                parts=len(plan.parts),
+                clipped=[member.peer for member in plan.members if member.factor < 1],
+                **about,
+            )
         case f.VerdictGiven(went_back=back) if back is not None:
-            about = {**_describe_verdict(fact), "event": "went_back", "from_version": back.from_version}
-            about |= {"digest": back.digest.hex(), "vouched_round": back.vouched_round, "keepers": list(back.keepers)}
-            about |= {"suspects": list(back.suspects)} if back.diverged else {}
+            return make_event(
+                "went_back",
+                from_version=back.from_version,
+                digest=back.digest.hex(),
+                vouched_round=back.vouched_round,
+                keepers=list(back.keepers),
+                **({"suspects": list(back.suspects)} if back.diverged else {}),
+                **_verdict_fields(fact),
+                **about,
+            )
         case f.VerdictGiven():
-            about = _describe_verdict(fact)
+            return make_event("verdict", **_verdict_fields(fact), **about)
         case f.StagesCut():
-            about = {"event": "stages_cut", "boundaries": list(fact.boundaries)}
+            return make_event("stages_cut", boundaries=list(fact.boundaries), **about)
         case f.SpanAssigned():
-            about = {"event": "span_assigned", "peer": fact.peer, "first": fact.first, "last": fact.last}
+            return make_event("span_assigned", peer=fact.peer, first=fact.first, last=fact.last, **about)
         case f.SpanTaken():
-            about = {"event": "span_taken", "peer": fact.peer, "reason": fact.reason}
+            return make_event("span_taken", peer=fact.peer, reason=fact.reason, **about)
         case f.InScope():
-            inner = describe_fact(fact.fact)
-            if inner is None:
-                return None
-            about = {**inner, "stage": fact.scope - 1}
+            return describe_fact(fact.fact, fact.scope - 1)
         case f.LossRose():
-            about = {"event": "loss_rose", **fact.model_dump()}
+            return make_event("loss_rose", **fact.model_dump(), **about)
         case f.EpochsCovered():
-            about = {"event": "epochs_covered", **fact.model_dump()}
+            return make_event("epochs_covered", **fact.model_dump(), **about)
         case _:
             return None
-    return {"time": time.time(), **about}
 
 
-def _describe_verdict(fact: f.VerdictGiven) -> Event:
+def _verdict_fields(fact: f.VerdictGiven) -> Event:
     verdict = fact.verdict
     about = {} if verdict.together is None else {"together": verdict.together.hex()}
     return {
-        "event": "verdict",
         "round": verdict.round,
         "committed": verdict.committed,
         "reason": verdict.reason,

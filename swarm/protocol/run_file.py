@@ -98,11 +98,28 @@ class RunSection(_Section):
     """``[run]``. The run ends after ``tokens`` committed tokens, ``rounds`` committed rounds or ``max_s``
     seconds, whichever comes first; without any of them it goes on until the host stops it."""
 
-    name: RunName
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    tokens: PositiveInt | None = None
-    rounds: PositiveInt | None = None
-    max_s: Annotated[float, Field(gt=0)] | None = None
+    name: Annotated[
+        RunName,
+        Field(description=("name of the run, in its invite and its folders")),
+    ]
+    seed: Annotated[
+        Annotated[int, Field(ge=0, lt=2**63)],
+        Field(description=("seed of the model, the order of the samples and the random numbers of training")),
+    ] = 0
+    tokens: Annotated[
+        PositiveInt | None,
+        Field(description=("the run ends after so many committed tokens")),
+    ] = None
+    rounds: Annotated[
+        PositiveInt | None,
+        Field(description=("the run ends after so many committed rounds")),
+    ] = None
+    max_s: Annotated[
+        Annotated[float, Field(gt=0)] | None,
+        Field(
+            description=("the run ends after this long; without any of the three it goes on until the host stops it")
+        ),
+    ] = None
 
 
 class RecipeSection(_Section):
@@ -110,8 +127,21 @@ class RecipeSection(_Section):
 
     ``name = "own"`` is for people who bring model, loss and data themselves (``Session``)."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    settings: dict[str, Any] = Field(default_factory=dict)
+    name: Annotated[
+        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")],
+        Field(
+            description=("installed code that makes model and data, such as `gpt`; `own`: members bring their own loop")
+        ),
+    ]
+    settings: Annotated[
+        dict[str, Any],
+        Field(
+            description=(
+                "settings of the recipe; of `gpt`: `layers`, `heads`, `width`, `context`, `vocab`, `hidden`, "
+                "`rope_theta`, `tie_embedding`, `qk_norm`"
+            )
+        ),
+    ] = Field(default_factory=dict)
 
     @field_validator("settings")
     @classmethod
@@ -126,9 +156,23 @@ class DataSection(_Section):
 
     ``tokens_per_sample`` is set for own loops that count something else than one unit a sample."""
 
-    source: Annotated[str, Field(min_length=1, max_length=500)] = "stdlib"
-    tokens_per_sample: PositiveInt | None = None
-    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
+    source: Annotated[
+        Annotated[str, Field(min_length=1, max_length=500)],
+        Field(
+            description=(
+                "`stdlib`: the `.py` files of the running Python; `text:GLOB`; `tokens:FILE` (`.u16`, `.u32`, "
+                "`.npy`), relative to the folders that each member names with `--data`; `own`, with an own loop"
+            )
+        ),
+    ] = "stdlib"
+    tokens_per_sample: Annotated[
+        PositiveInt | None,
+        Field(description=("for own loops that count in something else than samples")),
+    ] = None
+    held_out: Annotated[
+        Annotated[float, Field(gt=0, lt=0.5)],
+        Field(description=("share of the data that is never trained on")),
+    ] = 0.02
 
     @field_validator("source")
     @classmethod
@@ -143,35 +187,94 @@ class InnerSection(_Section):
     ``schedule`` scales the learning rate by global tokens: a linear warm-up, then ``constant``, or ``cosine``
     or ``linear`` down to ``final_lr_factor`` at the run's ``tokens``."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: Rate = 4e-4
-    betas: Betas = (0.9, 0.95)
-    momentum: Fraction = 0.0
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    batch_samples: Annotated[int, Field(gt=0, le=2**20)] = 8
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    optimizer: Annotated[
+        Literal["adamw", "sgd"],
+        Field(description=("the local optimizer of `diloco`")),
+    ] = "adamw"
+    lr: Annotated[
+        Rate,
+        Field(description=("its learning rate")),
+    ] = 4e-4
+    betas: Annotated[
+        Betas,
+        Field(description=("AdamW's decay rates of the moments")),
+    ] = (0.9, 0.95)
+    momentum: Annotated[
+        Fraction,
+        Field(description=("momentum of `sgd`")),
+    ] = 0.0
+    eps: Annotated[
+        Annotated[float, Field(gt=0)],
+        Field(description=("AdamW's term against division by zero")),
+    ] = 1e-8
+    weight_decay: Annotated[
+        Annotated[float, Field(ge=0, le=10)],
+        Field(description=("decoupled weight decay")),
+    ] = 0.1
+    clip_norm: Annotated[
+        Annotated[float, Field(gt=0)] | None,
+        Field(description=("norm to which gradients are clipped")),
+    ] = 1.0
+    batch_samples: Annotated[
+        Annotated[int, Field(gt=0, le=2**20)],
+        Field(description=("samples of a local step")),
+    ] = 8
+    precision: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Field(description=("precision of the computation; `auto`: bfloat16 autocast on GPUs that have it")),
+    ] = "auto"
 
 
 class ScheduleSection(_Section):
     """``[schedule]``: the learning-rate factor on global tokens; applies to the inner optimizer of ``diloco``
     and to the outer one of ``virtual_batch``."""
 
-    kind: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_tokens: Annotated[int, Field(ge=0, le=2**62)] = 0
-    final_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    kind: Annotated[
+        Literal["constant", "cosine", "linear"],
+        Field(
+            description=(
+                "learning-rate factor over the run's tokens, of the inner optimizer for `diloco`, of the outer "
+                "one for `virtual_batch`; `cosine` and `linear` need `run.tokens`"
+            )
+        ),
+    ] = "constant"
+    warmup_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=2**62)],
+        Field(description=("tokens of a linear warm-up from 0")),
+    ] = 0
+    final_factor: Annotated[
+        Annotated[float, Field(ge=0, le=1)],
+        Field(description=("factor at the end of `cosine` and `linear`")),
+    ] = 0.1
 
 
 class OuterSection(_Section):
     """``[outer]``: turns the mean contribution into the next anchor."""
 
-    optimizer: Literal["nesterov", "sgd", "adamw"] = "nesterov"
-    lr: Rate = 0.7
-    momentum: Fraction = 0.9
-    betas: Betas = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    optimizer: Annotated[
+        Literal["nesterov", "sgd", "adamw"],
+        Field(description=("turns the mean contribution into the next anchor")),
+    ] = "nesterov"
+    lr: Annotated[
+        Rate,
+        Field(description=("its learning rate")),
+    ] = 0.7
+    momentum: Annotated[
+        Fraction,
+        Field(description=("momentum of `nesterov` and `sgd`")),
+    ] = 0.9
+    betas: Annotated[
+        Betas,
+        Field(description=("AdamW's decay rates of the moments")),
+    ] = (0.9, 0.95)
+    eps: Annotated[
+        Annotated[float, Field(gt=0)],
+        Field(description=("AdamW's term against division by zero")),
+    ] = 1e-8
+    weight_decay: Annotated[
+        Annotated[float, Field(ge=0, le=10)],
+        Field(description=("decoupled weight decay of `adamw`")),
+    ] = 0.0
 
 
 class AveragingSection(_Section):
@@ -183,12 +286,57 @@ class AveragingSection(_Section):
     round runs under the local work of the next one, and its result is applied one round late; not for
     ``virtual_batch``, whose gradients are all of one anchor."""
 
-    codec: str | dict[str, Any] = "int8"
-    residual_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
-    group_size: Annotated[int, Field(ge=2, le=1024)] = 32
-    streams: Annotated[int, Field(ge=1, le=16)] = 1
-    robust: Literal["norm", "none"] = "norm"
-    overlap: bool = False
+    codec: Annotated[
+        str | dict[str, Any],
+        Field(
+            description=(
+                "encoding of contributions and means: `float32`, `bfloat16`, `float16`, `float8_e4m3`, `int8`, "
+                '`int4`, `int2`, `sign`, `topk`, `auto`; with options as a table, `{ name = "int8", block = 4096'
+                " }`. Which one when: [docs/codecs.md](codecs.md)"
+            )
+        ),
+    ] = "int8"
+    residual_decay: Annotated[
+        Annotated[float, Field(ge=0, le=1)],
+        Field(description=("share that a peer keeps, from round to round, of what encoding lost")),
+    ] = 1.0
+    group_size: Annotated[
+        Annotated[int, Field(ge=2, le=1024)],
+        Field(
+            description=(
+                "up to so many peers average as one group, each with each; more form a grid, with the same mean,"
+                " the same bytes a peer and fewer connections"
+            )
+        ),
+    ] = 32
+    streams: Annotated[
+        Annotated[int, Field(ge=1, le=16)],
+        Field(
+            description=(
+                "TCP connections that the chunks between two peers are spread over; more fill fast links over "
+                "long distances"
+            )
+        ),
+    ] = 1
+    robust: Annotated[
+        Literal["norm", "none"],
+        Field(
+            description=(
+                "`norm` bounds how far one member may move a round's mean: four times what is usual for its "
+                "work; `none` does not"
+            )
+        ),
+    ] = "norm"
+    overlap: Annotated[
+        bool,
+        Field(
+            description=(
+                "members train on for the next round while one is averaged, whose mean is applied one round "
+                "late; for slow links. Costs one more copy of the parameters in host memory; not with "
+                "`virtual_batch`"
+            )
+        ),
+    ] = False
 
     @field_validator("codec")
     @classmethod
@@ -204,9 +352,18 @@ class RoundSection(_Section):
     """``[round]``: a round closes at ``tokens`` or after ``max_s``. ``patience_s`` is how long anybody waits
     for a silent machine; every deadline is derived from it (``deadlines.py``)."""
 
-    tokens: PositiveInt
-    max_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    patience_s: Annotated[float, Field(ge=1, le=600)] = 20.0
+    tokens: Annotated[
+        PositiveInt,
+        Field(description=("a round closes when all members together have done so many")),
+    ]
+    max_s: Annotated[
+        Annotated[float, Field(gt=0, le=86_400)],
+        Field(description=("a round closes after this long at the latest")),
+    ] = 600.0
+    patience_s: Annotated[
+        Annotated[float, Field(ge=1, le=600)],
+        Field(description=("how long anybody waits for a silent machine; every deadline is derived from it")),
+    ] = 20.0
 
 
 class CheckpointsSection(_Section):
@@ -214,9 +371,23 @@ class CheckpointsSection(_Section):
     processors' time, for slow links. ``sealed``: each peer encrypts what it saves, for itself and for ``readers``:
     other peers' public keys, as ``shoal identity`` prints them."""
 
-    transfer: Literal["raw", "lossless"] = "raw"
-    sealed: bool = False
-    readers: Annotated[tuple[str, ...], Field(strict=False, max_length=256)] = ()
+    transfer: Annotated[
+        Literal["raw", "lossless"],
+        Field(
+            description=(
+                "how joiners get the state; `lossless` packs it, to 0.84 of the bytes for a trained model, at "
+                "3.2 CPU-seconds a GB for the donors and 1.2 for the joiner: for links up to some 100 Mbit/s"
+            )
+        ),
+    ] = "raw"
+    sealed: Annotated[
+        bool,
+        Field(description=("each peer encrypts its checkpoints, for itself and for `readers`")),
+    ] = False
+    readers: Annotated[
+        Annotated[tuple[str, ...], Field(strict=False, max_length=256)],
+        Field(description=("public keys of other peers that may open them, as `shoal identity` prints them")),
+    ] = ()
 
     @field_validator("readers")
     @classmethod
@@ -249,10 +420,26 @@ class AccessSection(_Section):
     ``members_per_network``: without a record. ``members_without_record``: in all; without it 128, or twice the members
     with a record if that is more."""
 
-    joins_per_minute: Annotated[int, Field(gt=0, le=10**6)] = 600
-    joins_per_minute_per_network: Annotated[int, Field(gt=0, le=10**6)] = 60
-    members_per_network: Annotated[int, Field(gt=0, le=4096)] = 128
-    members_without_record: Annotated[int, Field(gt=0, le=4096)] | None = None
+    joins_per_minute: Annotated[
+        Annotated[int, Field(gt=0, le=10**6)],
+        Field(description=("newcomers that are let in, in all; known members come back beside these")),
+    ] = 600
+    joins_per_minute_per_network: Annotated[
+        Annotated[int, Field(gt=0, le=10**6)],
+        Field(description=("newcomers from one network (IPv4 /24, IPv6 /48)")),
+    ] = 60
+    members_per_network: Annotated[
+        Annotated[int, Field(gt=0, le=4096)],
+        Field(description=("members without a record of committed work, from one network")),
+    ] = 128
+    members_without_record: Annotated[
+        Annotated[int, Field(gt=0, le=4096)] | None,
+        Field(
+            description=(
+                "members without a record, in all; by default 128, or twice the members with one if that is more"
+            )
+        ),
+    ] = None
 
     def newcomers(self, with_record: int) -> int:
         """How many members without a record may be here, beside so many with one."""
@@ -269,10 +456,40 @@ class PipelineSection(_Section):
     of activations and their gradients, a name or a table as in ``averaging.codec``. ``max_in_flight``: up to so many
     micro-batches wait at a peer for their gradients; ``auto``: ``in_flight``."""
 
-    stages: Literal["auto"] | Annotated[int, Field(ge=2, le=1024)] = "auto"
-    micro_batch: Annotated[int, Field(gt=0, le=2**20)]
-    activations: str | dict[str, Any] = "int8"
-    max_in_flight: Literal["auto"] | Annotated[int, Field(gt=0, le=1024)] = "auto"
+    stages: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=2, le=1024)],
+        Field(
+            description=(
+                "number of stages that the model is cut into; `auto`: by what the first peers can hold. Needs "
+                "`virtual_batch`, and a recipe that gives its layers: [docs/pipeline.md](pipeline.md)"
+            )
+        ),
+    ] = "auto"
+    micro_batch: Annotated[
+        Annotated[int, Field(gt=0, le=2**20)],
+        Field(
+            description=(
+                "samples that go through the stages together; `round.tokens` is a whole number of micro-batches"
+            )
+        ),
+    ]
+    activations: Annotated[
+        str | dict[str, Any],
+        Field(
+            description=(
+                "codec of activations and their gradients between stages, as in `averaging.codec`; `float32` is exact"
+            )
+        ),
+    ] = "int8"
+    max_in_flight: Annotated[
+        Literal["auto"] | Annotated[int, Field(gt=0, le=1024)],
+        Field(
+            description=(
+                "up to so many micro-batches wait at a peer for their gradients; `auto`: 4 and two a stage, or "
+                "10 where `stages` is `auto`, too"
+            )
+        ),
+    ] = "auto"
 
     @field_validator("activations")
     @classmethod
@@ -313,7 +530,16 @@ class RunFile(_Section):
     run: RunSection
     recipe: RecipeSection
     data: DataSection = DataSection()
-    algorithm: Literal["diloco", "sparseloco", "virtual_batch"] = "diloco"
+    algorithm: Annotated[
+        Literal["diloco", "sparseloco", "virtual_batch"],
+        Field(
+            description=(
+                "`virtual_batch`: one optimizer step a round on exactly `round.tokens` tokens; `sparseloco`: "
+                '`diloco` with other defaults: `averaging.codec = "topk"`, `averaging.residual_decay = 0.95`, '
+                '`outer.optimizer = "sgd"`, `outer.lr = 1.0`'
+            )
+        ),
+    ] = "diloco"
     averaging: AveragingSection = AveragingSection()
     inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -322,8 +548,19 @@ class RunFile(_Section):
     checkpoints: CheckpointsSection = CheckpointsSection()
     access: AccessSection = AccessSection()
     pipeline: PipelineSection | None = None
-    start: StartSection | None = None
-    pins: PinsSection | None = None
+    start: Annotated[
+        StartSection | None,
+        Field(
+            description=(
+                "the checkpoint that the run starts from; `shoal host --from` writes it. `start.tokens`: how far"
+                " schedule and samples have come (`run.tokens` counts from there)"
+            )
+        ),
+    ] = None
+    pins: Annotated[
+        PinsSection | None,
+        Field(description=("what members have to bring; `shoal host` and `shoal prepare` write it")),
+    ] = None
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,129 @@
+"""Make the pages of docs/ that are generated: run-file.md of the run file's models, events.md of the events' schema.
+
+python docs/make_pages.py        (`make docs`)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.peer.event_schema import FIELDS_OF_ALL, HOST_EVENTS, PEER_EVENTS, EventKind
+from shoal.swarm.protocol.run_file import RunFile
+
+DOCS = Path(__file__).resolve().parent
+_MADE = "<!-- Made by `make docs`; do not edit. -->"
+_WRITTEN = ("start", "pins")
+"""Sections that `shoal host` writes; people do not."""
+
+_TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "table"}
+_UNITS = (("_s", "seconds"), ("tokens", "tokens"), ("samples", "samples"), ("micro_batch", "samples"))
+
+
+def run_file_page() -> str:
+    """docs/run-file.md."""
+    schema = RunFile.model_json_schema()
+    lines = [
+        "# The run file",
+        "",
+        _MADE,
+        "",
+        "A run file is TOML. All that a run does is in it, and all peers check its hash. Only `run.name`,",
+        "`recipe.name` and `round.tokens` are required always; `pipeline.micro_batch` belongs to `[pipeline]`.",
+        "",
+        "| field | type | default | unit | meaning |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, field in schema["properties"].items():
+        section = _section(schema, field)
+        if section is None or name in _WRITTEN:
+            kind = "table" if name in _WRITTEN else _type(field)
+            lines.append(_row(name, kind, _default(field), "", field["description"]))
+            continue
+        required = section.get("required", ())
+        for inner, about in section["properties"].items():
+            default = "required" if inner in required else _default(about)
+            lines.append(_row(f"{name}.{inner}", _type(about), default, _unit(inner), about["description"]))
+    return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return "| `" + cells[0] + "` | " + " | ".join(cell.replace("|", "\\|") for cell in cells[1:]) + " |"
+
+
+def _section(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any] | None:
+    for one in (field, *field.get("anyOf", ()), *field.get("allOf", ())):
+        if "$ref" in one:
+            found: dict[str, Any] = schema["$defs"][one["$ref"].rpartition("/")[2]]
+            return found
+    return None
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_type(one) for one in field["anyOf"] if one.get("type") != "null")
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{json.dumps(one)}`" for one in field.get("enum", [field.get("const")]))
+    if field.get("type") == "array":
+        pair = field.get("prefixItems")
+        return f"array of {len(pair)} numbers" if pair else "array of texts"
+    return _TYPES[field["type"]] + _bounds(field)
+
+
+def _bounds(field: dict[str, Any]) -> str:
+    words = [
+        f"{word} {int(field[key]) if field[key] == int(field[key]) else field[key]:,}"
+        for key, word in (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
+        if key in field and abs(field[key]) < 2**60
+    ]
+    return f", {', '.join(words)}" if words else ""
+
+
+def _default(field: dict[str, Any]) -> str:
+    default = field.get("default")
+    return "none" if default is None else f"`{json.dumps(default)}`"
+
+
+def _unit(name: str) -> str:
+    return next((unit for ending, unit in _UNITS if name.endswith(ending)), "")
+
+
+def events_page() -> str:
+    """docs/events.md."""
+    lines = [
+        "# Events",
+        "",
+        _MADE,
+        "",
+        "`shoal join --log-json FILE` and `shoal host --log-json FILE` write one JSON object a line. Every event has:",
+        "",
+        *_fields(FIELDS_OF_ALL),
+        "",
+        "Other fields by event; one may be absent or null where it does not apply.",
+        "",
+        "## Of a peer",
+        *_events(PEER_EVENTS),
+        "",
+        "## Of a host",
+        *_events(HOST_EVENTS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _events(kinds: Mapping[str, EventKind]) -> Iterator[str]:
+    for name, kind in kinds.items():
+        yield from ("", f"### `{name}`", "", f"{kind.meaning[0].upper()}{kind.meaning[1:]}.", "", *_fields(kind.fields))
+
+
+def _fields(fields: Mapping[str, str]) -> list[str]:
+    return ["| field | meaning |", "| --- | --- |", *(f"| `{name}` | {words} |" for name, words in fields.items())]
+
+
+PAGES = {"run-file.md": run_file_page, "events.md": events_page}
+
+
+if __name__ == "__main__":
+    for page, make in PAGES.items():
+        (DOCS / page).write_text(make(), encoding="utf-8")

@@ -1,0 +1,186 @@
+"""The schema of events: name, meaning and fields of everything that a peer or a host logs with ``--log-json``.
+
+``docs/events.md`` is made from it (`make docs`). ``make_event`` is the only place that makes an event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Event = dict[str, Any]
+
+FIELDS_OF_ALL: Mapping[str, str] = {
+    "event": "the name of the event",
+    "time": "when it happened, in seconds since 1970 (UTC)",
+    "stage": "the pipeline's stage that the event is about; absent where it is about the run",
+}
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """What one event means, and the meaning of its fields. A field may be absent or null where it does not apply."""
+
+    meaning: str
+    fields: Mapping[str, str]
+
+
+_VERDICT: Mapping[str, str] = {
+    "round": "number of the round",
+    "committed": "whether its mean was applied",
+    "reason": "why it was not; empty for a committed round",
+    "tokens": "tokens of the round",
+    "tokens_total": "committed tokens of the run so far",
+    "loss": "mean training loss of the round, in nats",
+    "anchor_version": "version of the anchor after the round",
+    "members": "ids of the peers in the round",
+    "elapsed_s": "seconds that the round took",
+    "chain": "hash of the run's history up to this verdict",
+    "together": "hash over the verdicts of all stages of this round",
+}
+_TRAFFIC: Mapping[str, str] = {
+    "bytes_sent": "bytes that this process has sent since it started",
+    "bytes_received": "bytes that it has received",
+}
+
+PEER_EVENTS: Mapping[str, EventKind] = {
+    "joined": EventKind(
+        "this peer has joined the run",
+        {"run": "name of the run", "peer": "id of this peer", "reachable": "whether others can connect to it"},
+    ),
+    "state_fetched": EventKind(
+        "the state of the run was downloaded from other peers",
+        {
+            "anchor_version": "its version",
+            "chunks": "number of its chunks",
+            "resumed": "chunks that were here from before",
+            "donors": "number of chunks by peer that sent them",
+            "seconds": "how long it took",
+        },
+    ),
+    "donor_refused": EventKind(
+        "a peer is asked for no more of the state",
+        {"donor": "id of that peer", "anchor_version": "version of the state", "reason": "why"},
+    ),
+    "synced": EventKind(
+        "this peer holds the state that the run has agreed on, and trains from it",
+        {
+            "anchor_version": "its version",
+            "digest": "SHA-256 of the state",
+            "residual": "whether this peer's own state came back with it",
+            "checkpoint": "round of the checkpoint that it came from",
+            "caught_up": "rounds that were applied to that checkpoint",
+        },
+    ),
+    "committed": EventKind(
+        "a round was committed and applied here",
+        {
+            "round": "number of the round",
+            "anchor_version": "version of the anchor after it",
+            "loss": "mean training loss of the round, in nats",
+            "tokens": "committed tokens of the run so far",
+            "members": "number of peers in the round",
+            "included": "whether this peer's work is in the mean",
+            "digest": "SHA-256 of the state after it",
+            **_TRAFFIC,
+        },
+    ),
+    "aborted": EventKind("a round was aborted for all", {"round": "number of the round", "reason": "why"}),
+    "resync": EventKind("this peer drops its local work and starts again from the anchor", {"reason": "why"}),
+    "diverged": EventKind(
+        "training from this anchor gives no finite numbers here; the coordinator is asked whether it is so for all",
+        {"anchor_version": "version of the anchor", "digest": "SHA-256 of its state"},
+    ),
+    "span": EventKind(
+        "this peer has entered stages of a pipeline",
+        {
+            "first": "first of them",
+            "last": "last of them",
+            "stages": "number of stages of the run",
+            "first_layer": "first layer of the model that it holds",
+            "stop_layer": "the layer after its last one",
+            "parameters_bytes": "size of its parameters, in bytes",
+            "anchor_version": "version of the run's anchor",
+        },
+    ),
+    "left": EventKind(
+        "this peer has left the run",
+        {
+            **_TRAFFIC,
+            "anchor_version": "version of the state that it held last",
+            "digest": "SHA-256 of that state",
+            "held": "the same by stage, for a pipeline",
+            "tokens_trained": "tokens that it has trained",
+        },
+    ),
+}
+
+HOST_EVENTS: Mapping[str, EventKind] = {
+    "member_joined": EventKind(
+        "a peer was admitted",
+        {"peer": "its id", "name": "its name", "role": "trainer, contributor or validator", "device": "its device"},
+    ),
+    "member_lost": EventKind(
+        "a peer is a member no more",
+        {"peer": "its id", "reason": "why", "trouble": "what the peer itself says is wrong"},
+    ),
+    "round_closing": EventKind("a round takes no more work", {"round": "number of the round"}),
+    "round_reopened": EventKind(
+        "a closing round takes work again, as some was lost or is missing", {"round": "number of the round"}
+    ),
+    "round_planned": EventKind(
+        "it is decided who averages what in a round",
+        {
+            "round": "number of the round",
+            "members": "ids of the peers in it",
+            "tokens": "tokens of each of them, its weight in the mean",
+            "parts": "number of parts that the vector is cut into",
+            "clipped": "ids of those whose contributions are bounded",
+        },
+    ),
+    "verdict": EventKind("a round has ended, committed or aborted", _VERDICT),
+    "went_back": EventKind(
+        "the run went back to an earlier state",
+        {
+            **_VERDICT,
+            "from_version": "version that the run had before",
+            "digest": "SHA-256 of the state that it went back to",
+            "vouched_round": "round whose verdict vouches for that state",
+            "keepers": "ids of the peers that have it",
+            "suspects": "ids of the peers whose work was in a divergence",
+        },
+    ),
+    "loss_rose": EventKind(
+        "a round was committed with a loss far above the usual one",
+        {"round": "number of the round", "loss": "its loss, in nats", "usual": "the usual loss"},
+    ),
+    "epochs_covered": EventKind(
+        "all samples of some epochs are committed, each once",
+        {
+            "first": "the first epoch",
+            "stop": "the epoch after the last one",
+            "samples": "samples of an epoch",
+            "lost": "samples that were trained on again because their first contributor died",
+            "undone": "samples that were trained on again because their round was undone",
+        },
+    ),
+    "stages_cut": EventKind(
+        "the model was cut into stages", {"boundaries": "first layer of each stage, and the number of layers"}
+    ),
+    "span_assigned": EventKind(
+        "a peer is to hold stages", {"peer": "its id", "first": "first stage", "last": "last stage"}
+    ),
+    "span_taken": EventKind("a peer holds no stage any more", {"peer": "its id", "reason": "why"}),
+}
+
+EVENTS: Mapping[str, EventKind] = {**PEER_EVENTS, **HOST_EVENTS}
+
+
+def make_event(name: str, /, **fields: Any) -> Event:
+    """An event of now. Raises ``ValueError`` for a name or a field that the schema does not have."""
+    kind = EVENTS.get(name)
+    if kind is None or not fields.keys() <= kind.fields.keys() | {"stage"}:
+        raise ValueError(f"no such event in the schema: {name} with {', '.join(fields)}")
+    return {"event": name, "time": time.time(), **fields}
