@@ -19,7 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.peer.terminal.events import Event, bytes_text, count_text, duration_text, loss_text, plain_line
+from shoal.peer.event_schema import Event
+from shoal.peer.terminal.events import bytes_text, count_text, duration_text, loss_text, plain_line
 from shoal.peer.terminal.views import sparkline
 
 Anchor = tuple[int, str]

@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.peer.demo.board import Anchor, Death, held_anchors, usual_round_s, whole_run
+from shoal.peer.event_schema import Event
 from shoal.peer.offline.export import export_model
 from shoal.peer.offline.whole_model import WholeModel, use_newest
 from shoal.peer.recipes.gpt import Gpt, generate
-from shoal.peer.terminal.events import Event, bytes_text, count_text, duration_text, printable
+from shoal.peer.terminal.events import bytes_text, count_text, duration_text, printable
 from shoal.swarm.errors import StorageError
 
 

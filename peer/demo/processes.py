@@ -18,7 +18,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shoal.peer.demo.board import Board
-from shoal.peer.terminal.events import Event, printable
+from shoal.peer.event_schema import Event
+from shoal.peer.terminal.events import printable
 from shoal.swarm.errors import RunEnded, StorageError
 from shoal.swarm.protocol.run_file import RunSection
 

@@ -34,11 +34,12 @@ from shoal.peer.demo.figures import (
 )
 from shoal.peer.demo.processes import DemoFailed, DemoSwarm
 from shoal.peer.demo.run_files import BATCH, CONTEXT, STAGE_MEMORY
+from shoal.peer.event_schema import Event
 from shoal.peer.machine_memory import parse_memory
 from shoal.peer.offline.export import export_model, read_model
 from shoal.peer.pipeline.profile import profile_model
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
-from shoal.peer.terminal.events import Event, count_text
+from shoal.peer.terminal.events import count_text
 from shoal.swarm.client.observer import get_status
 from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import LinkError, StateFileError

@@ -15,7 +15,8 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.text import Text
 
-from shoal.peer.terminal.events import Event, describe_fact, plain_line
+from shoal.peer.event_schema import Event
+from shoal.peer.terminal.events import describe_fact, plain_line
 from shoal.peer.terminal.snapshot import Snapshot, Watched
 from shoal.peer.terminal.views import session_panel, status_json, status_line, status_table
 from shoal.swarm.errors import ShoalError, StorageError
