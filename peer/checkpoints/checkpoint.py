@@ -32,7 +32,7 @@ from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_ve
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is made of. ``own``: None for a copy that is for others; ``verdicts``: up to that of the
+    """The content of a checkpoint. ``own``: None for a copy that is for others; ``verdicts``: up to that of the
     checkpoint's round, oldest first."""
 
     about: About

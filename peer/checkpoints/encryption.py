@@ -46,13 +46,13 @@ _MAX_SEGMENTS = 2**32
 
 
 def sealed_bytes(content_bytes: int) -> int:
-    """How long a sealed file of so much content is."""
+    """Size of a sealed file with so much content."""
     segments = max(1, -(-content_bytes // SEGMENT_BYTES))
     return HEADER_BYTES + content_bytes + segments * TAG_BYTES
 
 
 def content_bytes(size_bytes: int) -> int:
-    """How much content a sealed file of so many bytes has."""
+    """Size of the content of a sealed file of so many bytes."""
     rest = max(0, size_bytes - HEADER_BYTES)
     return max(0, rest - max(1, -(-rest // (SEGMENT_BYTES + TAG_BYTES))) * TAG_BYTES)
 
@@ -140,7 +140,7 @@ class Envelope(Record):
 
     @property
     def file_bytes(self) -> bytes:
-        """What the file holds."""
+        """The bytes of the file."""
         return _canonical(self.model_dump(mode="json"))
 
     def mac_under(self, key: bytes) -> str:

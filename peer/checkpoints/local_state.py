@@ -195,7 +195,7 @@ def _room_for(tensor: Tensor) -> Tensor:
 
 
 def own_tree(optimizer: Optimizer | None, model: nn.Module, carried: CarriedResidual) -> dict[str, Any]:
-    """What a peer has of its own, by reference."""
+    """The tree of a peer's own state, its tensors by reference."""
     return {
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "buffers": _buffers(model),

@@ -39,7 +39,7 @@ FileEntry = tuple[Count, Hex32]
 
 
 class StageAbout(Record):
-    """Which stage of a pipeline, from 0, of how many."""
+    """Number of a pipeline's stage, from 0, and how many there are."""
 
     number: Stage
     stages: Annotated[int, Field(ge=1, le=MAX_STAGES)]
@@ -52,7 +52,7 @@ class StageAbout(Record):
 
 
 class StagePart(Record):
-    """What one stage gave to a whole model: so many ``elements`` of each vector, after those of the stages before it;
+    """One stage's share of a whole model: so many ``elements`` of each vector, after those of the stages before it;
     the digest of that stage's state, and the ``chain`` of its verdict of the round."""
 
     elements: Annotated[int, Field(ge=1, le=2**62)]
@@ -61,9 +61,11 @@ class StagePart(Record):
 
 
 class About(Record):
-    """What a checkpoint is of. ``recipe``: its config, None for own training loops; ``layout``: the anchor's tensors in
-    their order; ``outer_vectors``: how many the outer optimizer keeps; ``chain``: of the verdict of ``round``;
-    ``tokens``: committed up to it, which is the learning rate's position. Digests and keys are hexadecimal.
+    """Description of a checkpoint's run and model.
+
+    ``recipe``: its config, None for own training loops; ``layout``: the anchor's tensors in their order;
+    ``outer_vectors``: how many the outer optimizer keeps; ``chain``: of the verdict of ``round``; ``tokens``:
+    committed up to it, which is the learning rate's position. Digests and keys are hexadecimal.
 
     ``stage``: of a pipeline, this stage alone. ``parts``: of a pipeline, the whole model, made of these stages in their
     order; then ``chain`` is what ties the stages' verdicts of ``round`` together (``Verdict.together``)."""
@@ -137,7 +139,7 @@ class Manifest(About):
 
     @property
     def file_bytes(self) -> bytes:
-        """What the file holds."""
+        """The bytes of the file."""
         return _canonical(self._content())
 
     @property

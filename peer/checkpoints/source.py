@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint are read from, and the one form in which they are refused."""
+"""Sources of a checkpoint's files, and the one form of error in which they are refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Source(Protocol):
     """The files of one checkpoint, by name. Nothing that is read is trusted."""
 
     def place(self, name: str) -> str:
-        """What messages call the file."""
+        """Name of the file in messages."""
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         """All of it; only a byte more than ``limit_bytes`` where it is longer. Raises ``StateFileError``."""
 
     def size_bytes(self, name: str) -> int:
-        """What ``read`` would give at most, without reading it. Raises ``StateFileError``."""
+        """Size that ``read`` would give at most, without reading it. Raises ``StateFileError``."""
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""

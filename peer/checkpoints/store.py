@@ -29,7 +29,7 @@ from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.identity import Identity
 
 WRITING = ".new-"
-"""What the names of folders begin with that are not whole yet."""
+"""Prefix of the names of folders that are not whole yet."""
 
 Files = Iterable[tuple[str, Iterable[bytes | memoryview]]]
 """Name and content in pieces of each file but the manifest."""
@@ -104,7 +104,7 @@ CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"^round-([0-9]{8,19})$")
 _GOING = ".old-"
 ASIDE = "other-"
-"""How the name of a checkpoint begins that is of another history."""
+"""Prefix of the name of a checkpoint of another history."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,10 @@ class Kept:
 
 
 class CheckpointStore(CheckpointWriter):
-    """Of one run and one peer; opening it removes what killed writers left. Its methods block: call them in worker
-    threads. Any of them may be called while another one runs; ``write`` is for one thread."""
+    """Checkpoints of one run and one peer; opening the store removes what killed writers left.
+
+    Its methods block: call them in worker threads. Any of them may be called while another one runs; ``write`` is
+    for one thread."""
 
     def __init__(
         self,
@@ -235,7 +237,7 @@ class CheckpointStore(CheckpointWriter):
     # Removing -----------------------------------------------------------------------------------------------
 
     def _retire(self) -> None:
-        """What stays although it could go, because somebody reads it, goes the next time."""
+        """Remove superfluous checkpoints; one that somebody reads is left for the next time."""
         with self._lock:
             may_go = [self._kept[number] for number in self._retention.superfluous(self._kept)]
             going = [kept for kept in may_go if not self._held[kept.folder]]
@@ -284,7 +286,7 @@ def round_of(place: Path) -> int:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it is one itself, sealed or not."""
+    """Whether the folder is a checkpoint, sealed or not."""
     return any((folder / name).exists() for name in (MANIFEST, ENVELOPE))
 
 
@@ -302,12 +304,12 @@ def _is_hidden(place: Path) -> bool:
 
 
 def is_aside(place: Path) -> bool:
-    """Whether it is kept though it is of another history than the others there."""
+    """Whether the checkpoint was set aside, as it is of another history than the others there."""
     return place.name.startswith(ASIDE)
 
 
 def say_nothing_found(folder: Path) -> str:
-    """What to give instead of a folder without any."""
+    """Advice for a folder without any checkpoint."""
     if not folder.is_dir():
         return f"{folder}: there is no such folder; peers keep their checkpoints in ~/.shoal/runs/RUN-HASH"
     return (

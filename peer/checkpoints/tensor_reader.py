@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 2**27
 
 
 class CheckpointTensors:
-    """Of the checkpoint with that ``manifest``. For any thread; its methods block."""
+    """The tensors of the checkpoint with that ``manifest``. For any thread; its methods block."""
 
     def __init__(self, source: Source, manifest: Manifest) -> None:
         self.source = source
@@ -68,7 +68,7 @@ class CheckpointTensors:
         return tensor
 
     def _file_of(self, kind: str, key: str) -> str:
-        """Which file has it; of those that nobody has looked into yet, one after the other is looked into."""
+        """The file that has the tensor; files not yet looked into are searched one after the other."""
         place = f"{kind} {key}"
         for file in [one for one in self._unseen if one.startswith(kind)]:
             if place in self._where:

@@ -70,7 +70,7 @@ _RECENT_VERDICTS = 64
 
 @dataclass(frozen=True)
 class Subject:
-    """What all checkpoints of a member are of. ``stage``: None in a run without stages."""
+    """The run and model that all checkpoints of a member belong to. ``stage``: None in a run without stages."""
 
     run: RunFile
     run_toml: str
@@ -107,7 +107,7 @@ class Subject:
         )
 
     def fits(self, checkpoint: Checkpoint) -> bool:
-        """Whether it is of our model, or of our stage."""
+        """Whether the checkpoint belongs to this model, or to this stage."""
         manifest = checkpoint.manifest
         ours = (self.layout, self.outer_vectors, self.stage)
         return (manifest.layout, manifest.outer_vectors, manifest.stage) == ours
@@ -145,7 +145,7 @@ class CheckpointKeeper:
             self._preparing = self._network.begin(in_thread(self._snapshots.prepare, self._own()))
 
     def find(self, version: int, digest: bytes | None) -> Checkpoint | None:
-        """That of the run's present state, else the newest whole one of our model; None where there is none."""
+        """The checkpoint of the run's present state, else the newest whole one of this model; None without any."""
         found = self.store.load_newest(version, digest) or self.store.load_newest()
         if found is not None and not self._subject.fits(found):
             log.warning("the checkpoint of round %d is of another model; going on without", found.manifest.round)

@@ -1,4 +1,4 @@
-"""What ``shoal doctor`` shows: what this machine can do for a run, and what would make it better."""
+"""``shoal doctor``: what this machine can do for a run, and what would make it better."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def examine(
 
 
 def held_bytes(cost: LayerCost, run: RunFile, device: torch.device) -> int:
-    """What a layer takes of the memory of the device: its parameters, gradients and inner optimizer, and what autograd
+    """Memory that a layer takes on the device: its parameters, gradients and inner optimizer, and what autograd
     keeps of all micro-batches under way; on the CPU the anchor, the outer optimizer and the averaging, too. Of a
     pipeline's layer the state counts as the plan has it."""
     waiting = run.pipeline.in_flight if run.pipeline else _WAITING
@@ -146,7 +146,7 @@ def largest_span(costs: Sequence[LayerCost], layer_bytes: Sequence[int], memory_
 
 
 def advice(found: Diagnosis) -> Iterator[str]:
-    """What somebody should know or do, the most important first."""
+    """Advice to the owner of this machine, the most important first."""
     layers = len(found.model.layers)
     first, stop = found.span
     if found.is_whole and found.model.whole:

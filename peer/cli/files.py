@@ -200,8 +200,9 @@ def _reader(identity: Path) -> Identity | None:
 
 
 def start_of(folder: Path | None, identity: Path | None, *, only_parameters: bool) -> StartFrom | None:
-    """What the host's options say of it; ``identity``: the file with a reader's, for sealed checkpoints.
+    """The checkpoint to start from, by the host's options.
 
+    ``identity``: the file with a reader's keys, for sealed checkpoints.
     Raises ``UserError``."""
     if folder is None:
         if only_parameters:

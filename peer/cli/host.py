@@ -1,4 +1,4 @@
-"""What ``shoal host`` runs: a coordinator with its journal, until it is stopped."""
+"""``shoal host``: a coordinator with its journal, until it is stopped."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.toml"
 IDENTITY_FILE = "identity"
 ORIGIN_FILE = "origin.msgpack"
-"""Whose history the folder has: the head of a history's file, without verdicts."""
+"""Origin of the folder's history: the head of a history's file, without verdicts."""
 
 _PORT_FILE = "port.txt"
 
@@ -83,7 +83,7 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class Hosting:
-    """What the host's person has to know."""
+    """Facts that the person who hosts has to know."""
 
     invite: Invite
     run_hash: bytes

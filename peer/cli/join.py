@@ -1,4 +1,4 @@
-"""What ``shoal join`` runs: recipe, model and data from the run file, trained in a ``Session`` until the end, or
+"""``shoal join``: recipe, model and data from the run file, trained in a ``Session`` until the end, or
 in stages, by a ``PipelinePeer``.
 
 All that can be wrong with a run on this machine is found before it is joined: until then the coordinator has only been

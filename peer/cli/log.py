@@ -192,7 +192,7 @@ def log_table(verdicts: Sequence[Verdict], width: int) -> Table:
 
 
 def log_foot(checked: Sequence[Verdict], width: int) -> str:
-    """What was checked, shown or not; at least one verdict."""
+    """Words on the verdicts that were checked, shown or not; at least one."""
     which = f"Rounds {checked[0].round} to {checked[-1].round}: all hashes, links and signatures are right."
     return which if width >= WIDE else f"{which}\nv: anchor version; members: how many, and the largest share"
 
@@ -248,7 +248,7 @@ def _shares(plan: RoundPlan | None, wide: bool) -> str:
 
 
 def round_details(verdict: Verdict) -> RenderableType:
-    """Who contributed what, who owned which part, and all digests, of a checked verdict."""
+    """Contributions, owners of the parts, and all digests of a checked verdict."""
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
     head.add_column(overflow="fold")

@@ -43,7 +43,7 @@ errors = Console(stderr=True)
 
 
 class JoinRole(StrEnum):
-    """What a member does in a run, as the command line names it."""
+    """Role of a member in a run, as the command line names it."""
 
     full = "full"
     contribute_only = "contribute-only"

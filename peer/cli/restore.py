@@ -1,4 +1,4 @@
-"""What ``shoal restore`` does and shows, and what ``shoal join --copy-to`` checks before it joins."""
+"""``shoal restore``, and the check of ``shoal join --copy-to`` before it joins."""
 
 from __future__ import annotations
 

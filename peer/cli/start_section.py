@@ -35,8 +35,10 @@ def started(text: str, run: RunFile, start_from: StartFrom, where: str) -> tuple
 
 
 def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
-    """What makes ``run`` start from the newest checkpoint there that is whole; all of it is read, a few files at a
-    time. The outer optimizer's vectors are taken over where the run has the same outer optimizer.
+    """The section that makes ``run`` start from the newest checkpoint there that is whole.
+
+    All of it is read, a few files at a time. The outer optimizer's vectors are taken over where the run has the
+    same outer optimizer.
 
     Raises ``StateFileError``."""
     found = _newest_first(start_from.folder, start_from.reader)
@@ -60,7 +62,7 @@ def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
 def _section_of(
     source: Source, manifest: Manifest, start_from: StartFrom, run: RunFile
 ) -> tuple[StartSection, list[str]]:
-    """Of that checkpoint; and the tensors that no training can go on from."""
+    """The section of that checkpoint, and the tensors that no training can go on from."""
     before = parse_run_file(manifest.run_toml, f"{source.place(MANIFEST)}: run_toml")
     tokens, steps = manifest.tokens, manifest.anchor_version
     if before.start is not None:

@@ -1,4 +1,4 @@
-"""What ``shoal verify`` shows: a line for each checkpoint, and what the words in it mean. Pure."""
+"""Output of ``shoal verify``: a line for each checkpoint, and what the words in it mean."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _stages_text(manifest: Manifest) -> str:
 
 
 def verify_notes(results: Iterable[Verified | Refused]) -> str:
-    """What the table's words mean."""
+    """Explanation of the table's words."""
     notes = [
         "Checked: sizes and SHA-256 of all files, layout, state digests, signatures, chains of verdicts.",
         "Vouched by: a later round's plan, which the coordinator signed, or this checkpoint's peer alone.",
@@ -68,7 +68,7 @@ def verify_notes(results: Iterable[Verified | Refused]) -> str:
 
 
 def summary(results: Sequence[Verified | Refused]) -> str:
-    """How many are wrong."""
+    """Number of the wrong ones, in words."""
     wrong = [one for one in results if isinstance(one, Refused)]
     histories = sum(one.is_history for one in wrong)
     checkpoints = len(results) - histories

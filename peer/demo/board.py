@@ -39,7 +39,7 @@ class Death:
 
 
 def whole_run(event: Event, stages: int) -> Event | None:
-    """What an event of the coordinator says of the run as a whole: rounds end in all stages alike, and the last one
+    """An event of the coordinator as one of the run as a whole: rounds end in all stages alike, and the last one
     knows the loss. None for what is of one stage only."""
     if "stage" not in event:
         return event
@@ -54,7 +54,7 @@ def held_now(events: Sequence[Event]) -> tuple[int, ...]:
 
 
 def choose_victim(holders: Mapping[str, int], stages: int, before: Sequence[Death]) -> tuple[str, int, int] | None:
-    """Whom to kill next, its stage, and how many replicas that has: first a replica of the middlemost stage that has
+    """The next victim, its stage, and how many replicas that has: first a replica of the middlemost stage that has
     several, then the only one of a stage, another one if possible. None while there is nobody like that.
 
     ``holders``: by name the stage of whoever is there and has its state."""

@@ -1,4 +1,4 @@
-"""What a demo has shown, from the events that its processes logged: figures, tables, a loss curve, and failures."""
+"""Results of a demo, from the events that its processes logged: figures, tables, a loss curve, and failures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from shoal.swarm.errors import StorageError
 
 @dataclass(frozen=True)
 class Assembled:
-    """Which anchor the model is: its version, and the digest of each stage's state, as checkpoints and signed verdicts
-    have them."""
+    """The anchor that the model was made of: its version, and the digest of each stage's state."""
 
     version: int
     digests: tuple[str, ...]
@@ -173,13 +172,13 @@ def plot_loss(path: Path, curve: Curve) -> bool:
 
 
 def float32_ddp_bytes(peers: int, parameters: int, steps: float) -> float:
-    """What one of ``peers`` sends in ``steps`` ring all-reduces of float32 gradients: 2·(N-1)/N of them each."""
+    """Bytes that one of ``peers`` sends in ``steps`` ring all-reduces of float32 gradients: 2·(N-1)/N of them each."""
     return 2 * (peers - 1) / peers * 4 * parameters * steps
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the demo set out to do. ``started``, ``killed_at``, ``joined_at`` are moments of ``time.time()``."""
+    """The setting of the demo. ``started``, ``killed_at``, ``joined_at`` are moments of ``time.time()``."""
 
     peers: int
     parameters: int
@@ -244,7 +243,7 @@ class Figures:
 
     @property
     def ratio(self) -> float:
-        """How many times more float32 data-parallel would have sent."""
+        """Ratio of the bytes that float32 data-parallel would have sent to those sent."""
         return self.bytes_float32_ddp_per_peer / self.bytes_sent_per_peer if self.bytes_sent_per_peer else 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -367,7 +366,7 @@ def _summary(figures: Figures) -> Table:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the demo set out to do. ``stage_bytes``: what each stage takes at least; ``model_bytes``: all in one."""
+    """The setting of the demo. ``stage_bytes``: what each stage takes at least; ``model_bytes``: all in one."""
 
     stages: int
     memory_bytes: int
@@ -399,14 +398,14 @@ class StagePeer:
 
     @property
     def moves(self) -> int:
-        """How often it was given other stages than it had."""
+        """Number of times that it was given other stages than it had."""
         spans = [(one.first, one.last) for one in self.held]
         return sum(before != after for before, after in pairwise(spans))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a death: from the kill to the next committed round, ``next_s``; None when there was none."""
+    """The cost of a death: seconds from the kill to the next committed round, ``next_s``; None when there was none."""
 
     death: Death
     next_s: float | None
@@ -432,7 +431,7 @@ class PipelineFigures:
     seconds: float
 
     def anchors(self, stage: int) -> dict[str, Anchor]:
-        """What the live replicas of a stage hold in the end, by name."""
+        """Anchors that the live replicas of a stage hold in the end, by name."""
         return {peer.name: peer.anchors[stage] for peer in self.peers if peer.is_live and stage in peer.anchors}
 
     def stage_parity(self, stage: int) -> bool:
@@ -535,7 +534,7 @@ def _stage_tokens(stages: int, host: Sequence[Event]) -> dict[str, int]:
 
 
 def _together(stages: int, host: Sequence[Event]) -> tuple[str | None, ...]:
-    """Of every stage's last committed round."""
+    """The hash over all stages' verdicts of the last committed round, by stage."""
     found: dict[int, str | None] = {}
     for event in host:
         if event["event"] == "verdict" and event["committed"] and "stage" in event:
@@ -677,7 +676,7 @@ def _parity_words(figures: PipelineFigures, stage: int) -> Text:
 
 
 def stages_title(figures: PipelineFigures) -> str:
-    """Of the curve."""
+    """Title of the curve."""
     setting = figures.setting
     peer, model = bytes_text(setting.memory_bytes), bytes_text(setting.model_bytes)
     return (

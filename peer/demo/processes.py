@@ -130,7 +130,7 @@ class DemoFailed(Exception):
 
 
 class Act(Protocol):
-    """What a demo does to its processes."""
+    """A demo's actions on its processes."""
 
     def begin(self, swarm: DemoSwarm) -> None:
         """The coordinator is there: start the peers."""
@@ -251,6 +251,6 @@ class DemoSwarm:
                 raise DemoFailed(f"{child.name} ended with exit code {code}", child)
 
     def take_last_events(self) -> None:
-        """What was logged after the last look."""
+        """Read the events that were logged after the last look."""
         for child in [self.host, *self.peers.values()]:
             child.take_events()

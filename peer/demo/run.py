@@ -63,7 +63,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
 
 
 def _course_of(options: DemoOptions) -> tuple[AveragingDemo | PipelineDemo, str]:
-    """What happens in the demo, and its run file."""
+    """The scenario of the demo, and its run file."""
     if not options.pipeline:
         peers = _PEERS if options.peers is None else options.peers
         if peers < 2:

@@ -64,7 +64,7 @@ lr = 1.0""",
 }
 
 STAGE_MEMORY = "94M"
-"""What each peer of a pipeline may use: enough for two blocks of the model and not for three."""
+"""Memory that each peer of a pipeline may use: enough for two blocks of the model and not for three."""
 
 _BLOCKS_A_STAGE = 2
 _ROUND_SAMPLES = 32

@@ -172,7 +172,7 @@ class PipelineDemo:
                 self._kill(swarm, *victim)
 
     def _victim(self, swarm: DemoSwarm) -> tuple[str, int, int] | None:
-        """Whom to kill next, its stage, and how many replicas that has; None while the stages are not as they should
+        """The next victim, its stage, and how many replicas that has; None while the stages are not as they should
         be for it."""
         holders = {
             name: held_now(child.events)[0]
@@ -203,7 +203,7 @@ class PipelineDemo:
             self._deaths[-1] = replace(last, back_at=time.time())
 
     def _outlook(self, swarm: DemoSwarm) -> str:
-        """What ``shoal status`` says that the run waits for; also on the board, when it is something new."""
+        """The reason that ``shoal status`` gives for waiting; also on the board, when it is something new."""
         if time.monotonic() - self._asked_s < _ASK_EVERY_S:
             return ""
         self._asked_s = time.monotonic()

@@ -167,7 +167,7 @@ def _manifests(folder: Path, sources: Mapping[Path, Source]) -> dict[Path, Manif
 def _way(
     checkpoints: dict[Path, Manifest], verdicts: dict[int, Verdict], records: RoundRecords, number: int | None
 ) -> tuple[Path, list[Verdict]]:
-    """Where to begin, and the rounds to make again from there; at least one. Raises ``StateFileError``."""
+    """The state to begin with, and the rounds to replay from there; at least one. Raises ``StateFileError``."""
     ways = {
         one: path(verdicts.values(), about.anchor_version, bytes.fromhex(about.state_digest))
         for one, about in checkpoints.items()

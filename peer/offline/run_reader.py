@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Share:
-    """What some members hold alike: the run's state, or that of one stage. ``vectors``: anchor and outer ones;
+    """A state that some members hold alike: the run's state, or that of one stage. ``vectors``: anchor and outer ones;
     ``start``: what the run starts from, where that is a checkpoint."""
 
     client: CoordinatorClient

@@ -23,7 +23,7 @@ from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import are_all_stages
 
 Owner = tuple[str, str, int]
-"""Whose chain it is: the run by its hash, whose signatures count, and the scope: the run's, or a stage's."""
+"""Owner of a chain: the run by its hash, whose signatures count, and the scope: the run's, or a stage's."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class _Part:
-    """What has a chain of its own in a checkpoint: the run's state, or a stage's, with that digest. ``verdicts``: a
+    """A part of a checkpoint with a chain of its own: the run's state, or a stage's, with that digest. ``verdicts``: a
     checked chain that ends with the checkpoint's round."""
 
     owner: Owner

@@ -154,7 +154,7 @@ class WholeCheckpoint:
         return About(**{**first, **own})
 
     def _count_files(self) -> Counter[str]:
-        """How many of each kind there will be: names say so from the first one on."""
+        """Number of files of each kind, which the name of each one has."""
         counts = Counter[str]()
         for stage in self._stages:
             outline = torch.empty(self._rows, stage.elements, device="meta")
@@ -253,7 +253,7 @@ class KeptStage:
             after = later
 
     def chain_up_to(self, verdict: Verdict) -> tuple[Verdict, ...]:
-        """What is known of the chain up to there, oldest first: an unbroken piece."""
+        """The known part of the chain up to there, oldest first: an unbroken piece."""
         found = [verdict]
         while len(found) < _MOST_VERDICTS:
             earlier = self.known.get(found[-1].round - 1)
@@ -308,7 +308,7 @@ class Standing:
 
 
 def _history(place: Path) -> dict[int, Verdict]:
-    """What the peer's history of that stage says, as far as it can be read."""
+    """Verdicts by round of the peer's history of that stage, as far as it can be read."""
     file = place.parent.with_name(HISTORY_FILE)
     try:
         return {verdict.round: verdict for verdict in unpack_history(read_regular(file), str(file)).verdicts}
@@ -336,7 +336,7 @@ class WholeModel:
 
 @dataclass
 class _Found:
-    """What can be read of all that is there."""
+    """All readable checkpoints and stages there."""
 
     whole: list[WholeModel]
     stages: list[KeptStage]
@@ -350,7 +350,7 @@ class _Found:
 
 
 def use_newest(folder: Path, identity: Identity | None, use: Callable[[WholeModel], T]) -> T:
-    """What ``use`` gives for the checkpoint in this folder, or for the newest whole model anywhere below it that it
+    """The result of ``use`` for the checkpoint in this folder, or for the newest whole model anywhere below it that it
     does not refuse; ``identity`` opens sealed ones. Manifests and verdicts have been read then, states not.
 
     Raises ``StateFileError`` where there is none that can be used."""
@@ -460,7 +460,7 @@ def _stage_state(choices: Sequence[Standing]) -> StageState:
 
 
 def _missing(kept: Sequence[KeptStage]) -> str:
-    """Which stages are there, and of which versions."""
+    """Words on the stages that are there, with their versions."""
     count = max(one.stage.stages for one in kept)
     versions: Mapping[int, set[int]] = {number: set() for number in range(count)}
     for one in kept:

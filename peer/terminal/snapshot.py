@@ -25,7 +25,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class HeldStages:
-    """What a pipeline's peer holds: the stages ``first`` to ``last`` of ``stages``, with the layers
+    """Stages that a pipeline's peer holds: ``first`` to ``last`` of ``stages``, with the layers
     ``first_layer <= l < stop_layer``; the one that fewest hold has so many ``replicas``. ``empty``: stages of the run
     that nobody holds."""
 
@@ -68,7 +68,7 @@ class Snapshot:
 
 
 class Watched(Protocol):
-    """What live views look at: a ``Session`` or a ``PipelinePeer``."""
+    """Source of live views: a ``Session`` or a ``PipelinePeer``."""
 
     def snapshot(self) -> Snapshot:
         """From any thread. Raises what has ended the network thread."""
@@ -76,7 +76,7 @@ class Watched(Protocol):
 
 
 def take_snapshot(member: Member, view: RunView, peer: str, device: str) -> Snapshot:
-    """What ``member`` knows of itself and, by ``view``, of the run."""
+    """A snapshot of ``member`` and, by ``view``, of the run."""
     client, progress, meter, run = member.client, member.progress, member.node.meter, member.client.run_file
     closes_at_s = client.closes_at_s
     return Snapshot(
@@ -103,7 +103,7 @@ def take_snapshot(member: Member, view: RunView, peer: str, device: str) -> Snap
 
 
 def held_stages(pipeline: PipelineView, span: tuple[int, int], flow: Flow) -> HeldStages:
-    """What whoever holds the stages of ``span`` sees of the run's, in this view."""
+    """The stages of ``span`` as their holder sees them in this view."""
     first, last = span
     stages = range(len(pipeline.boundaries) - 1)
     replicas = [sum(one.first <= stage <= one.last for one in pipeline.spans) for stage in stages]
@@ -120,7 +120,7 @@ def held_stages(pipeline: PipelineView, span: tuple[int, int], flow: Flow) -> He
 
 
 def with_stages(run: Snapshot, first: Member, held: HeldStages) -> Snapshot:
-    """Of a pipeline's peer: ``run`` is what its membership of the run says, ``first`` that of its first stage."""
+    """The snapshot of a pipeline's peer; ``run``: of its membership of the run, ``first``: of its first stage."""
     verdict: Verdict | None = first.client.view.verdict
     loss = verdict.loss if run.loss is None and verdict is not None else run.loss
     return replace(run, activity=first.activity, compression=first.compression, loss=loss, held=held)

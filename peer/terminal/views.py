@@ -71,7 +71,7 @@ def _stage_headline(stage: StageStatus) -> Table:
 
 
 def _flow(stage: StageStatus, most: float) -> Table:
-    """What comes through, and what could."""
+    """The rate of micro-batches, and the rate that is possible."""
     could = stage.capacity_tokens_per_s
     width = max(1, round(_BAR_WIDTH * could / most)) if could else 0
     full = round(width * min(1.0, stage.tokens_per_s / could)) if could else 0
@@ -84,7 +84,7 @@ def _flow(stage: StageStatus, most: float) -> Table:
 
 
 def _holders(stage: StageStatus, names: Mapping[str, str]) -> Text:
-    """Who holds it and who is about to; or what it waits for."""
+    """Holders of the stage and peers that are about to hold it; or what it waits for."""
     line = Text(**_ONE_LINE)
     for mark, style, peers in (("●", "green", stage.replicas), ("○", "yellow", stage.coming)):
         for peer in peers:
@@ -122,7 +122,7 @@ def flow_text(flow: Flow) -> str:
 
 
 def empty_text(held: HeldStages) -> str:
-    """Which stages nobody holds; empty where all are held."""
+    """Words on the stages that nobody holds; empty where all are held."""
     if not held.empty:
         return ""
     one = len(held.empty) == 1
@@ -252,7 +252,7 @@ def status_line(snapshot: Snapshot) -> str:
 
 
 def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
-    """What ``shoal status`` shows."""
+    """The output of ``shoal status``."""
     rounds = f"{status.rounds_committed} committed, {status.rounds_aborted} aborted"
     if status.rounds_undone:
         rounds += f", {status.rounds_undone} undone"
@@ -284,7 +284,7 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
 
 
 def stopped_lines(members: Iterable[MemberStatus]) -> list[str]:
-    """Who left the run since it could not go on, and why; those with the same trouble together."""
+    """Members that left the run as they could not go on, and why; those with the same trouble together."""
     names: dict[tuple[str, str], list[str]] = {}
     for member in members:
         if member.trouble and not member.alive:

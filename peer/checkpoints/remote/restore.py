@@ -59,7 +59,7 @@ class Listing:
 
 
 def read_listing(source: Source) -> Listing:
-    """Of a folder that has one of ``LAST_FILES``. Raises ``StateFileError`` where it is damaged."""
+    """Files of a folder that has one of ``LAST_FILES``. Raises ``StateFileError`` where it is damaged."""
     files: dict[str, FileEntry]
     if source.has(ENVELOPE):
         last, private = ENVELOPE, OWN_FILE + SUFFIX
@@ -150,7 +150,7 @@ def in_step(copies: Sequence[Copy]) -> Iterator[int]:
 
 
 def say_rounds(copies: Sequence[Copy]) -> str:
-    """Of which rounds there are finished copies, of each stage if there are any."""
+    """Rounds of finished copies, by stage if there are any."""
     said = []
     for stage, rounds in _rounds(copies).items():
         newest = [str(number) for number in sorted(rounds, reverse=True)]
@@ -161,7 +161,7 @@ def say_rounds(copies: Sequence[Copy]) -> str:
 
 
 def _rounds(copies: Sequence[Copy]) -> dict[int | None, set[int]]:
-    """Of the finished ones, by stage."""
+    """The finished copies by stage."""
     stages = sorted({copy.stage for copy in copies}, key=lambda stage: -1 if stage is None else stage)
     return {stage: {copy.round for copy in copies if copy.stage == stage and copy.last is not None} for stage in stages}
 

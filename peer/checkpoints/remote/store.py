@@ -68,7 +68,7 @@ class RemoteStore:
             self._files.rm(self._at(path), recursive=True)
 
     def shown(self, path: str) -> str:
-        """What messages call a file or folder."""
+        """Name of a file or folder in messages."""
         between = "" if self.url.endswith("/") or not path else "/"
         return f"{self.url}{between}{path}"
 

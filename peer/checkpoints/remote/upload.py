@@ -33,7 +33,7 @@ _NOTES = TypeAdapter(dict[str, dict[str, dict[str, FileEntry]]])
 
 
 class Ledger:
-    """Of one peer and one place. A damaged or lost one costs sending again, nothing else."""
+    """Ledger of one peer's copies at one place. A damaged or lost one costs sending again, nothing else."""
 
     def __init__(self, path: Path, place: str) -> None:
         self._path = path
@@ -82,7 +82,7 @@ class Ledger:
 
 LEDGER = "copies.json"
 FINISH_S = 60.0
-"""How long a copy under way may take at a graceful end."""
+"""Time that a copy under way has at a graceful end, in seconds."""
 
 _LOOK_S = 2.0
 _FIRST_PAUSE_S = 5.0
@@ -93,7 +93,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CopyTo:
-    """Where copies go and how often: the newest checkpoint, once it is ``every`` rounds newer than the last copy.
+    """Destination and frequency of copies: the newest checkpoint, once it is ``every`` rounds newer than the last copy.
     ``retention``: of the copies there."""
 
     remote: RemoteStore
@@ -104,7 +104,7 @@ class CopyTo:
 def next_copy(
     here: Collection[int], begun: Collection[int], done: Collection[int], every: int, *, in_step: bool = False
 ) -> int | None:
-    """The round whose checkpoint is copied next; None for none. Pure.
+    """The round whose checkpoint is copied next; None for none.
 
     ``here``: rounds with a checkpoint here; ``begun``: those of which a part has been copied; ``done``: those
     of which all has. What was begun is finished first, oldest before newest; then only the newest counts. Where others
@@ -125,7 +125,7 @@ def next_copy(
 
 
 def superfluous_in_step(rounds: Collection[int], retention: Retention, every: int) -> list[int]:
-    """Which of a stage's copies may go, oldest first. Pure. Those that other stages have too, the multiples of
+    """Rounds of a stage's copies that may be removed, oldest first. Those that other stages have too, the multiples of
     ``every``, are not displaced by the ones that a peer makes whenever it leaves its stage."""
     shared = set(retention.superfluous([number for number in rounds if number % every == 0]))
     return [number for number in retention.superfluous(rounds) if number % every or number in shared]
