@@ -1,7 +1,6 @@
-"""The computing of a pipeline: micro-batches forward and backward through the consecutive stages that this peer holds.
+"""Forward and backward passes of micro-batches through the consecutive stages that this peer holds.
 
-It decides nothing: which micro-batch is next, and whose gradient counts here, others say. Not for several threads at
-once.
+The caller decides which micro-batch is next and whether its gradient counts. Not thread-safe.
 """
 
 from __future__ import annotations

@@ -22,8 +22,11 @@ from shoal.swarm.transport.node import Node
 
 @dataclass(frozen=True)
 class StageShapes:
-    """Of one sample. ``recipe``: whose targets they are; ``inputs``: by stage, the shape of its input, ``inputs[0]``
-    the model's; ``micro_batch``: the most samples that travel together."""
+    """Expected shapes of activations and targets, per sample, to check offers before anything is fetched.
+
+    ``recipe``: checks the targets; ``inputs``: by stage, the shape of its input, ``inputs[0]`` the model's;
+    ``micro_batch``: the most samples that travel together.
+    """
 
     recipe: LayeredRecipe
     inputs: tuple[tuple[int, ...], ...]
@@ -34,15 +37,14 @@ class StageShapes:
     def of(
         cls, recipe: LayeredRecipe, layered: Layered, boundaries: tuple[int, ...], batch: Tensor, micro_batch: int
     ) -> StageShapes:
-        """``batch``: any samples of the run's data, collated."""
+        """Derive the shapes; ``batch``: any samples of the run's data, collated."""
         given, targets = recipe.input_of(batch), TensorHeader.of(recipe.targets_of(batch))
         outputs = [tuple(given.shape), *layered.activation_shapes(given)]
         inputs = tuple(outputs[first][1:] for first in boundaries[:-1])
         return cls(recipe, inputs, TensorHeader(targets.shape[1:], targets.dtype), micro_batch)
 
     def expected(self, offer: PeerToPeerOfferTensor, stage: int) -> tuple[tuple[int, ...], TensorHeader | None]:
-        """The shape of what is offered to a stage, and the form of the targets with it. Raises ``WireError`` for
-        something that no stage sends."""
+        """Expected shape of an offer to a stage, and its targets' header. Raises ``WireError`` if no stage sends it."""
         samples = offer.stop - offer.start
         if not 0 < samples <= self.micro_batch:
             raise WireError(f"a micro-batch of {samples} samples; expected 1 to {self.micro_batch}")
@@ -55,7 +57,7 @@ class StageShapes:
         return shape, TensorHeader((samples, *self.targets.shape), self.targets.dtype)
 
     def check_targets(self, targets: Tensor | None, samples: int) -> None:
-        """Before they reach a device. Raises ``WireError`` unless they could be those of so many samples."""
+        """Check targets before they reach a device. Raises ``WireError`` unless they fit so many samples."""
         if targets is None:
             raise WireError("an activation without targets")
         try:
@@ -65,7 +67,7 @@ class StageShapes:
 
 
 class StageMailbox:
-    """``offered`` and ``noted`` tell the engine, and have what follows done."""
+    """Handlers of offers and notes; ``offered`` and ``noted`` report them to the engine and execute its effects."""
 
     def __init__(
         self,
@@ -86,22 +88,22 @@ class StageMailbox:
         self._is_open = False
 
     def open(self) -> None:
-        """Listen, until ``close``."""
+        """Register the handlers; they accept until ``close``."""
         self._is_open = True
         self._node.control.handle(PeerToPeerNote, self._on_note)
         for stage in range(self._span.first, self._span.last + 1):
             self._node.control.handle(PeerToPeerOfferTensor, partial(self._on_offer, stage), scope_of(stage))
 
     def close(self) -> None:
-        """These stages are being left: what comes for them is refused."""
+        """Refuse everything from now on, as these stages are being left."""
         self._is_open = False
 
     def offer_for(self, fetch: Fetch) -> PeerToPeerOfferTensor:
-        """What is to be fetched, as it was offered."""
+        """Offer of the tensor that is to be fetched."""
         return self._offers[fetch.kind, fetch.peer, fetch.number]
 
     def forget(self) -> None:
-        """The round is over, and what was offered in it."""
+        """Forget the offers of a round that is over."""
         self._offers.clear()
 
     async def _on_offer(self, stage: int, channel: Channel, message: Message) -> Message:

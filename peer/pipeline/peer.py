@@ -1,4 +1,4 @@
-"""A peer of a pipeline run: it shows what it can do, is given stages, and trains them until the run ends.
+"""Peer of a pipeline run: reports its capability, is assigned stages, and trains them until the run ends.
 
 On the training thread; everything asynchronous is done on the network thread.
 """
@@ -40,10 +40,10 @@ from shoal.swarm.protocol.messages import Acknowledged, Capability, LayerSize, P
 log = logging.getLogger(__name__)
 
 _USUAL_BPS = 1e8
-"""What a link is supposed to carry while nobody has been there to try it with."""
+"""Bandwidth assumed until there is another peer to measure it with."""
 
 _LOOK_S = 15.0
-"""Between two looks at what this machine can do by now."""
+"""Interval between checks of this machine's capability."""
 
 
 class PipelinePeer:
@@ -67,8 +67,8 @@ class PipelinePeer:
         self._tokens_trained = 0
         self._measured: ModelProfile
         self._slowdown = 1.0
-        self._showing = CapabilityUpdates()
-        self._look_s = 0.0
+        self._updates = CapabilityUpdates()
+        self._next_check_s = 0.0
         self._telling: Future[None] | None = None
         self._said = ""
         if connection.options.role == "validator":
@@ -133,17 +133,17 @@ class PipelinePeer:
         self._members.run.rejoined = False
         self._network.call(self._tell(), interruptible=True)
 
-    def _show_again(self) -> None:
-        """When it has become something else for some time; the work goes on meanwhile."""
+    def _report_changes(self) -> None:
+        """Report the capability again once it has differed for some time; work goes on meanwhile."""
         now_s = time.monotonic()
-        if now_s < self._look_s or (self._telling is not None and not self._telling.done()):
+        if now_s < self._next_check_s or (self._telling is not None and not self._telling.done()):
             return
-        self._look_s = now_s + _LOOK_S
+        self._next_check_s = now_s + _LOOK_S
         if self._telling is not None:
             self._network.finish(self._telling)
             self._telling = None
         one, is_guess = self._capability()
-        if self._showing.is_due(one, now_s, is_guess=is_guess):
+        if self._updates.is_due(one, now_s, is_guess=is_guess):
             log.info(
                 "shown anew: %.3g s a micro-batch, %.0f Mbit/s, %.0f ms to the others",
                 sum(one.layer_s),
@@ -154,7 +154,7 @@ class PipelinePeer:
 
     async def _tell(self) -> None:
         one, is_guess = self._capability()
-        self._showing.shown(one, time.monotonic(), is_guess=is_guess)
+        self._updates.shown(one, time.monotonic(), is_guess=is_guess)
         shown = PeerToCoordinatorShowCapability(
             capability=Capability(
                 memory_bytes=one.memory_bytes,
@@ -178,7 +178,7 @@ class PipelinePeer:
             log.info("what this machine can do was not heard: %s", error)
 
     def _wait_for_place(self) -> AssignedSpan | None:
-        """What this peer is to hold; None when the run has ended or this peer stops."""
+        """Wait for the assigned span; None when the run has ended or this peer stops."""
         client = self._members.run.client
         self._members.run.progress.activity = "waiting"
 
@@ -196,7 +196,7 @@ class PipelinePeer:
                 return place
             if view.pipeline is not None:
                 self._say_why_it_waits(view.pipeline.boundaries)
-            self._show_again()
+            self._report_changes()
         return None
 
     def _say_why_it_waits(self, boundaries: tuple[int, ...]) -> None:
@@ -215,7 +215,7 @@ class PipelinePeer:
     # Stages ---------------------------------------------------------------------------------------------------
 
     def _hold_places(self, work: SpanContext) -> None:
-        """One after the other, until there is none to come."""
+        """Hold one assigned span after the other, until the run ends."""
         while (place := self._wait_for_place()) is not None:
             try:
                 held = HeldSpan.enter(work, place)
@@ -242,7 +242,7 @@ class PipelinePeer:
                     self._members.run.progress.computed += made is not None
                     held.training.report_progress(self._members)
                     self._slowdown = held.speed.factor or self._slowdown
-                    self._show_again()
+                    self._report_changes()
                 elif not self._settle(held, task.reason):
                     return
             if any(member.client.view.phase == "closing" for member in self._members.stages.values()):
@@ -251,7 +251,7 @@ class PipelinePeer:
             log.info("these stages are not ours any more: %s", error)
 
     def _settle(self, held: HeldSpan, reason: Attention) -> bool:
-        """What goes before computing; False when there is nothing more to compute on these stages."""
+        """Attend to ``reason``; False if nothing more is to be computed on these stages."""
         match reason:
             case Attention.ROUND:
                 held.begin_round(goes_on=held.training.end_round())
@@ -270,7 +270,7 @@ class PipelinePeer:
         return True
 
     def _start_afresh(self, held: HeldSpan) -> bool:
-        """Somebody else has what we had claimed, or our state is not the run's."""
+        """Start the round afresh: the claims here were given to others, or the state is not the run's."""
         if self._members.run.rejoined:
             self._show()
             self._wait_for_place()

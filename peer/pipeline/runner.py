@@ -52,26 +52,29 @@ Do = Callable[[Iterable[Effect | ComputeResult]], None]
 
 
 class SharedEngine:
-    """``do``: has effects done, on the loop and in the engine's order, whoever told it; what was made comes before what
-    follows from it. ``begin``: takes the computation that follows, on the training thread itself."""
+    """Stage engine shared by two threads: the event loop and, for results, the training thread.
+
+    ``do``: executes effects on the loop, in the engine's order; a result comes before its consequences. ``begin``:
+    takes the next computation, on the training thread itself.
+    """
 
     def __init__(self, engine: StageEngine, do: Do, begin: Callable[[Compute], None]) -> None:
         self._engine = engine
         self._do, self._begin = do, begin
         self._lock = threading.RLock()
         self._behind: deque[Effect | ComputeResult] = deque()
-        """What the training thread has handed in, and what follows from it: the loop does it before anything newer."""
+        """Results from the training thread and their consequences; the loop executes them before anything newer."""
         self._is_behind = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
 
     # On the loop ----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Before anything is told."""
+        """Bind to the running loop, before any event."""
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
-        """For ever: have done what follows from what was handed in."""
+        """Execute what follows from results handed in, until cancelled."""
         while True:
             await self._is_behind.wait()
             self._is_behind.clear()
@@ -79,11 +82,11 @@ class SharedEngine:
                 self._catch_up()
 
     def wake(self) -> None:
-        """Something was handed in."""
+        """Wake the loop after ``hand_in``."""
         self._is_behind.set()
 
     def tell(self, event: Callable[..., list[Effect]], *arguments: object) -> None:
-        """One of the engine's events."""
+        """Report an event to the engine and execute the effects."""
         with self._lock:
             self._catch_up()
             self._do(event(*arguments, self._loop.time()))
@@ -106,7 +109,7 @@ class SharedEngine:
     # On the training thread -----------------------------------------------------------------------------------
 
     def hand_in(self, made: ComputeResult) -> None:
-        """Something was computed. The loop has to be woken then (``wake``)."""
+        """Report a result to the engine. The loop has to be woken afterwards (``wake``)."""
         with self._lock:
             self._behind.append(made)
             for effect in self._engine.computed(made.compute, self._loop.time()):
@@ -120,7 +123,7 @@ log = logging.getLogger(__name__)
 
 
 class StageRunner:
-    """``run`` is its life, from entering the engine's stages, which ``members`` has entered, until ``close``."""
+    """Runner of one span: ``run`` lasts from entering its stages, which ``members`` has joined, until ``close``."""
 
     def __init__(self, members: StageMembers, engine: StageEngine, shapes: StageShapes, staging: Staging) -> None:
         self._members = members
@@ -140,7 +143,7 @@ class StageRunner:
         }
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._jobs: set[int] = set()
-        """Those that were not dropped."""
+        """Jobs that were not dropped."""
         self._due: deque[Task] = deque()
         self._woken = asyncio.Event()
         self._over = asyncio.Event()
@@ -148,12 +151,12 @@ class StageRunner:
         self._round = -1
         self._is_closing = False
         self.trouble = ""
-        """Why something computed here can go to nobody, as it is infinite or not a number."""
+        """Reason why a result cannot be sent, as it is infinite or NaN; else empty."""
         self._tasks: asyncio.TaskGroup
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that wait here for their forward, their gradient or their backward; from any thread."""
+        """Micro-batches under way here; from any thread."""
         return self._engine.kept_activations
 
     async def run(self) -> None:
@@ -187,18 +190,20 @@ class StageRunner:
     # The training thread --------------------------------------------------------------------------------------
 
     async def open_round(self, number: int) -> None:
-        """The anchor of this round is in place; what was computed for another one, or before, is of no use."""
+        """Begin a round whose anchor is in place; earlier results are of no use."""
         self._round, self._is_closing = number, False
         self._shared.tell(self._engine.round_opened, number)
         self._look()
 
     async def end_round(self) -> None:
-        """There is a verdict, or what was done here is lost."""
+        """End the round: there is a verdict, or the work here is lost."""
         self._shared.tell(self._engine.round_over)
 
     def next_at_once(self, made: ComputeResult | None) -> Task | None:
-        """On the training thread: what is to be done next, after what was ``made``; None: ``next_task`` knows. After
-        something was made the loop has to be woken (``wake``)."""
+        """Report a result and get the next task, on the training thread; None: ask ``next_task``.
+
+        After a result the loop has to be woken (``wake``).
+        """
         if made is not None:
             self._shared.hand_in(made)
         if not self._due or self._failure is not None or self._reason() is not Attention.NOTHING:
@@ -207,7 +212,7 @@ class StageRunner:
         return self._due.popleft()
 
     async def next_task(self) -> Task:
-        """What is to be done next, as soon as there is something."""
+        """Wait for the next task."""
         progress = self._members.run.progress
         while True:
             self._woken.clear()
@@ -224,7 +229,7 @@ class StageRunner:
             await self._woken.wait()
 
     def wake(self) -> None:
-        """The training thread has made something."""
+        """Wake the loop after a result from the training thread."""
         self._shared.wake()
 
     def _reason(self) -> Attention:
@@ -244,7 +249,7 @@ class StageRunner:
         self._woken.set()
 
     def _forget_round(self) -> None:
-        """Nobody wants what is still to be computed."""
+        """Drop all tasks and tensors of the round."""
         for fetch in self._fetches.values():
             fetch.cancel()
         waiting = [task.compute for task in self._due if isinstance(task, ForwardTask | BackwardTask)]
@@ -287,7 +292,7 @@ class StageRunner:
                     raise AssertionError("an answer that nobody asked for")
 
     def _begin(self, compute: Compute) -> None:
-        """On either thread: what it needs is here."""
+        """Queue a computation whose inputs are here; on either thread."""
         if isinstance(compute, ComputeForward):
             self._jobs.add(compute.job)
             self._due.append(ForwardTask(compute, *self._tensors.take_input(compute.job)))
@@ -365,7 +370,7 @@ class StageRunner:
     # Time and views -------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """A view has changed: of the run, or of a stage."""
+        """Report what has changed in the views of the run and the stages to the engine."""
         engine = self._engine
         for peer in self._watch.take_gone():
             self._shared.tell(engine.replica_gone, peer)

@@ -1,5 +1,4 @@
-"""Entering the stages of a span, and leaving them: their layers, memberships, copies of the state, and the engine that
-passes micro-batches through them. On the training thread."""
+"""Span held by a pipeline's peer, on the training thread: layers, memberships, replicas of the state, engine."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class SpanContext:
 
 
 class HeldSpan:
-    """Made with ``enter``; ``leave`` at its end."""
+    """Held span of stages, made by ``enter`` and ended by ``leave``."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ _INTEGERS = {"int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a message says of a tensor whose bytes are fetched apart. ``dtype`` is torch's name for it."""
+    """Shape and dtype (torch's name) of a tensor whose bytes are fetched separately."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -96,7 +96,7 @@ _FIRST = -1
 
 @dataclass(frozen=True)
 class ComputedTensor:
-    """A tensor that the training thread has computed, or on a GPU only begun to: it is there at ``ready``."""
+    """Tensor that the training thread has computed or, on a GPU, will have at ``ready``."""
 
     tensor: Tensor
     ready: torch.cuda.Event | None
@@ -112,7 +112,10 @@ class ComputedTensor:
 
 
 class Staging:
-    """``device``: the stages', of one training thread; ``codec``: the run's for activations and their gradients."""
+    """Transfers between a device and packed host memory.
+
+    ``device``: of the stages, used by one training thread; ``codec``: the run's for activations and gradients.
+    """
 
     def __init__(self, device: torch.device, codec: Codec) -> None:
         self.device = device
@@ -179,7 +182,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def _over_at_the_end(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work on that stream, which is over at the end, also after an error."""
+    """Work on that stream and wait for its end, also after an error."""
     if stream is None:
         yield
         return
@@ -197,5 +200,5 @@ def _stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 
 
 def _event() -> torch.cuda.Event:
-    """Who waits for it sleeps: one on the processor that looks again and again would take it from the others."""
+    """Event whose waiters sleep rather than spin on a processor that other threads need."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

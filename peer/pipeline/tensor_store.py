@@ -1,4 +1,4 @@
-"""The tensors of a pipeline's peer, by job: those that came from others, and those that others may fetch here, packed.
+"""Tensors of a pipeline's peer by job: received ones, and packed ones that other peers may fetch.
 
 On the event loop; packing and unpacking run in worker threads.
 """
@@ -24,8 +24,7 @@ CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Parcel:
-    """A packed tensor of that form, ``size_bytes`` of ``data``, and behind it the targets' raw bytes, if there are any
-    (a ``ChunkSource``)."""
+    """Packed tensor, ``size_bytes`` of ``data``, followed by the targets' raw bytes, if any (a ``ChunkSource``)."""
 
     form: TensorHeader
     targets: TensorHeader | None
@@ -44,7 +43,7 @@ class Parcel:
 
 @dataclass
 class _Kept:
-    """Of one job. ``given`` came with an activation, ``gradient`` with one; ``made`` is still to be packed."""
+    """Tensors of one job. ``given``, ``targets`` and ``gradient`` were received; ``made`` is still to be packed."""
 
     given: Tensor | None = None
     targets: Tensor | None = None
@@ -55,7 +54,7 @@ class _Kept:
 
 
 class TensorStore:
-    """Numbers are the engine's jobs."""
+    """Store of tensors, by the engine's job number."""
 
     def __init__(self, endpoint: Endpoint, staging: Staging) -> None:
         self._endpoint = endpoint
@@ -171,7 +170,7 @@ def _targets_form(offer: PeerToPeerOfferTensor) -> TensorHeader | None:
 
 
 def offer_of(send: Send, parcel: Parcel) -> PeerToPeerOfferTensor:
-    """What is told of a parcel to whom it is for."""
+    """Offer that announces a parcel to its receiver."""
     return PeerToPeerOfferTensor(
         kind=send.kind,
         round=send.micro_batch.round,
@@ -187,7 +186,7 @@ def offer_of(send: Send, parcel: Parcel) -> PeerToPeerOfferTensor:
 
 
 def wire_form(form: TensorHeader | None) -> WireForm | None:
-    """The same, as messages have it."""
+    """Header in the form that messages have."""
     return None if form is None else WireForm(shape=form.shape, dtype=form.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The stages that a pipeline's peer holds, on the training thread: their layers, their copies of the state, the rounds.
+"""Training of a held span on the training thread: computations, replicas of the state, and rounds.
 
 A replica averages each of its stages as if that were a run of its own; all of them close a round and conclude it
 together.
@@ -46,7 +46,7 @@ class _Key:
 
 @dataclass(frozen=True)
 class TrainingSamples:
-    """What drivers read: the run's data in the run's order."""
+    """Samples that drivers read: the run's data in the run's order."""
 
     recipe: LayeredRecipe
     data: Dataset

@@ -78,7 +78,7 @@ class Side:
         self.peer._network = FakeNetwork()
         self.peer._connection = SimpleNamespace(peer="me", emit=lambda event, **_: None)
         self.peer._stopping, self.peer._memory_bytes, self.peer._device = False, 1000, torch.device("cpu")
-        self.peer._slowdown, self.peer._showing, self.peer._look_s, self.peer._telling = (
+        self.peer._slowdown, self.peer._updates, self.peer._next_check_s, self.peer._telling = (
             1.0,
             CapabilityUpdates(),
             0.0,
@@ -158,12 +158,12 @@ def test_the_bandwidth_is_supposed_until_it_is_measured(monkeypatch: pytest.Monk
     side.meter.bandwidth_bps = 3e6  # little has moved, which says nothing of the link
     side.peer._show()
     assert shown(side) == (0.1, 1e8, 0.0)
-    side.peer._show_again()
+    side.peer._report_changes()
     assert len(side.client.shown) == 1
-    side.meter.probed_bps, side.node.round_trip_s, side.peer._look_s = 4e7, 0.03, 0.0
-    side.peer._show_again()
+    side.meter.probed_bps, side.node.round_trip_s, side.peer._next_check_s = 4e7, 0.03, 0.0
+    side.peer._report_changes()
     assert shown(side) == (0.1, 4e7, 0.03)
-    side.peer._show_again()
+    side.peer._report_changes()
     assert len(side.client.shown) == 2
 
 
@@ -185,7 +185,7 @@ def test_the_layers_take_what_they_really_take(monkeypatch: pytest.MonkeyPatch) 
     side.peer._slowdown = 2.5
     for _ in range(20):
         now_s[0] += 10.0
-        side.peer._show_again()
+        side.peer._report_changes()
     assert len(side.client.shown) == 2
     assert shown(side)[0] == pytest.approx(0.25)
 
