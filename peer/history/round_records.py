@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from shoal.peer.regular_file import open_regular
-from shoal.swarm import durable
 from shoal.swarm.averaging.results import chunks_of, part_digest
+from shoal.swarm.durable import replace, sync
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.messages import Part, Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict, unpack_verdicts
@@ -117,7 +117,7 @@ class RoundRecords:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(temporary, verdict, chunks, self.owner)
-            durable.replace(temporary, path)
+            replace(temporary, path)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -235,7 +235,7 @@ def _write(path: Path, verdict: Verdict, chunks: Chunks, owner: Owner) -> None:
         start = [len(header).to_bytes(8, "little"), header, np.array(lengths, "<i8").tobytes(), packed]
         _write_all(file.fileno(), [memoryview(piece) for piece in start])
         _write_all(file.fileno(), [pieces[index] for index in kept])
-        durable.sync(file)
+        sync(file)
 
 
 def _write_all(descriptor: int, pieces: list[memoryview]) -> None:

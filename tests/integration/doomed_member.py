@@ -222,12 +222,12 @@ def recording(doom: Doom) -> None:
 
 def recorded(doom: Doom) -> None:
     """When a record is written, and has not got its name."""
-    _recording(doom, "_publish", before=True)
+    _recording(doom, "replace", before=True)
 
 
 def published(doom: Doom) -> None:
     """When a record has its name."""
-    _recording(doom, "_publish", before=False)
+    _recording(doom, "replace", before=False)
 
 
 def half_recorded(doom: Doom) -> None:
