@@ -9,7 +9,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
@@ -177,6 +177,66 @@ def code_from_data(source: str) -> list[str]:
     return [f"{line}: {problem}" for line, problem in sorted(found)]
 
 
+def dependencies(sources: Mapping[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """Which modules of ``sources`` (dotted name -> source, whether it is a package) each one imports when it is
+    imported itself: not in functions, nor for type checkers alone."""
+    found: dict[str, set[str]] = {module: set() for module in sources}
+    for module, (source, is_package) in sources.items():
+        nodes: list[ast.AST] = [ast.parse(source)]
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                nodes += node.orelse
+                continue
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for _, name in imports(ast.unparse(node), module, is_package):
+                    target = name if name in sources else name.rpartition(".")[0]
+                    if target in sources and target != module:
+                        found[module].add(target)
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def cycles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Groups of nodes of which each one leads to each other one."""
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            for other in graph.get(left.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    left.append(other)
+        return seen
+
+    reached = {node: reach(node) for node in graph}
+    groups = {frozenset(other for other in reached[node] if node in reached[other]) for node in graph}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def room_of(module: str, packages: Set[str]) -> str:
+    """The package that a module is in. Those that lie directly in ``shoal.peer``, ``shoal.swarm`` and
+    ``shoal.compression`` are rooms of their own: what is below them may use some, and others use what is below."""
+    package = module if module in packages else module.rpartition(".")[0]
+    return module if package.count(".") < 2 else package
+
+
+OPENINGS = {"what", "who", "whose", "whom", "how", "where", "when", "which", "why", "if", "that", "it", "they", "only"}
+"""A docstring that begins so says something of a thing that it does not name."""
+
+
+def riddles(source: str) -> list[str]:
+    """The module's docstring, if it does not open with a noun phrase or an imperative."""
+    words = (ast.get_docstring(ast.parse(source)) or "").split()
+    if not words:
+        return ["there is no docstring"]
+    first = words[0].strip("`,:").lower()
+    return [f"its docstring begins with {words[0]!r}"] if first in OPENINGS else []
+
+
 # --- our source -----------------------------------------------------------------------------------------
 
 
@@ -193,6 +253,35 @@ def modules() -> Iterator[tuple[Path, str, bool]]:
 
 def complain(problems: list[str], rule: str) -> None:
     assert not problems, "\n".join([rule, *problems])
+
+
+def sources() -> dict[str, tuple[str, bool]]:
+    return {name: (path.read_text(), is_package) for path, name, is_package in modules()}
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(dependencies(sources())) == []
+
+
+def test_no_packages_import_each_other() -> None:
+    ours = sources()
+    packages = {name for name, (_, is_package) in ours.items() if is_package}
+    graph: dict[str, set[str]] = {}
+    for module, others in dependencies(ours).items():
+        room = room_of(module, packages)
+        graph.setdefault(room, set()).update({room_of(other, packages) for other in others} - {room})
+    assert cycles(graph) == []
+
+
+def test_docstrings_of_modules_say_what_the_module_is() -> None:
+    problems = [f"  {name}: {riddle}" for name, (source, _) in sources().items() for riddle in riddles(source)]
+    complain(problems, "a module's docstring opens with a noun phrase or an imperative")
+
+
+def test_the_tree_in_the_page_is_that_of_the_files() -> None:
+    """It is made from the files and their docstrings, by `make docs`."""
+    ran = subprocess.run([sys.executable, str(ROOT / "tools" / "tree.py"), "--check"], timeout=60)
+    assert ran.returncode == 0, "docs/architecture.md is stale: make docs"
 
 
 def test_imports_go_from_peer_to_swarm_to_compression() -> None:
@@ -419,3 +508,28 @@ def test_harmless_namesakes_are_fine() -> None:
         np.load("x", allow_pickle=False)
     """
     assert code_from_data(textwrap.dedent(source)) == []
+
+
+def test_cycles_are_found_and_steps_are_none() -> None:
+    chain = {"shoal.swarm.a": ("from shoal.swarm import b", False), "shoal.swarm.b": ("import shoal.swarm.c", False)}
+    assert cycles(dependencies({**chain, "shoal.swarm.c": ("import os", False)})) == []
+    round_about = {**chain, "shoal.swarm.c": ("if True:\n    from shoal.swarm.a import x", False)}
+    assert cycles(dependencies(round_about)) == [["shoal.swarm.a", "shoal.swarm.b", "shoal.swarm.c"]]
+    later = {**chain, "shoal.swarm.c": ("def f():\n    from shoal.swarm.a import x", False)}
+    assert cycles(dependencies(later)) == []
+    typed = {**chain, "shoal.swarm.c": ("if TYPE_CHECKING:\n    from shoal.swarm.a import x", False)}
+    assert cycles(dependencies(typed)) == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_clear"),
+    [
+        ("The coordinator's journal: events on disk before anybody hears of them.", True),
+        ("Detect stragglers.", True),
+        ("Whom the others wait for.", False),
+        ("What nearest rounding is shaken with.", False),
+        ("", False),
+    ],
+)
+def test_riddles_are_caught(docstring: str, is_clear: bool) -> None:
+    assert (riddles(f'"""{docstring}"""') == []) is is_clear
