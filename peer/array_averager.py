@@ -1,4 +1,4 @@
-"""Only the averaging: weighted means of named arrays over everybody in a run, for training loops of any framework.
+"""Averaging alone: weighted means of named arrays over everybody in a run, for training loops of any framework.
 
 ::
 

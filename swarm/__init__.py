@@ -1,1 +1,1 @@
-"""What holds peers together: identities, encrypted links, the coordinator, and averaging."""
+"""Everything that holds peers together: identities, encrypted links, the coordinator, and averaging."""

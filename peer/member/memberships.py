@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import MappingProxyType
 
 from shoal.peer.member.member import Member, StageMembership
@@ -28,16 +26,6 @@ log = logging.getLogger(__name__)
 def scope_of(stage: int) -> int:
     """Return the scope of a stage; scope 0 is the run's."""
     return stage + 1
-
-
-def stage_folder(folder: Path, stage: int) -> Path:
-    """Return the folder of a stage's checkpoints, records and history, inside the peer's folder of the run."""
-    return folder / f"stage-{stage:05}"
-
-
-def is_stage_folder(folder: Path) -> bool:
-    """Return whether a folder has the name of a stage's folder."""
-    return re.fullmatch(r"stage-[0-9]{5}", folder.name) is not None
 
 
 class StageMembers:

@@ -22,9 +22,9 @@ from shoal.peer.checkpoints.encryption import opened
 from shoal.peer.checkpoints.manifest import VERDICTS_FILE, Manifest, read_manifest
 from shoal.peer.checkpoints.source import FolderSource, Source
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_of
+from shoal.peer.folders import is_stage_folder
 from shoal.peer.history.catch_up import Steps, follows, path
 from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
-from shoal.peer.member.memberships import is_stage_folder
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.identity import Identity

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from shoal.peer.checkpoints.manifest import StageAbout
+from shoal.peer.folders import stage_folder
 from shoal.peer.member.connection import Connection
 from shoal.peer.member.member import Member, Progress
-from shoal.peer.member.memberships import StageMembers, stage_folder
+from shoal.peer.member.memberships import StageMembers
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.pipeline.capability_updates import SpeedEstimate

@@ -1,4 +1,4 @@
-"""How fast each member's link is taken to be: by what the others got from it, not by what it says itself. Pure."""
+"""Estimates of each member's bandwidth: by what the others got from it, not by what it says itself."""
 
 from __future__ import annotations
 

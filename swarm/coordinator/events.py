@@ -1,4 +1,4 @@
-"""What the coordinator has decided: the records of its journal. Replaying them gives its state again."""
+"""Events of the coordinator's journal: what it has decided. Replaying them gives its state again."""
 
 from __future__ import annotations
 

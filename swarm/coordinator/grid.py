@@ -1,4 +1,4 @@
-"""Who averages with whom when one group would be too large: rows that reduce by themselves, joined down columns.
+"""Two-level all-reduce for groups that would be too large: rows that reduce by themselves, joined down columns.
 
 A grid of R rows gives the exact mean over all N members in one round with about 2 sqrt(N) connections a member: each
 row reduces every part at one of its members, the part's *relay* there; one of the relays of a part, its owner, adds up

@@ -1,4 +1,4 @@
-"""Who averages what with whom in a round: everybody in one flat group, or in a grid. Pure."""
+"""Plan of a round: who averages what with whom, everybody in one flat group, or in a grid."""
 
 from __future__ import annotations
 

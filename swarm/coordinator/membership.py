@@ -1,4 +1,4 @@
-"""Who is in the run, who is alive, and who holds which state. Pure: time is an argument."""
+"""Members of the run: who is alive, and who holds which state. Time is an argument."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Who reduces which elements: parts on a grid of chunks, sized by what each member's link can carry."""
+"""Partition of a vector: parts on a grid of chunks, sized by what each owner's link can carry."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from shoal.swarm.protocol.rounds import MIN_CHUNK_ELEMENTS
+
 CHUNK_ELEMENTS = 2**20
 """4 MiB of float32, for codecs of which nothing else is known. Every chunk costs event loops and kernels some steps,
 each of which finds the caches full of it."""
 
-MIN_CHUNK_ELEMENTS = 2**12
 _SMALL_CHUNK_ELEMENTS, _USUAL_CHUNK_ELEMENTS = 2**16, 2**19
 """Below the first a chunk costs more than its bytes do; above the other a slow link is long busy with one."""
 

@@ -1,4 +1,4 @@
-"""Who is given which stages, as a planner proposes it and the moment allows it. Pure."""
+"""Coordinator of a run in stages: spans as a planner proposes them and the moment allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the facts make of a pipeline run: its own scope, who holds which stages, and the stages themselves. Pure."""
+"""State of a pipeline run, made by its events: its own scope, who holds which stages, and the stages themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When nobody holds the run's newest state any more: whom to wait for, and how far the run goes back. Pure."""
+"""Rollback of a run whose newest state nobody holds any more: whom to wait for, and how far it goes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator does when a member knows of a verdict that its journal lacks: an older copy, or a lost end. Pure.
+"""Refusal to go on from a journal that lacks a verdict which a member knows: an older copy, or a lost end.
 
 Whoever goes on from there would end rounds a second time. The proof is a verdict of this run with the host's own
 signature, so nobody else can make one up. The verdict of the round that is open here can be taken over, if what it

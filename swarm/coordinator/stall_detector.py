@@ -1,4 +1,4 @@
-"""Who has a place in the pipeline and keeps the others waiting: it never gets there, or does nothing there. Pure.
+"""Detection of members that have a place in the pipeline and keep the others waiting.
 
 What is seen here comes from heartbeats and is not journaled: after a restart everybody has all the time again."""
 

@@ -31,6 +31,9 @@ from shoal.swarm.protocol.types import (
     UnixTime,
 )
 
+MIN_CHUNK_ELEMENTS = 2**12
+"""Chunks are multiples of so many elements, so that codec blocks never straddle two of them."""
+
 
 class PlanMember(Record):
     """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; a flat group is all row 0.

@@ -21,7 +21,7 @@ from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
 from shoal.peer.cli.main import app
-from shoal.peer.member.memberships import stage_folder
+from shoal.peer.folders import stage_folder
 from shoal.peer.offline.export import export_from_run, export_model, gather_checkpoint, gather_from_run, read_model
 from shoal.peer.offline.replay import replay
 from shoal.peer.offline.verify import Verified, find_checkpoints, verify_checkpoints

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
+from shoal.peer.folders import stage_folder
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.history.round_records import RECORDS
 from shoal.peer.member.member import Member
-from shoal.peer.member.memberships import StageMembers, scope_of, stage_folder
+from shoal.peer.member.memberships import StageMembers, scope_of
 from shoal.peer.member.replica import Replica, TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.state_transfer.acquire import LocalCandidates

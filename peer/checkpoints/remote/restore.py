@@ -22,7 +22,7 @@ from shoal.peer.checkpoints.manifest import MANIFEST, OWN_FILE, FileEntry, Manif
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource, Source, refuse
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
-from shoal.peer.member.memberships import stage_folder
+from shoal.peer.folders import stage_folder
 from shoal.peer.regular_file import open_regular
 from shoal.swarm import durable
 from shoal.swarm.errors import RemoteStorageError, SealedForOthers, StateFileError, StorageError, UserError

@@ -39,7 +39,8 @@ LONG_S = 1.5 * PATIENCE_S
 FURTHER_ROUNDS = 2
 OWNERS = ("a", "b", "c")
 CONTRIBUTOR = "d"
-WARM_ROUNDS = 5
+WARM_ROUNDS = 10
+"""Of so tiny a model eight rounds' records are kept: from then on there are no more of them."""
 SLACK = {"rss_bytes": 16 * 2**20, "threads": 4, "files": 24, "links": 6, "tasks": 0, "blobs": 0, "streams": 0}
 """By how much more a member may hold after a fault. The allocator's arenas come and go; worker threads are started as
 they are needed, and each pair of members has up to two links: of what a round leaves behind there is nothing."""

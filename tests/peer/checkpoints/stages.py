@@ -12,7 +12,8 @@ from shoal.peer.checkpoints.checkpoint import Contents
 from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
-from shoal.peer.member.memberships import scope_of, stage_folder
+from shoal.peer.folders import stage_folder
+from shoal.peer.member.memberships import scope_of
 from shoal.peer.offline.whole_model import StageState
 from shoal.peer.training.anchor import State
 from shoal.swarm.protocol.identity import Identity

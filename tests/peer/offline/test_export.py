@@ -24,9 +24,10 @@ from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointWriter
 from shoal.peer.cli.main import app
 from shoal.peer.cli.verify_view import verify_table
+from shoal.peer.folders import stage_folder
 from shoal.peer.history.chain import Origin, pack_history
 from shoal.peer.history.history_file import HISTORY_FILE
-from shoal.peer.member.memberships import scope_of, stage_folder
+from shoal.peer.member.memberships import scope_of
 from shoal.peer.offline.export import export_model, gather_checkpoint
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.peer.offline.whole_model import write_whole

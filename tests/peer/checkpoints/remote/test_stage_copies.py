@@ -15,7 +15,7 @@ from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
-from shoal.peer.member.memberships import stage_folder
+from shoal.peer.folders import stage_folder
 from shoal.peer.offline.export import gather_checkpoint
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity
