@@ -24,7 +24,7 @@ help:
 	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
 	@echo 'make chaos     a pipeline under every fault at every step, 20 minutes     CHAOS_ARGS=…'
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'
-	@echo 'make docs      make the generated pages of docs/: run-file.md, events.md'
+	@echo 'make docs      make the generated pages of docs/: run-file.md, events.md, the tree'
 	@echo 'make bench     run the benchmarks, results in benchmarks/results/        BENCHMARKS=… BENCH_ARGS=…'
 	@echo 'make clean     remove caches and build outputs; .venv stays'
 	@echo
@@ -51,6 +51,7 @@ chaos: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_pages.py
+	$(BIN)/python docs/make_tree.py
 
 # Benchmarks are scripts that import each other by name, and codecs.py has that of a standard module: for the types of
 # everything else it has to have another one.

@@ -280,7 +280,7 @@ def test_docstrings_of_modules_say_what_the_module_is() -> None:
 
 def test_the_tree_in_the_page_is_that_of_the_files() -> None:
     """It is made from the files and their docstrings, by `make docs`."""
-    ran = subprocess.run([sys.executable, str(ROOT / "tools" / "tree.py"), "--check"], timeout=60)
+    ran = subprocess.run([sys.executable, str(ROOT / "docs" / "make_tree.py"), "--check"], timeout=60)
     assert ran.returncode == 0, "docs/architecture.md is stale: make docs"
 
 
