@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from shoal.peer.checkpoints import writer as keeper
-from shoal.peer.checkpoints.store import Retention
+from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
