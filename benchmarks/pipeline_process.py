@@ -72,7 +72,7 @@ def tell_speed(notes: Notes) -> None:
         layer_s = run.recipe.settings["layer_ms"] / 1000 * pipeline_recipe.slowness
         return replace(model, layers=tuple(replace(one, seconds=layer_s) for one in model.layers))
 
-    pipeline_peer.profile_model = measured  # type: ignore[attr-defined]
+    pipeline_peer.profile_model = measured  # type: ignore[assignment,attr-defined]
 
 
 def note_computing(notes: Notes) -> None:
