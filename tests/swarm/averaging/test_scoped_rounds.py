@@ -171,7 +171,7 @@ def test_the_clients_of_all_scopes_go_to_another_address_together() -> None:
                 runs[0].coordinator.at = 2
                 stage, run = runs[1].members[0], runs[0].members[0]
                 await stage.beat()
-                assert run.client._connector.channel is stage.client._line.channel
+                assert run.client._connector.channel is stage.client._connector.channel
                 assert run.client._connector.channel.port == 2
                 await rounds(0, runs[0], range(1))
                 await rounds(1, runs[1], range(1))
