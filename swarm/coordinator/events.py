@@ -180,6 +180,7 @@ class MemberKept(Record):
     barred_rounds: Count
     failures: Count
     carried_tokens: Count
+    last_tokens: Count
     clipped_rounds: Count
     worked_version: Count | None
     suspended_until: Count

@@ -48,7 +48,12 @@ def bounded(plan: RoundPlan, run: RunFile, past: Sequence[CommittedRound], membe
     """The plan with its ``rho``, and with everybody's factor unless the run does without (``averaging.robust``)."""
     power = power_of(run)
     carrying = [
-        one.model_copy(update={"carried_tokens": min(members[one.peer].carried_tokens, one.weight_tokens)})
+        one.model_copy(
+            update={
+                "carried_tokens": min(members[one.peer].carried_tokens, one.weight_tokens),
+                "last_tokens": members[one.peer].last_tokens,
+            }
+        )
         for one in plan.members
     ]
     rho = next_rho(past, level_of(carrying, counting(members, (one.peer for one in carrying)), power))
@@ -84,12 +89,18 @@ def next_rho(past: Sequence[CommittedRound], level: float) -> float:
 def norm_bound(member: PlanMember, rho: float, power: float) -> float:
     """Bound on the norm of a member's contribution; none for a ``rho`` of 0.
 
+    Whoever does less than in its last committed round brings what that one's encoding lost, scaled to the new weight:
+    so weight times norm may be as large as it was allowed to be then, and never larger.
+
     Work that earlier rounds were planned with and left out comes on top of its own, up to as much again: so leaving it
     out on purpose gains nobody more than a factor of two."""
     if not rho:
         return math.inf
-    weight = float(member.weight_tokens)
-    return SLACK * rho * math.pow(weight, power) * (1 + min(member.carried_tokens / weight, 1.0))
+    weight, last = float(member.weight_tokens), float(member.last_tokens)
+    usual = math.pow(weight, power)
+    if last > weight:
+        usual = max(usual, last / weight * math.pow(last, power))
+    return SLACK * rho * usual * (1 + min(member.carried_tokens / weight, 1.0))
 
 
 def factor_of(member: PlanMember, rho: float, power: float) -> float:

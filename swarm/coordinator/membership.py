@@ -60,7 +60,8 @@ class Member:
     ``out_until``: the first round that it may work for again. ``kept``: states that it could go back to;
     ``joined_version`` and ``seen_version``: the run's anchor version when its process joined, or came back after newer
     ones had been made, and the newest one while it was here. ``carried_tokens``: of work that rounds were planned with
-    and left out, since the last one that had it all; ``clipped_rounds``: in how many its contribution was above its
+    and left out, since the last one that had it all; ``last_tokens``: the
+    weight of its last committed contribution; ``clipped_rounds``: in how many its contribution was above its
     bound; ``worked_version``: the newest version from which work of its was committed; ``suspended_until``: the first
     round that its work counts in again, after the run went back behind rounds that it may have spoilt, ``suspensions``
     times by now; ``diverged``: the state from which it says that its work is of no use. ``left``: why it is not alive
@@ -94,6 +95,7 @@ class Member:
     barred_rounds: int = 0
     failures: int = 0
     carried_tokens: int = 0
+    last_tokens: int = 0
     clipped_rounds: int = 0
     worked_version: int | None = None
     suspended_until: int = 0
@@ -206,6 +208,7 @@ class Membership:
         if earlier is not None:
             member.tokens_committed = earlier.tokens_committed
             member.rounds_committed = earlier.rounds_committed
+            member.last_tokens = earlier.last_tokens
             member.clipped_rounds, member.worked_version = earlier.clipped_rounds, earlier.worked_version
             member.suspended_until, member.suspensions = earlier.suspended_until, earlier.suspensions
             member.pace_tps = earlier.pace_tps
@@ -261,7 +264,7 @@ class Membership:
             member.seen_version = min(member.seen_version, anchor_version)
             if member.worked_version is not None and member.worked_version >= anchor_version:
                 member.worked_version = anchor_version - 1 if anchor_version else None
-            member.carried_tokens, member.diverged = 0, None
+            member.carried_tokens, member.last_tokens, member.diverged = 0, 0, None
             member.forget_progress()
 
     def hear(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, current_round: int, now_s: float) -> bool:

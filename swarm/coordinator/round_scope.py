@@ -322,6 +322,7 @@ class RoundScope(MemberScope):
                 member.rounds_committed += 1
                 member.worked_version = plan.anchor_version
                 member.clipped_rounds += exceeds(planned, plan.rho, power)
+                member.last_tokens = planned.weight_tokens
                 member.worked_s = self.now_s
         # No round's own work takes longer; the rest is time without anybody.
         took_s = min(took_s, self.run.round.max_s)
@@ -616,6 +617,7 @@ class RoundScope(MemberScope):
 
     def heartbeat(self, peer: str, heartbeat: PeerToCoordinatorHeartbeat, now_s: float) -> None:
         self.now_s = now_s
+        received_before = self.membership.members[peer].bytes_received
         moved = self.membership.hear(peer, heartbeat, self.round.number, now_s)
         if not self.membership.is_observer(peer):
             process = self.membership.members[peer].entry.certificate.curve_key
@@ -623,8 +625,9 @@ class RoundScope(MemberScope):
         if moved and self.round.moves_left.get(peer) and peer not in self.round.reports:
             self.round.moves_left[peer] -= 1
             self.round.progress_s = now_s
-        if moved:
-            self._outage.saw_progress(now_s, self.membership.members[peer], self.history)
+        member = self.membership.members[peer]
+        if moved or (member.anchor_version is None and member.bytes_received > received_before):
+            self._outage.saw_progress(now_s, member, self.history)
         if self.anchor_version == 0 and not self.is_beginning_written:
             self._agree_on_beginning()
         if self.round.phase == "waiting" and self.synced():

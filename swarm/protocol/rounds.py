@@ -41,8 +41,8 @@ class PlanMember(Record):
     ``norms``: what it claims of its contribution (``averaging/norm_claims.py``); chunks above their claim are left out.
     ``factor``: what its contribution is multiplied with, so that it moves the mean no further than the run's bound.
     ``carried_tokens``: of its work that earlier rounds were planned with and left out, as far as that raises its bound
-    (``coordinator/influence.py``). ``detours``: members that it did not get from what they had to; it asks others for
-    their results first."""
+    (``coordinator/influence.py``); ``last_tokens``: the weight of its last committed contribution, for the same.
+    ``detours``: members that it did not get from what they had to; it asks others for their results first."""
 
     peer: PeerId
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
@@ -50,6 +50,7 @@ class PlanMember(Record):
     norms: NormClaim = b""
     factor: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
     carried_tokens: Count = 0
+    last_tokens: Count = 0
     detours: Annotated[tuple[Index, ...], Field(max_length=MAX_DETOURS)] = ()
 
 

@@ -208,6 +208,24 @@ def test_a_suspect_that_is_forgotten_meanwhile_is_none() -> None:
     assert went.suspects == ()
 
 
+@pytest.mark.parametrize("is_all_lost", [False, True])
+def test_what_newcomers_say_to_keep_counts_where_nobody_else_keeps_anything(is_all_lost: bool) -> None:
+    world = World(run_file(), 2)
+    committed(world, RECORD_ROUNDS + 1, 2)
+    newcomer, at = world.workers[2], world.machine.anchor_version
+    world.join(newcomer)
+    newcomer.kept = (KeptState(anchor_version=at - 1, digest=world.archive[at - 1]),)
+    world.beat(newcomer)
+    for worker in world.workers[:2]:
+        worker.version = worker.digest = None
+        worker.kept = () if is_all_lost else (KeptState(anchor_version=at - 4, digest=world.archive[at - 4]),)
+        worker.diverged = KeptState(anchor_version=at, digest=world.archive[at])
+        world.beat(worker)
+    world.tick(0.25)
+    assert back(world) is not None
+    assert world.machine.anchor_version == (at - 1 if is_all_lost else at - 4)
+
+
 def test_nobody_is_left_out_where_all_were_alike() -> None:
     world = World(run_file(), 3)
     for worker in world.workers[:3]:

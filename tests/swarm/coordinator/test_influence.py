@@ -38,8 +38,9 @@ def rhos(levels: list[float]) -> list[float]:
     return [one.rho for one in past]
 
 
-def member(weight: int, norm: float, carried: int = 0) -> PlanMember:
-    return PlanMember(peer=PEER, weight_tokens=weight, norms=pack([norm]), carried_tokens=carried)
+def member(weight: int, norm: float, carried: int = 0, last: int = 0) -> PlanMember:
+    norms = pack([norm])
+    return PlanMember(peer=PEER, weight_tokens=weight, norms=norms, carried_tokens=carried, last_tokens=last)
 
 
 def test_the_first_round_sets_what_is_usual() -> None:
@@ -93,6 +94,32 @@ def test_what_was_left_out_before_comes_on_top_and_no_more_than_once() -> None:
     plain = norm_bound(member(100, 0), 1.0, 0.6)
     assert norm_bound(member(100, 0, carried=50), 1.0, 0.6) == pytest.approx(1.5 * plain)
     assert norm_bound(member(100, 0, carried=10**9), 1.0, 0.6) == pytest.approx(2 * plain)
+
+
+@pytest.mark.parametrize("power", [0.6, -0.25])
+def test_whoever_does_less_than_before_moves_the_sum_as_far_as_then_and_no_further(power: float) -> None:
+    then = 1000 * norm_bound(member(1000, 0), 1.0, power)
+    for weight in (500, 50, 1):
+        now = norm_bound(member(weight, 0, last=1000), 1.0, power)
+        assert weight * now == pytest.approx(then)
+        assert now >= norm_bound(member(weight, 0), 1.0, power)
+    for last in (0, 10, 1000):
+        assert norm_bound(member(1000, 0, last=last), 1.0, power) == norm_bound(member(1000, 0), 1.0, power)
+    rest = then / SLACK / 1000
+    assert factor_of(member(50, rest * 1000 / 50, last=1000), 1.0, power) == 1.0, "what the last encoding lost"
+
+
+def test_the_weight_of_the_last_committed_contribution_is_kept() -> None:
+    world = playing(run_file(), (1.0, 1.0))
+    plan = plays(world, 1, 2)
+    weights = {one.peer: one.last_tokens for one in plan.members}
+    assert all(weights.values())
+    assert weights == {one.peer: one.weight_tokens for one in world.verdicts[0].verdict.plan.members}  # type: ignore[union-attr]
+    until(world, "training", 2)
+    weights = {one.peer: one.weight_tokens for one in plan.members}
+    world.restart()
+    world.join(world.workers[0])
+    assert {peer: one.last_tokens for peer, one in world.machine.membership.members.items()} == weights
 
 
 def test_a_weighted_median_is_not_moved_by_who_weighs_little() -> None:

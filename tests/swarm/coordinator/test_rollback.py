@@ -423,11 +423,17 @@ def test_one_newcomer_that_says_to_hold_the_newest_does_not_block_the_way_back()
     claimed = world.machine.history.rounds[version - 1].digest
     liar.kept = (KeptState(anchor_version=version - 1, digest=claimed),)
     liar.version, liar.digest = version, digest
+    for received in range(3 * round(RETURN_S)):  # who has a record and fetches something is waited for
+        for worker in world.workers[:3]:
+            world.beat(worker, bytes_received=received)
+        world.tick(0.5)
+    assert returned(world) == []
     until_s = world.now_s + 4 * RETURN_S + 60.0
     while not returned(world) and world.now_s < until_s:
         for worker in world.workers[:3]:
             if world.admitted(worker):
-                world.beat(worker)
+                received += worker is liar
+                world.beat(worker, bytes_received=received if worker is liar else 0)
         world.tick(0.5)
     (back,) = returned(world)
     assert world.machine.anchor_version == version - 2, "nor is it believed what it says to keep"

@@ -22,7 +22,7 @@ from shoal.swarm.coordinator.trust import (
     outvotes,
     owners,
 )
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, Verdict
+from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease, PeerToCoordinatorRoundReport, Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.sample_ranges import count
 
@@ -226,7 +226,9 @@ def test_one_that_keeps_all_that_newcomers_may_hold_keeps_no_others_out() -> Non
             hoarder.digest = world.machine.state_digest() or hoarder.digest
             world.beat(hoarder, chunks_moved=next(moved))
             if world.machine.round.phase == "training":
-                world.ask(hoarder, 10**6)
+                ask = PeerToCoordinatorRequestLease(samples=10**6, round=hoarder.round, tokens_done=next(moved))
+                world.machine.request_lease(hoarder.peer, ask, world.now_s)
+                world.settle()
             world.tick(TURN_S)
 
     pass_rounds(4)

@@ -195,7 +195,14 @@ def journaled(machine: PlainRun) -> dict[str, Any]:
                 (one.entry, one.device, one.alive, one.left, one.trouble),
                 (one.tokens_committed, one.barred_rounds, one.failures),
                 (one.rounds_committed, one.pace_tps, one.missed, one.absences, one.out_until),
-                (one.carried_tokens, one.clipped_rounds, one.worked_version, one.suspended_until, one.suspensions),
+                (
+                    one.carried_tokens,
+                    one.last_tokens,
+                    one.clipped_rounds,
+                    one.worked_version,
+                    one.suspended_until,
+                    one.suspensions,
+                ),
             )
             for peer, one in machine.membership.members.items()
             if one.entry.role == "trainer"
