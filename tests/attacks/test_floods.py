@@ -68,7 +68,8 @@ def attack(
 ) -> Process:
     """Returns once it has begun."""
     if isinstance(at, RosterEntry):
-        where, key = (at.host, at.data_port if data else at.control_port), at.certificate.curve_key
+        way, key = at.address, at.certificate.curve_key
+        where = (way.host, way.data_port if data else way.control_port)
     else:
         invite = Invite.parse(at.invite)
         where, key = invite.addresses[0], invite.key
