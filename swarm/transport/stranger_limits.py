@@ -41,6 +41,10 @@ KEY_MESSAGES_PER_S, KEY_BURST = 4.0, 32.0
 NETWORK_MESSAGES_PER_S, NETWORK_BURST = 50.0, 200.0
 """Messages of non-members that are decoded: a newcomer sends one or two, a member that was given up some more."""
 
+_FIRST_MESSAGES = 4
+"""So many of each key may use up what its network may say; further ones leave half of it to others. Else a neighbour
+who floods under ever new keys would keep newcomers out."""
+
 MEMBER_BYTES_PER_S, MEMBER_BURST_BYTES = 2.0**19, 2.0**22
 """Bytes of one member's messages that are decoded: a report of a full run's round has 75 kB, and decoding a hostile
 megabyte takes up to 0.2 s."""
@@ -70,7 +74,7 @@ class TokenBuckets(Generic[K]):
 
     def take(self, key: K, tokens: float, now_s: float) -> bool:
         """Whether there was something left; the tokens are taken in any case."""
-        level = self._level(key, now_s)
+        level = self.level(key, now_s)
         self._levels.pop(key, None)
         if len(self._levels) >= self._most:
             del self._levels[next(iter(self._levels))]
@@ -78,9 +82,10 @@ class TokenBuckets(Generic[K]):
         return level > 0
 
     def is_in_debt(self, key: K, now_s: float) -> bool:
-        return self._level(key, now_s) <= 0
+        return self.level(key, now_s) <= 0
 
-    def _level(self, key: K, now_s: float) -> float:
+    def level(self, key: K, now_s: float) -> float:
+        """Return how many tokens are left; below 0 for a debt."""
         level, since_s = self._levels.get(key, (self._burst, now_s))
         return min(self._burst, level + self._per_s * (now_s - since_s))
 
@@ -101,10 +106,13 @@ class MessageLimits:
     def allows_stranger(self, key: bytes, network: str, size_bytes: int, now_s: float) -> bool:
         """Whether to decode it. A message that is too large costs its sender as many tokens as it could have sent
         messages in its place."""
+        is_first = self._by_key.level(key, now_s) > KEY_BURST - _FIRST_MESSAGES
         may_speak = self._by_key.take(key, 1 + size_bytes // STRANGER_MESSAGE_BYTES, now_s)
         if not may_speak or size_bytes > STRANGER_MESSAGE_BYTES:
             return False
         # Only then: who floods under one key uses up nothing of its neighbours' share.
+        if not is_first and self._by_network.level(network, now_s) <= NETWORK_BURST / 2:
+            return False  # what is left is for those who have said next to nothing
         return self._by_network.take(network, 1, now_s)
 
     def refuses_handshake(self, key: bytes, now_s: float) -> bool:

@@ -85,6 +85,17 @@ def test_who_floods_under_one_key_uses_up_nothing_of_its_neighbours() -> None:
     assert limits.allows_stranger(b"newcomer", HERE, 1000, 0.0)
 
 
+def test_who_floods_under_ever_new_keys_leaves_room_for_its_neighbours() -> None:
+    """Eight at a time, each as much as a key may say in a second."""
+    limits = MessageLimits(MEMBER_MESSAGE_BYTES)
+    for second in range(60):
+        for flooder in range(8):
+            key = f"{second} {flooder}".encode()
+            assert sum(limits.allows_stranger(key, HERE, 100, second) for _ in range(30)) >= 4
+        newcomer = f"newcomer {second}".encode()
+        assert all(limits.allows_stranger(newcomer, HERE, 1000, second) for _ in range(3))
+
+
 def test_many_keys_of_one_network_share_what_it_may_say() -> None:
     limits = MessageLimits(MEMBER_MESSAGE_BYTES)
     said = sum(limits.allows_stranger(key.to_bytes(32), HERE, 100, 0.0) for key in range(1000))
