@@ -12,7 +12,6 @@ from common import await_invite, comma, end_on_sigterm, parser, publish
 
 from shoal.peer.demo.processes import Child
 from shoal.peer.recipes import layered_recipe, load_recipe
-from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.pipeline.planner.model import state_copies
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
@@ -60,7 +59,7 @@ def planned_bytes(run: RunFile, spans: Sequence[tuple[int, int]], boundaries: Se
     """What the plan counts for each span besides activations, which are next to nothing here."""
     layered = layered_recipe(load_recipe(run), run).layers(run.run.seed)
     parameters = [layered.parameters_bytes(number) for number in range(len(layered))]
-    copies = state_copies(optimizer_values(run.outer), holds_all=True)
+    copies = state_copies(run.outer.slots, holds_all=True)
     return [copies * sum(parameters[boundaries[first] : boundaries[last + 1]]) for first, last in spans]
 
 

@@ -41,7 +41,6 @@ from shoal.peer.pipeline.profile import profile_model
 from shoal.peer.recipes.gpt import Gpt, GptRecipe
 from shoal.peer.terminal.events import count_text
 from shoal.swarm.client.observer import get_status
-from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import LinkError, StateFileError
 from shoal.swarm.pipeline.planner.model import PeerCapability, PlanningProblem
 from shoal.swarm.protocol.invite import Invite
@@ -276,7 +275,7 @@ def memory_needs(
     model = profile_model(run, recipe, torch.device("cpu"), time.time(), cache)
     costs = [layer.cost for layer in model.layers]
     peer = PeerCapability("peer", 0, (0.0,) * len(costs), 1.0, holds_all=True)
-    swarm = PlanningProblem(costs, [peer], run.pipeline.in_flight, optimizer_values(run.outer))
+    swarm = PlanningProblem(costs, [peer], run.pipeline.in_flight, run.outer.slots)
     cut = np.array(boundaries)
     stages = swarm.least_bytes(cut[:-1], cut[1:])
     whole = swarm.least_bytes(cut[:1], cut[-1:])

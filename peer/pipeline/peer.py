@@ -31,7 +31,6 @@ from shoal.peer.recipes.model_memory import check_layers_fit
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
 from shoal.peer.training.data import DataAbout, run_order
 from shoal.peer.training.device import has_all_state, usable_bytes
-from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
 from shoal.swarm.pipeline.planner.model import PeerCapability, PlanningProblem
 from shoal.swarm.pipeline.planner.planner import explain_no_place
@@ -205,9 +204,7 @@ class PipelinePeer:
         assert run.pipeline is not None
         costs = [layer.cost for layer in self._measured.layers]
         one, _ = self._capability()
-        why = explain_no_place(
-            PlanningProblem(costs, [one], run.pipeline.in_flight, optimizer_values(run.outer)), boundaries
-        )
+        why = explain_no_place(PlanningProblem(costs, [one], run.pipeline.in_flight, run.outer.slots), boundaries)
         if why != self._said:
             self._said = why
             log.warning("%s", why)

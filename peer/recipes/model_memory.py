@@ -26,7 +26,6 @@ from shoal.peer.training.device import available_bytes, has_all_state, memory_by
 from shoal.peer.training.inner_loop import optimizer_states
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.peer.training.outer_optimizer import outer_of
-from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.errors import DeviceError, ShoalError
 from shoal.swarm.pipeline.planner.model import AVERAGER_COPIES, state_copies
 from shoal.swarm.protocol.run_file import RunFile
@@ -179,7 +178,7 @@ def held_copies(run: RunFile, device: torch.device) -> float:
     optimizer's; on the CPU the anchor, the outer optimizer's and the averaging's, too. In a pipeline as the plan has
     it."""
     if run.pipeline is not None:
-        return state_copies(optimizer_values(run.outer), has_all_state(device))
+        return state_copies(run.outer.slots, has_all_state(device))
     copies = 2.0 + optimizer_states(run.inner, run.algorithm)
     return copies + _averaging_copies(run) if has_all_state(device) else copies
 

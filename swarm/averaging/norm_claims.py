@@ -75,11 +75,3 @@ def claimed_squares(claim: bytes, elements: int) -> np.ndarray[tuple[int], np.dt
     that is not for so many."""
     count = len(ranges(elements))
     return np.square(unpack(claim)) if len(claim) == 2 * count else np.zeros(count)
-
-
-def squared_bound(claim: Sequence[float], elements: int, start: int, stop: int) -> float:
-    """The square of what the values ``start <= i < stop`` of a vector of ``elements`` may have as norm, by the claimed
-    norms of its ranges: that of all ranges that they touch."""
-    step = range_elements(elements)
-    first, last = start // step, -(-stop // step)
-    return float(sum(norm * norm for norm in claim[first:last]))

@@ -199,7 +199,6 @@ def _number(file: RecordFile, name: str) -> int:
 
 # Writing ----------------------------------------------------------------------------------------------------
 
-_SQLITE = "journal.sqlite"
 _COMPACT_AT_BYTES = 2**20
 """So much a journal grows before it is compacted, and at least as much as its snapshot has."""
 
@@ -341,11 +340,6 @@ def _create(folder: Path, run_hash: bytes, run_toml: str) -> None:
     journal, verdicts = folder / JOURNAL, folder / VERDICTS
     if journal.exists():
         return
-    if (folder / _SQLITE).exists():
-        raise StorageError(
-            f"{folder / _SQLITE}: this run was hosted by an earlier release, whose journal this one cannot read: end "
-            "the run with that release, or give --state another folder and begin the run anew"
-        )
     if not verdicts.exists():
         durable.put(verdicts, pack_file("verdicts", {"run_hash": run_hash}, []))
     archive = RecordFile(verdicts, "verdicts", writable=False)

@@ -8,7 +8,7 @@ from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.barrier import Barrier
 from shoal.swarm.coordinator.lease_ledger import coverage_of
 from shoal.swarm.coordinator.pipeline_state import PipelineState
-from shoal.swarm.coordinator.placement import Question, believed, cost_of, optimizer_values
+from shoal.swarm.coordinator.placement import Question, believed, cost_of
 from shoal.swarm.coordinator.round_scope import Sign
 from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.coordinator.stall_detector import Places
@@ -48,7 +48,7 @@ class PipelineRun(PipelineState):
         self._cut_from_s: float | None = None
         """From when on the first plan may choose the number of stages: those that start together shall be in it."""
         self._barrier = Barrier()
-        self._places = Places(self.deadlines, 1 + optimizer_values(run.outer))
+        self._places = Places(self.deadlines, 1 + run.outer.slots)
         self._resting: set[str] = set()
         self._looks_s = now_s
         self._drove_s: dict[str, float] = {}

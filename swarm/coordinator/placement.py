@@ -10,7 +10,7 @@ from typing import Protocol
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, PlanningProblem, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, predict_rates, replan
 from shoal.swarm.protocol.messages import Capability, LayerSize, PipelineView, Span
-from shoal.swarm.protocol.run_file import OuterSection, RunFile
+from shoal.swarm.protocol.run_file import RunFile
 
 # What members see -------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ class PipelineViews:
         assert self._run.pipeline is not None
         costs = [cost_of(one) for one in layers]
         peers, in_flight = believed(self._capabilities), self._run.pipeline.in_flight
-        expected = predict_rates(PlanningProblem(costs, peers, in_flight, optimizer_values(self._run.outer)), plan)
+        expected = predict_rates(PlanningProblem(costs, peers, in_flight, self._run.outer.slots), plan)
         return PipelineView(
             boundaries=plan.boundaries,
             spans=tuple(
@@ -81,17 +81,6 @@ def believed(shown: Mapping[str, Capability]) -> list[PeerCapability]:
         )
         for peer, one in sorted(shown.items())
     ]
-
-
-def optimizer_values(outer: OuterSection) -> int:
-    """Float32 values that the outer optimizer keeps for each parameter."""
-    match outer.optimizer:
-        case "adamw":
-            return 2
-        case "nesterov":
-            return 1
-        case "sgd":
-            return 0
 
 
 # What the planner is asked ----------------------------------------------------------------------------------
@@ -145,7 +134,7 @@ def planner_of(run: RunFile) -> Planner:
     """Of a run that has a pipeline."""
     assert run.pipeline is not None
     stages = None if run.pipeline.stages == "auto" else run.pipeline.stages
-    max_in_flight, values = run.pipeline.in_flight, optimizer_values(run.outer)
+    max_in_flight, values = run.pipeline.in_flight, run.outer.slots
 
     def plan(
         previous: StagePlan | None,

@@ -72,8 +72,8 @@ M = TypeVar("M", bound=PlainRun | PipelineRun | StageScope)
 Handler = Callable[[Channel, Message], Coroutine[Any, Any, Message]]
 
 
-class Door(Generic[M]):
-    """One scope's. What kinds of scopes there are is in ``doors.py``."""
+class ScopeHandlers(Generic[M]):
+    """Answers to what members ask in one scope: a run, a pipeline run, or one of its stages."""
 
     def __init__(self, service: CoordinatorService, machine: M, scope: int) -> None:
         self.machine = machine
@@ -89,7 +89,7 @@ class Door(Generic[M]):
             service.node.control.handle(kind, handler, scope)
 
     def requests(self) -> dict[type[Message], Handler]:
-        """Who answers what."""
+        """Return which method answers which message."""
         return {
             PeerToCoordinatorGetRun: self._run_file,
             PeerToCoordinatorJoinRun: self._join,
@@ -97,6 +97,7 @@ class Door(Generic[M]):
             PeerToCoordinatorLeave: self._leave,
             PeerToCoordinatorGetStatus: self._status,
             PeerToCoordinatorGetVerdicts: self._history,
+            PeerToCoordinatorDescribeModel: self._describe,
         }
 
     @asynccontextmanager
@@ -263,6 +264,16 @@ class Door(Generic[M]):
             self.service.machine.tick(time.monotonic())
         return Acknowledged()
 
+    def describe(self, peer: str, message: PeerToCoordinatorDescribeModel) -> None:
+        """Take down what a member says of the scope's model."""
+        self.machine.describe_model(peer, message)
+
+    async def _describe(self, channel: Channel, message: Message) -> Message:
+        assert isinstance(message, PeerToCoordinatorDescribeModel)
+        async with self.event(channel) as peer:
+            self.describe(peer, message)
+        return CoordinatorToPeerModelAccepted()
+
     async def _status(self, channel: Channel, message: Message) -> Message:
         async with self.service.lock:
             self.machine.require_member(channel.remote_key)
@@ -279,39 +290,36 @@ class Door(Generic[M]):
 # Handlers of one kind of scope ------------------------------------------------------------------------------
 
 
-async def _ready(door: Door[PlainRun] | Door[StageScope], channel: Channel, message: Message) -> Message:
+async def _ready(
+    handlers: ScopeHandlers[PlainRun] | ScopeHandlers[StageScope], channel: Channel, message: Message
+) -> Message:
     assert isinstance(message, PeerToCoordinatorRoundReady)
-    async with door.event(channel) as peer:
-        door.machine.ready(peer, message, time.monotonic())
-        door.go_on_if_complete(door.machine.is_complete())
-    return door.view(peer)
+    async with handlers.event(channel) as peer:
+        handlers.machine.ready(peer, message, time.monotonic())
+        handlers.go_on_if_complete(handlers.machine.is_complete())
+    return handlers.view(peer)
 
 
-async def _report(door: Door[PlainRun] | Door[StageScope], channel: Channel, message: Message) -> Message:
+async def _report(
+    handlers: ScopeHandlers[PlainRun] | ScopeHandlers[StageScope], channel: Channel, message: Message
+) -> Message:
     assert isinstance(message, PeerToCoordinatorRoundReport)
-    async with door.event(channel) as peer:
-        door.machine.report(peer, message, time.monotonic())
-        door.go_on_if_complete(door.machine.is_complete())
-    return door.view(peer)
+    async with handlers.event(channel) as peer:
+        handlers.machine.report(peer, message, time.monotonic())
+        handlers.go_on_if_complete(handlers.machine.is_complete())
+    return handlers.view(peer)
 
 
-class RunDoor(Door[PlainRun]):
-    """Of a run that is one scope."""
+class RunHandlers(ScopeHandlers[PlainRun]):
+    """Answers of a run that is one scope."""
 
     def requests(self) -> dict[type[Message], Handler]:
         return super().requests() | {
-            PeerToCoordinatorDescribeModel: self._describe,
             PeerToCoordinatorRequestLease: self._lease,
             PeerToCoordinatorRoundReady: lambda channel, message: _ready(self, channel, message),
             PeerToCoordinatorRoundReport: lambda channel, message: _report(self, channel, message),
             PeerToCoordinatorShowVerdict: self._shown,
         }
-
-    async def _describe(self, channel: Channel, message: Message) -> Message:
-        assert isinstance(message, PeerToCoordinatorDescribeModel)
-        async with self.event(channel) as peer:
-            self.machine.describe_model(peer, message)
-        return CoordinatorToPeerModelAccepted()
 
     async def _lease(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorRequestLease)
@@ -324,8 +332,8 @@ class RunDoor(Door[PlainRun]):
         return await self.shown(channel, message, lambda verdict: self.machine.take_over(verdict, time.monotonic()))
 
 
-class PipelineDoor(Door[PipelineRun]):
-    """Of a pipeline run: its peers, what they can do and what they drive."""
+class PipelineHandlers(ScopeHandlers[PipelineRun]):
+    """Answers of a pipeline run: its peers, what they can do and what they drive."""
 
     def __init__(self, service: CoordinatorService, machine: PipelineRun, scope: int) -> None:
         super().__init__(service, machine, scope)
@@ -334,17 +342,9 @@ class PipelineDoor(Door[PipelineRun]):
 
     def requests(self) -> dict[type[Message], Handler]:
         return super().requests() | {
-            PeerToCoordinatorDescribeModel: self._describe,
             PeerToCoordinatorShowCapability: self._capability,
             PeerToCoordinatorDrive: self._drive,
         }
-
-    async def _describe(self, channel: Channel, message: Message) -> Message:
-        """Of the whole model; whoever cannot tell of it tells of its stages only."""
-        assert isinstance(message, PeerToCoordinatorDescribeModel)
-        async with self.event(channel) as peer:
-            self.machine.describe_model(peer, message)
-        return CoordinatorToPeerModelAccepted()
 
     async def _capability(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorShowCapability)
@@ -374,16 +374,15 @@ class PipelineDoor(Door[PipelineRun]):
             self._assembled.set()
 
 
-class StageDoor(Door[StageScope]):
-    """Of one stage of a pipeline run."""
+class StageHandlers(ScopeHandlers[StageScope]):
+    """Answers of one stage of a pipeline run."""
 
-    def __init__(self, run: PipelineDoor, machine: StageScope) -> None:
+    def __init__(self, run: PipelineHandlers, machine: StageScope) -> None:
         self._run = run
         super().__init__(run.service, machine, machine.scope)
 
     def requests(self) -> dict[type[Message], Handler]:
         return super().requests() | {
-            PeerToCoordinatorDescribeModel: self._describe,
             PeerToCoordinatorClaim: self._claim,
             PeerToCoordinatorRelease: self._release,
             PeerToCoordinatorRoundReady: lambda channel, message: _ready(self, channel, message),
@@ -409,11 +408,8 @@ class StageDoor(Door[StageScope]):
     def admit(self, entry: RosterEntry, message: PeerToCoordinatorJoinRun, network: str) -> None:
         self._run.machine.join_stage(self.scope, entry, message.device, time.monotonic())
 
-    async def _describe(self, channel: Channel, message: Message) -> Message:
-        assert isinstance(message, PeerToCoordinatorDescribeModel)
-        async with self.event(channel) as peer:
-            self._run.machine.describe_stage(self.scope, peer, message)
-        return CoordinatorToPeerModelAccepted()
+    def describe(self, peer: str, message: PeerToCoordinatorDescribeModel) -> None:
+        self._run.machine.describe_stage(self.scope, peer, message)
 
     async def _claim(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToCoordinatorClaim)
@@ -457,14 +453,14 @@ class CoordinatorService:
         self._observers: list[Callable[[Fact], None]] = []
         now_s, epoch = time.monotonic(), time.time_ns()
         self.machine: PlainRun | PipelineRun
-        self.doors: list[Door[Any]]
+        self.handlers: list[ScopeHandlers[Any]]
         """By scope."""
         if run.pipeline is None:
             self.machine = PlainRun(run, identity.sign, now_s, epoch)
-            self.doors = [RunDoor(self, self.machine, 0)]
+            self.handlers = [RunHandlers(self, self.machine, 0)]
         else:
             self.machine = PipelineRun(run, identity.sign, now_s, epoch)
-            self.doors = [PipelineDoor(self, self.machine, 0)]
+            self.handlers = [PipelineHandlers(self, self.machine, 0)]
         self.machine.replay(journal.read(), time.monotonic())
         self.machine.begin()
         node.control.guard.is_member = lambda key: self.machine.membership.holder(key) is not None
@@ -473,9 +469,9 @@ class CoordinatorService:
 
     def _open_stages(self) -> None:
         """A pipeline's stages, once they are in the journal."""
-        run = self.doors[0]
-        if isinstance(run, PipelineDoor):
-            self.doors += [StageDoor(run, stage) for stage in run.machine.stages[len(self.doors) - 1 :]]
+        run = self.handlers[0]
+        if isinstance(run, PipelineHandlers):
+            self.handlers += [StageHandlers(run, stage) for stage in run.machine.stages[len(self.handlers) - 1 :]]
 
     @classmethod
     @asynccontextmanager
@@ -531,12 +527,12 @@ class CoordinatorService:
                     observer(fact)
         self._open_stages()
         self._may_plan.set()
-        announcements = sum(door.machine.announcements for door in self.doors)
+        announcements = sum(one.machine.announcements for one in self.handlers)
         if announcements != self._announced:
             self._announced = announcements
             self._changed.set()
-            for door in self.doors:
-                door.forget_those_that_left()
+            for one in self.handlers:
+                one.forget_those_that_left()
         if verdicts_in(facts) and self.journal.has_grown and (snapshot := self.machine.snapshot()) is not None:
             await in_thread(self.journal.compact, snapshot)  # nobody waits for us when a round has just begun
 
@@ -590,16 +586,16 @@ class CoordinatorService:
                         await self._changed.wait()
                 self._changed.clear()
             told, start_s = self._moments(), loop.time()
-            for door in list(self.doors):
-                for peer, member in list(door.machine.membership.members.items()):
+            for one in list(self.handlers):
+                for peer, member in list(one.machine.membership.members.items()):
                     channel = self.node.control.incoming(member.entry.certificate.curve_key)
-                    if member.alive and channel is not None and door.is_due(peer, member):
-                        await self.notify(channel, door.view(peer), door.scope)
+                    if member.alive and channel is not None and one.is_due(peer, member):
+                        await self.notify(channel, one.view(peer), one.scope)
             pause_until_s = 2 * loop.time() - start_s
 
     def _moments(self) -> list[tuple[int, str, int]]:
         """What members have to hear of at once."""
-        return [door.machine.moment for door in self.doors]
+        return [one.machine.moment for one in self.handlers]
 
     async def notify(self, channel: Channel, message: Message, scope: int) -> None:
         try:

@@ -100,25 +100,25 @@ class RunSection(_Section):
 
     name: Annotated[
         RunName,
-        Field(description=("name of the run, in its invite and its folders")),
+        Field(description="name of the run, in its invite and its folders"),
     ]
     seed: Annotated[
-        Annotated[int, Field(ge=0, lt=2**63)],
-        Field(description=("seed of the model, the order of the samples and the random numbers of training")),
+        int,
+        Field(
+            ge=0, lt=2**63, description="seed of the model, the order of the samples and the random numbers of training"
+        ),
     ] = 0
     tokens: Annotated[
         PositiveInt | None,
-        Field(description=("the run ends after so many committed tokens")),
+        Field(description="the run ends after so many committed tokens"),
     ] = None
     rounds: Annotated[
         PositiveInt | None,
-        Field(description=("the run ends after so many committed rounds")),
+        Field(description="the run ends after so many committed rounds"),
     ] = None
     max_s: Annotated[
         Annotated[float, Field(gt=0)] | None,
-        Field(
-            description=("the run ends after this long; without any of the three it goes on until the host stops it")
-        ),
+        Field(description="the run ends after this long; without any of the three it goes on until the host stops it"),
     ] = None
 
 
@@ -130,7 +130,7 @@ class RecipeSection(_Section):
     name: Annotated[
         Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")],
         Field(
-            description=("installed code that makes model and data, such as `gpt`; `own`: members bring their own loop")
+            description="installed code that makes model and data, such as `gpt`; `own`: members bring their own loop"
         ),
     ]
     settings: Annotated[
@@ -167,11 +167,11 @@ class DataSection(_Section):
     ] = "stdlib"
     tokens_per_sample: Annotated[
         PositiveInt | None,
-        Field(description=("for own loops that count in something else than samples")),
+        Field(description="for own loops that count in something else than samples"),
     ] = None
     held_out: Annotated[
-        Annotated[float, Field(gt=0, lt=0.5)],
-        Field(description=("share of the data that is never trained on")),
+        float,
+        Field(gt=0, lt=0.5, description="share of the data that is never trained on"),
     ] = 0.02
 
     @field_validator("source")
@@ -189,39 +189,39 @@ class InnerSection(_Section):
 
     optimizer: Annotated[
         Literal["adamw", "sgd"],
-        Field(description=("the local optimizer of `diloco`")),
+        Field(description="the local optimizer of `diloco`"),
     ] = "adamw"
     lr: Annotated[
         Rate,
-        Field(description=("its learning rate")),
+        Field(description="its learning rate"),
     ] = 4e-4
     betas: Annotated[
         Betas,
-        Field(description=("AdamW's decay rates of the moments")),
+        Field(description="AdamW's decay rates of the moments"),
     ] = (0.9, 0.95)
     momentum: Annotated[
         Fraction,
-        Field(description=("momentum of `sgd`")),
+        Field(description="momentum of `sgd`"),
     ] = 0.0
     eps: Annotated[
-        Annotated[float, Field(gt=0)],
-        Field(description=("AdamW's term against division by zero")),
+        float,
+        Field(gt=0, description="AdamW's term against division by zero"),
     ] = 1e-8
     weight_decay: Annotated[
-        Annotated[float, Field(ge=0, le=10)],
-        Field(description=("decoupled weight decay")),
+        float,
+        Field(ge=0, le=10, description="decoupled weight decay"),
     ] = 0.1
     clip_norm: Annotated[
         Annotated[float, Field(gt=0)] | None,
-        Field(description=("norm to which gradients are clipped")),
+        Field(description="norm to which gradients are clipped"),
     ] = 1.0
     batch_samples: Annotated[
-        Annotated[int, Field(gt=0, le=2**20)],
-        Field(description=("samples of a local step")),
+        int,
+        Field(gt=0, le=2**20, description="samples of a local step"),
     ] = 8
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Field(description=("precision of the computation; `auto`: bfloat16 autocast on GPUs that have it")),
+        Field(description="precision of the computation; `auto`: bfloat16 autocast on GPUs that have it"),
     ] = "auto"
 
 
@@ -239,12 +239,12 @@ class ScheduleSection(_Section):
         ),
     ] = "constant"
     warmup_tokens: Annotated[
-        Annotated[int, Field(ge=0, le=2**62)],
-        Field(description=("tokens of a linear warm-up from 0")),
+        int,
+        Field(ge=0, le=2**62, description="tokens of a linear warm-up from 0"),
     ] = 0
     final_factor: Annotated[
-        Annotated[float, Field(ge=0, le=1)],
-        Field(description=("factor at the end of `cosine` and `linear`")),
+        float,
+        Field(ge=0, le=1, description="factor at the end of `cosine` and `linear`"),
     ] = 0.1
 
 
@@ -253,28 +253,33 @@ class OuterSection(_Section):
 
     optimizer: Annotated[
         Literal["nesterov", "sgd", "adamw"],
-        Field(description=("turns the mean contribution into the next anchor")),
+        Field(description="turns the mean contribution into the next anchor"),
     ] = "nesterov"
     lr: Annotated[
         Rate,
-        Field(description=("its learning rate")),
+        Field(description="its learning rate"),
     ] = 0.7
     momentum: Annotated[
         Fraction,
-        Field(description=("momentum of `nesterov` and `sgd`")),
+        Field(description="momentum of `nesterov` and `sgd`"),
     ] = 0.9
     betas: Annotated[
         Betas,
-        Field(description=("AdamW's decay rates of the moments")),
+        Field(description="AdamW's decay rates of the moments"),
     ] = (0.9, 0.95)
     eps: Annotated[
-        Annotated[float, Field(gt=0)],
-        Field(description=("AdamW's term against division by zero")),
+        float,
+        Field(gt=0, description="AdamW's term against division by zero"),
     ] = 1e-8
     weight_decay: Annotated[
-        Annotated[float, Field(ge=0, le=10)],
-        Field(description=("decoupled weight decay of `adamw`")),
+        float,
+        Field(ge=0, le=10, description="decoupled weight decay of `adamw`"),
     ] = 0.0
+
+    @property
+    def slots(self) -> int:
+        """Float32 values that the outer optimizer keeps for each parameter."""
+        return {"sgd": 0, "nesterov": 1, "adamw": 2}[self.optimizer]
 
 
 class AveragingSection(_Section):
@@ -297,8 +302,8 @@ class AveragingSection(_Section):
         ),
     ] = "int8"
     residual_decay: Annotated[
-        Annotated[float, Field(ge=0, le=1)],
-        Field(description=("share that a peer keeps, from round to round, of what encoding lost")),
+        float,
+        Field(ge=0, le=1, description="share that a peer keeps, from round to round, of what encoding lost"),
     ] = 1.0
     group_size: Annotated[
         Annotated[int, Field(ge=2, le=1024)],
@@ -354,15 +359,17 @@ class RoundSection(_Section):
 
     tokens: Annotated[
         PositiveInt,
-        Field(description=("a round closes when all members together have done so many")),
+        Field(description="a round closes when all members together have done so many"),
     ]
     max_s: Annotated[
-        Annotated[float, Field(gt=0, le=86_400)],
-        Field(description=("a round closes after this long at the latest")),
+        float,
+        Field(gt=0, le=86_400, description="a round closes after this long at the latest"),
     ] = 600.0
     patience_s: Annotated[
-        Annotated[float, Field(ge=1, le=600)],
-        Field(description=("how long anybody waits for a silent machine; every deadline is derived from it")),
+        float,
+        Field(
+            ge=1, le=600, description="how long anybody waits for a silent machine; every deadline is derived from it"
+        ),
     ] = 20.0
 
 
@@ -382,11 +389,15 @@ class CheckpointsSection(_Section):
     ] = "raw"
     sealed: Annotated[
         bool,
-        Field(description=("each peer encrypts its checkpoints, for itself and for `readers`")),
+        Field(description="each peer encrypts its checkpoints, for itself and for `readers`"),
     ] = False
     readers: Annotated[
-        Annotated[tuple[str, ...], Field(strict=False, max_length=256)],
-        Field(description=("public keys of other peers that may open them, as `shoal identity` prints them")),
+        tuple[str, ...],
+        Field(
+            strict=False,
+            max_length=256,
+            description="public keys of other peers that may open them, as `shoal identity` prints them",
+        ),
     ] = ()
 
     @field_validator("readers")
@@ -421,16 +432,16 @@ class AccessSection(_Section):
     with a record if that is more."""
 
     joins_per_minute: Annotated[
-        Annotated[int, Field(gt=0, le=10**6)],
-        Field(description=("newcomers that are let in, in all; known members come back beside these")),
+        int,
+        Field(gt=0, le=10**6, description="newcomers that are let in, in all; known members come back beside these"),
     ] = 600
     joins_per_minute_per_network: Annotated[
-        Annotated[int, Field(gt=0, le=10**6)],
-        Field(description=("newcomers from one network (IPv4 /24, IPv6 /48)")),
+        int,
+        Field(gt=0, le=10**6, description="newcomers from one network (IPv4 /24, IPv6 /48)"),
     ] = 60
     members_per_network: Annotated[
-        Annotated[int, Field(gt=0, le=4096)],
-        Field(description=("members without a record of committed work, from one network")),
+        int,
+        Field(gt=0, le=4096, description="members without a record of committed work, from one network"),
     ] = 128
     members_without_record: Annotated[
         Annotated[int, Field(gt=0, le=4096)] | None,
@@ -559,7 +570,7 @@ class RunFile(_Section):
     ] = None
     pins: Annotated[
         PinsSection | None,
-        Field(description=("what members have to bring; `shoal host` and `shoal prepare` write it")),
+        Field(description="what members have to bring; `shoal host` and `shoal prepare` write it"),
     ] = None
 
     @model_validator(mode="before")

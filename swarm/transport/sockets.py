@@ -80,16 +80,10 @@ def bind(socket: zmq.asyncio.Socket, host: str, port: int) -> int:
     return int(bound.rstrip(b"\0").rsplit(b":", 1)[1])
 
 
-async def look_up(host: str, port: int, limit_s: float) -> str:
-    """The address of a host name; empty when there is none in time.
-
-    Looked up here, in a thread: libzmq would do it on the one that moves everybody's bytes, at each member again."""
-    addresses = await all_addresses(host, port, limit_s) if host else []
-    return addresses[0] if addresses else ""
-
-
 async def all_addresses(host: str, port: int, limit_s: float) -> list[str]:
-    """All addresses of a host name, in the order in which to try them; none when there is none in time."""
+    """All addresses of a host name, in the order in which to try them; none when there is none in time.
+
+    Looked up in a thread: libzmq would do it on the one that moves everybody's bytes, at each connection again."""
     if parse_address(host) is not None:
         return [host]
     loop = asyncio.get_running_loop()

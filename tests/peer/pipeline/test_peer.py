@@ -20,6 +20,7 @@ from shoal.peer.pipeline.tensor_io import Staging
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.planner.model import LayerCost
 from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.run_file import OuterSection
 
 
 class FakeNetwork:
@@ -194,7 +195,7 @@ def test_who_can_hold_no_stage_is_told_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = Side([(0, 0)], monkeypatch)
-    outer = SimpleNamespace(optimizer="sgd")
+    outer = OuterSection(optimizer="sgd")
     side.peer._connection.run_file = SimpleNamespace(pipeline=SimpleNamespace(in_flight=1), outer=outer)
     for _ in range(3):
         side.peer._say_why_it_waits((0, 1))

@@ -375,6 +375,14 @@ def test_a_mean_of_nobody_is_not_above_a_bound_and_one_of_no_numbers_is(codec: s
         store.check_norm(0, data)
 
 
+def test_the_bound_of_a_chunk_is_that_of_the_ranges_it_touches() -> None:
+    claim = pack([1.0, 2.0, 4.0, *[0.0] * (len(ranges(ELEMENTS)) - 3)])
+    bounds = NormBounds(claiming(flat(), [claim] * len(WEIGHTS)), get_codec_map("float32"))
+    assert bounds.contribution(0, 0, 4096) == pytest.approx(1.0, rel=0.02)
+    assert bounds.contribution(0, 4096, 3 * 4096) == pytest.approx(20.0, rel=0.02)
+    assert bounds.contribution(0, 4095, 4097) == pytest.approx(5.0, rel=0.02)
+
+
 def test_bounds_of_means_follow_who_is_in_them() -> None:
     claims = [pack([norm] * len(ranges(ELEMENTS))) for norm in (1.0, 2.0, 4.0, 8.0)]
     bounds = NormBounds(claiming(flat(), claims, [1.0, 0.5, 1.0, 0.0]), get_codec_map("float32"))

@@ -185,7 +185,7 @@ def certificate(number: int, process: int = 0) -> Certificate:
     return identity(number).certify(curve_keys(number + 50 * process))
 
 
-class Door:
+class ScopeHandlers:
     """A machine whose members come by ``come``, as the service has them come."""
 
     def __init__(self, **access: int) -> None:
@@ -219,7 +219,7 @@ class Door:
 
 
 def test_a_flood_of_strangers_keeps_out_neither_members_nor_records_nor_other_networks() -> None:
-    door = Door()
+    door = ScopeHandlers()
     member, recorded = door.come(1), door.come(2)
     door.wins_record(recorded)
     door.machine.leave(recorded, "done", door.world.now_s)
@@ -232,7 +232,7 @@ def test_a_flood_of_strangers_keeps_out_neither_members_nor_records_nor_other_ne
 
 
 def test_who_claims_to_be_a_member_and_is_not_uses_up_nothing_of_it() -> None:
-    door = Door()
+    door = ScopeHandlers()
     member = door.come(1)
     for _ in range(2 * REJOINS_PER_MINUTE):
         with pytest.raises(NotAdmitted, match="signature"):
@@ -241,7 +241,7 @@ def test_who_claims_to_be_a_member_and_is_not_uses_up_nothing_of_it() -> None:
 
 
 def test_a_member_that_joins_all_the_time_is_slowed_down_by_itself() -> None:
-    door = Door()
+    door = ScopeHandlers()
     for _ in range(1 + REJOINS_PER_MINUTE):
         door.come(1)
     with pytest.raises(TryLater, match="this identity has joined"):
@@ -250,7 +250,7 @@ def test_a_member_that_joins_all_the_time_is_slowed_down_by_itself() -> None:
 
 
 def test_a_certificate_that_proves_nothing_costs_a_stranger_its_try() -> None:
-    door = Door(joins_per_minute_per_network=5)
+    door = ScopeHandlers(joins_per_minute_per_network=5)
     for _ in range(5):
         with pytest.raises(NotAdmitted, match="signature"):
             door.come(1, signed=False)
@@ -259,7 +259,7 @@ def test_a_certificate_that_proves_nothing_costs_a_stranger_its_try() -> None:
 
 
 def test_processes_that_were_replaced_and_runs_that_are_over_are_said_first() -> None:
-    door = Door(joins_per_minute_per_network=2)
+    door = ScopeHandlers(joins_per_minute_per_network=2)
     door.come(1)
     door.come(1, process=1)
     with pytest.raises(Superseded):
@@ -272,7 +272,7 @@ def test_processes_that_were_replaced_and_runs_that_are_over_are_said_first() ->
 
 
 def test_places_without_a_record_are_shared_among_networks() -> None:
-    door = Door(members_without_record=6)
+    door = ScopeHandlers(members_without_record=6)
     assert door.flood(10, 50) == 6
     with pytest.raises(TryLater, match="full: it takes no more than 6 members without a record"):
         door.come(99)
@@ -285,7 +285,7 @@ def test_places_without_a_record_are_shared_among_networks() -> None:
 
 
 def test_who_has_a_record_takes_no_newcomers_place_and_makes_room_for_two_of_them() -> None:
-    door = Door(members_per_network=3)
+    door = ScopeHandlers(members_per_network=3)
     peers = [door.come(number) for number in range(1, 4)]
     with pytest.raises(TryLater, match=r"has 3 members without a record .* from the network 10\.0\.0\.0/24"):
         door.come(4)
@@ -298,7 +298,7 @@ def test_who_has_a_record_takes_no_newcomers_place_and_makes_room_for_two_of_the
 
 
 def test_guests_have_places_of_their_own() -> None:
-    door = Door()
+    door = ScopeHandlers()
     for number in range(OBSERVERS_PER_NETWORK):
         door.come(number + 10, role="observer")
     with pytest.raises(TryLater, match="guests from the network"):
@@ -307,7 +307,7 @@ def test_guests_have_places_of_their_own() -> None:
 
 
 def test_a_snapshot_keeps_the_networks_of_members() -> None:
-    door = Door()
+    door = ScopeHandlers()
     peer = door.come(1, FAR)
     door.machine.take_facts()
     kept = door.machine.snapshot()

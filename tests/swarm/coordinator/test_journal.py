@@ -1,6 +1,5 @@
 import itertools
 import os
-import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,17 +211,6 @@ def test_another_format_is_refused(folder: Path, journal: Journal) -> None:
     path.write_bytes(path.read_bytes().replace(b"shoal journal 1\n", b"shoal journal 2\n"))
     with pytest.raises(StorageError, match="journal format 2, this release reads 1"):
         opened(folder)
-
-
-def test_the_journal_of_an_earlier_release(folder: Path) -> None:
-    folder.mkdir()
-    with sqlite3.connect(folder / "journal.sqlite") as database:
-        database.execute("CREATE TABLE facts (id INTEGER PRIMARY KEY)")
-    before = (folder / "journal.sqlite").read_bytes()
-    with pytest.raises(StorageError, match="an earlier release"):
-        opened(folder)
-    assert (folder / "journal.sqlite").read_bytes() == before
-    assert not (folder / JOURNAL).exists()
 
 
 def test_a_file_that_is_no_journal(folder: Path) -> None:

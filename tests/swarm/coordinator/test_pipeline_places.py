@@ -6,7 +6,6 @@ from tests.swarm.coordinator.test_pipeline import holder, rounds, training
 from tests.swarm.coordinator.world import CPU, entry
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.placement import optimizer_values
 from shoal.swarm.coordinator.stall_detector import _span_s
 from shoal.swarm.protocol.start_section import StartSection, StartTensor
 
@@ -145,7 +144,7 @@ def test_a_large_stage_over_a_slow_link_takes_its_time() -> None:
     world.machine.capabilities[slow.name] = shown.model_copy(update={"bandwidth_bps": 1e3})
     layers = tuple(one.model_copy(update={"parameters_bytes": 10**7}) for one in world.machine.layers)
     world.machine.layers = layers
-    state_bits = 8 * world.machine.parameters_bytes(2) * (1 + optimizer_values(world.run.outer))
+    state_bits = 8 * world.machine.parameters_bytes(2) * (1 + world.run.outer.slots)
     _, took_s = until_taken(world, within_s=3000)
     assert took_s > 2 * state_bits / 1e6, "1 Mbit/s is the least that is believed"
 

@@ -240,7 +240,7 @@ async def cut_run(folder: Path) -> AsyncIterator[tuple[CoordinatorService, Peer]
 @run
 async def test_a_verdict_that_the_journal_lacks_stops_the_coordinator(tmp_path: Path) -> None:
     async with cut_run(tmp_path) as (service, peer):
-        lost = service.doors[1].machine.verdict_of(Judgement(reason="in a journal that is lost"))
+        lost = service.handlers[1].machine.verdict_of(Judgement(reason="in a journal that is lost"))
         chain = chain_hash(lost.verdict)
         signature = HOST_IDENTITY.sign(signed_bytes(chain))
         verdict = lost.verdict.model_copy(update={"chain": chain, "signature": signature})

@@ -41,7 +41,9 @@ async def leases(service: CoordinatorService, members: Sequence[int]) -> list[An
 
     async def one(number: int) -> Any:
         channel: Any = SimpleNamespace(remote_key=entry(number).certificate.curve_key)
-        return await service.doors[0]._lease(channel, PeerToCoordinatorRequestLease(round=0, samples=2, tokens_done=0))
+        return await service.handlers[0]._lease(
+            channel, PeerToCoordinatorRequestLease(round=0, samples=2, tokens_done=0)
+        )
 
     return await asyncio.gather(*(one(number) for number in members), return_exceptions=True)
 
@@ -101,10 +103,10 @@ def test_nothing_is_kept_of_observers_that_have_left(tmp_path: Path) -> None:
                 observer = entry(number, role="observer")
                 service.machine.join(observer, CPU, service.machine.now_s)
                 channel: Any = SimpleNamespace(remote_key=observer.certificate.curve_key)
-                await service.doors[0]._heartbeat(channel, heartbeat())
-                assert observer.peer in service.doors[0].known
-                await service.doors[0]._leave(channel, PeerToCoordinatorLeave(reason="observed"))
-            assert service.doors[0].known.keys() <= service.machine.membership.members.keys()
+                await service.handlers[0]._heartbeat(channel, heartbeat())
+                assert observer.peer in service.handlers[0].known
+                await service.handlers[0]._leave(channel, PeerToCoordinatorLeave(reason="observed"))
+            assert service.handlers[0].known.keys() <= service.machine.membership.members.keys()
             assert len(service.machine.sent_bytes._said) == MEMBERS
         journal.close()
 
