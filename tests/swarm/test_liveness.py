@@ -18,6 +18,7 @@ from shoal.swarm.errors import Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import Message, PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.transport import inflow
+from shoal.swarm.transport.caller_guard import _caller
 from shoal.swarm.transport.control import Channel
 from shoal.swarm.transport.inflow import Inflow
 from shoal.swarm.transport.sockets import PROBES, SILENCE_S
@@ -277,6 +278,22 @@ def test_another_connection_of_the_same_number_is_left_alone(connections: Connec
         one.close()
     os.close(number)
     connections.close()
+
+
+def test_sockets_of_other_ports_are_no_callers() -> None:
+    """By the time that the guard hears of a connection, its descriptor may be another socket's."""
+    with (
+        socket.create_server((HOST, 0)) as ours,
+        socket.create_server((HOST, 0)) as other,
+        socket.create_connection(ours.getsockname()),
+        socket.create_connection(other.getsockname()),
+        ours.accept()[0] as called,
+        other.accept()[0] as elsewhere,
+    ):
+        port = ours.getsockname()[1]
+        assert _caller(called.fileno(), port) is not None
+        assert _caller(elsewhere.fileno(), port) is None
+        assert _caller(elsewhere.fileno(), 0) is not None, "while the port is not known"
 
 
 @linux

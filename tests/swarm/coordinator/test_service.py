@@ -11,8 +11,8 @@ from tests.swarm.coordinator.world import CPU, MODEL, entry, heartbeat
 
 from shoal.swarm.coordinator.events import Fact, LeaseGranted
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.coordinator.service import CoordinatorService
-from shoal.swarm.errors import DeadlineExceeded, StorageError
+from shoal.swarm.coordinator.service import CoordinatorService, _host_of
+from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorLeave, PeerToCoordinatorRequestLease
 from shoal.swarm.protocol.run_file import parse_run_file
@@ -111,3 +111,18 @@ def test_nothing_is_kept_of_observers_that_have_left(tmp_path: Path) -> None:
         journal.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "known_as"),
+    [("", "198.51.100.7"), ("198.51.100.7", "198.51.100.7"), ("93.184.216.34", "93.184.216.34")],
+)
+def test_the_address_of_a_member_is_the_one_that_it_names_or_comes_from(host: str, known_as: str) -> None:
+    assert _host_of(host, "198.51.100.7") == known_as
+
+
+@pytest.mark.parametrize("host", ["slow.example.com", "localhost", "10.0.0.1", "127.0.0.1"])
+def test_names_are_not_looked_up_and_private_addresses_not_taken(host: str) -> None:
+    """Who names a host decides how long it takes to look that up."""
+    with pytest.raises(NotAdmitted, match="must be an address"):
+        _host_of(host, "198.51.100.7")

@@ -534,6 +534,14 @@ async def test_one_member_cannot_take_all_handlers(monkeypatch: pytest.MonkeyPat
             await full.wait()
         await ping(c, b)
         assert running == 4
+        # Nor by connecting again and again.
+        a.node.control.hang_up(channel)
+        channel = dial(a, b)
+        await channel.connected(LONG_S)
+        for _ in range(200):
+            await channel.notify(PeerToPeerPing())
+        await ping(c, b)
+        assert running == 4
         end.set()
 
 
