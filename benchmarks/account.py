@@ -1,4 +1,4 @@
-"""Where a round's CPU seconds go: each step of the exchange alone, on one thread, beside what a whole round took.
+"""CPU seconds of a round, by step: each step of the exchange alone, on one thread, beside what a whole round took.
 
 Every step runs on the sizes that a round of these peers has, so the sum is what the round would take if nothing else
 cost anything; the rest is the event loop, messages, threads that wait for each other, and that in a round all cores
@@ -60,7 +60,7 @@ class _Bench:
         self._opened = memoryview(bytearray(largest))
 
     def _sent(self) -> list[memoryview]:
-        """What one peer sends, and as much as it receives: its part to each owner, its part's means to everybody."""
+        """Return all that one peer sends, and as much as it receives: parts to their owners, its own means to everybody."""
         outward = [self.packed[bounds].numpy().data for bounds in self.others]
         means = [self.packed[bounds].numpy().data for bounds in self.own]
         return outward + means * (self.peers - 1)

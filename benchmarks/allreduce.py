@@ -44,7 +44,7 @@ Laps = Sequence[Sequence[Lap]]
 
 @dataclass(frozen=True)
 class System:
-    """What is measured: ``run`` does it once in so many seconds, or raises ``RoundFailed``; ``row`` is of all runs."""
+    """A measured system: ``run`` takes so many seconds once, or raises ``RoundFailed``; ``row`` is of all runs."""
 
     what: str
     case: Case
@@ -148,7 +148,7 @@ def in_turns(systems: Sequence[System], turns: int, limit_s: float) -> Iterator[
 
 
 def flat_bytes(codec: str, elements: int, peers: int) -> float:
-    """What a peer of one flat group sends: 2 (N - 1) / N times the encoded vector, chunk by chunk."""
+    """Return the bytes that a peer of one flat group sends: 2 (N - 1) / N times the encoded vector, chunk by chunk."""
     codec_map, chunk = get_codec_map(codec), chunk_elements(elements, peers)
     whole = sum(
         codec_map.contribution(start, min(start + chunk, elements)).packed_bytes(min(chunk, elements - start))
@@ -169,7 +169,7 @@ def find(rows: Sequence[Row], what: str, elements: str, column: str) -> float | 
 
 
 def overhead_s(rows: Sequence[Row]) -> float | None:
-    """What of the 1M int8 round its bytes do not need: group forming plus all overhead.
+    """Return the share of the 1M int8 round that its bytes do not need: group forming plus all overhead.
 
     They need the time that so many take in the largest int8 exchange of this run, where the rest hardly counts. None
     where no larger one was measured."""
@@ -213,7 +213,7 @@ def grid_ratio(rows: Sequence[Row]) -> float | None:
 
 
 def systems_of(options: Any) -> list[list[System]]:
-    """What is measured, those together whose figures are compared."""
+    """Return the measured systems, those together whose figures are compared."""
     rounds = _SETTLING_ROUNDS + options.rounds
     groups = []
     for elements in options.sizes:

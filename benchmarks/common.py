@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, the JSON that they write, and whole runs on loopback."""
+"""Shared parts of the benchmarks: the machine's description, the JSON that they write, and whole runs on loopback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def entry_of(node: Node, identity: Identity, keys: CurveKeys) -> RosterEntry:
-    """How others find this node on loopback."""
+    """Return the roster entry by which others find this node on loopback."""
     return RosterEntry(
         peer=identity.peer_id,
         certificate=identity.certify(keys),
@@ -51,7 +51,7 @@ def entry_of(node: Node, identity: Identity, keys: CurveKeys) -> RosterEntry:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures were measured."""
+    """Describe the machine on which the figures were measured."""
     return {
         "system": platform.platform(),
         "processor": platform.machine(),
@@ -133,7 +133,7 @@ def in_words(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run on loopback gave: its exported model, committed tokens and rounds, bytes that each peer sent."""
+    """Outcome of a run on loopback: its exported model, committed tokens and rounds, bytes that each peer sent."""
 
     model: Path
     tokens: int

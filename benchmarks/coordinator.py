@@ -86,7 +86,7 @@ async def _run_peers(pipe: Connection, invite: Invite, habits: Habits, peers: in
 
 @dataclass(frozen=True)
 class Sample:
-    """What the coordinator's process had used at a moment of the monotonic clock."""
+    """Usage of the coordinator's process up to a moment of the monotonic clock."""
 
     at_s: float
     cpu_s: float

@@ -57,7 +57,7 @@ _WITH_VIEW = (CoordinatorToPeerView.__name__, CoordinatorToPeerJoinAccepted.__na
 
 @dataclass(frozen=True)
 class Habits:
-    """What all light peers do alike: ``work_s`` of pretended training a round, then ``exchange_s`` of averaging."""
+    """Behaviour of all light peers: ``work_s`` of pretended training a round, then ``exchange_s`` of averaging."""
 
     elements: int
     work_s: float

@@ -1,4 +1,4 @@
-"""What a light peer reads of a view, and what it remembers of its rounds."""
+"""The fields of a view that a light peer reads, and its memory of its rounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Glance:
 
 @dataclass
 class Record:
-    """What one peer saw: seconds by message, and moments by round."""
+    """Observations of one peer: seconds by message, and moments by round."""
 
     rounds: dict[int, RoundTimes] = field(default_factory=lambda: defaultdict(RoundTimes))
     answers_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))

@@ -209,5 +209,5 @@ def costs(laps: Sequence[Sequence[Lap]], elements: int) -> dict[str, float | Non
 
 
 def notes(laps: Sequence[Sequence[Lap]]) -> str:
-    """What peers remarked, each remark once."""
+    """Return the remarks of peers, each remark once."""
     return "; ".join(dict.fromkeys(lap.note for one in laps for lap in one if lap.note))

@@ -104,7 +104,7 @@ def bound_now(pipeline: Pipeline, peers: Sequence[Peer]) -> float:
 
 
 def bound_refilled(pipeline: Pipeline, others: Sequence[Peer], victim: Peer) -> float:
-    """When the best one of ``others`` has taken the place of ``victim``."""
+    """Return the moment when the best one of ``others`` has taken the place of ``victim``."""
     layer_s = [peer.slowness * pipeline.case.layer_ms / 1000 for peer in others]
     cut, held = boundaries_of(pipeline), [peer.span or (0, 0) for peer in others]
     placed = (

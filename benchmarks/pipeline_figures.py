@@ -45,7 +45,7 @@ def _is_of(note: Event, number: int) -> bool:
 
 
 def completions(notes: Sequence[Sequence[Event]], stage: int) -> list[float]:
-    """When the gradient of each micro-batch counted in ``stage``; of one that was lost with its replica, again."""
+    """Return when each micro-batch's gradient counted in ``stage``; of one lost with its replica, again."""
     return sorted(
         one["time"] for peer in notes for one in peer if one["event"] == "backward" and stage in one["stages"]
     )

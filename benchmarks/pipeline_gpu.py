@@ -76,7 +76,7 @@ class Unsplit:
 
 @dataclass
 class Side:
-    """What the peer of one stage has. ``inbox``: micro-batches and what comes with them, None: the other has failed."""
+    """One stage's peer. ``inbox``: micro-batches and what comes with them; None: the other has failed."""
 
     number: int
     stage: HeldStage
@@ -86,7 +86,7 @@ class Side:
     inbox: SimpleQueue[tuple[Key, Future[Tensor]] | None] = field(default_factory=SimpleQueue)
 
     def take(self) -> tuple[Key, Tensor]:
-        """What came first, once it is unpacked."""
+        """Return what came first, once it is unpacked."""
         found = self.inbox.get()
         if found is None:
             raise _OtherFailed

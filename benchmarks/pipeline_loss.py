@@ -1,4 +1,4 @@
-"""What a codec for activations costs in loss: a small ``gpt`` on real text, its stages one after the other in this
+"""Cost in loss of a codec for activations: a small ``gpt`` on real text, its stages one after the other in this
 process, with everything between them packed and unpacked as for another peer."""
 
 from __future__ import annotations

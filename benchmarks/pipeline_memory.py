@@ -1,4 +1,4 @@
-"""What the peers of a pipeline take of memory in whole rounds, as the system counts it, beside what the plan says."""
+"""Memory of a pipeline's peers in whole rounds, as the system counts it, beside what the plan says."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ patience_s = 10
 
 
 def planned_bytes(run: RunFile, spans: Sequence[tuple[int, int]], boundaries: Sequence[int]) -> list[float]:
-    """What the plan counts for each span besides activations, which are next to nothing here."""
+    """Return the bytes that the plan counts for each span besides activations, which are next to nothing here."""
     layered = layered_recipe(load_recipe(run), run).layers(run.run.seed)
     parameters = [layered.parameters_bytes(number) for number in range(len(layered))]
     copies = state_copies(run.outer.slots, holds_all=True)
@@ -120,7 +120,7 @@ def measured(width: int, optimizer: str, codec: str, folder: Path) -> list[dict[
 
 
 def beyond(row: dict[str, Any], empty: dict[str, Any]) -> dict[str, Any]:
-    """What the larger model takes more, in MB, and by the plan."""
+    """Return how much more the larger model takes, in MB, and by the plan."""
     peak, plan = row["peak"] - empty["peak"], row["plan"] - empty["plan"]
     return row | {"peak": peak / 1e6, "plan": plan / 1e6, "peak_vs_plan": peak / plan}
 

@@ -29,7 +29,7 @@ BOUND_STEPS = 60
 
 @dataclass(frozen=True)
 class Kind:
-    """What is scarce in a swarm."""
+    """Scarcity of a swarm: of memory, speed or links."""
 
     name: str
     memory: tuple[float, float]

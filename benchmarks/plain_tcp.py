@@ -1,4 +1,4 @@
-"""What plain TCP needs to carry a round's bytes: every peer sends everybody else as many at once, and nothing more.
+"""Time of a round's bytes over plain TCP: every peer sends everybody else as many at once, and nothing more.
 
 No encryption, no chunks, no plan: the reference for what a round over the same links can reach at all.
 """

@@ -1,4 +1,4 @@
-"""What it takes to come back: joining, joiners beside rounds, checkpoints, a killed coordinator, a killed peer.
+"""Cost of coming back: joining, joiners beside rounds, checkpoints, a killed coordinator, a killed peer.
 
 Host and members are processes on loopback, with models that cost hardly any computing (``recovery_peer.py``). A
 joiner's seconds are those from the start of its process, imports among them, to its first step's gradient; beside them
@@ -75,7 +75,7 @@ def rounds_of(verdicts: Sequence[Event]) -> list[tuple[Span, int]]:
 
 
 def visits_of(events: Sequence[Event]) -> list[Span]:
-    """When each visitor came and left."""
+    """Return the moments when each visitor came and left."""
     come = [one["time"] for one in events if one["event"] == "visit_begins"]
     gone = [one["time"] for one in events if one["event"] == "visit_ends"]
     return list(zip(come, gone, strict=False))
@@ -156,7 +156,7 @@ def measure_joins(site: Site, elements: int, options: Any) -> Row:
 
 
 def bytes_alone_s(state_bytes: int) -> float:
-    """What so many take as one sealed stream; of few, their share of more."""
+    """Measure how long so many bytes take as one sealed stream; of few, their share of more."""
     chunks = max(_FEWEST_CHUNKS, math.ceil(state_bytes / CHUNK))
     return measure(shoal_end, chunks)[0] * state_bytes / (chunks * CHUNK)
 

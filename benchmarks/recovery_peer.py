@@ -53,7 +53,7 @@ class Sparse(nn.Module):
 
 
 class Journal:
-    """Where this process' moments go."""
+    """File of this process's moments."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -67,7 +67,7 @@ class Journal:
 
 
 def note_first_byte(journal: Journal) -> None:
-    """When the first chunk of a state arrives."""
+    """Note the moment when the first chunk of a state arrives."""
     fetch = Node.fetch
 
     def noted(
@@ -84,7 +84,7 @@ def note_first_byte(journal: Journal) -> None:
 
 
 def note_stalls(journal: Journal) -> None:
-    """How long each checkpoint holds the training thread up, and beside it one copy of the state that it is of."""
+    """Note how long each checkpoint holds the training thread up, and beside it one copy of the state that it is of."""
     keep = keeper.CheckpointKeeper.keep
 
     def noted(self: keeper.CheckpointKeeper, state: Any, verdict: Verdict) -> None:

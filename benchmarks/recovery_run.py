@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 class NotRecovered(Exception):
-    """What was waited for did not come in time, or its process ended; the message has the end of its log."""
+    """Raised when an awaited event did not come in time, or its process ended; the message has the end of its log."""
 
 
 def collected(rows: Iterable[Event]) -> list[Event]:
@@ -101,7 +101,7 @@ class Running:
         return self.until(what, lambda: next(filter(found, self.look()), None), may_end=may_end)
 
     def until(self, what: str, look: Callable[[], Found | None], *, may_end: bool = False) -> Found:
-        """What ``look`` gives as soon as that is something. Raises ``NotRecovered``."""
+        """Return what ``look`` gives as soon as that is something. Raises ``NotRecovered``."""
         while True:
             ended = not may_end and self.process.poll() is not None
             if found := look():

@@ -1,4 +1,4 @@
-"""What is averaged in a measured round, and the run file that makes a coordinator close and plan it so."""
+"""Contributions of a measured round, and the run file that makes a coordinator close and plan it so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """What is averaged: ``rounds`` count, one more before them warms up. ``bandwidths_bps``: what each peer says of its
+    """One measured case: ``rounds`` count, one more before them warms up. ``bandwidths_bps``: what each peer says of its
     link, where the coordinator is not to find out by itself. ``group_size``: 0 for one that holds everybody. ``apart``:
     each peer on loopback has an address of its own, so their links are as those between machines."""
 

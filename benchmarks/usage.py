@@ -1,4 +1,4 @@
-"""What a process and its descendants use of the machine: CPU seconds, peak memory. Mostly from Linux' /proc."""
+"""Usage of the machine by a process and its descendants: CPU seconds, peak memory. Mostly from Linux' /proc."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def own_cpu_s() -> float:
 
 
 def available_bytes() -> float:
-    """What processes may still take of the machine's memory; infinite where that cannot be known."""
+    """Return the bytes that processes may still take of the machine's memory; infinite where that cannot be known."""
     try:
         return status_bytes((_PROC / "meminfo").read_text(), "MemAvailable")
     except OSError:
@@ -49,12 +49,12 @@ def available_bytes() -> float:
 
 
 def rss_bytes(pid: int) -> int:
-    """What the process has in memory now."""
+    """Return the bytes that the process has in memory now."""
     return int((_PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class PeakMemory:
-    """How far this process' memory rises above what it has at the moment of ``begin``."""
+    """Peak of this process's memory above what it has at the moment of ``begin``."""
 
     def __init__(self) -> None:
         self._before: int | None = None

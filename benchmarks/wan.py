@@ -53,14 +53,14 @@ class Link:
 
 
 def ideal_s(laps: Sequence[Lap], rates_mbit: Sequence[float]) -> float:
-    """What the bytes of the busiest peer and direction alone take at its rate."""
+    """Return the seconds that the bytes of the busiest peer and direction take at its rate."""
     return max(
         8 * max(lap.sent_bytes, lap.received_bytes) / (1e6 * rate) for lap, rate in zip(laps, rates_mbit, strict=True)
     )
 
 
 def predicted_s(rates_mbit: Sequence[float], vector_bytes: float) -> float:
-    """When the slowest member is done, by the closed form: (1 + (n - 2) w) V / b."""
+    """Return when the slowest member is done, by the closed form: (1 + (n - 2) w) V / b."""
     rates = [1e6 * rate for rate in rates_mbit]
     shares = owner_shares(rates, [True] * len(rates))
     return max(
