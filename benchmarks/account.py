@@ -60,7 +60,7 @@ class _Bench:
         self._opened = memoryview(bytearray(largest))
 
     def _sent(self) -> list[memoryview]:
-        """Return all that one peer sends, and as much as it receives: parts to their owners, its own means to everybody."""
+        """Return what one peer sends, and as much as it receives: parts to their owners, its means to everybody."""
         outward = [self.packed[bounds].numpy().data for bounds in self.others]
         means = [self.packed[bounds].numpy().data for bounds in self.own]
         return outward + means * (self.peers - 1)

@@ -29,7 +29,7 @@ BOUND_STEPS = 60
 
 @dataclass(frozen=True)
 class Kind:
-    """Scarcity of a swarm: of memory, speed or links."""
+    """Kind of swarm, by what is scarce: memory or bandwidth."""
 
     name: str
     memory: tuple[float, float]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """One measured case: ``rounds`` count, one more before them warms up. ``bandwidths_bps``: what each peer says of its
+    """A measured case: ``rounds`` count, one more before them warms up. ``bandwidths_bps``: what each peer says of its
     link, where the coordinator is not to find out by itself. ``group_size``: 0 for one that holds everybody. ``apart``:
     each peer on loopback has an address of its own, so their links are as those between machines."""
 
