@@ -22,7 +22,7 @@ from rich.table import Table
 from shoal.peer.demo.processes import Child
 from shoal.peer.offline.export import export_model
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import PeerAddress, RosterEntry
 from shoal.swarm.transport.node import Node
 
 T = TypeVar("T")

@@ -27,12 +27,9 @@ from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
-    ClaimedAddress,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
     CoordinatorToPeerView,
-    DeviceInfo,
-    Message,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
@@ -41,9 +38,8 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReport,
     PeerToPeerPong,
     RequestFailed,
-    SampleRange,
-    TensorSpec,
 )
+from shoal.swarm.protocol.types import ClaimedAddress, DeviceInfo, Message, SampleRange, TensorSpec
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
 from shoal.swarm.transport.sockets import bind, endpoint, tune
 

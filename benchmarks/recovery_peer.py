@@ -26,7 +26,8 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
-from shoal.swarm.protocol.messages import Blob, Role, Verdict
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import Blob, Role
 from shoal.swarm.transport.link import Sink
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.source import ChunkSource

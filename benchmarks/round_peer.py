@@ -28,17 +28,13 @@ from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
-    Blob,
     CoordinatorToPeerModelAccepted,
-    DeviceInfo,
-    Message,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReport,
-    RunView,
-    SampleRange,
-    TensorSpec,
 )
+from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.types import Blob, DeviceInfo, Message, SampleRange, TensorSpec
 from shoal.swarm.transport.link import Sink
 from shoal.swarm.transport.node import Node
 

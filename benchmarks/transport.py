@@ -19,7 +19,7 @@ from typing import Any
 from common import entry_of, parser, publish
 
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import Blob, RosterEntry
+from shoal.swarm.protocol.types import Blob, RosterEntry
 from shoal.swarm.transport.node import Node
 
 CHUNK = 2**20

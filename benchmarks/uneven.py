@@ -33,8 +33,9 @@ from shoal.swarm.coordinator.influence import (
 )
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
-from shoal.swarm.protocol.messages import Certificate, DeviceInfo, Part, PeerAddress, PlanMember, RosterEntry, RoundPlan
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.types import Certificate, DeviceInfo, PeerAddress, RosterEntry
 
 BATCH, CONTEXT = 8, 64
 SLOWEST_STEPS = 3

@@ -13,8 +13,8 @@ from shoal.peer.event_schema import Event
 if TYPE_CHECKING:
     from shoal.peer.checkpoints.remote.upload import CopyTo
     from shoal.swarm.protocol.identity import Identity
-    from shoal.swarm.protocol.messages import Role
     from shoal.swarm.protocol.run_file import RunFile
+    from shoal.swarm.protocol.types import Role
 
 SHOAL_HOME = Path.home() / ".shoal"
 DEFAULT_PORT = 7707

@@ -31,7 +31,7 @@ from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
 from shoal.peer.training.data import DataAbout, Dataset, LeasedSamples, fingerprint, run_order, take_batch
 from shoal.peer.training.lr_schedule import run_lr_factor
 from shoal.swarm.errors import UserError
-from shoal.swarm.protocol.messages import RunView
+from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from shoal.swarm.protocol.messages import SampleRange
+from shoal.swarm.protocol.types import SampleRange
 
 Ranges = list[tuple[int, int]]
 

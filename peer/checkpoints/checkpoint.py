@@ -25,7 +25,7 @@ from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards
 from shoal.peer.regular_file import check_memory
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import StateFileError, WireError
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import pack_verdict
 from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_verdict
 

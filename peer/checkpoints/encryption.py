@@ -33,7 +33,7 @@ from shoal.peer.checkpoints.manifest import FileEntry, Hex32
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity, key_text, seal_to
-from shoal.swarm.protocol.messages import MAX_TENSORS, Record
+from shoal.swarm.protocol.types import MAX_TENSORS, Record
 
 SEGMENT_BYTES = 2**20
 TAG_BYTES = 16

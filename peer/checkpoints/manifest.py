@@ -18,8 +18,8 @@ from pydantic import Field, JsonValue, StringConstraints, ValidationError, model
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity, peer_id, verify_signature
-from shoal.swarm.protocol.messages import MAX_STAGES, MAX_TENSORS, Count, Record, Stage, TensorSpec
 from shoal.swarm.protocol.run_file import RunName
+from shoal.swarm.protocol.types import MAX_STAGES, MAX_TENSORS, Count, Record, Stage, TensorSpec
 
 MANIFEST = "manifest.json"
 OWN_FILE = "peer.safetensors"

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.peer.checkpoints.source import refuse
 from shoal.peer.training.anchor import bytes_of
 from shoal.peer.training.parameters import split_by_layout
-from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.types import TensorSpec
 
 SHARD_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**22

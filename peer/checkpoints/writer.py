@@ -20,8 +20,9 @@ from shoal.peer.network_thread import NetworkThread
 from shoal.peer.training.anchor import State
 from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
-from shoal.swarm.protocol.messages import TensorSpec, Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import TensorSpec
 
 _SHARE = 20
 """Writing takes at most one part in so many of the time."""

@@ -23,8 +23,8 @@ from shoal.peer.recipes.model_memory import check_layers_fit, held_copies
 from shoal.peer.training.device import autocast, choose_device, describe_device, usable_bytes
 from shoal.swarm.errors import DeviceError, RecipeError
 from shoal.swarm.pipeline.planner.model import LayerCost
-from shoal.swarm.protocol.messages import DeviceInfo
 from shoal.swarm.protocol.run_file import PipelineSection, RunFile, load_run_file, parse_run_file
+from shoal.swarm.protocol.types import DeviceInfo
 
 _USUAL = """\
 algorithm = "virtual_batch"

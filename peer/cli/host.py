@@ -33,10 +33,10 @@ from shoal.swarm.errors import (
 )
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Address, Invite
-from shoal.swarm.protocol.messages import MAX_MEMBERS
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.run_file import RunFile, load_run_file
 from shoal.swarm.protocol.start_section import StartSection
+from shoal.swarm.protocol.types import MAX_MEMBERS
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
 log = logging.getLogger(__name__)

@@ -41,9 +41,8 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerVerdicts,
     PeerToCoordinatorGetStatus,
     PeerToCoordinatorGetVerdicts,
-    RoundPlan,
-    Verdict,
 )
+from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 
 _EXPECTED = (

@@ -25,7 +25,7 @@ from shoal.swarm.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.peer.cli.host import Hosting
     from shoal.swarm.coordinator.events import Fact
-    from shoal.swarm.protocol.messages import Role
+    from shoal.swarm.protocol.types import Role
 
 log = logging.getLogger(__name__)
 

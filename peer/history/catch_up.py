@@ -22,7 +22,7 @@ from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError, StateFileError, WireError
-from shoal.swarm.protocol.messages import RoundPlan, RunView, Verdict
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.transport.node import Endpoint
 

@@ -11,8 +11,9 @@ from pydantic import Field
 
 from shoal.swarm.errors import LinkError, RunFileError, StateFileError, WireError
 from shoal.swarm.protocol.identity import verify_certificate
-from shoal.swarm.protocol.messages import Certificate, Record, Scope, Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import MAX_RUN_FILE_BYTES, parse_run_file
+from shoal.swarm.protocol.types import Certificate, Record, Scope
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis, pack_verdict, unpack_maps
 from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_verdict
 

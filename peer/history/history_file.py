@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.peer.history.chain import Chain, ChainCheck, Kept, Origin, pack_head, unpack_history, unpack_verdicts
 from shoal.peer.regular_file import open_regular, read_regular
 from shoal.swarm.errors import StateFileError, StorageError
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import pack_verdict
 
 log = logging.getLogger(__name__)

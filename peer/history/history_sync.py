@@ -17,8 +17,8 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerVerdicts,
     PeerToCoordinatorGetVerdicts,
     PeerToCoordinatorShowVerdict,
-    Verdict,
 )
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 
 log = logging.getLogger(__name__)

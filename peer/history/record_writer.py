@@ -11,7 +11,8 @@ from shoal.peer.history.round_records import RoundRecord, RoundRecords
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError
-from shoal.swarm.protocol.messages import Blob, Verdict
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from shoal.peer.regular_file import open_regular
 from shoal.swarm.averaging.results import chunks_of, part_digest
 from shoal.swarm.durable import replace, sync
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
-from shoal.swarm.protocol.messages import Part, Verdict
+from shoal.swarm.protocol.rounds import Part, Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict, unpack_verdicts
 
 RECORDS = "rounds"

@@ -24,8 +24,8 @@ from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import Diverged, StateFileError, UserError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import LeaveReason
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import LeaveReason
 
 log = logging.getLogger(__name__)
 

@@ -36,17 +36,12 @@ from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
-    DivergenceWord,
-    Headway,
-    KeptState,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
-    RunView,
-    SampleRange,
-    TensorSpec,
-    Verdict,
 )
+from shoal.swarm.protocol.rounds import RunView, Verdict
+from shoal.swarm.protocol.types import DivergenceWord, Headway, KeptState, SampleRange, TensorSpec
 from shoal.swarm.transport.node import Endpoint, Node, ScopedEndpoint
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import RunView
+from shoal.swarm.protocol.rounds import RunView
 
 log = logging.getLogger(__name__)
 

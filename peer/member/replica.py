@@ -38,8 +38,10 @@ from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.averaging.norm_claims import ranges
 from shoal.swarm.averaging.outcome import Aborted, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.errors import CorpusError, NotAdmitted
-from shoal.swarm.protocol.messages import KeptState, PeerToCoordinatorDescribeModel, Verdict
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import KeptState
 
 log = logging.getLogger(__name__)
 

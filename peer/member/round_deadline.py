@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from shoal.swarm.protocol.messages import RunView
+from shoal.swarm.protocol.rounds import RunView
 
 
 class Attention(Enum):

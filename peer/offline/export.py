@@ -34,8 +34,9 @@ from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError, UserError, WireError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import RunView, TensorSpec, Verdict
+from shoal.swarm.protocol.rounds import RunView, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.protocol.verdict_chain import are_all_stages
 
 _MAX_CONFIG_BYTES = 2**20

@@ -28,7 +28,7 @@ from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.verdict_chain import check_verdict
 

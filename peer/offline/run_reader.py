@@ -28,8 +28,9 @@ from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.client.observer import observe, observe_stages
 from shoal.swarm.errors import LinkError, RecipeError, StateFileError
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import RunView, TensorSpec
+from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.transport.node import Endpoint, ScopedEndpoint
 
 log = logging.getLogger(__name__)

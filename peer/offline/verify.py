@@ -18,7 +18,7 @@ from shoal.peer.regular_file import read_regular
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import RunFileError, SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import are_all_stages
 

@@ -55,7 +55,7 @@ from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.durable import sync_folder
 from shoal.swarm.errors import SealedForOthers, StateFileError, StorageError, WireError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import are_all_stages, check_verdict
 

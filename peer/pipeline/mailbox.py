@@ -15,7 +15,8 @@ from shoal.peer.training.layers import Layered, LayeredRecipe
 from shoal.swarm.errors import Busy, NotAdmitted, StaleWork, WireError
 from shoal.swarm.pipeline.engine.effects import Answer, Fetch, MicroBatch, PeerNote, TensorOffer
 from shoal.swarm.pipeline.engine.engine import StageSpan
-from shoal.swarm.protocol.messages import Acknowledged, Message, PeerToPeerNote, PeerToPeerOfferTensor
+from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerNote, PeerToPeerOfferTensor
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.node import Node
 

@@ -34,7 +34,9 @@ from shoal.peer.training.device import has_all_state, usable_bytes
 from shoal.swarm.errors import NotAdmitted, RunEnded, UserError
 from shoal.swarm.pipeline.planner.model import PeerCapability, PlanningProblem
 from shoal.swarm.pipeline.planner.planner import explain_no_place
-from shoal.swarm.protocol.messages import Acknowledged, Capability, LayerSize, PeerToCoordinatorShowCapability, RunView
+from shoal.swarm.protocol.messages import Acknowledged, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.types import Capability, LayerSize
 
 log = logging.getLogger(__name__)
 

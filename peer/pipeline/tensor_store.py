@@ -15,8 +15,9 @@ from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader,
 from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import BlobUnavailable, WireError
 from shoal.swarm.pipeline.engine.effects import Fetch, Send, TensorKind
-from shoal.swarm.protocol.messages import Blob, PeerToPeerOfferTensor
-from shoal.swarm.protocol.messages import TensorForm as WireForm
+from shoal.swarm.protocol.messages import PeerToPeerOfferTensor
+from shoal.swarm.protocol.types import Blob
+from shoal.swarm.protocol.types import TensorForm as WireForm
 from shoal.swarm.transport.node import Endpoint
 
 CHUNK_BYTES = 2**20

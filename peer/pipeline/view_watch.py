@@ -10,7 +10,7 @@ from shoal.peer.member.memberships import StageMembers
 from shoal.peer.member.round_deadline import Attention, attention, is_due
 from shoal.swarm.aio import task_scope
 from shoal.swarm.pipeline.engine.engine import StageSpan
-from shoal.swarm.protocol.messages import RunView
+from shoal.swarm.protocol.rounds import RunView
 
 
 class ViewWatch:

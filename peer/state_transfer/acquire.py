@@ -20,7 +20,7 @@ from shoal.peer.training.anchor import State
 from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, RunEnded
-from shoal.swarm.protocol.messages import MAX_KEPT, KeptState
+from shoal.swarm.protocol.types import MAX_KEPT, KeptState
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shoal.swarm.errors import WireError
-from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.protocol.types import Blob
 
 _PLANES = 4
 _SAMPLE_BYTES = 2**14

@@ -11,7 +11,7 @@ from shoal.peer.state_transfer.chunk_format import BFLOAT16, RAW, Form
 from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, State, bytes_of, chunk_digest, chunks_in
 from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import Busy
-from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
 MAX_READERS = 8

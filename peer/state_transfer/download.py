@@ -17,7 +17,7 @@ from shoal.peer.state_transfer.partial_state import PartialState
 from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, chunks_in
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import Busy, LinkError, ShoalError, WireError
-from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)

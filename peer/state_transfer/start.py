@@ -31,8 +31,8 @@ from shoal.swarm.errors import (
     StateFileError,
 )
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import Blob, TensorSpec
 from shoal.swarm.protocol.start_section import StartSection, tensor_hash
+from shoal.swarm.protocol.types import Blob, TensorSpec
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from shoal.swarm.protocol.messages import PipelineView, RunView, Verdict
+from shoal.swarm.protocol.rounds import RunView, Verdict
+from shoal.swarm.protocol.types import PipelineView
 
 if TYPE_CHECKING:
     from shoal.peer.member.member import Member

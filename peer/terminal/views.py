@@ -22,7 +22,8 @@ from shoal.peer.terminal.events import (
     range_text,
 )
 from shoal.peer.terminal.snapshot import Flow, HeldStages
-from shoal.swarm.protocol.messages import CoordinatorToPeerStatus, Coverage, MemberStatus, StageStatus
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
+from shoal.swarm.protocol.types import Coverage, MemberStatus, StageStatus
 
 if TYPE_CHECKING:
     from shoal.peer.terminal.snapshot import Snapshot

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from shoal.swarm.protocol.messages import SampleRange
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import SampleRange
 from shoal.swarm.sample_ranges import Ranges, count, merge, to_wire
 
 _PROBES = 16

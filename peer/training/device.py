@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.peer.machine_memory import free_machine_bytes, machine_bytes
 from shoal.swarm.errors import DeviceError
-from shoal.swarm.protocol.messages import DeviceInfo
+from shoal.swarm.protocol.types import DeviceInfo
 
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 

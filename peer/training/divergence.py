@@ -11,7 +11,7 @@ import torch
 
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import Diverged
-from shoal.swarm.protocol.messages import DivergenceWord, KeptState
+from shoal.swarm.protocol.types import DivergenceWord, KeptState
 
 TRIES = 3
 

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from shoal.peer.training.parameters import ParameterVector, layout_of, named_parameters
 from shoal.peer.training.rng import derived_seed, seeded
 from shoal.swarm.errors import ModelMismatch, RecipeError
-from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.types import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.compression.scratch import empty_aligned
 from shoal.swarm.errors import ModelMismatch
-from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.types import TensorSpec
 
 _WRAPPERS = frozenset(("_orig_mod", "module"))
 """Prefixes that ``torch.compile`` and ``DistributedDataParallel`` add to the names in a wrapped module."""

@@ -29,7 +29,9 @@ from shoal.swarm.averaging.results import ChunkStore, ResultDecoder, ResultStore
 from shoal.swarm.averaging.straggler_guard import StragglerGuard
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, ShoalError
-from shoal.swarm.protocol.messages import Blob, Delivery, Part, PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.rounds import Part
+from shoal.swarm.protocol.types import Blob, Delivery
 from shoal.swarm.transport.node import Endpoint
 from shoal.swarm.transport.source import ChunkSource
 

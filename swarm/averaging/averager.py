@@ -28,13 +28,8 @@ from shoal.swarm.averaging.result_fetch import ensure_part
 from shoal.swarm.averaging.results import Archive, PublishedResults, ResultDecoder, ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, NotAdmitted, StaleWork
-from shoal.swarm.protocol.messages import (
-    PeerToCoordinatorRoundReady,
-    PeerToCoordinatorRoundReport,
-    RoundPlan,
-    RunView,
-    Verdict,
-)
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shoal.compression.codec import Codec
-from shoal.swarm.protocol.messages import Part, RoundPlan
+from shoal.swarm.protocol.rounds import Part, RoundPlan
 
 _OTHERS_FIRST = 2
 """How many others are asked before members that a detour leads round: each may cost the time-out for results."""

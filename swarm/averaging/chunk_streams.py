@@ -21,7 +21,7 @@ from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, ShoalError, WireError
-from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
+from shoal.swarm.protocol.types import MAX_DELIVERIES, Blob, Delivery
 from shoal.swarm.transport.link import Sink
 from shoal.swarm.transport.node import Endpoint
 from shoal.swarm.transport.source import ChunkSource

@@ -10,7 +10,8 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.aio import in_thread
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable
-from shoal.swarm.protocol.messages import Blob, RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.types import Blob
 
 _ENCODED_AT_ONCE, _ENCODED_ELEMENTS = 4, 2**22
 """Chunks, but not more elements: a turn of a worker thread costs about as much as a small chunk."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging.norm_claims import claimed_squares, range_elements
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 _ROUNDING = 1.01
 """Of squares: what the rounding of float32, in codecs, sums over 1024 members and measured norms, can add is less."""

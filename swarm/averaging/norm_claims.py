@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.swarm.protocol.messages import MAX_CLAIM_BYTES
 from shoal.swarm.protocol.rounds import MIN_CHUNK_ELEMENTS
+from shoal.swarm.protocol.types import MAX_CLAIM_BYTES
 
 MAX_RANGES = MAX_CLAIM_BYTES // 2
 """Ranges that a vector is cut into, at most: 128 bytes a member in every plan."""

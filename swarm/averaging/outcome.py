@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.swarm.protocol.messages import SampleRange, Verdict
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import SampleRange
 
 
 @dataclass(frozen=True)

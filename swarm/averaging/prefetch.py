@@ -18,7 +18,7 @@ from shoal.swarm.averaging.chunk_streams import ExchangeContext
 from shoal.swarm.averaging.contribution import ContributionSource, contribution_blob
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)

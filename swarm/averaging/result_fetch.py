@@ -14,7 +14,7 @@ from shoal.swarm.averaging.chunk_streams import ExchangeContext, StreamMeter, re
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound, LinkError, ShoalError
-from shoal.swarm.protocol.messages import Part, Verdict
+from shoal.swarm.protocol.rounds import Part, Verdict
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from shoal.swarm.averaging.buffer_pool import RoundBuffers
 from shoal.swarm.averaging.chunk_header import ChunkHeader, Group
 from shoal.swarm.averaging.norm_bounds import NormBounds
 from shoal.swarm.errors import AboveBound, BlobUnavailable, WireError
-from shoal.swarm.protocol.messages import Blob, Part, RoundPlan, Verdict
+from shoal.swarm.protocol.rounds import Part, RoundPlan, Verdict
+from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 
 class Traffic:

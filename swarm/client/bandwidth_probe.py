@@ -12,7 +12,8 @@ from contextlib import aclosing, suppress
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import ShoalError, WireError
-from shoal.swarm.protocol.messages import Blob, RunView
+from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.types import Blob
 from shoal.swarm.transport.node import Endpoint
 
 PROBE = Blob(kind="probe", number=0)

@@ -20,27 +20,29 @@ from shoal.swarm.errors import DeadlineExceeded, LinkError, RunChanged, Supersed
 from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
 from shoal.swarm.protocol.invite import Address, Invite, address_text
 from shoal.swarm.protocol.messages import (
-    MAX_TROUBLE,
     Acknowledged,
-    Certificate,
-    ClaimedAddress,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
-    DeviceInfo,
-    LeaveReason,
-    Message,
     PeerToCoordinatorGetRun,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToCoordinatorLeave,
     PeerToCoordinatorShowVerdict,
+)
+from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.types import (
+    MAX_TROUBLE,
+    Certificate,
+    ClaimedAddress,
+    DeviceInfo,
+    LeaveReason,
+    Message,
     Role,
     RosterEntry,
-    RunView,
 )
-from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.verdict_chain import check_verdict
 from shoal.swarm.transport.addresses import Reach, least_reach, may_dial
 from shoal.swarm.transport.control import Channel, ControlPlane

@@ -19,10 +19,10 @@ from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
-    DeviceInfo,
     PeerToCoordinatorGetStatus,
     PeerToCoordinatorHeartbeat,
 )
+from shoal.swarm.protocol.types import DeviceInfo
 from shoal.swarm.transport.node import Node
 
 _NOBODY = DeviceInfo(kind="none", name="observer", memory_bytes=0)

@@ -12,15 +12,9 @@ from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import CorpusError, ModelMismatch, NotAdmitted, RunEnded, Superseded, TryLater
 from shoal.swarm.protocol.identity import peer_id, verify_certificate
-from shoal.swarm.protocol.messages import (
-    Certificate,
-    DeviceInfo,
-    PeerToCoordinatorDescribeModel,
-    Role,
-    RosterEntry,
-    TensorSpec,
-)
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import Certificate, DeviceInfo, Role, RosterEntry, TensorSpec
 
 # Bytes that members sent ------------------------------------------------------------------------------------
 

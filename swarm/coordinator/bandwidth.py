@@ -10,7 +10,8 @@ from types import MappingProxyType
 from shoal.compression.formats import FormatMap
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.coordinator.partition import FAST_BPS
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.rounds import RoundPlan
 
 _ROUNDS = 3
 _SLOW_START = 3.0

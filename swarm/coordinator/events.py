@@ -9,7 +9,9 @@ import msgpack
 from pydantic import Field
 
 from shoal.swarm.errors import StorageError
-from shoal.swarm.protocol.messages import (
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
+from shoal.swarm.protocol.rounds import RoundPlan, Verdict
+from shoal.swarm.protocol.types import (
     Capability,
     Count,
     DeviceInfo,
@@ -18,18 +20,15 @@ from shoal.swarm.protocol.messages import (
     LayerSize,
     Loss,
     PeerId,
-    PeerToCoordinatorDescribeModel,
     Phase,
     Rate,
     Record,
     RosterEntry,
-    RoundPlan,
     SampleRange,
     Seconds,
     Text,
     Trouble,
     UnixTime,
-    Verdict,
 )
 
 Network = Annotated[str, Field(max_length=255)]

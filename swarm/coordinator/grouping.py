@@ -10,7 +10,9 @@ from shoal.swarm.coordinator.grid import fewest_rows, plan_parts, plan_rows
 from shoal.swarm.coordinator.membership import Member, weightiest, witnesses
 from shoal.swarm.coordinator.partition import CHUNK_ELEMENTS, StandIns, chunk_elements, owner_shares, split
 from shoal.swarm.coordinator.trust import owners
-from shoal.swarm.protocol.messages import MAX_STAND_INS, Part, PeerToCoordinatorRoundReady, PlanMember, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan
+from shoal.swarm.protocol.types import MAX_STAND_INS
 
 _ODDLY_SLOW = 20
 """By so many times slower than the usual link: chunks are not made for it."""

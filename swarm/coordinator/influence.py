@@ -14,7 +14,7 @@ from statistics import median, median_low
 from shoal.swarm.averaging.norm_claims import total_norm
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
-from shoal.swarm.protocol.messages import PlanMember, RoundPlan
+from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile
 
 SLACK = 4.0

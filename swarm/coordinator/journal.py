@@ -26,7 +26,9 @@ from shoal.swarm.coordinator.events import (
 )
 from shoal.swarm.coordinator.record_log import NO_CHECK, RESTORE, RecordFile, free_name, pack_file
 from shoal.swarm.errors import RunFileError, StorageError
-from shoal.swarm.protocol.messages import MAX_VERDICTS, CoordinatorToPeerVerdicts, Verdict
+from shoal.swarm.protocol.messages import CoordinatorToPeerVerdicts
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import MAX_VERDICTS
 from shoal.swarm.protocol.verdict_chain import pack_verdict
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shoal.swarm.protocol.messages import MAX_EPOCHS, Coverage
+from shoal.swarm.protocol.types import MAX_EPOCHS, Coverage
 from shoal.swarm.sample_ranges import Ranges, count, covers, merge, subtract, within
 
 # The ledger -------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberKept, MemberLost
-from shoal.swarm.protocol.messages import (
+from shoal.swarm.protocol.messages import PeerToCoordinatorHeartbeat
+from shoal.swarm.protocol.types import (
     MAX_MEMBERS,
     DeviceInfo,
     Headway,
     KeptState,
     MemberStatus,
-    PeerToCoordinatorHeartbeat,
     Role,
     RosterDelta,
     RosterEntry,

@@ -17,17 +17,13 @@ from shoal.swarm.pipeline.planner.model import Infeasible, PeerCapability, Stage
 from shoal.swarm.pipeline.planner.planner import Rebalancing
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
-    DeviceInfo,
-    LayerSize,
-    MemberStatus,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorShowCapability,
-    RosterEntry,
-    StageStatus,
 )
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import DeviceInfo, LayerSize, MemberStatus, RosterEntry, StageStatus
 from shoal.swarm.sample_ranges import Ranges, count, from_wire, is_tidy, merge, overlap, to_wire
 
 

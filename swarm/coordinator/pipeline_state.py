@@ -10,8 +10,9 @@ from shoal.swarm.coordinator.placement import PipelineViews
 from shoal.swarm.coordinator.round_scope import Sign
 from shoal.swarm.coordinator.stage_scope import Batch, Drives, StageScope
 from shoal.swarm.pipeline.planner.model import StagePlan
-from shoal.swarm.protocol.messages import Capability, LayerSize, Phase, PipelineView, RunView
+from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import Capability, LayerSize, Phase, PipelineView
 from shoal.swarm.sample_ranges import Ranges, from_wire, to_wire, union
 
 

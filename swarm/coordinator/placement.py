@@ -9,8 +9,8 @@ from typing import Protocol
 
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, PlanningProblem, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, predict_rates, replan
-from shoal.swarm.protocol.messages import Capability, LayerSize, PipelineView, Span
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import Capability, LayerSize, PipelineView, Span
 
 # What members see -------------------------------------------------------------------------------------------
 

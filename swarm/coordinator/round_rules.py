@@ -11,8 +11,10 @@ from types import MappingProxyType
 from shoal.swarm.coordinator.bandwidth import collectors
 from shoal.swarm.coordinator.trust import outvotes
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport, Phase, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.run_file import RunSection
+from shoal.swarm.protocol.types import Phase
 from shoal.swarm.sample_ranges import Ranges
 
 

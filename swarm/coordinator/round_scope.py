@@ -56,17 +56,14 @@ from shoal.swarm.deadlines import Delays
 from shoal.swarm.errors import StaleWork, WireError
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
-    DivergenceWord,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
-    RoundPlan,
-    RunView,
-    TensorSpec,
-    Verdict,
 )
 from shoal.swarm.protocol.pins import FIRST_STATE_OUTLOOK
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import DivergenceWord, TensorSpec
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire, is_tidy, merge, subtract, to_wire
 

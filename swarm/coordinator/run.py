@@ -9,7 +9,8 @@ from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.barrier import Barrier
 from shoal.swarm.coordinator.round_scope import RoundScope, Sign
 from shoal.swarm.coordinator.stale_journal import is_known, taken_over
-from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease, Verdict
+from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.sample_ranges import Ranges, from_wire, to_wire
 

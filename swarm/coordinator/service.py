@@ -30,8 +30,6 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerRun,
     CoordinatorToPeerSuperseded,
     CoordinatorToPeerView,
-    Message,
-    PeerAddress,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
@@ -49,10 +47,10 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowVerdict,
     PeerToPeerPing,
     PeerToPeerPong,
-    RosterEntry,
-    Verdict,
 )
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import Message, PeerAddress, RosterEntry
 from shoal.swarm.sample_ranges import Ranges, to_wire
 from shoal.swarm.transport.addresses import may_name, network_of, parse_address, plain_text
 from shoal.swarm.transport.control import Channel

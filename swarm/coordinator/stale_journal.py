@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.errors import WireError
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
 if TYPE_CHECKING:

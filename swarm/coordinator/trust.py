@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator.events import Accusation
 from shoal.swarm.coordinator.membership import Member
-from shoal.swarm.protocol.messages import MAX_DETOURS, RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.types import MAX_DETOURS
 
 GROWTH = 2.0
 """A member may lease up to so many times what it was seen to commit: honest ones ask for less, and one that has become

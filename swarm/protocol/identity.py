@@ -22,7 +22,7 @@ from zmq.utils import z85
 
 from shoal.swarm import durable
 from shoal.swarm.errors import IdentityError, NotAdmitted, StorageError
-from shoal.swarm.protocol.messages import Certificate
+from shoal.swarm.protocol.types import Certificate
 
 _CERTIFICATE_CONTEXT = b"shoal curve key, version 1\0"
 _COORDINATOR_CONTEXT = b"shoal coordinator curve key, version 1"

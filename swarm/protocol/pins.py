@@ -15,8 +15,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.swarm.errors import CorpusError, ModelMismatch
-from shoal.swarm.protocol.messages import MAX_LAYERS, MAX_TENSORS, PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.start_section import Sha256
+from shoal.swarm.protocol.types import MAX_LAYERS, MAX_TENSORS, TensorSpec
 
 Elements = Annotated[int, Field(ge=0, le=2**40)]
 

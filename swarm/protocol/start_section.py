@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from shoal.swarm.protocol.messages import MAX_DIMENSIONS, Count, TensorSpec
+from shoal.swarm.protocol.types import MAX_DIMENSIONS, Count, TensorSpec
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(strict=False, max_length=MAX_DIMENSIONS)]

@@ -9,7 +9,8 @@ import msgpack
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import verify_signature
-from shoal.swarm.protocol.messages import MAX_TENSORS, Verdict
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import MAX_TENSORS
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES
 
 _CONTEXT = b"shoal verdict, version 1\0"

@@ -15,22 +15,22 @@ from pydantic import ValidationError
 
 from shoal.swarm.errors import ProtocolMismatch, WireError
 from shoal.swarm.protocol.messages import (
-    MAX_STAGES,
-    MAX_TENSORS,
     MESSAGES,
     PROTOCOL_VERSION,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerView,
-    Message,
     PeerToCoordinatorDescribeModel,
+)
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
+from shoal.swarm.protocol.types import (
+    MAX_STAGES,
+    MAX_TENSORS,
+    Message,
     PipelineView,
     Record,
     RosterDelta,
     RosterEntry,
-    RoundPlan,
-    RunView,
     TensorSpec,
-    Verdict,
 )
 
 MAX_MESSAGE_BYTES = 8 * 2**20

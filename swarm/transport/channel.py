@@ -13,7 +13,8 @@ import zmq
 import zmq.asyncio
 
 from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WireError, remote_error
-from shoal.swarm.protocol.messages import Message, PeerToPeerPing, RequestFailed
+from shoal.swarm.protocol.messages import PeerToPeerPing, RequestFailed
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Assembly, Envelope, cut, encode
 
 M = TypeVar("M", bound=Message)

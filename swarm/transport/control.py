@@ -30,7 +30,8 @@ from shoal.swarm.errors import (
     words_for_others,
 )
 from shoal.swarm.protocol.identity import CurveKeys
-from shoal.swarm.protocol.messages import Acknowledged, Message, PeerToPeerPing, RequestFailed
+from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerPing, RequestFailed
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Envelope, decode
 from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel

@@ -25,8 +25,6 @@ from shoal.swarm.errors import (
     words_for_others,
 )
 from shoal.swarm.protocol.messages import (
-    Blob,
-    Message,
     PeerToPeerCloseStream,
     PeerToPeerLinkOpened,
     PeerToPeerMemoryOpened,
@@ -35,6 +33,7 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerOpenStream,
     PeerToPeerStreamEnded,
 )
+from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.protocol.wire import Envelope, decode, encode
 from shoal.swarm.transport.frame_crypto import SealedLink, preferred_cipher
 from shoal.swarm.transport.io_thread import MAX_CONNECTIONS_PER_LINK, IoThread

@@ -19,15 +19,8 @@ import zmq.asyncio
 
 from shoal.swarm.errors import Busy, LinkClosed, LinkError, MemberGone, NotAdmitted, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
-from shoal.swarm.protocol.messages import (
-    Blob,
-    Message,
-    PeerToPeerLinkOpened,
-    PeerToPeerOpenLink,
-    PeerToPeerPing,
-    PeerToPeerPong,
-    RosterEntry,
-)
+from shoal.swarm.protocol.messages import PeerToPeerLinkOpened, PeerToPeerOpenLink, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.types import Blob, Message, RosterEntry
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.data_plane import DataPlane

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.identity import verify_certificate
-from shoal.swarm.protocol.messages import PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import PeerAddress, RosterEntry
 
 log = logging.getLogger(__name__)
 

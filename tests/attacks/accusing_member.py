@@ -7,7 +7,8 @@ from collections.abc import Set
 from shoal.peer.cli.main import main
 from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.results import ResultStore
-from shoal.swarm.protocol.messages import Delivery, PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.types import Delivery
 
 
 def accuse(accused: Set[str]) -> None:

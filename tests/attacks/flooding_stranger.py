@@ -30,7 +30,8 @@ import zmq
 from zmq.utils import z85
 
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import PROTOCOL_VERSION, ClaimedAddress, DeviceInfo, PeerToCoordinatorJoinRun
+from shoal.swarm.protocol.messages import PROTOCOL_VERSION, PeerToCoordinatorJoinRun
+from shoal.swarm.protocol.types import ClaimedAddress, DeviceInfo
 from shoal.swarm.protocol.wire import Envelope, encode
 
 made = 0

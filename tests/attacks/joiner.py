@@ -21,15 +21,13 @@ from zmq.utils import z85
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
-    ClaimedAddress,
     CoordinatorToPeerJoinAccepted,
-    DeviceInfo,
-    Message,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorJoinRun,
     PeerToPeerPong,
     RequestFailed,
 )
+from shoal.swarm.protocol.types import ClaimedAddress, DeviceInfo, Message
 from shoal.swarm.protocol.wire import Envelope, decode, encode
 
 AT_ONCE = 24

@@ -16,8 +16,9 @@ from shoal.swarm.errors import UnknownRun
 from shoal.swarm.protocol import run_file
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import MESSAGES, CoordinatorToPeerRun, Message, PeerToCoordinatorGetRun
+from shoal.swarm.protocol.messages import MESSAGES, CoordinatorToPeerRun, PeerToCoordinatorGetRun
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.transport.control import Channel
 from shoal.swarm.transport.node import Node
 

@@ -15,7 +15,7 @@ from tests.integration.harness import HERE, ROUNDS_S, SHOAL, START_S, Host, Memb
 
 from shoal.swarm.coordinator.events import MemberJoined
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import RosterEntry
+from shoal.swarm.protocol.types import RosterEntry
 
 pytestmark = pytest.mark.integration
 

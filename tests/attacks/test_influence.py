@@ -7,7 +7,7 @@ import pytest
 from tests.integration.harness import ROUNDS_S, Member, Swarm, eventually, finish, run_toml
 
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 pytestmark = pytest.mark.integration
 

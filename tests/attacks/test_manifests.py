@@ -13,7 +13,7 @@ from tests.peer.checkpoints.making import IDENTITY, LAYOUT, contents, open_store
 
 from shoal.peer.checkpoints.manifest import MANIFEST, About, Manifest, shard_name
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.types import TensorSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 

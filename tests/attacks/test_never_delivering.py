@@ -9,7 +9,7 @@ from tests.attacks.trusted import ROUND_S, committed_with, wait_for_records
 from tests.integration.harness import ROUNDS_S, Swarm, eventually, finish, run_toml
 
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 
 pytestmark = pytest.mark.integration
 

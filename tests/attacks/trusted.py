@@ -8,7 +8,7 @@ from tests.integration.harness import ROUNDS_S, Host, Member, eventually
 
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 
 ROUND_S = 1.0
 

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.fakes.virtual_clock import run_virtual
 from tests.swarm.samples import records
 
-from shoal.swarm.protocol.messages import RoundPlan, RunView
+from shoal.swarm.protocol.rounds import RoundPlan, RunView
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -33,7 +33,8 @@ def test_a_light_peer_asks_for_its_samples_until_it_has_them() -> None:
     from light_view import Glance
 
     from shoal.swarm.protocol.invite import Invite
-    from shoal.swarm.protocol.messages import CoordinatorToPeerLease, Message, SampleRange
+    from shoal.swarm.protocol.messages import CoordinatorToPeerLease
+    from shoal.swarm.protocol.types import Message, SampleRange
     from shoal.swarm.protocol.wire import Envelope, encode
 
     class Peer(LightPeer):

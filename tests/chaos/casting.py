@@ -2,7 +2,7 @@
 
 from tests.chaos.attack import Attack
 
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 
 def cast(plan: RoundPlan) -> dict[str, str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.swarm.protocol.messages import RoundPlan, Verdict
+from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 
 ATOL = 2e-3
 """Of sums over some fifty samples of values around one, in float32: a lost or doubled one would be off by 1 or more."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.errors import NotAdmitted
-from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease, RunView
+from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorRequestLease
+from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.sample_ranges import count, merge
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from tests.fakes.virtual_clock import until
 
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.errors import LinkError
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 
 @dataclass(frozen=True)

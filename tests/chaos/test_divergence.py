@@ -12,7 +12,7 @@ from tests.fakes.swarm import run_toml, swarm
 from tests.fakes.virtual_clock import until
 
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.protocol.messages import DivergenceWord, KeptState
+from shoal.swarm.protocol.types import DivergenceWord, KeptState
 
 BAD_VERSION = ATTACKED + 2
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.coordinator import events as f
-from shoal.swarm.protocol.messages import KeptState
+from shoal.swarm.protocol.types import KeptState
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
 MEMBERS = 3

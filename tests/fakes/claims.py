@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shoal.compression.norms import norms_of
 from shoal.swarm.averaging.norm_claims import pack, ranges
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 
 def honest(values: Tensor) -> bytes:

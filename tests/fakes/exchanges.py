@@ -15,7 +15,7 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.swarm.averaging.allreduce import AllReduce, ExchangeResult
 from shoal.swarm.averaging.results import HeldResults, ResultStore
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 PATIENCE_S = 6.0
 

@@ -6,7 +6,7 @@ from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging.chunk_header import Group
 from shoal.swarm.coordinator.grid import plan_parts
 from shoal.swarm.coordinator.partition import chunk_elements
-from shoal.swarm.protocol.messages import Part, PlanMember, RoundPlan
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan
 
 PEERS = [f"{chr(97 + index)}" * 16 for index in range(26)]
 

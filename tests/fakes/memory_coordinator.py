@@ -24,9 +24,6 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerModelAccepted,
     CoordinatorToPeerRun,
     CoordinatorToPeerView,
-    DeviceInfo,
-    Message,
-    PeerAddress,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorGetRun,
     PeerToCoordinatorGetVerdicts,
@@ -37,9 +34,9 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
     PeerToCoordinatorShowVerdict,
-    RosterEntry,
 )
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import DeviceInfo, Message, PeerAddress, RosterEntry
 from shoal.swarm.sample_ranges import to_wire
 
 _DEVICE = DeviceInfo(kind="cpu", name="fake", memory_bytes=0)

@@ -14,7 +14,8 @@ from tests.fakes.processes import ProcessLoop, context_of, current_process
 
 from shoal.swarm.errors import LinkError, NotAdmitted, Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
-from shoal.swarm.protocol.messages import Blob, Message, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.protocol.wire import MAX_REQUEST_BYTES, Envelope, decode, encode
 from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel

@@ -9,7 +9,8 @@ from tests.fakes.memory_coordinator import MemoryCoordinator
 
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import MESSAGES, Message
+from shoal.swarm.protocol.messages import MESSAGES
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.transport.control import Channel
 from shoal.swarm.transport.node import Node
 

@@ -9,7 +9,7 @@ from tests.fakes.memory_coordinator import identity
 from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.results import ResultStore, chunks_of, part_digest
-from shoal.swarm.protocol.messages import RoundPlan, Verdict
+from shoal.swarm.protocol.rounds import RoundPlan, Verdict
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
 COORDINATOR = identity(1_000_000)

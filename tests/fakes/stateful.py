@@ -19,7 +19,7 @@ from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcome import Committed, Outcome
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 
 
 class StatefulMember(SimMember):

@@ -22,13 +22,12 @@ from shoal.swarm.errors import LinkError, NotAdmitted
 from shoal.swarm.protocol.messages import (
     CoordinatorToPeerLease,
     CoordinatorToPeerModelAccepted,
-    KeptState,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
-    RunView,
-    TensorSpec,
 )
+from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.types import KeptState, TensorSpec
 from shoal.swarm.sample_ranges import Ranges, count, merge, to_wire
 from shoal.swarm.transport.node import ScopedEndpoint
 

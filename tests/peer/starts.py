@@ -19,8 +19,8 @@ from shoal.peer.options import StartFrom
 from shoal.peer.state_transfer.start import RunStart, StartFiles
 from shoal.peer.training.anchor import State
 from shoal.peer.training.layers import Layered
-from shoal.swarm.protocol.messages import TensorSpec
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.types import TensorSpec
 
 SETTINGS = "".join(f"{key} = {str(value).lower()}\n" for key, value in GPT.items())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.peer.history.catch_up import path, roll_forward
 from shoal.swarm.errors import LinkError
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 
 ELEMENTS = 3 * 4096 + 17
 SAMPLES = 10

@@ -10,7 +10,7 @@ from shoal.peer.history.chain import Origin, check_chain, pack_head, pack_histor
 from shoal.peer.history.history_file import HistoryFile
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 
 HOST = Identity.generate()
 KEY = HOST.public_key

@@ -12,7 +12,9 @@ from tests.fakes.virtual_clock import run_virtual, until
 from shoal.peer.history.chain import unpack_history
 from shoal.peer.history.history_sync import HistorySync
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.protocol.messages import Message, PeerToCoordinatorGetVerdicts, Verdict
+from shoal.swarm.protocol.messages import PeerToCoordinatorGetVerdicts
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import Message
 
 ELEMENTS = 4096
 

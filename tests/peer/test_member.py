@@ -18,13 +18,9 @@ from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.anchor import State
 from shoal.swarm.averaging.outcome import Outcome, RoundOffer
 from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
-from shoal.swarm.protocol.messages import (
-    Blob,
-    PeerToCoordinatorDescribeModel,
-    PeerToCoordinatorJoinRun,
-    RunView,
-    TensorSpec,
-)
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun
+from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.types import Blob, TensorSpec
 from shoal.swarm.transport.link import Meter
 
 ELEMENTS = 4096

@@ -10,7 +10,7 @@ from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer.state_transfer.acquire import LocalCandidates, agree_on_state
 from shoal.peer.training.anchor import State
-from shoal.swarm.protocol.messages import MAX_KEPT, KeptState
+from shoal.swarm.protocol.types import MAX_KEPT, KeptState
 
 
 def state(version: int, value: float = 0.0) -> State:

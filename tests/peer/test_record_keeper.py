@@ -21,7 +21,8 @@ from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import Owner, RoundRecords
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable
-from shoal.swarm.protocol.messages import Blob, Verdict
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import Blob
 
 ELEMENTS = 5 * 64 + 7
 CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])

@@ -24,8 +24,9 @@ from shoal.peer.training.divergence import TRIES
 from shoal.peer.training.outer_optimizer import make_outer
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed, Outcome, Resync, RoundOffer
 from shoal.swarm.errors import Diverged, NotAdmitted
-from shoal.swarm.protocol.messages import DivergenceWord, KeptState, Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import DivergenceWord, KeptState
 
 MEAN = torch.tensor([0.5, -0.25, 0.125, 1.0])
 TOKENS = 10

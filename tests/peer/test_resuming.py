@@ -25,7 +25,7 @@ from shoal.peer.training.anchor import State
 from shoal.peer.training.data import DataAbout
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed
 from shoal.swarm.errors import RecipeError, StorageError
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import genesis
 

@@ -4,7 +4,8 @@ import pytest
 from tests.swarm.coordinator.world import World, run_file
 
 from shoal.peer.member.round_deadline import is_due, least_s
-from shoal.swarm.protocol.messages import Phase, RunView
+from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.types import Phase
 
 
 def view(round_number: int, phase: Phase) -> RunView:

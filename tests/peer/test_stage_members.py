@@ -28,7 +28,8 @@ from shoal.peer.training.data import DataAbout
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import RunEnded, WireError
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import DeviceInfo, PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
+from shoal.swarm.protocol.types import DeviceInfo, TensorSpec
 
 STAGES, PEERS, ROUNDS, SAMPLES = 2, 2, 3, 4
 TOML = run_toml(PEERS * SAMPLES, algorithm="virtual_batch")

@@ -16,8 +16,8 @@ from shoal.peer.state_transfer.partial_state import Wanted
 from shoal.peer.state_transfer.start import RunStart, StartFiles, StartState
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import Busy, LinkError, ModelMismatch
-from shoal.swarm.protocol.messages import TensorSpec
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.transport.source import CountedSource
 
 LAYOUT = tuple(

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import Blob, PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import Blob, PeerAddress, RosterEntry
 from shoal.swarm.transport.node import Node
 
 HOST = "127.0.0.1"

@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
-from shoal.swarm.protocol.messages import (
-    MESSAGES,
-    Message,
-    PeerToCoordinatorShowCapability,
-    PipelineView,
-    RoundPlan,
-)
+from shoal.swarm.protocol.messages import MESSAGES, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.types import Message, PipelineView
 
 
 def _flat(metadata: typing.Iterable[Any]) -> list[Any]:

@@ -16,7 +16,8 @@ from tests.swarm.network import HOST, LONG_S, run, swarm, until
 
 from shoal.swarm.errors import Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
-from shoal.swarm.protocol.messages import Message, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.transport import inflow
 from shoal.swarm.transport.caller_guard import _caller
 from shoal.swarm.transport.control import Channel

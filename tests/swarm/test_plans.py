@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from tests.fakes.grids import plan_of
 
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 GRID = plan_of([1] * 6, [[0, 2, 4], [1, 3, 5]]).model_dump()
 FLAT = plan_of([1] * 3, [[0, 1, 2]]).model_dump()

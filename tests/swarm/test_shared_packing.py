@@ -7,14 +7,9 @@ import pytest
 from hypothesis import given, settings
 from tests.swarm.samples import records
 
-from shoal.swarm.protocol.messages import (
-    PROTOCOL_VERSION,
-    CoordinatorToPeerJoinAccepted,
-    CoordinatorToPeerView,
-    Message,
-    RunView,
-    Verdict,
-)
+from shoal.swarm.protocol.messages import PROTOCOL_VERSION, CoordinatorToPeerJoinAccepted, CoordinatorToPeerView
+from shoal.swarm.protocol.rounds import RunView, Verdict
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import Envelope, decode, encode
 
 

@@ -26,7 +26,8 @@ from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.coordinator.events import Fact, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.transport.data_plane import DataPlane
 
 _LOOK_S = 0.01

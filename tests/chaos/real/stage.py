@@ -28,7 +28,7 @@ from tests.integration.harness import (
 )
 
 from shoal.swarm.coordinator.events import RoundPlanned, VerdictGiven
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.run_file import load_run_file
 
 PATIENCE_S = 2.0

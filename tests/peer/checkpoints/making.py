@@ -16,8 +16,9 @@ from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import TensorSpec, Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
 RUN_TOML = "[run]\nname = 'reef'\n[recipe]\nname = 'own'\n[round]\ntokens = 100\n"

@@ -17,8 +17,9 @@ from shoal.peer.member.memberships import scope_of
 from shoal.peer.offline.whole_model import StageState
 from shoal.peer.training.anchor import State
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import Part, PlanMember, RoundPlan, TensorSpec, Verdict
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import TensorSpec
 from shoal.swarm.protocol.verdict_chain import genesis, tied_together
 
 TOML = """

@@ -27,7 +27,7 @@ from shoal.peer.offline.export import export_model
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.types import TensorSpec
 
 KEY, NAME = bytes(range(32)), b"anchor"
 READER, STRANGER = Identity.generate(), Identity.generate()

@@ -14,7 +14,7 @@ from tests.swarm.coordinator.world import SIGNER
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from shoal.peer.checkpoints.manifest import Manifest, read_manifest
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.types import TensorSpec
 
 TINY = (TensorSpec(name="w", shape=(3,), dtype="float32"),)
 

@@ -17,7 +17,7 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.swarm.errors import StateFileError, StorageError
-from shoal.swarm.protocol.messages import TensorSpec
+from shoal.swarm.protocol.types import TensorSpec
 
 OWN = {"steps": 3, "residual": torch.ones(7)}
 

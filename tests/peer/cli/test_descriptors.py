@@ -4,7 +4,7 @@ import pytest
 
 from shoal.peer.cli.host import HOST_DESCRIPTORS, warn_descriptors
 from shoal.peer.cli.main import allow_descriptors
-from shoal.swarm.protocol.messages import MAX_MEMBERS
+from shoal.swarm.protocol.types import MAX_MEMBERS
 
 UNLIMITED = resource.RLIM_INFINITY
 

@@ -18,7 +18,7 @@ from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
 from shoal.peer.training import device as capability
 from shoal.swarm.errors import DeviceError, RecipeError, RunFileError
 from shoal.swarm.pipeline.planner.model import LayerCost
-from shoal.swarm.protocol.messages import DeviceInfo
+from shoal.swarm.protocol.types import DeviceInfo
 
 RUN = """
 algorithm = "virtual_batch"

@@ -21,7 +21,8 @@ from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import MAX_MEMBERS, PlanMember, Verdict
+from shoal.swarm.protocol.rounds import PlanMember, Verdict
+from shoal.swarm.protocol.types import MAX_MEMBERS
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
 ORIGIN = Origin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))

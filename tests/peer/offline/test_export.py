@@ -34,7 +34,7 @@ from shoal.peer.offline.whole_model import write_whole
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import StateFileError, StorageError, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 
 NAMES = [spec.name for layout in LAYOUTS for spec in layout]
 

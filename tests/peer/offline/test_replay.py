@@ -26,7 +26,8 @@ from shoal.peer.training.anchor import State
 from shoal.peer.training.outer_optimizer import Nesterov
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import TensorSpec, Verdict
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import TensorSpec
 
 ELEMENTS = 2 * 4096 + 17
 SAMPLES = 10

@@ -20,7 +20,7 @@ from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.messages import Part, PlanMember, RoundPlan, Verdict
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.verdict_chain import genesis
 
 ORIGIN = Origin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))

@@ -14,7 +14,7 @@ from shoal.peer.checkpoints.manifest import StageAbout, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.offline.whole_model import KeptStage
 from shoal.swarm.errors import StateFileError
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerLease,
-    Message,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
 )
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.sample_ranges import Ranges, from_wire, to_wire
 
 

@@ -39,11 +39,11 @@ from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerLease,
-    Message,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
 )
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.sample_ranges import Ranges, from_wire, merge, overlap, subtract, to_wire
 
 BOUNDARIES = (0, 2, 4, 6)

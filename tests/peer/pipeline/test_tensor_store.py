@@ -15,7 +15,8 @@ from shoal.peer.pipeline.tensor_io import ComputedTensor, Staging, TensorHeader
 from shoal.peer.pipeline.tensor_store import CHUNK_BYTES, Parcel, TensorStore, wire_form
 from shoal.swarm.errors import LinkError, WireError
 from shoal.swarm.pipeline.engine.effects import Fetch, MicroBatch, TensorKind
-from shoal.swarm.protocol.messages import Blob, PeerToPeerOfferTensor
+from shoal.swarm.protocol.messages import PeerToPeerOfferTensor
+from shoal.swarm.protocol.types import Blob
 
 MICRO_BATCH = MicroBatch(3, 8, 12)
 JOB, THEIRS = 7, 99

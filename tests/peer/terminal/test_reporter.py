@@ -30,25 +30,21 @@ from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.errors import StorageError, Unreachable
-from shoal.swarm.protocol.messages import (
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus, PeerToCoordinatorDescribeModel
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
+from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import (
     Capability,
     Certificate,
-    CoordinatorToPeerStatus,
     Coverage,
     DeviceInfo,
     LayerSize,
     MemberStatus,
-    Part,
     PeerAddress,
-    PeerToCoordinatorDescribeModel,
-    PlanMember,
     RosterEntry,
-    RoundPlan,
     SampleRange,
     TensorSpec,
-    Verdict,
 )
-from shoal.swarm.protocol.run_file import parse_run_file
 
 PEERS = ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")
 DEVICE = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30)

@@ -13,7 +13,8 @@ from shoal.peer.terminal.events import sentence
 from shoal.peer.terminal.reporter import status_json, status_table
 from shoal.peer.terminal.snapshot import Flow, HeldStages, held_stages, with_stages
 from shoal.peer.terminal.views import empty_text, flow_text, held_text, session_panel, stages_drawing, status_line
-from shoal.swarm.protocol.messages import CoordinatorToPeerStatus, PipelineView, Span, StageStatus
+from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
+from shoal.swarm.protocol.types import PipelineView, Span, StageStatus
 
 WAITS = "waits for a peer that can hold it: nobody can hold stage 2, \x1b[2Jwhich takes 3,200.0 MB"
 STAGES = (

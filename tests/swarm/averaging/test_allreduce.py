@@ -20,7 +20,8 @@ from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.coordinator.partition import chunk_elements, split
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, LinkError, StorageError
-from shoal.swarm.protocol.messages import Blob, Part, PlanMember, RoundPlan
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan
+from shoal.swarm.protocol.types import Blob
 
 DEADLINES = Deadlines(PATIENCE_S)
 ELEMENTS = 5 * 4096 + 123

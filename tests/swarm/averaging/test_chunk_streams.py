@@ -10,7 +10,7 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 
 from shoal.swarm.averaging.chunk_streams import Chunks, DeliveryMeter, MemberMeters, StreamMeter, receive_chunks
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.protocol.messages import MAX_DELIVERIES, Blob, Delivery
+from shoal.swarm.protocol.types import MAX_DELIVERIES, Blob, Delivery
 
 MIB = 2**20
 BROUGHT, MADE = Blob(kind="contribution", number=1), Blob(kind="result", number=1)

@@ -22,7 +22,7 @@ from shoal.swarm.averaging.allreduce import ExchangeResult
 from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.result_fetch import ensure_part
 from shoal.swarm.deadlines import Deadlines
-from shoal.swarm.protocol.messages import Part, RoundPlan
+from shoal.swarm.protocol.rounds import Part, RoundPlan
 
 SQUARE = [[0, 5, 10, 15], [1, 4, 11, 14], [2, 7, 8, 13], [3, 6, 9, 12]]
 UNEVEN = [[0, 3, 6], [1, 4], [2, 5]]

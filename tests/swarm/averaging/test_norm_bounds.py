@@ -29,7 +29,7 @@ from shoal.swarm.averaging.result_fetch import adopt_agreed, ensure_part
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import AboveBound
-from shoal.swarm.protocol.messages import RoundPlan
+from shoal.swarm.protocol.rounds import RoundPlan
 
 ELEMENTS = 6 * 4096 + 17
 WEIGHTS = [4, 1, 3, 2]

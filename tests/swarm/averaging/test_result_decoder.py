@@ -10,7 +10,7 @@ from tests.fakes.rounds import results_of, verdict_on
 from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.results import ResultDecoder, ResultStore, chunks_of
 from shoal.swarm.errors import WireError
-from shoal.swarm.protocol.messages import MAX_MEMBERS
+from shoal.swarm.protocol.types import MAX_MEMBERS
 from shoal.swarm.transport.link import MAX_CHUNK_BYTES
 
 ELEMENTS = 5 * 64 + 7

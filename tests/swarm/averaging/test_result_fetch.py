@@ -11,7 +11,7 @@ from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.result_fetch import fetch_committed
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import LinkError
-from shoal.swarm.protocol.messages import Blob
+from shoal.swarm.protocol.types import Blob
 
 ELEMENTS = 5 * 64 + 7
 CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])

@@ -17,7 +17,8 @@ from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.averaging.straggler_guard import StragglerDetector, StragglerGuard
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import MemberGone, Unreachable
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.rounds import RoundPlan
 
 DEADLINES = Deadlines(PATIENCE_S)
 FAST_BPS = 1e6

@@ -10,7 +10,9 @@ from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.swarm.errors import NotAdmitted, TryLater
-from shoal.swarm.protocol.messages import CoordinatorToPeerView, Message, RosterDelta, RunView
+from shoal.swarm.protocol.messages import CoordinatorToPeerView
+from shoal.swarm.protocol.rounds import RunView
+from shoal.swarm.protocol.types import Message, RosterDelta
 
 ELEMENTS = 4096
 

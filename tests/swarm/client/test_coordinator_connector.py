@@ -20,7 +20,8 @@ from shoal.swarm.coordinator.events import Fact, RoundPlanned, VerdictGiven
 from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WrongKey
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.invite import Invite
-from shoal.swarm.protocol.messages import Message, PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
+from shoal.swarm.protocol.types import Message
 
 ELEMENTS = 4096
 FEW_S = 5.0

@@ -28,20 +28,16 @@ from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
 from shoal.swarm.protocol.messages import (
-    Capability,
-    Headway,
-    KeptState,
-    LayerSize,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorDrive,
     PeerToCoordinatorRelease,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorShowCapability,
-    RunView,
-    TensorSpec,
 )
+from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import Capability, Headway, KeptState, LayerSize, TensorSpec
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis, tied_together
 from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, subtract, to_wire
 

@@ -25,8 +25,9 @@ from shoal.swarm.coordinator.access import (
 )
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
 from shoal.swarm.errors import NotAdmitted, RunEnded, Superseded, TryLater
-from shoal.swarm.protocol.messages import Certificate, PeerToCoordinatorRequestLease, Role
+from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
 from shoal.swarm.protocol.run_file import AccessSection
+from shoal.swarm.protocol.types import Certificate, Role
 
 NEAR, FAR = "10.0.0.0/24", "10.0.1.0/24"
 

@@ -7,8 +7,10 @@ from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.grouping import Rules, lay_out
 from shoal.swarm.errors import WireError
-from shoal.swarm.protocol.messages import Delivery, PeerToCoordinatorRoundReport, PlanMember, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import make_format_map
+from shoal.swarm.protocol.types import Delivery
 
 
 def cut(plan: RoundPlan, *chunks: int) -> RoundPlan:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, run_file
 
-from shoal.swarm.protocol.messages import KeptState, SampleRange
+from shoal.swarm.protocol.types import KeptState, SampleRange
 from shoal.swarm.sample_ranges import count, subtract, to_wire
 
 NUMBERS = st.integers(0, 3)

@@ -6,7 +6,7 @@ from tests.swarm.coordinator.world import MODEL, SIGNER, TOKENS_PER_SAMPLE, Worl
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, coverage_of, epochs_covered
 from shoal.swarm.coordinator.run import PlainRun
-from shoal.swarm.protocol.messages import MAX_EPOCHS
+from shoal.swarm.protocol.types import MAX_EPOCHS
 from shoal.swarm.sample_ranges import covers
 
 

@@ -7,7 +7,7 @@ from tests.swarm.coordinator.world import INITIAL, Worker, World, run_file
 from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.divergence import Setback
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
-from shoal.swarm.protocol.messages import KeptState
+from shoal.swarm.protocol.types import KeptState
 
 
 def committed(world: World, rounds: int, members: int) -> None:

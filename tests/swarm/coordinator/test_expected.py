@@ -3,7 +3,8 @@
 import pytest
 from tests.swarm.coordinator.world import MODEL, World, run_file
 
-from shoal.swarm.protocol.messages import RoundPlan, TensorSpec
+from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.types import TensorSpec
 
 
 def closing(world: World, members: int = 4, bps: float = 0.0) -> RoundPlan | None:

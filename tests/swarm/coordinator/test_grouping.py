@@ -4,7 +4,9 @@ from tests.swarm.coordinator.world import CPU, INITIAL, entry, peer_name
 
 from shoal.swarm.coordinator.grouping import Rules, lay_out, plan_round
 from shoal.swarm.coordinator.membership import Member
-from shoal.swarm.protocol.messages import MAX_MEMBERS, MAX_STAND_INS, PeerToCoordinatorRoundReady, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
+from shoal.swarm.protocol.rounds import RoundPlan
+from shoal.swarm.protocol.types import MAX_MEMBERS, MAX_STAND_INS
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, _packb
 
 

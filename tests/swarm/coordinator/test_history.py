@@ -8,7 +8,9 @@ from tests.swarm.coordinator.world import CPU, World, entry, heartbeat, run_file
 from shoal.swarm.coordinator.admission import SentBytes
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.coordinator.journal import PAGE_BYTES, read_page
-from shoal.swarm.protocol.messages import MAX_VERDICTS, CoordinatorToPeerVerdicts, Verdict
+from shoal.swarm.protocol.messages import CoordinatorToPeerVerdicts
+from shoal.swarm.protocol.rounds import Verdict
+from shoal.swarm.protocol.types import MAX_VERDICTS
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, encode
 
 ABORTED = Verdict(

@@ -21,7 +21,7 @@ from shoal.swarm.coordinator.influence import (
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound
 from shoal.swarm.errors import WireError
-from shoal.swarm.protocol.messages import PlanMember, RoundPlan
+from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile
 
 PEER = "peeraaaaaaaaaaaa"

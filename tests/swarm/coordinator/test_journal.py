@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.journal import FACTS as FACTS_KIND
 from shoal.swarm.coordinator.journal import JOURNAL, VERDICTS, Journal, JournalFiles
 from shoal.swarm.coordinator.record_log import pack_file
 from shoal.swarm.errors import RunFileError, StorageError
-from shoal.swarm.protocol.messages import SampleRange
+from shoal.swarm.protocol.types import SampleRange
 
 
 def lost(number: int) -> MemberLost:

@@ -6,15 +6,8 @@ from tests.swarm.coordinator.world import World, entry, run_file
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.coordinator.round_scope import COUNTED_S, EXACT_MEMBERS, CachedSum
-from shoal.swarm.protocol.messages import (
-    CoordinatorToPeerView,
-    Part,
-    PeerToCoordinatorHeartbeat,
-    PlanMember,
-    RoundPlan,
-    RunView,
-    Verdict,
-)
+from shoal.swarm.protocol.messages import CoordinatorToPeerView, PeerToCoordinatorHeartbeat
+from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.wire import Envelope, encode
 
 _LETTERS = str.maketrans("0189", "ghij")

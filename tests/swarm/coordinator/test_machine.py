@@ -27,15 +27,10 @@ from shoal.swarm.errors import (
     TryLater,
     WireError,
 )
-from shoal.swarm.protocol.messages import (
-    MAX_MEMBERS,
-    MAX_TROUBLE,
-    PeerToCoordinatorRequestLease,
-    RoundPlan,
-    SampleRange,
-    TensorSpec,
-)
+from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease
+from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.protocol.run_file import AccessSection
+from shoal.swarm.protocol.types import MAX_MEMBERS, MAX_TROUBLE, SampleRange, TensorSpec
 
 
 def until(world: World, phase: str, members: int = 2, within_s: float = 60.0) -> None:

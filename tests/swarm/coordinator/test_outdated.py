@@ -15,7 +15,7 @@ from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import chain_hash, signed_bytes
 
 FACTS = facts_in(len(story()))

@@ -7,8 +7,9 @@ from tests.swarm.coordinator.world import CPU, MODEL, SIGNER, entry, heartbeat, 
 
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import CorpusError, ModelMismatch
-from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.pins import PinsSection, layout_digest
+from shoal.swarm.protocol.types import TensorSpec
 
 RIGHT, FORGED = b"r" * 32, b"f" * 32
 PINS = PinsSection(

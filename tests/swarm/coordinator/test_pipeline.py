@@ -26,7 +26,8 @@ from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.placement import planner_of
 from shoal.swarm.coordinator.stage_scope import Batch, Drives
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
-from shoal.swarm.protocol.messages import Capability, LayerSize, PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.messages import PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.types import Capability, LayerSize
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, tied_together
 from shoal.swarm.sample_ranges import Ranges, to_wire
 

@@ -6,7 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.swarm.coordinator.pipeline_world import MICRO, STAGES, WHOLE, Peer, PipelineWorld, run_file
 from tests.swarm.coordinator.world import CPU, entry
 
-from shoal.swarm.protocol.messages import PeerToCoordinatorClaim, SampleRange
+from shoal.swarm.protocol.messages import PeerToCoordinatorClaim
+from shoal.swarm.protocol.types import SampleRange
 
 NUMBERS = st.integers(0, 5)
 STAGE = st.integers(0, STAGES - 1)

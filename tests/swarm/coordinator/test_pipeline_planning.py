@@ -7,7 +7,8 @@ from tests.swarm.coordinator.world import heartbeat
 from shoal.swarm.coordinator.placement import Question
 from shoal.swarm.pipeline.planner.model import Infeasible, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
-from shoal.swarm.protocol.messages import Capability, Headway, PeerToCoordinatorShowCapability, PipelineView
+from shoal.swarm.protocol.messages import PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.types import Capability, Headway, PipelineView
 
 
 def asked(world: PipelineWorld) -> Question:

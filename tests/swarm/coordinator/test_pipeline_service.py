@@ -24,8 +24,6 @@ from shoal.swarm.pipeline.planner.model import Infeasible, StagePlan
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.messages import (
     Acknowledged,
-    Capability,
-    ClaimedAddress,
     CoordinatorToPeerClaimed,
     CoordinatorToPeerJoinAccepted,
     CoordinatorToPeerLease,
@@ -33,8 +31,6 @@ from shoal.swarm.protocol.messages import (
     CoordinatorToPeerStatus,
     CoordinatorToPeerVerdicts,
     CoordinatorToPeerView,
-    LayerSize,
-    Message,
     PeerToCoordinatorClaim,
     PeerToCoordinatorDrive,
     PeerToCoordinatorGetStatus,
@@ -44,10 +40,10 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorShowCapability,
     PeerToCoordinatorShowVerdict,
-    RunView,
-    SampleRange,
 )
+from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.types import Capability, ClaimedAddress, LayerSize, Message, SampleRange
 from shoal.swarm.protocol.verdict_chain import chain_hash, check_verdict, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire
 from shoal.swarm.transport.control import Channel

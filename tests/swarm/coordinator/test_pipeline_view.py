@@ -5,7 +5,7 @@ from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, Pipeli
 
 from shoal.swarm.coordinator.placement import PipelineViews
 from shoal.swarm.pipeline.planner.model import StagePlan
-from shoal.swarm.protocol.messages import Capability, PipelineView, Span
+from shoal.swarm.protocol.types import Capability, PipelineView, Span
 
 PLAN = StagePlan((0, 2, 4, 6), {"b" * 16: (0, 0), "a" * 16: (1, 2)})
 MEMORY_BYTES = 10**9

@@ -7,7 +7,7 @@ from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.errors import StorageError
-from shoal.swarm.protocol.messages import KeptState
+from shoal.swarm.protocol.types import KeptState
 from shoal.swarm.sample_ranges import count, merge
 
 RETURN_S = 12.0

@@ -8,7 +8,7 @@ from tests.swarm.coordinator.world import CPU, entry
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
 from shoal.swarm.coordinator.membership import _LOGGED_CHANGES, Membership
-from shoal.swarm.protocol.messages import RosterEntry
+from shoal.swarm.protocol.types import RosterEntry
 
 
 class Reader:

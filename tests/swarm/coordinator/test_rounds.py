@@ -9,7 +9,8 @@ from shoal.swarm.coordinator.membership import RECORD_ROUNDS as R
 from shoal.swarm.coordinator.membership import Member, Membership, weightiest
 from shoal.swarm.coordinator.round_rules import Goal, Work, closing_moment, judge, weighted_mean
 from shoal.swarm.deadlines import Deadlines, Delays
-from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, RoundPlan
+from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
+from shoal.swarm.protocol.rounds import RoundPlan
 
 DEADLINES = Deadlines(30.0)
 """Heartbeats every 5 s, closings announced 10 s ahead."""

@@ -14,7 +14,11 @@ from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.service import CoordinatorService, _host_of
 from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import CoordinatorToPeerLease, PeerToCoordinatorLeave, PeerToCoordinatorRequestLease
+from shoal.swarm.protocol.messages import (
+    CoordinatorToPeerLease,
+    PeerToCoordinatorLeave,
+    PeerToCoordinatorRequestLease,
+)
 from shoal.swarm.protocol.run_file import parse_run_file
 
 TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[round]\ntokens = 100000\n'

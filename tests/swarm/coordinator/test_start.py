@@ -9,9 +9,10 @@ from shoal.swarm.coordinator import events as f
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.errors import ModelMismatch
-from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.run_file import PipelineSection, RunFile
 from shoal.swarm.protocol.start_section import StartSection, StartTensor
+from shoal.swarm.protocol.types import TensorSpec
 
 OTHER = TensorSpec(name="other", shape=(4,), dtype="float32")
 RIGHT, FORGED = "right", "forged"

@@ -22,7 +22,8 @@ from shoal.swarm.coordinator.trust import (
     outvotes,
     owners,
 )
-from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease, PeerToCoordinatorRoundReport, Verdict
+from shoal.swarm.protocol.messages import PeerToCoordinatorRequestLease, PeerToCoordinatorRoundReport
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
 from shoal.swarm.sample_ranges import count
 

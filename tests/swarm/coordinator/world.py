@@ -15,23 +15,15 @@ from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.messages import (
-    Certificate,
-    DeviceInfo,
-    KeptState,
-    PeerAddress,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorHeartbeat,
     PeerToCoordinatorRequestLease,
     PeerToCoordinatorRoundReady,
     PeerToCoordinatorRoundReport,
-    Role,
-    RosterEntry,
-    RoundPlan,
-    RunView,
-    TensorSpec,
-    Verdict,
 )
+from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
+from shoal.swarm.protocol.types import Certificate, DeviceInfo, KeptState, PeerAddress, Role, RosterEntry, TensorSpec
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, subtract, to_wire
 

@@ -6,9 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from shoal.swarm.errors import CorpusError, ModelMismatch, RunFileError
-from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, TensorSpec
+from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.pins import PinnedLayer, PinsSection, layout_digest
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import TensorSpec
 
 LAYOUT = tuple(TensorSpec(name=name, shape=(3, 4), dtype="float32") for name in "abcd")
 CORPUS = b"\1" * 32

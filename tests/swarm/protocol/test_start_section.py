@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from shoal.swarm.errors import RunFileError
-from shoal.swarm.protocol.messages import TensorSpec
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.start_section import StartSection, StartTensor, tensor_hash
+from shoal.swarm.protocol.types import TensorSpec
 
 LEAST = "[run]\nname = 't'\n[recipe]\nname = 'own'\n[round]\ntokens = 100\n"
 START = (

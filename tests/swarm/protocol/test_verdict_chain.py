@@ -6,7 +6,7 @@ from tests.swarm.samples import records
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.messages import Verdict
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import chain_hash, check_verdict, genesis, signed_bytes
 
 SIGNER = Identity.generate()

@@ -11,19 +11,15 @@ from tests.swarm.samples import messages, records
 from shoal.swarm.errors import ProtocolMismatch, WireError
 from shoal.swarm.protocol import wire
 from shoal.swarm.protocol.messages import (
-    MAX_STAGES,
-    MAX_TENSORS,
     MESSAGES,
     PROTOCOL_VERSION,
-    Blob,
-    Message,
     PeerToCoordinatorDescribeModel,
     PeerToCoordinatorLeave,
     PeerToPeerOpenStream,
     PeerToPeerPing,
     RequestFailed,
-    TensorSpec,
 )
+from shoal.swarm.protocol.types import MAX_STAGES, MAX_TENSORS, Blob, Message, TensorSpec
 from shoal.swarm.protocol.wire import (
     MAX_FRAME_BYTES,
     MAX_LAYOUT_BYTES,

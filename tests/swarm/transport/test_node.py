@@ -37,14 +37,13 @@ from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import (
     PROTOCOL_VERSION,
     Acknowledged,
-    Blob,
-    Message,
     PeerToPeerCloseStream,
     PeerToPeerOpenLink,
     PeerToPeerOpenStream,
     PeerToPeerPing,
     PeerToPeerPong,
 )
+from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.transport import control, io_thread
 from shoal.swarm.transport.frame_crypto import CREDIT as CREDIT_FRAME

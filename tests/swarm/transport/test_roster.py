@@ -2,7 +2,7 @@
 
 from tests.fakes.memory_coordinator import curve_keys, identity
 
-from shoal.swarm.protocol.messages import PeerAddress, Role, RosterEntry
+from shoal.swarm.protocol.types import PeerAddress, Role, RosterEntry
 from shoal.swarm.transport.roster import Rosters
 
 

@@ -10,7 +10,8 @@ from tests.swarm.network import HOST, LONG_S, STATE, Member, Sink, Source, fetch
 from tests.swarm.transport.test_node import run
 
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, WireError
-from shoal.swarm.protocol.messages import Acknowledged, Blob, Message, PeerToPeerPing, PeerToPeerPong, RequestFailed
+from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerPing, PeerToPeerPong, RequestFailed
+from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.transport import control
 from shoal.swarm.transport.frame_crypto import HEADER_BYTES, TAG_BYTES
 from shoal.swarm.transport.link import PREFIX_BYTES, Connection, Frame, Link

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tests.swarm.network import LONG_S, STATE, Member, Sink, Source, fetch, run, swarm, until
 
 from shoal.swarm.errors import LinkError, WireError
-from shoal.swarm.protocol.messages import Message, PeerToPeerMemoryOpened, PeerToPeerOfferMemory
+from shoal.swarm.protocol.messages import PeerToPeerMemoryOpened, PeerToPeerOfferMemory
+from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.transport import data_plane as bulk
 from shoal.swarm.transport import shared_memory
