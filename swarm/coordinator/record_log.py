@@ -86,6 +86,7 @@ class RecordFile:
         self.check = NO_CHECK
         self.head: dict[str, Any] = {}
         self._descriptor = -1
+        self._file_bytes = 0
         self._damage: _Damage | None = None
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND if writable else os.O_RDONLY)
@@ -113,10 +114,13 @@ class RecordFile:
         self.size_bytes = len(title)
 
     def _scan(self) -> _Damage | None:
-        """Read on until the end, or the first damage."""
+        """Read on until the end, or the first damage.
+
+        The end is where the file ended when the scan began. A record that another process is appending just then is a
+        damaged end, although the file may have the whole of it, and more records, when the scan is over."""
         with open(self._descriptor, "rb", buffering=_BUFFER_BYTES, closefd=False) as file:
             file.seek(self.size_bytes)
-            total_bytes = os.fstat(self._descriptor).st_size
+            total_bytes = self._file_bytes = os.fstat(self._descriptor).st_size
             while self.size_bytes < total_bytes:
                 at, number = self.size_bytes, len(self.offsets)
                 header = file.read(_HEADER.size)
@@ -153,8 +157,7 @@ class RecordFile:
         return f"{self.path}: record {damage.number} at byte {damage.offset_bytes} is damaged ({damage.what})"
 
     def _from(self, damage: _Damage) -> bytes:
-        total_bytes = os.fstat(self._descriptor).st_size
-        return os.pread(self._descriptor, total_bytes - damage.offset_bytes, damage.offset_bytes)
+        return self.bytes_between(damage.offset_bytes, self._file_bytes)
 
     def read(self, number: int) -> bytes:
         """The payload of this record, checked again: disks forget."""
