@@ -69,18 +69,17 @@ def run_host(pipe: Connection, site: Site, folder: Path) -> None:
     """In a process of its own: sends the invite, then every verdict. Imports come after ``enter``."""
     enter(site.namespace)
     from shoal.peer.cli.host import Hosting, HostOptions, host
-    from shoal.swarm.coordinator.events import Fact, VerdictGiven
+    from shoal.peer.event_schema import Event
 
     def on_start(hosting: Hosting) -> None:
         pipe.send(str(hosting.invite))
 
-    def on_fact(fact: Fact) -> None:
-        if isinstance(fact, VerdictGiven):
-            verdict = fact.verdict
-            pipe.send((verdict.committed, verdict.tokens_total, fact.elapsed_s))
+    def on_event(event: Event) -> None:
+        if event["event"] in ("verdict", "went_back"):
+            pipe.send((event["committed"], event["tokens_total"], event["elapsed_s"]))
 
     options = HostOptions(folder / "host-identity", folder / "host", bind=(site.address, 0))
-    asyncio.run(host(folder / "run.toml", options, on_start, on_fact))
+    asyncio.run(host(folder / "run.toml", options, on_start, on_event))
 
 
 def run_peer(site: Site, invite: str, folder: Path, step_s: float) -> None:

@@ -293,6 +293,21 @@ def test_imports_go_from_peer_to_swarm_to_compression() -> None:
     complain(problems, "imports go one way, peer -> swarm -> compression:")
 
 
+HOSTS = {"shoal.peer.cli.host", "shoal.peer.cli.host_events"}
+"""The modules of a host, the only ones of peer/ that run a coordinator and read its journal."""
+
+
+def test_only_the_host_command_imports_the_coordinator() -> None:
+    problems = [
+        f"  {path.relative_to(ROOT)}:{line}: imports {name}"
+        for path, module, is_package in modules()
+        if module.startswith("shoal.peer") and module not in HOSTS
+        for line, name in imports(path.read_text(encoding="utf-8"), module, is_package)
+        if name.startswith("shoal.swarm.coordinator")
+    ]
+    complain(problems, "peers know the protocol and not the coordinator's insides:")
+
+
 def test_nothing_received_is_ever_run() -> None:
     problems = [
         f"  {path.relative_to(ROOT)}:{violation}"

@@ -9,14 +9,17 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.peer.cli.host_events import describe_fact
+from shoal.peer.event_schema import Event
 from shoal.peer.history.chain import Origin, pack_head
 from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import Fact
-from shoal.swarm.coordinator.journal import JOURNAL, Backup, Journal
+from shoal.swarm.coordinator.journal import JOURNAL, Backup, Journal, JournalFiles
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import (
     CorpusError,
@@ -34,6 +37,7 @@ from shoal.swarm.errors import (
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Address, Invite
 from shoal.swarm.protocol.pins import PinsSection
+from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, load_run_file
 from shoal.swarm.protocol.start_section import StartSection
 from shoal.swarm.protocol.types import MAX_MEMBERS
@@ -98,9 +102,17 @@ async def host(
     run_path: Path,
     options: HostOptions,
     on_start: Callable[[Hosting], None],
-    on_fact: Callable[[Fact], None],
+    on_event: Callable[[Event], None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …"""
+    """Serve until SIGINT or SIGTERM. Raises ``RunFileError``, ``Unreachable``, ``StorageError``, …
+
+    ``on_event``: called with every decision that people want to read, once it is journaled."""
+
+    def report(fact: Fact) -> None:
+        event = describe_fact(fact)
+        if event is not None:
+            on_event(event)
+
     text, run = load_run_file(run_path)
     state = options.state / run.run.name
     if options.start_from is not None:
@@ -141,13 +153,31 @@ async def host(
                 if backup is not None:
                     backup.keep(name, data)
             _write(state / RUN_FILE, text.encode())
-            service.observe(on_fact)
+            service.observe(report)
             machine = service.machine
             resumed = machine.round_number, machine.anchor_version
             on_start(Hosting(invite, run.hash, state, run.start, run.pins, *resumed))
             await service.wait(stop)
     finally:
         journal.close()
+
+
+# A host's folder ------------------------------------------------------------------------------------------------
+
+
+def is_host_folder(folder: Path) -> bool:
+    """Return whether a coordinator keeps its journal in the folder."""
+    return (folder / JOURNAL).exists()
+
+
+def hosted_verdicts(folder: Path, *, has_stages: bool) -> tuple[int, tuple[Verdict, ...]]:
+    """Read the verdicts in a host's folder, also while the host runs. Returns their scope, too: the run's, or in a
+    pipeline the last stage's, whose verdicts have the loss. Raises ``StorageError``."""
+    scope = 0
+    with closing(JournalFiles(folder, live=True)) as journal:
+        while has_stages and journal.verdicts(0, 1, scope + 1):
+            scope += 1
+        return scope, tuple(fact.verdict for fact in journal.verdicts(scope=scope or None))
 
 
 # The run file ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.text import Text
 from shoal.peer.checkpoints.encryption import ENVELOPE, opened
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.cli.host import ORIGIN_FILE
+from shoal.peer.cli.host import ORIGIN_FILE, hosted_verdicts, is_host_folder
 from shoal.peer.history.chain import ChainCheck, Kept, Origin, unpack_history
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.regular_file import read_regular
@@ -32,7 +31,6 @@ from shoal.peer.terminal.events import bytes_text, count_text, loss_text, printa
 from shoal.peer.terminal.views import jsonable, stopped_lines
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.client.observer import observe, observe_stages
-from shoal.swarm.coordinator.journal import JOURNAL, JournalFiles
 from shoal.swarm.errors import StateFileError, UserError
 from shoal.swarm.protocol.identity import Identity, peer_id
 from shoal.swarm.protocol.invite import Invite
@@ -77,7 +75,7 @@ def open_log(source: str, identity: Identity | None = None) -> Log:
         return _of_file(path)
     if any((path / name).exists() for name in (MANIFEST, ENVELOPE)):
         return _of_checkpoint(path, identity)
-    if (path / JOURNAL).exists():
+    if is_host_folder(path):
         return _of_host(path)
     found = sorted(path.glob(f"**/{HISTORY_FILE}"))
     if not found:
@@ -119,12 +117,7 @@ def _of_file(path: Path) -> Log:
 
 def _of_host(folder: Path) -> Log:
     origin = _unpack(folder / ORIGIN_FILE).origin
-    scope = 0
-    with closing(JournalFiles(folder, live=True)) as journal:
-        if parse_run_file(origin.run_toml).pipeline is not None:
-            while journal.verdicts(0, 1, scope + 1):
-                scope += 1
-        verdicts = tuple(fact.verdict for fact in journal.verdicts(scope=scope or None))
+    scope, verdicts = hosted_verdicts(folder, has_stages=parse_run_file(origin.run_toml).pipeline is not None)
     return _log(origin.model_copy(update={"scope": scope}), verdicts)
 
 

@@ -24,7 +24,7 @@ from shoal.swarm.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.peer.cli.host import Hosting
-    from shoal.swarm.coordinator.events import Fact
+    from shoal.peer.event_schema import Event
     from shoal.swarm.protocol.types import Role
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def host_command(
 ) -> None:
     """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
     from shoal.peer.cli.host import HostOptions, host, say_pins, warn_descriptors
-    from shoal.peer.terminal.events import describe_fact, plain_line
+    from shoal.peer.terminal.events import plain_line
     from shoal.peer.terminal.reporter import Reporter, setup_logging
     from shoal.swarm.protocol.invite import parse_address, parse_addresses
 
@@ -125,13 +125,11 @@ def host_command(
 
     with Reporter(console, log_json) as reporter:
 
-        def on_fact(fact: Fact) -> None:
-            event = describe_fact(fact)
-            if event is not None:
-                reporter.record(event)
-                console.print(plain_line(event), markup=False, highlight=False, soft_wrap=True)
+        def on_event(event: Event) -> None:
+            reporter.record(event)
+            console.print(plain_line(event), markup=False, highlight=False, soft_wrap=True)
 
-        asyncio.run(host(run, options, on_start, on_fact))
+        asyncio.run(host(run, options, on_start, on_event))
 
 
 @app.command("prepare")

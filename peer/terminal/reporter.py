@@ -16,7 +16,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from shoal.peer.event_schema import Event
-from shoal.peer.terminal.events import describe_fact, plain_line
+from shoal.peer.terminal.events import plain_line
 from shoal.peer.terminal.snapshot import Snapshot, Watched
 from shoal.peer.terminal.views import session_panel, status_json, status_line, status_table
 from shoal.swarm.errors import ShoalError, StorageError
@@ -192,7 +192,6 @@ class Reporter:
 __all__ = [
     "JsonLines",
     "Reporter",
-    "describe_fact",
     "plain_line",
     "setup_logging",
     "status_json",
