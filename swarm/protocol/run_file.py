@@ -514,7 +514,7 @@ class PipelineSection(_Section):
     @property
     def in_flight(self) -> int:
         """Micro-batches that may wait at a peer. For ``auto`` two for each stage of a chain, one at work and one on its
-        way, and some more, as replicas of a stage do not take turns exactly (docs/decisions.md)."""
+        way, and some more, as replicas of a stage do not take turns exactly (docs/decisions/028-micro-batches.md)."""
         if self.max_in_flight != "auto":
             return self.max_in_flight
         stages = _USUAL_STAGES if self.stages == "auto" else self.stages

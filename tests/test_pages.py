@@ -1,0 +1,70 @@
+"""What README and docs/ name exists: linked pages and headings, files, and the functions of the hop tables."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    path
+    for room in ("compression", "swarm", "peer", "tests", "benchmarks", "examples", "docs")
+    for path in (ROOT / room).rglob("*.py")
+)
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HOP_TABLES = ("The way of a contribution", "The way of a report to the verdict")
+
+named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@named
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+@named
+def test_named_source_files_exist(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # it tells of files that are gone
+    known = {f"/{path.relative_to(ROOT)}" for path in SOURCES}
+    for name in re.findall(r"`([\w/.]+\.py)`", page.read_text(encoding="utf-8")):
+        assert any(path.endswith(f"/{name}") for path in known), name
+
+
+def functions_in(path: Path) -> set[str]:
+    """Functions of a module, and methods as ``Class.method``."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        members = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        found |= {prefix + one.name for one in members if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("title", HOP_TABLES)
+def test_functions_of_the_hop_tables_exist(title: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    assert len(rows) >= 10
+    for row in rows:
+        hop = re.match(r"\| `([\w/]+\.py)` `([\w.]+)` \| ", row)
+        assert hop is not None, f"not a file and a function: {row}"
+        assert hop[2] in functions_in(ROOT / hop[1]), row
