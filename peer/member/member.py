@@ -18,9 +18,9 @@ from shoal.peer.history.catch_up import MissedRounds, Steps
 from shoal.peer.history.history_sync import HistorySync, fetch_verdicts
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import Owner, RoundRecords
-from shoal.peer.state_transfer.acquire import CatchUp, Downloads, LocalCandidates, agree_on_state
-from shoal.peer.state_transfer.chunk_format import form_named
-from shoal.peer.state_transfer.donor import DonorState
+from shoal.peer.state_transfer.acquire import CatchUp, CurrentDownload, LocalCandidates, acquire_state
+from shoal.peer.state_transfer.chunk_format import format_of
+from shoal.peer.state_transfer.donor import StateDonor
 from shoal.peer.state_transfer.download import Report
 from shoal.peer.state_transfer.start import RunStart, StartState
 from shoal.peer.training.anchor import State
@@ -115,9 +115,9 @@ class Member:
         self._stage = stage
         self._background: list[asyncio.Task[None]] = []
         self._beat_now = asyncio.Event()
-        self._form = form_named(client.run_file.checkpoints.transfer)
-        self._donor = DonorState(self.endpoint, client.deadlines.patience_s, self._form)
-        self._downloads: Downloads | None = None
+        self._format = format_of(client.run_file.checkpoints.transfer)
+        self._donor = StateDonor(self.endpoint, client.deadlines.patience_s, self._format)
+        self._download: CurrentDownload | None = None
         self._earlier: State | None = None
         self._kept: tuple[KeptState, ...] = ()
         self._diverged: KeptState | None = None
@@ -189,7 +189,7 @@ class Member:
     @property
     def activity(self) -> str:
         """Activity of this peer, in a word or two."""
-        done = self._downloads.done if self._downloads else None
+        done = self._download.share_done if self._download else None
         if done is not None:
             return f"{self.progress.activity} {done:.0%}"
         return (self._averager.activity if self._averager else "") or self.progress.activity
@@ -228,7 +228,7 @@ class Member:
 
     def _headway(self) -> Headway:
         """In the run how far this process is, in a stage how much of its state is here."""
-        one, done = self.progress, self._downloads.done if self._downloads else None
+        one, done = self.progress, self._download.share_done if self._download else None
         if self.client.scope:
             return Headway(prepared=1.0 if self.state else done or 0.0)
         return Headway(prepared=one.prepared, computed=one.computed, has_work=one.has_work)
@@ -266,13 +266,13 @@ class Member:
 
     def hold(self, state: State) -> None:
         """This is our state now: offer it to joiners and tell the coordinator."""
-        self._donor.hold(state)
+        self._donor.offer(state)
         self.state, self._earlier = state, None
         self._beat_now.set()
 
     async def agreed_state(
         self,
-        own: LocalCandidates,
+        candidates: LocalCandidates,
         shape: tuple[int, int],
         folder: Path | None,
         report: Report,
@@ -284,15 +284,14 @@ class Member:
 
         ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor;
         ``start``: what version 0 is, where the run starts from a checkpoint."""
-        own.earlier = self._earlier
+        candidates.earlier = self._earlier
         silent_s = self.client.deadlines.patience_s / 2
-        self._downloads = Downloads(self.endpoint, self._others, silent_s, folder, report, self._form)
-        self._downloads.start = start
+        self._download = CurrentDownload(self.endpoint, self._others, silent_s, folder, report, self._format, start)
         try:
-            return await self._guarded(agree_on_state(self, own, shape, self._downloads, catch_up))
+            return await self._guarded(acquire_state(self, candidates, shape, self._download, catch_up))
         finally:
-            self._downloads.close()
-            self._downloads = None
+            self._download.close()
+            self._download = None
 
     def let_go(self) -> None:
         """Hold no state any more: the one held is not the run's."""

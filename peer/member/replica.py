@@ -152,7 +152,7 @@ class Replica:
         self._network = network
         self._member = member
         self._missed: MissedRounds = self._member.missed_rounds(self._steps)
-        self._start = member.start.of(self.vector.layout) if member.start is not None else None
+        self._start = member.start.state_of(self.vector.layout) if member.start is not None else None
         self._emit = emit
         self._exchange: _Exchange | None = None
         self._is_other_start_said = False
@@ -252,7 +252,7 @@ class Replica:
         self._emit("diverged", anchor_version=bad.anchor_version, digest=bad.digest.hex())
         self._member.progress.activity = "diverged"
         own = self._candidates(is_first=False)
-        word = self._network.call(self._member.await_word(bad, own.tell), interruptible=True)
+        word = self._network.call(self._member.await_word(bad, own.kept_states), interruptible=True)
         if word != "go on":
             raise self._divergence.error(word)
         self._divergence.counted()

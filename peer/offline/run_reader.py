@@ -17,9 +17,9 @@ from torch import Tensor
 from shoal.peer.recipes import Recipe, layered_recipe, load_recipe
 from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.state_transfer.bfloat16_anchor import fetch_rounded_anchor
-from shoal.peer.state_transfer.chunk_format import form_named
-from shoal.peer.state_transfer.download import StateFetch
-from shoal.peer.state_transfer.partial_state import PartialState, Wanted
+from shoal.peer.state_transfer.chunk_format import format_of
+from shoal.peer.state_transfer.download import StateDownload
+from shoal.peer.state_transfer.partial_state import PartialState, WantedState
 from shoal.peer.state_transfer.start import RunStart
 from shoal.peer.training.anchor import State
 from shoal.peer.training.outer_optimizer import outer_of
@@ -70,7 +70,7 @@ class Share:
         """That of the view. Raises ``LinkError``."""
         if self._is_start(view):
             assert self.start is not None
-            return await self.start.of(self.layout).fetch()
+            return await self.start.state_of(self.layout).fetch()
         return (await self._fetch(view, only_anchor=False)).whole()
 
     def _is_start(self, view: RunView) -> bool:
@@ -79,11 +79,10 @@ class Share:
 
     async def _fetch(self, view: RunView, *, only_anchor: bool) -> PartialState:
         assert view.state_digest is not None
-        wanted = Wanted(view.anchor_version, view.state_digest, (self.vectors, self.elements))
+        wanted = WantedState(view.anchor_version, view.state_digest, (self.vectors, self.elements))
         partial = PartialState(wanted, only_anchor=only_anchor)
-        form = form_named(self.client.run_file.checkpoints.transfer)
-        await StateFetch(self._endpoint, partial, self._donors, _FETCH_S, form=form).run()
-        return partial
+        chunk_format = format_of(self.client.run_file.checkpoints.transfer)
+        return await StateDownload(self._endpoint, partial, self._donors, _FETCH_S, chunk_format=chunk_format).run()
 
     def _donors(self) -> list[str]:
         return self.client.node.trainers(self.client.scope)

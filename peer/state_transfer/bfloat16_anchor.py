@@ -1,4 +1,6 @@
-"""Download of a run's anchor in bfloat16, for exports: half the bytes, vouched for by two donors, not the digest."""
+"""Download of a run's anchor in bfloat16, for exports: half the bytes, vouched for by two donors.
+
+The run's digest covers the float32 values only."""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from shoal.peer.state_transfer.chunk_format import BFLOAT16
 from shoal.peer.state_transfer.donor import rounded_digests_blob
-from shoal.peer.state_transfer.download import StateFetch
-from shoal.peer.state_transfer.partial_state import PartialState, Wanted
+from shoal.peer.state_transfer.download import StateDownload
+from shoal.peer.state_transfer.partial_state import PartialState, WantedState
 from shoal.peer.training.anchor import DIGEST_BYTES, chunks_in, state_digest
 from shoal.swarm.aio import task_scope
 from shoal.swarm.errors import LinkError, ShoalError, WireError
@@ -24,14 +26,15 @@ _ASKED = 8
 async def fetch_rounded_anchor(
     endpoint: Endpoint, donors: Sequence[str], version: int, elements: int, progress_s: float
 ) -> Tensor:
-    """(n,) float32, rounded to bfloat16. Its digests are those that two donors give alike; of a single donor, its own.
+    """Fetch the anchor of ``version``: (n,) float32, rounded to bfloat16.
 
-    Raises ``LinkError``."""
+    Its digests are those that two donors give alike; where there is a single donor, that donor's. Raises ``LinkError``.
+    """
     shape = (1, elements)
     digests = await _agreed_digests(endpoint, donors[:_ASKED], version, elements, progress_s)
-    partial = PartialState(Wanted(version, state_digest(version, shape, digests), shape))
+    partial = PartialState(WantedState(version, state_digest(version, shape, digests), shape))
     assert partial.learn_digests(digests)
-    await StateFetch(endpoint, partial, lambda: donors, progress_s, form=BFLOAT16).run()
+    await StateDownload(endpoint, partial, lambda: donors, progress_s, chunk_format=BFLOAT16).run()
     return partial.values[0]
 
 

@@ -14,27 +14,23 @@ from shoal.swarm.protocol.types import Blob
 _PLANES = 4
 _SAMPLE_BYTES = 2**14
 _WORTHWHILE = 0.95
-"""A plane whose sample does not get smaller than that is sent as it is."""
+"""A plane is sent as it is unless a sample of it shrinks to less than this share."""
 
 
-class Form(Protocol):
-    """Encoding of chunks of float32 values, back to the same bits; for threads. Hashes are of the values."""
-
-    name: str
+class ChunkFormat(Protocol):
+    """Encoding of chunks of float32 values for the network; for worker threads. Digests are of the values."""
 
     def pack(self, values: memoryview) -> memoryview: ...
 
     def unpack(self, packed: memoryview, size: int) -> memoryview:
-        """``size``: the bytes of the values. Raises ``WireError`` for what is not a packed chunk of that size."""
+        """Decode a chunk of ``size`` bytes of values. Raises ``WireError`` for what is not such a chunk."""
         ...
 
     def blob(self, version: int) -> Blob: ...
 
 
 class Raw:
-    """As they are in memory."""
-
-    name = "raw"
+    """The values as they are in memory."""
 
     def pack(self, values: memoryview) -> memoryview:
         return values
@@ -47,13 +43,12 @@ class Raw:
 
 
 class Lossless:
-    """All first bytes of the values, all second ones, and so on: four planes, each deflated if that makes it smaller.
+    """Byte planes: all first bytes of the values, all second ones, and so on, each deflated if that makes it smaller.
 
-    Signs and exponents of trained values are alike, low bits of mantissas are noise: one plane of four gets smaller.
-    Runs and Huffman codes alone (no search for repeated strings) take half the time and make it no larger.
-    Format: the four planes' lengths as they are sent, little-endian uint32, then the planes."""
+    Signs and exponents of trained values are alike, low bits of mantissas are noise: about one plane of four gets
+    smaller. Runs and Huffman codes alone (no search for repeated strings) take half the time and compress as well.
 
-    name = "lossless"
+    Format: the lengths of the four planes as they are sent, little-endian uint32, then the planes."""
 
     def pack(self, values: memoryview) -> memoryview:
         planes = np.frombuffer(values, np.uint8).reshape(-1, _PLANES)
@@ -64,10 +59,10 @@ class Lossless:
     def unpack(self, packed: memoryview, size: int) -> memoryview:
         head = 4 * _PLANES
         if packed.nbytes < head:
-            raise WireError(f"a packed chunk of {packed.nbytes} bytes")
+            raise WireError(f"a packed chunk of {packed.nbytes} bytes is too short")
         lengths = np.frombuffer(packed[:head], "<u4").tolist()
         if head + sum(lengths) != packed.nbytes:
-            raise WireError("the planes of a packed chunk are not as long as it says")
+            raise WireError("the planes of a packed chunk are not as long as its header says")
         values = np.empty((size // _PLANES, _PLANES), np.uint8)
         at = head
         for number, length in enumerate(lengths):
@@ -80,17 +75,16 @@ class Lossless:
 
 
 class Bfloat16:
-    """Anchors rounded to bfloat16, half the bytes: for those that contribute nothing, as exports. Hashes are of the
-    rounded values, so the run's digest does not vouch for them."""
+    """Anchors rounded to bfloat16, in half the bytes, for exports, which contribute nothing.
 
-    name = "bfloat16"
+    Digests are of the rounded values, so the run's digest does not vouch for them."""
 
     def pack(self, values: memoryview) -> memoryview:
         return torch.frombuffer(values, dtype=torch.float32).bfloat16().view(torch.int16).numpy().data.cast("B")
 
     def unpack(self, packed: memoryview, size: int) -> memoryview:
         if 2 * packed.nbytes != size:
-            raise WireError(f"a chunk of {packed.nbytes} bytes in bfloat16")
+            raise WireError(f"a bfloat16 chunk has {packed.nbytes} bytes, not {size // 2}")
         return torch.frombuffer(packed, dtype=torch.bfloat16).float().numpy().data.cast("B")
 
     def blob(self, version: int) -> Blob:
@@ -100,13 +94,13 @@ class Bfloat16:
 RAW, LOSSLESS, BFLOAT16 = Raw(), Lossless(), Bfloat16()
 
 
-def form_named(transfer: Literal["raw", "lossless"]) -> Form:
-    """As a run file's ``[checkpoints] transfer`` says."""
+def format_of(transfer: Literal["raw", "lossless"]) -> ChunkFormat:
+    """The format that a run file's ``[checkpoints] transfer`` names."""
     return LOSSLESS if transfer == "lossless" else RAW
 
 
 def _deflated(plane: memoryview) -> memoryview:
-    """Smaller, or as it is."""
+    """The plane deflated, or as it is where that is no smaller."""
     sample = plane[:_SAMPLE_BYTES]
     if len(_deflate(sample)) > _WORTHWHILE * sample.nbytes:
         return plane
@@ -120,14 +114,14 @@ def _deflate(data: memoryview) -> bytes:
 
 
 def _inflated(plane: memoryview, size: int) -> memoryview:
-    """Never makes more than ``size`` bytes. Raises ``WireError``."""
+    """Inflate a plane to exactly ``size`` bytes, and never to more. Raises ``WireError``."""
     if plane.nbytes == size:
         return plane
     inflating = zlib.decompressobj()
     try:
         data = inflating.decompress(plane, size + 1)
     except zlib.error as error:
-        raise WireError(f"a packed chunk that cannot be unpacked: {error}") from error
+        raise WireError(f"a packed chunk cannot be unpacked: {error}") from error
     if len(data) != size or not inflating.eof or inflating.unused_data:
-        raise WireError("a plane of a packed chunk has another size")
+        raise WireError("a plane of a packed chunk unpacks to another size")
     return memoryview(data)

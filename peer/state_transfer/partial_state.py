@@ -25,8 +25,8 @@ _MAX_HEADER_BYTES = 1000
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The state of a version with the digest that the run agreed on. ``shape``: (1 + slots, n)."""
+class WantedState:
+    """Identity of a state that is to be fetched: version, agreed digest, and shape (1 + slots, n)."""
 
     version: int
     digest: bytes
@@ -42,17 +42,17 @@ class Wanted:
 
     @property
     def anchor_chunks(self) -> int:
-        """The first so many chunks hold the anchor, and some of what comes after it."""
+        """Number of chunks that hold the anchor; the last of them may hold the beginning of the outer state, too."""
         return chunks_in(4 * self.shape[1])
 
 
 class PartialState:
-    """``missing``: the chunks that are not here. ``unwritten``: those that came and are not in the file yet.
-    ``resumed``: how many came from the file that an earlier process left. ``refused``: the donors that sent anything
-    wrong; whoever did is not asked again for this state while there is anybody else. ``folder``: where the file is to
-    be, or None."""
+    """A state that is being fetched: the chunks that are here, in memory and in a file.
 
-    def __init__(self, wanted: Wanted, folder: Path | None = None, *, only_anchor: bool = False) -> None:
+    ``missing``: the chunks that have not arrived; ``unwritten``: chunks that have arrived and are not in the file yet;
+    ``resumed``: the number of chunks that an earlier process left; ``folder``: where the file is written, or None."""
+
+    def __init__(self, wanted: WantedState, folder: Path | None = None, *, only_anchor: bool = False) -> None:
         self.wanted = wanted
         self.folder = folder
         self.values = torch.empty(wanted.shape)
@@ -60,34 +60,39 @@ class PartialState:
         self.missing = set(range(wanted.anchor_chunks if only_anchor else wanted.chunks))
         self.unwritten: deque[int] = deque()
         self.resumed = 0
-        self.refused: set[str] = set()
         self._data = bytes_of(self.values)
         self._file: IncomingFile | None = None
 
     @classmethod
-    def resume(cls, wanted: Wanted, folder: Path | None) -> PartialState:
-        """With what an earlier process had, if it was this state. For threads: reads and hashes all of it."""
+    def resume(cls, wanted: WantedState, folder: Path | None) -> PartialState:
+        """The partial state with the chunks of it that an earlier process left in ``folder``. Reads and hashes them:
+        call it in a worker thread."""
         partial = cls(wanted, folder)
         if folder is not None:
             partial._file = IncomingFile.resume(folder, partial)
         return partial
 
     def learn_digests(self, digests: bytes) -> bool:
-        """Take this list of chunk digests if it is that of the wanted state."""
+        """Accept this list of chunk digests if it is that of the wanted state; return whether it is."""
         wanted = self.wanted
-        if len(digests) != DIGEST_BYTES * wanted.chunks:
-            return False
-        if state_digest(wanted.version, wanted.shape, digests) != wanted.digest:
-            return False
-        self.chunk_digests = digests
-        return True
+        is_right = len(digests) == DIGEST_BYTES * wanted.chunks and (
+            state_digest(wanted.version, wanted.shape, digests) == wanted.digest
+        )
+        if is_right:
+            self.chunk_digests = digests
+        return is_right
 
     def chunk(self, index: int) -> memoryview:
-        """Memory in which a chunk belongs."""
+        """The memory of one chunk."""
         return self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
+    def mark_arrived(self, index: int) -> None:
+        """Record a chunk that ``put`` has kept, and queue it for the file; on the event loop."""
+        self.missing.discard(index)
+        self.unwritten.append(index)
+
     def put(self, index: int, data: memoryview) -> bool:
-        """Keep a chunk if it is the right one; hashes it. The caller notes that it is not missing."""
+        """Copy a chunk to its place if its digest is right; return whether it is. For worker threads."""
         expected = self.chunk_digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
         if data.nbytes != self.chunk(index).nbytes or chunk_digest(data) != expected:
             return False
@@ -95,7 +100,7 @@ class PartialState:
         return True
 
     def write_next(self) -> None:
-        """Write one of the chunks that have come. Raises ``OSError`` when the disk refuses, and goes without then."""
+        """Write one arrived chunk to the file. Raises ``OSError`` when the disk refuses; the file is removed then."""
         assert self.folder is not None
         try:
             self._file = self._file or IncomingFile.create(self.folder, self)
@@ -107,21 +112,22 @@ class PartialState:
             raise
 
     def close(self, *, remove: bool = False) -> None:
-        """``remove``: no process is to go on from here."""
+        """Close the file. With ``remove`` no later process can resume from it."""
         if self._file is not None:
             self._file.close(remove=remove)
             self._file = None
 
     def whole(self) -> State:
-        """The state, once nothing is missing: every chunk has been checked, and the list of their digests."""
+        """The complete state; its chunks and their digests have been checked."""
         assert not self.missing
         return State(self.values, self.wanted.version, self.wanted.digest, self.chunk_digests)
 
 
 class IncomingFile:
-    """The chunks of one partial state on disk: the list of digests, and what has come. All methods are for threads.
+    """File with the chunks of one partial state: a header, the chunks' digests, the chunks in their places.
 
-    Nothing in it is trusted: the list has to fit the state's digest, and the chunks fit the list."""
+    Nothing in it is trusted: the digests have to match the state's, and the chunks their digests. Methods are for
+    worker threads."""
 
     def __init__(self, path: Path, file: BinaryIO, data_offset: int) -> None:
         self._path = path
@@ -130,7 +136,7 @@ class IncomingFile:
 
     @classmethod
     def create(cls, folder: Path, partial: PartialState) -> IncomingFile:
-        """An empty one; any other is removed, one state is enough. Raises ``OSError``."""
+        """Create an empty file in place of any other in the folder. Raises ``OSError``."""
         remove_incoming(folder)
         folder.mkdir(parents=True, exist_ok=True)
         wanted = partial.wanted
@@ -148,7 +154,7 @@ class IncomingFile:
 
     @classmethod
     def resume(cls, folder: Path, partial: PartialState) -> IncomingFile | None:
-        """Take over what an earlier process left of this state; None when there is nothing of it."""
+        """Open the file that an earlier process left of this state, and read its chunks; None when there is none."""
         for path in _files(folder):
             with suppress(OSError, ValueError):
                 incoming = cls(path, open_regular(path, "r+b", buffering=0), 0)
@@ -163,7 +169,7 @@ class IncomingFile:
         return None
 
     def write(self, partial: PartialState, index: int) -> None:
-        """Raises ``OSError``, as when the disk is full."""
+        """Write a chunk. Raises ``OSError``, as when the disk is full."""
         self._write_at(self._data_offset + index * CHUNK_BYTES, partial.chunk(index))
 
     def close(self, *, remove: bool = False) -> None:
@@ -172,8 +178,8 @@ class IncomingFile:
             if remove:
                 self._path.unlink(missing_ok=True)
 
-    def _read_header(self) -> Wanted | None:
-        """Raises ``ValueError``."""
+    def _read_header(self) -> WantedState | None:
+        """The state that the file belongs to; None for another format. Raises ``ValueError`` for what is not JSON."""
         line, newline, _ = (self._file.read(_MAX_HEADER_BYTES) or b"").partition(b"\n")
         about = json.loads(line)
         if not newline or not isinstance(about, dict) or about.get("format") != _FORMAT:
@@ -185,10 +191,10 @@ class IncomingFile:
             return None
         if not isinstance(shape, list) or [type(size) for size in shape] != [int, int] or min(shape) < 1:
             return None
-        return Wanted(version, bytes.fromhex(digest), (shape[0], shape[1]))
+        return WantedState(version, bytes.fromhex(digest), (shape[0], shape[1]))
 
     def _read_digests(self, partial: PartialState) -> bool:
-        """Whether they are those of the wanted state."""
+        """Read the chunks' digests; return whether they are those of the wanted state."""
         digests = bytearray(DIGEST_BYTES * partial.wanted.chunks)
         if not _read_into(self._file, memoryview(digests)) or not partial.learn_digests(bytes(digests)):
             return False
@@ -209,8 +215,8 @@ class IncomingFile:
             data = data[self._file.write(data) :]
 
 
-def begun_state(folder: Path) -> Wanted | None:
-    """Return the state that an earlier process was fetching when it ended."""
+def state_on_disk(folder: Path) -> WantedState | None:
+    """The state that an earlier process had not finished fetching; None where there is none."""
     for path in _files(folder):
         with suppress(OSError, ValueError), open_regular(path, buffering=0) as file:
             if wanted := IncomingFile(path, file, 0)._read_header():
@@ -219,7 +225,7 @@ def begun_state(folder: Path) -> Wanted | None:
 
 
 def remove_incoming(folder: Path) -> None:
-    """Whatever is there. Raises ``OSError``."""
+    """Remove all files of partial states. Raises ``OSError``."""
     for path in _files(folder):
         path.unlink(missing_ok=True)
 
@@ -229,7 +235,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _read_into(file: BinaryIO, place: memoryview) -> bool:
-    """Fill ``place`` from the file; returns whether the file had so many bytes more."""
+    """Fill ``place`` from the file; return whether the file had enough bytes left."""
     while place.nbytes:
         size = file.readinto(place)  # type: ignore[attr-defined]
         if not size:

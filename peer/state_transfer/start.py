@@ -1,4 +1,4 @@
-"""State that a run starts from when that is a checkpoint: found, checked against the run file, served and fetched.
+"""State that a run starts from when that is a checkpoint: found, checked, served and fetched.
 
 A peer that has the checkpoint's files serves all tensors of the model, whichever stages it holds itself. A peer without
 them fetches the tensors that it needs. Both check every tensor by the hashes in the run file."""
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class StartFiles:
-    """The files of the checkpoint that ``start`` names. For any thread; its methods block."""
+    """Files of the checkpoint that ``start`` names. For any thread; methods block."""
 
     def __init__(self, tensors: CheckpointTensors, start: StartSection) -> None:
         self._tensors = tensors
@@ -47,8 +47,9 @@ class StartFiles:
 
     @classmethod
     def find(cls, folder: Path, start: StartSection, identity: Identity | None) -> StartFiles:
-        """In this folder, or anywhere below it. Raises ``StateFileError`` where it is not, or has other tensors than
-        the run file says."""
+        """Find the checkpoint in this folder or below it.
+
+        Raises ``StateFileError`` where it is missing, or has other tensors than the run file says."""
         others: list[str] = []
         for source, manifest in whole_checkpoints(folder, identity, others):
             if (manifest.round, manifest.state_digest) != (start.round, start.state):
@@ -65,8 +66,9 @@ class StartFiles:
         )
 
     def rows(self, name: str, count: int) -> Tensor:
-        """The values of a tensor, ``(count, elements) float32``. Raises ``StateFileError`` naming tensor and file
-        unless they are those of the run file."""
+        """The values of a tensor, ``(count, elements) float32``.
+
+        Raises ``StateFileError`` naming tensor and file unless they are those that the run file names."""
         rows, expected = self._tensors.rows(name, count), self._start.tensors[name]
         found = hash_of(expected.shape, rows)
         if found != expected.sha256:
@@ -76,7 +78,7 @@ class StartFiles:
 
 
 def hash_of(shape: tuple[int, ...], rows: Tensor) -> str:
-    """``rows``: ``(count, elements) float32``."""
+    """Hash of a tensor as in a run file's ``[start]``; ``rows``: ``(count, elements) float32``."""
     return tensor_hash(shape, len(rows), [bytes_of(row) for row in rows])
 
 
@@ -86,7 +88,7 @@ def run_of(manifest: Manifest) -> str:
 
 
 def whole_checkpoints(folder: Path, identity: Identity | None, refused: list[str]) -> Iterator[tuple[Source, Manifest]]:
-    """Those in the folder and below, of whole models; ``refused`` gets why others are none."""
+    """Yield the checkpoints of whole models in the folder and below; ``refused`` receives why others are not used."""
     for place in checkpoints_in(folder):
         try:
             source = opened(FolderSource(place), identity)
@@ -98,26 +100,27 @@ def whole_checkpoints(folder: Path, identity: Identity | None, refused: list[str
             refused.append(str(error))
             continue
         if manifest.stage is not None:
-            refused.append(f"{place} is of one stage: put all together first, with `shoal checkpoint`")
+            refused.append(f"{place} is of one stage: join all stages first, with `shoal checkpoint`")
             continue
         yield source, manifest
 
 
-_MOST_TENSORS_SERVED = 8
-"""So many are in memory for others at once; who asks for another one has to ask again."""
+MAX_TENSORS_SERVED = 8
+"""Tensors in memory for other peers at once; readers of further ones are told to ask again."""
 
 _DONORS_AT_ONCE = 16
-_ASK_AGAIN_S = 0.25
-_LOOK_AGAIN_S = 2.0
+_BUSY_RETRY_S = 0.25
+_POLL_S = 2.0
 
 Layout = Sequence[TensorSpec]
 
 
 class RunStart:
-    """Of one process. ``files``: None where it has none; ``donors``: whom to ask for tensors, in this order.
-    ``slots``: of the outer optimizer. A donor that is silent for ``progress_s`` is given up for a while.
+    """What this process needs to serve or fetch the state that the run starts from.
 
-    Whoever has files calls ``offer``, on the event loop."""
+    ``files``: the checkpoint's, None where they are not here; ``donors``: peers to ask for tensors, in order of
+    preference; ``slots``: vectors of the outer optimizer. A donor that is silent for ``progress_s`` is not asked for a
+    while. A process with files calls ``offer``, on the event loop."""
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class RunStart:
         donors: Callable[[], Sequence[str]],
         progress_s: float,
     ) -> None:
-        """``endpoint``: of the run's own scope, where all of its peers are."""
+        """``endpoint``: of the run's own scope, which all of its peers share."""
         self.start = start
         self.slots = slots
         self.rows = start.rows(slots)
@@ -145,13 +148,14 @@ class RunStart:
         for name in self._names:
             self.endpoint.publish(self.blob(name), _TensorSource(self, name))
 
-    def of(self, layout: Layout) -> StartState:
-        """That of a whole model or of a stage. Raises ``ModelMismatch`` naming the first difference to the run's."""
+    def state_of(self, layout: Layout) -> StartState:
+        """The start of a whole model or of a stage. Raises ``ModelMismatch`` naming the first difference to the run's
+        model."""
         self.check(layout, whole=False)
         return StartState(self, tuple(layout))
 
     def check(self, layout: Layout, *, whole: bool) -> None:
-        """Raises ``ModelMismatch`` unless the checkpoint has these tensors; for ``whole`` these and no others."""
+        """Raise ``ModelMismatch`` unless the checkpoint has these tensors; with ``whole`` these and no others."""
         difference = self.start.difference(layout, whole=whole)
         if difference:
             raise ModelMismatch(f"this model is not that of {self.start.source}, where the run starts: {difference}")
@@ -160,8 +164,8 @@ class RunStart:
         return Blob(kind="start", number=self._names.index(name))
 
     def begin_serving(self) -> None:
-        """Raises ``Busy``."""
-        if self._serving >= _MOST_TENSORS_SERVED:
+        """Reserve memory for one tensor. Raises ``Busy``."""
+        if self._serving >= MAX_TENSORS_SERVED:
             raise Busy("other tensors of the start are being served here; ask again")
         self._serving += 1
 
@@ -170,7 +174,7 @@ class RunStart:
 
 
 class StartState:
-    """The state of some tensors that the run starts from: version 0 of its scope."""
+    """The state of some tensors at the run's start: version 0 of their scope."""
 
     def __init__(self, run: RunStart, layout: tuple[TensorSpec, ...]) -> None:
         self.digest = run.start.state_digest(layout)
@@ -179,77 +183,81 @@ class StartState:
         self._values = torch.zeros(0)
         self._layout = layout
         self._missing: list[TensorSpec] = []
-        self._coming = 0
+        self._in_flight = 0
 
     @property
     def is_here(self) -> bool:
-        """Return whether ``read`` can be called: the files are here."""
+        """Whether ``read`` can be called: the files are here."""
         return self._run.files is not None
 
     def read(self) -> State:
-        """From the files here; blocks. Raises ``StateFileError``."""
+        """Read the state from the files; blocks. Raises ``StateFileError``."""
         assert self._run.files is not None
-        self._begin()
+        self._allocate()
         for spec in self._layout:
             self._places[spec.name].copy_(self._run.files.rows(spec.name, self._run.rows))
-        return self._made()
+        return self._finished()
 
     async def fetch(self) -> State:
-        """From those in the run who have the files, several at once; goes on from what an earlier try has brought.
+        """Fetch the state from peers that have the files, several at once; goes on from what an earlier attempt
+        fetched.
+
         Raises ``LinkError`` while nobody has them."""
         if not self._missing:
-            self._begin()
+            self._allocate()
             self._missing = [spec for spec in reversed(self._layout) if spec.elements]
         donors = list(self._run.donors())
         trouble = LinkError(self._run.start.outlook)
         for at in range(0, len(donors), _DONORS_AT_ONCE):
             async with task_scope() as tasks:
-                asked = [tasks.create_task(self._take_from(peer)) for peer in donors[at : at + _DONORS_AT_ONCE]]
+                asked = [tasks.create_task(self._fetch_from(peer)) for peer in donors[at : at + _DONORS_AT_ONCE]]
             errors = [error for task in asked if (error := task.result()) is not None]
             if not self._missing:
-                return await in_thread(self._made)
+                return await in_thread(self._finished)
             trouble = next((error for error in errors if not isinstance(error, BlobUnavailable)), trouble)
-        await asyncio.sleep(_LOOK_AGAIN_S)
+        await asyncio.sleep(_POLL_S)
         raise trouble
 
-    def _begin(self) -> None:
+    def _allocate(self) -> None:
         at, run = 0, self._run
         self._values = torch.zeros(1 + run.slots, sum(spec.elements for spec in self._layout))
         for spec in self._layout:
             self._places[spec.name] = self._values[: run.rows, at : at + spec.elements]
             at += spec.elements
 
-    def _made(self) -> State:
+    def _finished(self) -> State:
         values, self._values, self._places = self._values, torch.zeros(0), {}
         return State.of(values, 0, self.digest)
 
-    async def _take_from(self, peer: str) -> LinkError | None:
-        """Until everything is here; else why not. What others are at is waited for: it may become ours."""
-        while self._missing or self._coming:
+    async def _fetch_from(self, peer: str) -> LinkError | None:
+        """Fetch tensors from one peer until all are here; return the error that ended it, if any.
+
+        Waits for tensors that other peers are sending, as this peer may have to send them instead."""
+        while self._missing or self._in_flight:
             if not self._missing:
-                await asyncio.sleep(_ASK_AGAIN_S)
+                await asyncio.sleep(_BUSY_RETRY_S)
                 continue
             spec = self._missing.pop()
-            self._coming += 1
-            has_come = False
+            self._in_flight += 1
+            has_arrived = False
             try:
-                await self._take(peer, spec)
-                has_come = True
+                await self._fetch_tensor(peer, spec)
+                has_arrived = True
             except Busy:
                 pass
             except ShoalError as error:  # the donor's errors come out of here, too
-                log.info("no more of the start from %s for now: %s", peer, error)
+                log.info("fetching the start from %s stopped and is tried again later: %s", peer, error)
                 return error if isinstance(error, LinkError) else LinkError(f"{peer}: {error}")
             finally:
-                self._coming -= 1
-                if not has_come:
+                self._in_flight -= 1
+                if not has_arrived:
                     self._missing.append(spec)
-            if not has_come:
-                await asyncio.sleep(_ASK_AGAIN_S)
+            if not has_arrived:
+                await asyncio.sleep(_BUSY_RETRY_S)
         return None
 
-    async def _take(self, peer: str, spec: TensorSpec) -> None:
-        """One tensor. Raises ``LinkError``; also where it is not the run's."""
+    async def _fetch_tensor(self, peer: str, spec: TensorSpec) -> None:
+        """Fetch one tensor. Raises ``LinkError``, also where it is not the run's."""
         run = self._run
         rows = torch.empty(run.rows, spec.elements)
         place = bytes_of(rows)
@@ -271,7 +279,7 @@ class StartState:
 
 
 class _TensorSource:
-    """One tensor from the files, in memory only while somebody reads it (a ``CountedSource``)."""
+    """One tensor of the files, in memory only while somebody reads it (a ``CountedSource``)."""
 
     def __init__(self, run: RunStart, name: str) -> None:
         elements = torch.Size(run.start.tensors[name].shape).numel()
@@ -304,5 +312,5 @@ class _TensorSource:
         try:
             return self._run.files.rows(self._name, self._run.rows)
         except StateFileError as error:
-            log.warning("others cannot get what the run starts from: %s", error)
+            log.warning("this peer cannot serve what the run starts from: %s", error)
             raise BlobUnavailable(f"the tensor {self._name!r} cannot be read here") from error

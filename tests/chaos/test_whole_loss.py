@@ -47,7 +47,7 @@ class Keeper(Life):
             self.disk.setdefault(self.version, {})[self.digest] = self.anchor
 
     async def sync(self) -> None:
-        """As ``agree_on_state`` does it."""
+        """As ``acquire_state`` does it."""
         while True:
             view, self.holds = self.view, False
             mine = self.disk.get(view.anchor_version, {})

@@ -128,7 +128,8 @@ def sharing(doom: Doom) -> None:
     real = StateSource.chunk
 
     async def chunk(self: Any, index: int) -> memoryview:
-        doom.comes_to(self.version)
+        versions = self._donor._sources.items()
+        doom.comes_to(next((version for version, sources in versions if self in sources), -1))
         return await real(self, index)
 
     StateSource.chunk = chunk  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shoal.peer.state_transfer.acquire import LocalCandidates, agree_on_state
+from shoal.peer.state_transfer.acquire import LocalCandidates, acquire_state
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError
 
@@ -35,7 +35,7 @@ def test_rounds_that_were_kept_lead_on_from_the_initial_state() -> None:
     assert found.digest == state_of(3).digest
     assert own.find(3, state_of(3, 1).digest) is None
     assert records.asked == [(0, 3)], "once"
-    assert [(one.anchor_version, one.digest) for one in own.tell()] == [
+    assert [(one.anchor_version, one.digest) for one in own.kept_states()] == [
         (3, state_of(3).digest),
         (0, state_of(0).digest),
     ]
@@ -90,7 +90,7 @@ class Holder:
 
 
 def agree(holder: Any, own: LocalCandidates, catch_up: Any) -> State:
-    return asyncio.run(agree_on_state(holder, own, (2, 4), holder, catch_up))
+    return asyncio.run(acquire_state(holder, own, (2, 4), holder, catch_up))
 
 
 def test_what_is_behind_is_caught_up_and_not_fetched() -> None:

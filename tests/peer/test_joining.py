@@ -9,9 +9,9 @@ import torch
 from tests.fakes.memory_network import MemoryNetwork, UplinkNetwork
 from tests.fakes.virtual_clock import now_s, run_virtual
 
-from shoal.peer.state_transfer.acquire import CatchUp, Downloads, agree_on_state
-from shoal.peer.state_transfer.donor import DonorState
-from shoal.peer.state_transfer.partial_state import PartialState, Wanted, begun_state
+from shoal.peer.state_transfer.acquire import CatchUp, CurrentDownload, acquire_state
+from shoal.peer.state_transfer.donor import StateDonor
+from shoal.peer.state_transfer.partial_state import PartialState, WantedState, state_on_disk
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError, RunEnded
 
@@ -30,8 +30,8 @@ def make_state(version: int) -> State:
 STATES = [make_state(version) for version in range(6)]
 
 
-def wanted_of(state: State) -> Wanted:
-    return Wanted(state.version, state.digest, SHAPE)
+def wanted_of(state: State) -> WantedState:
+    return WantedState(state.version, state.digest, SHAPE)
 
 
 class World:
@@ -39,7 +39,7 @@ class World:
 
     def __init__(self, version: int, folder: Path, network: MemoryNetwork | None = None) -> None:
         self.network = network or MemoryNetwork()
-        self.donor = DonorState(self.network.endpoint("donor"), 20.0)
+        self.donor = StateDonor(self.network.endpoint("donor"), 20.0)
         self.view = SimpleNamespace(anchor_version=-1, state_digest=None, phase="training")
         self.client: Any = self
         self.held: list[int] = []
@@ -47,11 +47,11 @@ class World:
         self.caught_up: list[int] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.folder = folder
-        self.downloads = Downloads(self.network.endpoint("me"), lambda: ["donor"], 12.0, folder, self.report)
+        self.download = CurrentDownload(self.network.endpoint("me"), lambda: ["donor"], 12.0, folder, self.report)
         self.move_on(version)
 
     def move_on(self, version: int) -> None:
-        self.donor.hold(STATES[version])
+        self.donor.offer(STATES[version])
         self.view = SimpleNamespace(anchor_version=version, state_digest=STATES[version].digest, phase="training")
 
     async def wait_for(self, predicate: Any, timeout_s: float) -> Any:
@@ -82,8 +82,8 @@ class World:
         return [fields["anchor_version"] for event, fields in self.events if event == "state_fetched"]
 
     async def agree(self, candidate: State | None = None, catch_up: CatchUp | None = None) -> State:
-        own: Any = SimpleNamespace(find=lambda version, digest: candidate, newest=candidate, tell=lambda: ())
-        found = await agree_on_state(self, own, SHAPE, self.downloads, catch_up)
+        own: Any = SimpleNamespace(find=lambda version, digest: candidate, newest=candidate, kept_states=lambda: ())
+        found = await acquire_state(self, own, SHAPE, self.download, catch_up)
         assert (found.version, found.digest) == (self.view.anchor_version, self.view.state_digest)
         assert torch.equal(found.values, STATES[found.version].values)
         assert self.held[-1] == found.version
@@ -204,9 +204,9 @@ def test_the_newest_is_waited_for_with_what_has_come_of_it(tmp_path: Path) -> No
         await asyncio.sleep(2.5)
         world.network.kill("donor")
         await asyncio.sleep(60.0)
-        assert begun_state(tmp_path) == wanted_of(STATES[1])
+        assert state_on_disk(tmp_path) == wanted_of(STATES[1])
         assert world.told, "the others hear what this member could go back to"
-        world.donor = DonorState(world.network.endpoint("donor"), 5.0)
+        world.donor = StateDonor(world.network.endpoint("donor"), 5.0)
         world.move_on(1)
         came_s = now_s()
         await joining
@@ -232,7 +232,7 @@ def test_the_same_trouble_is_told_once(tmp_path: Path, caplog: pytest.LogCapture
                 raise LinkError("nobody has brought it")
             return state
 
-        world.downloads.start = SimpleNamespace(fetch=fetch)  # type: ignore[assignment]
+        world.download._start = SimpleNamespace(fetch=fetch)  # type: ignore[assignment]
         assert await world.agree() is state
         assert caplog.text.count("nobody has brought it") == 1
         assert world.fetched == [], "version 0 comes from elsewhere"
@@ -243,12 +243,12 @@ def test_the_same_trouble_is_told_once(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_donor_that_had_another_state_is_asked_again_when_there_is_nobody_else(tmp_path: Path) -> None:
     async def main() -> None:
         world = World(1, tmp_path)
-        world.donor.hold(State.of(torch.full(SHAPE, 7.0), 1))
+        world.donor.offer(State.of(torch.full(SHAPE, 7.0), 1))
         joining = asyncio.ensure_future(world.agree())
         await asyncio.sleep(60.0)
         refusals = [fields["donor"] for event, fields in world.events if event == "donor_refused"]
         assert 2 <= len(refusals) <= 4, "named, and not asked all the time"
-        world.donor.hold(STATES[1])
+        world.donor.offer(STATES[1])
         await joining
 
     run(main())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.state_transfer.acquire import LocalCandidates, agree_on_state
+from shoal.peer.state_transfer.acquire import LocalCandidates, acquire_state
 from shoal.peer.training.anchor import State
 from shoal.swarm.protocol.types import MAX_KEPT, KeptState
 
@@ -71,11 +71,11 @@ def test_the_initial_state_is_the_last_resort() -> None:
     mine = own(state(3), state(2), initial=initial)
     assert mine.find(0, None) is initial
     assert mine.find(0, b"o" * 32) is None
-    assert mine.tell() == kept(state(3), state(2), initial)
+    assert mine.kept_states() == kept(state(3), state(2), initial)
     many = own(*[state(40 - at) for at in range(30)], initial=initial)
-    assert len(many.tell()) == MAX_KEPT
-    assert many.tell()[-1] == kept(initial)[0]
-    assert own().tell() == ()
+    assert len(many.kept_states()) == MAX_KEPT
+    assert many.kept_states()[-1] == kept(initial)[0]
+    assert own().kept_states() == ()
     assert LocalCandidates(None, None, lambda state, _: state, is_first=False).find(3, None) is None
 
 
@@ -87,7 +87,7 @@ def test_what_a_run_starts_from_is_read_when_it_is_needed_and_not_told_of() -> N
         return initial
 
     mine = LocalCandidates(None, read, lambda state, _: state, is_first=False, initial_digest=initial.digest)
-    assert mine.tell() == kept(initial)
+    assert mine.kept_states() == kept(initial)
     assert mine.find(0, b"o" * 32) is None
     assert mine.find(3, None) is None
     assert reads == []
@@ -137,7 +137,7 @@ def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run(caplog: pytest.Lo
     caplog.set_level(logging.INFO)
     downloads: Any = NoDownloads()
     holder: Any = run
-    found = run_virtual(agree_on_state(holder, mine, (2, 4), downloads, None))
+    found = run_virtual(acquire_state(holder, mine, (2, 4), downloads, None))
     assert found is before is run.held
     assert run.told == [kept(state(5, 0.5), before, initial)]
     assert "the run went back: nobody holds it any more" in caplog.text
@@ -151,5 +151,5 @@ def test_a_state_that_is_not_the_runs_is_let_go() -> None:
     mine = own(state(5), right)
     downloads: Any = NoDownloads()
     holder: Any = run
-    assert run_virtual(agree_on_state(holder, mine, (2, 4), downloads, None)) is right
+    assert run_virtual(acquire_state(holder, mine, (2, 4), downloads, None)) is right
     assert run.told == [kept(state(5), right)]

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, Wanted, begun_state
+from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, WantedState, state_on_disk
 from shoal.peer.training.anchor import State
 
 SIZE = 5 * 2**16
@@ -16,8 +16,8 @@ def make_state(seed: int = 0, version: int = 3) -> State:
     return State.of(values, version)
 
 
-def wanted_of(state: State) -> Wanted:
-    return Wanted(state.version, state.digest, (2, SIZE))
+def wanted_of(state: State) -> WantedState:
+    return WantedState(state.version, state.digest, (2, SIZE))
 
 
 def chunk_of(state: State, index: int) -> memoryview:
@@ -68,7 +68,7 @@ def test_only_the_run_s_list_is_taken() -> None:
     partial = PartialState(wanted_of(state))
     for digests in (other.chunk_digests, state.chunk_digests[:-32], state.chunk_digests + bytes(32), b""):
         assert not partial.learn_digests(digests)
-    assert not PartialState(Wanted(4, state.digest, (2, SIZE))).learn_digests(state.chunk_digests)
+    assert not PartialState(WantedState(4, state.digest, (2, SIZE))).learn_digests(state.chunk_digests)
     assert partial.learn_digests(state.chunk_digests)
 
 
@@ -86,7 +86,7 @@ def test_of_the_anchor_only_its_chunks_are_missing() -> None:
 def test_what_was_written_is_there_for_another_process(tmp_path: Path) -> None:
     state = make_state()
     written(state, tmp_path / "incoming", 2, 0)
-    assert begun_state(tmp_path / "incoming") == wanted_of(state)
+    assert state_on_disk(tmp_path / "incoming") == wanted_of(state)
     partial = PartialState.resume(wanted_of(state), tmp_path / "incoming")
     assert (partial.missing, partial.resumed) == ({1}, 2)
     take(partial, state, 1)
@@ -115,20 +115,20 @@ def test_no_damage_of_the_head_is_believed(tmp_path: Path) -> None:
     head = whole.index(b"\n") + 1 + 3 * 32
     for position in range(head):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        begun_state(tmp_path)
+        state_on_disk(tmp_path)
         partial = PartialState.resume(wanted_of(state), tmp_path)
         assert not partial.resumed or partial.put(0, partial.chunk(0)), position
         partial.close()
     for length in range(0, head, 11):
         path.write_bytes(whole[:length])
-        begun_state(tmp_path)
+        state_on_disk(tmp_path)
         assert PartialState.resume(wanted_of(state), tmp_path).resumed == 0
 
 
 def test_a_head_that_no_message_could_name_is_no_head(tmp_path: Path) -> None:
     path = written(make_state(version=13), tmp_path, 0)
     path.write_bytes(path.read_bytes().replace(b'"version": 13', b'"version": -3'))
-    assert begun_state(tmp_path) is None
+    assert state_on_disk(tmp_path) is None
 
 
 def test_another_state_s_file_goes_when_this_one_begins(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_another_state_s_file_goes_when_this_one_begins(tmp_path: Path) -> None:
     take(partial, state, 0)
     partial.write_next()
     assert not path.exists()
-    assert begun_state(tmp_path) == wanted_of(state)
+    assert state_on_disk(tmp_path) == wanted_of(state)
     partial.close(remove=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,7 @@ import pytest
 from shoal.peer import regular_file
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.regular_file import NotRegular, open_regular, read_regular
-from shoal.peer.state_transfer.partial_state import PartialState, Wanted, begun_state
+from shoal.peer.state_transfer.partial_state import PartialState, WantedState, state_on_disk
 from shoal.swarm.errors import StateFileError
 
 
@@ -78,6 +78,6 @@ def test_what_does_not_fit_into_memory_is_not_read(tmp_path: Path, monkeypatch: 
 
 def test_a_state_that_was_being_fetched_is_none_where_a_fifo_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "1-abc.part")
-    assert begun_state(tmp_path) is None
-    partial = PartialState.resume(Wanted(1, bytes(32), (2, 5)), tmp_path)
+    assert state_on_disk(tmp_path) is None
+    partial = PartialState.resume(WantedState(1, bytes(32), (2, 5)), tmp_path)
     assert partial.resumed == 0

@@ -5,7 +5,7 @@ from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer.state_transfer.bfloat16_anchor import fetch_rounded_anchor
 from shoal.peer.state_transfer.chunk_format import BFLOAT16
-from shoal.peer.state_transfer.donor import DonorState
+from shoal.peer.state_transfer.donor import StateDonor
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError, WireError
 
@@ -18,9 +18,9 @@ STATE, OTHER = (State.of(torch.randn(2, SIZE, generator=torch.Generator().manual
 def fetched(network: MemoryNetwork, donors: dict[str, State | None]) -> torch.Tensor:
     async def main() -> torch.Tensor:
         for donor, state in donors.items():
-            holder = DonorState(network.endpoint(donor), 5.0)
+            holder = StateDonor(network.endpoint(donor), 5.0)
             if state is not None:
-                holder.hold(state)
+                holder.offer(state)
         return await fetch_rounded_anchor(network.endpoint("me"), list(donors), 3, SIZE, 3.0)
 
     return run_virtual(main())

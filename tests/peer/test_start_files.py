@@ -62,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stages_of(run: RunFile, folder: Path, boundaries: tuple[int, ...]) -> list[State]:
     """What the holders of the stages read."""
     start = run_start(run, folder)
-    return [start.of(layout).read() for layout in stage_layouts(LAYERED, boundaries)]
+    return [start.state_of(layout).read() for layout in stage_layouts(LAYERED, boundaries)]
 
 
 def test_from_the_whole_to_three_stages_to_two_and_back(place: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_another_outer_optimizer_begins_at_zero(place: Path) -> None:
     run = started(run_toml("next", outer="nesterov"), place)
     assert run.start is not None
     assert (run.start.tokens, run.start.outer_steps) == (640 * 3, 0)
-    state = run_start(run, place, slots=1).of(LAYOUT).read()
+    state = run_start(run, place, slots=1).state_of(LAYOUT).read()
     assert state.values.shape == (2, ELEMENTS)
     assert same_bits(state.anchor, WHOLE.anchor)
     assert not state.outer.any()
@@ -202,14 +202,14 @@ def test_a_truncated_file_is_named_with_its_tensor(place: Path, tmp_path: Path) 
     file = copy / "anchor-00001-of-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(StateFileError, match=rf"tensor '{LAYOUT[0].name}'.*{file.name}: size: expected"):
-        run_start(run, copy).of(LAYOUT).read()
+        run_start(run, copy).state_of(LAYOUT).read()
 
 
 def test_damage_is_named_with_its_tensor(place: Path, tmp_path: Path) -> None:
     run, copy = started(run_toml("next"), place), copied(place, tmp_path)
     damaged(copy / "outer-00001-of-00001.safetensors", -1)
     with pytest.raises(StateFileError, match=rf"tensor '0.{LAYOUT[0].name}'.*outer-00001-of-00001.*SHA-256"):
-        run_start(run, copy).of(LAYOUT).read()
+        run_start(run, copy).state_of(LAYOUT).read()
 
 
 def test_a_forged_checkpoint_is_not_what_the_run_starts_from(place: Path, tmp_path: Path) -> None:
@@ -223,9 +223,9 @@ def test_a_forged_checkpoint_is_not_what_the_run_starts_from(place: Path, tmp_pa
     )
     first, last = stage_layouts(LAYERED, TWO)
     start = run_start(run, forged)
-    assert same_bits(start.of(first).read().anchor, WHOLE.anchor[: sum(spec.elements for spec in first)])
+    assert same_bits(start.state_of(first).read().anchor, WHOLE.anchor[: sum(spec.elements for spec in first)])
     with pytest.raises(StateFileError, match=rf"{forged}.*SHA-256 of the tensor '{LAYOUT[-1].name}'.*run file says"):
-        start.of(last).read()
+        start.state_of(last).read()
 
 
 def test_another_checkpoint_of_the_run_is_not_it_either(place: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_model_of_other_settings_is_refused_naming_the_first_difference(place:
     with pytest.raises(ModelMismatch, match=r"it lacks \S*3\S* \[\d+\], which the checkpoint has"):
         start.check(shorter, whole=True)
     with pytest.raises(ModelMismatch, match=r"it has \S*4\S* \[\d+\], which the checkpoint has not"):
-        start.of(longer)
+        start.state_of(longer)
 
 
 def test_a_host_refuses_a_checkpoint_of_another_model(place: Path, tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_stage_reads_no_file_that_it_does_not_need(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(FolderSource, "read", counted)
     layout = stage_layouts(LAYERED, THREE)[1]
-    run_start(run, cut).of(layout).read()
+    run_start(run, cut).state_of(layout).read()
     files = {name for name, size in whole_reads if size > 4096 and name.endswith("safetensors")}
     large = [spec for spec in layout if spec.elements >= 1024]
     assert len(files) == 3 * len(large)

@@ -11,8 +11,8 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 from tests.peer.starts import random_state, run_start, run_toml, same_bits, started, write_checkpoint
 
 from shoal.peer.state_transfer import start
-from shoal.peer.state_transfer.acquire import Downloads
-from shoal.peer.state_transfer.partial_state import Wanted
+from shoal.peer.state_transfer.acquire import CurrentDownload
+from shoal.peer.state_transfer.partial_state import WantedState
 from shoal.peer.state_transfer.start import RunStart, StartFiles, StartState
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import Busy, LinkError, ModelMismatch
@@ -90,9 +90,9 @@ def check(state: State, expected: torch.Tensor) -> None:
 def test_the_whole_and_each_stage_come_from_one_peer(place: Path) -> None:
     async def main() -> None:
         world = World(place)
-        check(await fetched(world.me.of(LAYOUT)), WHOLE.values)
-        check(await fetched(world.me.of(FIRST)), WHOLE.values[:, :CUT])
-        state = await fetched(world.me.of(LAST))
+        check(await fetched(world.me.state_of(LAYOUT)), WHOLE.values)
+        check(await fetched(world.me.state_of(FIRST)), WHOLE.values[:, :CUT])
+        state = await fetched(world.me.state_of(LAST))
         check(state, WHOLE.values[:, CUT:])
         assert world.run.start is not None
         assert state.digest == world.run.start.state_digest(LAST)
@@ -104,8 +104,8 @@ def test_the_whole_and_each_stage_come_from_one_peer(place: Path) -> None:
 def test_it_is_what_those_with_the_files_read(place: Path) -> None:
     async def main() -> None:
         world = World(place)
-        mine = world.add("b").of(LAST).read()
-        theirs = await fetched(world.me.of(LAST))
+        mine = world.add("b").state_of(LAST).read()
+        theirs = await fetched(world.me.state_of(LAST))
         assert (mine.digest, mine.chunk_digests) == (theirs.digest, theirs.chunk_digests)
 
     run_virtual(main(), 300.0)
@@ -114,7 +114,7 @@ def test_it_is_what_those_with_the_files_read(place: Path) -> None:
 def test_several_who_have_it_share_the_work(place: Path) -> None:
     async def main() -> None:
         world = World(place, have=("a", "b"), others=("c", "d"))
-        check(await fetched(world.me.of(LAYOUT)), WHOLE.values)
+        check(await fetched(world.me.state_of(LAYOUT)), WHOLE.values)
         assert world.senders == {"a", "b"}
         chunks = [(step.blob.number, step.chunk) for step in world.network.log]
         assert len(chunks) == len(set(chunks)), "nothing comes twice"
@@ -126,7 +126,7 @@ def test_forged_values_are_not_taken(place: Path, caplog: pytest.LogCaptureFixtu
     async def main() -> None:
         world = World(place, have=("liar", "b"))
         world.network.faults.append(changed("start", "liar", lambda data: bytes([data[0] ^ 1]) + data[1:]))
-        check(await fetched(world.me.of(LAYOUT)), WHOLE.values)
+        check(await fetched(world.me.state_of(LAYOUT)), WHOLE.values)
         assert "liar sent another tensor" in caplog.text
 
     run_virtual(main(), 300.0)
@@ -136,7 +136,7 @@ def test_a_liar_alone_gets_nobody_to_start(place: Path) -> None:
     async def main() -> None:
         world = World(place, have=("liar",))
         world.network.faults.append(changed("start", "liar", lambda data: data[:-1]))
-        state = world.me.of(FIRST)
+        state = world.me.state_of(FIRST)
         for _ in range(5):
             with pytest.raises(LinkError, match="liar sent"):
                 await state.fetch()
@@ -149,7 +149,7 @@ def test_a_liar_alone_gets_nobody_to_start(place: Path) -> None:
 def test_it_waits_for_somebody_who_has_it(place: Path) -> None:
     async def main() -> None:
         world = World(place, have=(), others=("a", "b"))
-        state = world.me.of(FIRST)
+        state = world.me.state_of(FIRST)
         with pytest.raises(LinkError, match="one peer has to bring its checkpoint"):
             await state.fetch()
         waiting = asyncio.ensure_future(fetched(state))
@@ -173,7 +173,7 @@ def test_what_has_come_is_not_fetched_again(place: Path) -> None:
             return payload
 
         world.network.faults.append(dying)
-        state = world.me.of(LAYOUT)
+        state = world.me.state_of(LAYOUT)
         with pytest.raises(LinkError):
             await state.fetch()
         world.network.faults.clear()
@@ -198,15 +198,15 @@ def test_a_damaged_file_is_somebody_elses_turn(place: Path, tmp_path: Path, capl
             file.write_bytes(file.read_bytes()[:-1])
         world.place = place
         world.add("b")
-        check(await fetched(world.me.of(LAYOUT)), WHOLE.values)
+        check(await fetched(world.me.state_of(LAYOUT)), WHOLE.values)
         assert world.senders == {"b"}
-        assert "others cannot get what the run starts from: tensor" in caplog.text
+        assert "this peer cannot serve what the run starts from: tensor" in caplog.text
 
     run_virtual(main(), 300.0)
 
 
 def test_few_tensors_are_in_memory_for_others(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_MOST_TENSORS_SERVED", 1)
+    monkeypatch.setattr(start, "MAX_TENSORS_SERVED", 1)
 
     async def main() -> None:
         world = World(place)
@@ -222,7 +222,7 @@ def test_few_tensors_are_in_memory_for_others(place: Path, monkeypatch: pytest.M
         one.end(b"y")
         other.begin(b"y")
         other.end(b"y")
-        states = [asyncio.ensure_future(fetched(world.of(peer, None).of(LAYOUT))) for peer in "xyz"]
+        states = [asyncio.ensure_future(fetched(world.of(peer, None).state_of(LAYOUT))) for peer in "xyz"]
         for state in await asyncio.gather(*states):
             check(state, WHOLE.values)
 
@@ -242,15 +242,14 @@ def test_a_model_that_the_checkpoint_is_not_of(place: Path) -> None:
 def test_version_0_is_downloaded_from_there(place: Path) -> None:
     async def main() -> None:
         world = World(place)
-        state = world.me.of(FIRST)
-        downloads = Downloads(world.network.endpoint("me"), list, 3.0, None, lambda event, **_: None)
-        downloads.start = state
-        check(await downloads.fetch(Wanted(0, state.digest, (3, CUT))), WHOLE.values[:, :CUT])
+        state = world.me.state_of(FIRST)
+        download = CurrentDownload(world.network.endpoint("me"), list, 3.0, None, lambda event, **_: None, start=state)
+        check(await download.fetch(WantedState(0, state.digest, (3, CUT))), WHOLE.values[:, :CUT])
 
     run_virtual(main(), 300.0)
 
 
 def test_without_files_nothing_is_read_here(place: Path) -> None:
     run = started(run_toml("next").replace('"gpt"', '"own"'), place)
-    assert not run_start(run, None).of(FIRST).is_here
-    assert run_start(run, place).of(FIRST).is_here
+    assert not run_start(run, None).state_of(FIRST).is_here
+    assert run_start(run, place).state_of(FIRST).is_here

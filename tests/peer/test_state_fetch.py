@@ -10,9 +10,9 @@ from tests.fakes.memory_network import Fault, MemoryNetwork, Step, UplinkNetwork
 from tests.fakes.virtual_clock import now_s, run_virtual
 
 from shoal.peer.state_transfer.chunk_format import LOSSLESS
-from shoal.peer.state_transfer.donor import DonorState
-from shoal.peer.state_transfer.download import MOST_CHUNKS_A_RUN, StateFetch
-from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, Wanted
+from shoal.peer.state_transfer.donor import StateDonor
+from shoal.peer.state_transfer.download import MAX_CHUNKS_A_RUN, StateDownload
+from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, WantedState
 from shoal.peer.training.anchor import State
 from shoal.swarm.errors import LinkError, StorageError
 
@@ -33,8 +33,8 @@ STATE = make_state()
 OTHER = make_state(seed=9)
 
 
-def wanted_of(state: State) -> Wanted:
-    return Wanted(state.version, state.digest, (2, SIZE))
+def wanted_of(state: State) -> WantedState:
+    return WantedState(state.version, state.digest, (2, SIZE))
 
 
 class Joiner:
@@ -43,15 +43,19 @@ class Joiner:
     def __init__(self, network: MemoryNetwork, donors: dict[str, State | None]) -> None:
         self.network = network
         self.me = network.endpoint("me")
-        self.donors = {donor: DonorState(network.endpoint(donor), 5.0) for donor in donors}
+        self.donors = {donor: StateDonor(network.endpoint(donor), 5.0) for donor in donors}
         for donor, state in donors.items():
             if state is not None:
-                self.donors[donor].hold(state)
+                self.donors[donor].offer(state)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.partial = PartialState(wanted_of(STATE))
+        self.download: StateDownload | None = None
 
     async def fetch(self, donors: Callable[[], Sequence[str]] | None = None) -> State:
-        await StateFetch(self.me, self.partial, donors or (lambda: list(self.donors)), PROGRESS_S, self.report).run()
+        if self.download is None or self.download.partial is not self.partial or donors is not None:
+            ask = donors or (lambda: list(self.donors))
+            self.download = StateDownload(self.me, self.partial, ask, PROGRESS_S, self.report)
+        await self.download.run()
         return self.partial.whole()
 
     def report(self, event: str, **fields: Any) -> None:
@@ -93,8 +97,8 @@ def test_a_lossless_form_gives_the_same_state(lies: bool) -> None:
             network.faults.append(changed("state_lossless", "a", lambda data: data[:100] + data[:100] + data[200:]))
         joiner = Joiner(network, {"a": None, "b": None})
         for donor in "ab":
-            DonorState(network.endpoints[donor], 5.0, LOSSLESS).hold(STATE)
-        await StateFetch(joiner.me, joiner.partial, lambda: ["a", "b"], PROGRESS_S, joiner.report, LOSSLESS).run()
+            StateDonor(network.endpoints[donor], 5.0, LOSSLESS).offer(STATE)
+        await StateDownload(joiner.me, joiner.partial, lambda: ["a", "b"], PROGRESS_S, joiner.report, LOSSLESS).run()
         assert torch.equal(joiner.partial.whole().values, STATE.values)
         assert joiner.refused == (["a"] if lies else [])
         assert network.moved_bytes["b", "me"] < 0.9 * STATE.values.nbytes
@@ -154,7 +158,7 @@ def test_little_is_under_way_from_one_donor() -> None:
     joiner: Joiner
     network.faults.append(count)
     run_virtual(main())
-    assert 0 < most <= 2 * MOST_CHUNKS_A_RUN
+    assert 0 < most <= 2 * MAX_CHUNKS_A_RUN
 
 
 # Donors that fail ---------------------------------------------------------------------------------------------
@@ -190,7 +194,7 @@ def test_a_liar_is_named_and_not_asked_again() -> None:
         with pytest.raises(LinkError, match=r"liar sent a wrong chunk|dead"):
             await joiner.fetch()
         sent = joiner.sent()["liar"]
-        assert 0 < sent <= 2 * MOST_CHUNKS_A_RUN
+        assert 0 < sent <= 2 * MAX_CHUNKS_A_RUN
         assert joiner.refused == ["liar"]
         assert joiner.events[0][1]["anchor_version"] == 3
         with pytest.raises(LinkError):
@@ -255,7 +259,7 @@ def test_those_that_have_nothing_are_not_waited_for() -> None:
 
 
 def test_nobody_has_it() -> None:
-    with pytest.raises(LinkError, match="nobody in the run"):
+    with pytest.raises(LinkError, match="no member of the run offers"):
         fetched(MemoryNetwork(), {})
     with pytest.raises(LinkError, match="another state"):
         fetched(MemoryNetwork(), {"a": OTHER})
@@ -303,7 +307,7 @@ def test_the_time_of_a_donor_s_round_is_no_silence() -> None:
             assert 0 < before < CHUNKS
             joiner.donors["a"].pause(True)
             await asyncio.sleep(20 * PROGRESS_S)
-            assert joiner.sent()["a"] <= before + 2 * MOST_CHUNKS_A_RUN
+            assert joiner.sent()["a"] <= before + 2 * MAX_CHUNKS_A_RUN
             assert not fetching.done()
             joiner.donors["a"].pause(False)
             ended_s = now_s()
@@ -351,7 +355,7 @@ def test_the_run_moves_on_meanwhile() -> None:
             fetching = tasks.create_task(joiner.fetch())
             for version in range(4, 12):
                 await asyncio.sleep(0.8)
-                joiner.donors["a"].hold(State(STATE.values, version, OTHER.digest, OTHER.chunk_digests))
+                joiner.donors["a"].offer(State(STATE.values, version, OTHER.digest, OTHER.chunk_digests))
             assert not fetching.done()
             assert joiner.donors["a"].versions == (3, 10, 11)
             assert (await fetching).digest == STATE.digest

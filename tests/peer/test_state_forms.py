@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.peer.state_transfer.chunk_format import LOSSLESS, RAW, form_named
+from shoal.peer.state_transfer.chunk_format import LOSSLESS, RAW, format_of
 from shoal.swarm.errors import WireError
 
 
@@ -27,8 +27,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_come_back(case: str) -> None:
     data = chunk(CASES[case])
-    assert form_named("raw") is RAW
-    assert form_named("lossless") is LOSSLESS
+    assert format_of("raw") is RAW
+    assert format_of("lossless") is LOSSLESS
     for form in (RAW, LOSSLESS):
         packed = form.pack(data)
         assert packed.nbytes <= data.nbytes + 16

@@ -10,7 +10,7 @@ from shoal.peer.state_transfer.donor import (
     MAX_READERS,
     MAX_STREAMS_PER_READER,
     DigestSource,
-    DonorState,
+    StateDonor,
     StateSource,
     digests_blob,
 )
@@ -33,7 +33,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self.endpoint = MemoryNetwork().endpoint("donor")
-        self.donor = DonorState(self.endpoint, KEEP_S)
+        self.donor = StateDonor(self.endpoint, KEEP_S)
 
     def source(self, version: int) -> StateSource:
         source = self.endpoint.blobs[RAW.blob(version)]
@@ -54,7 +54,7 @@ class Shelf:
 def test_what_is_offered_does_not_change_with_the_next_state() -> None:
     async def main() -> None:
         shelf, state = Shelf(), make_state()
-        shelf.donor.hold(state)
+        shelf.donor.offer(state)
         source = shelf.source(3)
         assert source.chunks == 3
         parts = [await source.chunk(index) for index in range(3)]
@@ -69,7 +69,7 @@ def test_what_is_offered_does_not_change_with_the_next_state() -> None:
 def test_a_lossless_run_offers_packed_chunks() -> None:
     async def main() -> None:
         endpoint, state = MemoryNetwork().endpoint("donor"), make_state()
-        DonorState(endpoint, KEEP_S, LOSSLESS).hold(state)
+        StateDonor(endpoint, KEEP_S, LOSSLESS).offer(state)
         assert RAW.blob(3) not in endpoint.blobs
         source = endpoint.blobs[LOSSLESS.blob(3)]
         packed = [await source.chunk(index) for index in range(3)]
@@ -83,7 +83,7 @@ def test_a_lossless_run_offers_packed_chunks() -> None:
 
 def test_the_list_of_digests_is_checked_by_the_state_s() -> None:
     state = make_state()
-    source = DigestSource(state)
+    source = DigestSource(3, lambda: state.chunk_digests)
     assert source.chunks == 1
     assert state_digest(3, (2, SIZE), bytes(asyncio.run(source.chunk(0)))) == state.digest
 
@@ -92,9 +92,9 @@ def test_the_newest_and_the_one_before_are_offered() -> None:
     async def main() -> None:
         shelf = Shelf()
         for version in (3, 4, 7, 8):
-            shelf.donor.hold(make_state(version, size=10))
+            shelf.donor.offer(make_state(version, size=10))
         assert shelf.offered == {7, 8}
-        shelf.donor.hold(make_state(7, 1, size=10))
+        shelf.donor.offer(make_state(7, 1, size=10))
         assert shelf.donor.versions == (8, 7), "back to an earlier version: that is the newest now"
         assert digests_blob(7) in shelf.endpoint.blobs
 
@@ -105,18 +105,18 @@ def test_one_older_state_stays_while_somebody_downloads_it() -> None:
     async def main() -> None:
         shelf = Shelf()
         for version in range(3):
-            shelf.donor.hold(make_state(version, size=10))
+            shelf.donor.offer(make_state(version, size=10))
         shelf.source(1).begin(b"joiner")
-        shelf.donor.hold(make_state(3, size=10))
+        shelf.donor.offer(make_state(3, size=10))
         assert shelf.offered == {1, 2, 3}
         shelf.source(2).begin(b"another")
-        shelf.donor.hold(make_state(4, size=10))
+        shelf.donor.offer(make_state(4, size=10))
         assert shelf.offered == {1, 3, 4}, "one, not two"
         shelf.source(1).end(b"joiner")
-        shelf.donor.hold(make_state(5, size=10))
+        shelf.donor.offer(make_state(5, size=10))
         assert shelf.offered == {1, 4, 5}, "its joiner may just be about to ask for more"
-        shelf.source(1).read_s -= KEEP_S
-        shelf.donor.hold(make_state(6, size=10))
+        shelf.source(1).last_read_s -= KEEP_S
+        shelf.donor.offer(make_state(6, size=10))
         assert shelf.offered == {5, 6}
 
     asyncio.run(main())
@@ -125,12 +125,12 @@ def test_one_older_state_stays_while_somebody_downloads_it() -> None:
 def test_who_is_told_to_ask_again_still_finds_that_state() -> None:
     async def main() -> None:
         shelf = Shelf()
-        shelf.donor.hold(make_state(0, size=10))
+        shelf.donor.offer(make_state(0, size=10))
         shelf.donor.pause(True)
         with pytest.raises(Busy, match="round"):
             shelf.source(0).begin(b"joiner")
         for version in range(1, 4):
-            shelf.donor.hold(make_state(version, size=10))
+            shelf.donor.offer(make_state(version, size=10))
         assert shelf.offered == {0, 2, 3}
 
     asyncio.run(main())
@@ -139,7 +139,7 @@ def test_who_is_told_to_ask_again_still_finds_that_state() -> None:
 def test_chunks_wait_while_a_round_is_averaged() -> None:
     async def main() -> None:
         shelf = Shelf()
-        shelf.donor.hold(make_state())
+        shelf.donor.offer(make_state())
         shelf.source(3).begin(b"joiner")
         shelf.donor.pause(True)
         reading = asyncio.ensure_future(shelf.source(3).chunk(0))
@@ -156,8 +156,8 @@ def test_chunks_wait_while_a_round_is_averaged() -> None:
 def test_so_many_joiners_are_served_at_once() -> None:
     async def main() -> None:
         shelf = Shelf()
-        shelf.donor.hold(make_state(3, size=10))
-        shelf.donor.hold(make_state(4, size=10))
+        shelf.donor.offer(make_state(3, size=10))
+        shelf.donor.offer(make_state(4, size=10))
         readers = [bytes([number]) for number in range(MAX_READERS)]
         for number, reader in enumerate(readers):
             shelf.source(3 + number % 2).begin(reader)
