@@ -19,8 +19,8 @@ from shaped_links import Site, enter
 from torch import Tensor
 
 from shoal.compression.norms import norms_of
-from shoal.peer.member.member import Member
-from shoal.peer.training.anchor import State
+from shoal.peer.member.member import LocalMember
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.aio import task_scope
 from shoal.swarm.averaging.norm_claims import ranges as claimed_ranges
 from shoal.swarm.averaging.outcome import Committed, RoundOffer
@@ -101,7 +101,7 @@ async def _live(pace: Pace, invite: Invite, case: Case, number: int, address: st
         device = DeviceInfo(kind="cpu", name="none", memory_bytes=0)
         client = _Client(node, identity, keys, invite, MemberInfo(f"peer-{number}", "trainer", device, host=address))
         client.bandwidth_bps = case.bandwidths_bps[number] if case.bandwidths_bps else None
-        async with Member.joined(client) as member, task_scope() as tasks:
+        async with LocalMember.joined(client) as member, task_scope() as tasks:
             peer = _Peer(member, client, node, pace, case)
             await peer.prepare()
             for _ in range(1 + case.rounds):
@@ -109,7 +109,7 @@ async def _live(pace: Pace, invite: Invite, case: Case, number: int, address: st
 
 
 class _Peer:
-    def __init__(self, member: Member, client: _Client, node: _Node, pace: Pace, case: Case) -> None:
+    def __init__(self, member: LocalMember, client: _Client, node: _Node, pace: Pace, case: Case) -> None:
         self._member, self._client, self._node, self._pace, self._case = member, client, node, pace, case
 
     async def prepare(self) -> None:
@@ -126,7 +126,7 @@ class _Peer:
 
     def _hold(self, version: int) -> None:
         """Stands for the state that everybody has at this anchor version."""
-        self._member.hold(State.of(torch.zeros(1, 1), version))
+        self._member.hold(AnchorState.of(torch.zeros(1, 1), version))
 
     async def _work(self) -> tuple[SampleRange, ...]:
         """Lease one sample, say that it is done, and wait for the end of the announced closing."""

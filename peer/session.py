@@ -21,9 +21,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.peer.member.connection import Connection
-from shoal.peer.member.member import Member
-from shoal.peer.member.replica import Replica, TrainingSetup
+from shoal.peer.member.connection import RunConnection
+from shoal.peer.member.member import LocalMember
+from shoal.peer.member.replica import TrainingReplica, TrainingSetup
 from shoal.peer.member.round_deadline import Attention, attention, is_due, least_s
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.options import SessionOptions
@@ -52,24 +52,24 @@ class Readiness(Enum):
 class Session:
     """Made with ``join`` (or ``connect`` and ``start``); a context manager that leaves the run at its end."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: RunConnection) -> None:
         self._connection = connection
         self.invite = connection.invite
         self.peer = connection.peer
         self.device = connection.device
         self.options = connection.options
         self._network: NetworkThread[Any] = connection.network
-        self._member: Member = connection.members.run
+        self._member: LocalMember = connection.members.run
         self.run_file: RunFile = connection.run_file
         self._emit = connection.emit
         self._stopping = False
         self._timer = StepTimer()
-        self._replica_or_none: Replica | None = None
+        self._replica_or_none: TrainingReplica | None = None
 
     @classmethod
     def connect(cls, invite: str, options: SessionOptions | None = None, device: str = "cpu") -> Session:
         """Join, to learn the run file; ``start`` comes next. Raises the errors of a failed join."""
-        return cls(Connection(invite, options or SessionOptions(), device))
+        return cls(RunConnection(invite, options or SessionOptions(), device))
 
     @classmethod
     def join(
@@ -109,7 +109,7 @@ class Session:
         return self._replica.samples
 
     @property
-    def _replica(self) -> Replica:
+    def _replica(self) -> TrainingReplica:
         assert self._replica_or_none is not None, "start() comes first"
         return self._replica_or_none
 
@@ -284,7 +284,7 @@ class Session:
             self._timer.reset()
         return Readiness.NOT_YET
 
-    def _say_goodbye(self, replica: Replica) -> None:
+    def _say_goodbye(self, replica: TrainingReplica) -> None:
         meter, state = self._member.node.meter, replica.state
         self._emit(
             "left",

@@ -23,7 +23,7 @@ from shoal.peer.checkpoints.manifest import (
 from shoal.peer.checkpoints.source import Source, refuse
 from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards, vectors
 from shoal.peer.regular_file import check_memory
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import pack_verdict
@@ -36,7 +36,7 @@ class Contents:
     checkpoint's round, oldest first."""
 
     about: About
-    state: State
+    state: AnchorState
     own: OwnState | None
     verdicts: tuple[Verdict, ...]
 
@@ -58,7 +58,7 @@ class Checkpoint:
     the content of its files of them, one of the run or of the stage, or of each stage of a whole model."""
 
     manifest: Manifest
-    state: State
+    state: AnchorState
     own: dict[str, Any] | None
     verdicts: tuple[bytes, ...]
 
@@ -75,7 +75,7 @@ def read_checkpoint(source: Source, run_hash: bytes | None = None) -> Checkpoint
     anchor, outer = vectors(values, manifest.layout)
     fill(anchor, _tensors(source, manifest, "anchor"))
     fill(outer, _tensors(source, manifest, "outer"))
-    state = State.of(values, manifest.anchor_version)
+    state = AnchorState.of(values, manifest.anchor_version)
     if state.digest.hex() != manifest.state_digest:
         raise refuse(source.place(MANIFEST), "state_digest", state.digest.hex(), manifest.state_digest)
     own = None

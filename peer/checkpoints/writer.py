@@ -17,7 +17,7 @@ from shoal.peer.checkpoints.local_state import Snapshots
 from shoal.peer.checkpoints.manifest import About, StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.network_thread import NetworkThread
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import RecipeError, StateFileError, StorageError
 from shoal.swarm.protocol.rounds import Verdict
@@ -165,7 +165,7 @@ class CheckpointKeeper:
         follows = bool(self._verdicts) and verdict.previous_chain == self._verdicts[-1].chain
         self._verdicts = (*self._verdicts[1 - _RECENT_VERDICTS :], verdict) if follows else (verdict,)
 
-    def keep(self, state: State, verdict: Verdict) -> None:
+    def keep(self, state: AnchorState, verdict: Verdict) -> None:
         """Write a checkpoint of what ``verdict`` made, beside everything else; skipped while one is being written, or
         where that would take more than its share of the time."""
         if self._writing is not None and self._writing.done():
@@ -173,7 +173,7 @@ class CheckpointKeeper:
         if self._pace.is_due(verdict.round, self._clock()) and self._writing is None:
             self._begin(state, verdict)
 
-    def finish(self, state: State, verdict: Verdict | None) -> None:
+    def finish(self, state: AnchorState, verdict: Verdict | None) -> None:
         """At the end: returns when the state is on disk, if the disk takes it. ``verdict``: None where it is not known,
         and then nothing is written."""
         self._settle()
@@ -184,7 +184,7 @@ class CheckpointKeeper:
             self._begin(state, verdict)
             self._settle()
 
-    def _begin(self, state: State, verdict: Verdict) -> None:
+    def _begin(self, state: AnchorState, verdict: Verdict) -> None:
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
             self._network.finish(preparing)

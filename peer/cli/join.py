@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shoal.peer.cli.consent import RunTerms
-from shoal.peer.member.connection import Connection
+from shoal.peer.member.connection import RunConnection
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import STOPPED_AT_ONCE, SessionOptions
@@ -76,7 +76,7 @@ def run_member(
     recipe = _prepare(run, options, agree)
     if run.pipeline is None:
         check_model_fits(run, recipe, device, work.max_memory_bytes)
-    connection = Connection(invite, options, str(device))
+    connection = RunConnection(invite, options, str(device))
     try:
         peer = (
             PipelinePeer(connection, recipe, device, work.max_memory_bytes)

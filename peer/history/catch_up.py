@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.compression.codec_map import CodecMap
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import RoundRecords
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.lr_schedule import run_lr_factor
 from shoal.peer.training.outer_optimizer import OuterOptimizer
 from shoal.swarm.aio import in_thread, task_scope
@@ -35,7 +35,7 @@ GetResults = Callable[[Verdict], Coroutine[Any, Any, ResultStore]]
 """The results that a verdict has committed, from wherever they are; raises ``LinkError`` when they cannot be had."""
 
 
-def next_state(state: State, mean: Tensor, verdict: Verdict, outer: OuterOptimizer, run: RunFile) -> State:
+def next_state(state: AnchorState, mean: Tensor, verdict: Verdict, outer: OuterOptimizer, run: RunFile) -> AnchorState:
     """The state after a committed round. ``mean``: (n,) float32, as its committed bytes decode."""
     factor = 1.0
     if run.algorithm == "virtual_batch":
@@ -44,7 +44,7 @@ def next_state(state: State, mean: Tensor, verdict: Verdict, outer: OuterOptimiz
         factor = round(run_lr_factor(run, before) * 2**16) / 2**16
     steps = state.version + (run.start.outer_steps if run.start else 0)
     anchor, slots = outer.step(state.anchor, state.outer, mean, steps, factor)
-    return State.make(anchor, slots, verdict.anchor_version)
+    return AnchorState.make(anchor, slots, verdict.anchor_version)
 
 
 def path(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdict]:
@@ -69,7 +69,7 @@ def path(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdi
     return found
 
 
-def follows(state: State, verdict: Verdict) -> bool:
+def follows(state: AnchorState, verdict: Verdict) -> bool:
     """Return whether this round went from this state."""
     plan = verdict.plan
     assert plan is not None
@@ -85,7 +85,7 @@ class Steps:
         self._run = run
         self._outer = outer
 
-    def after(self, state: State, verdict: Verdict, mean: Tensor) -> State:
+    def after(self, state: AnchorState, verdict: Verdict, mean: Tensor) -> AnchorState:
         return next_state(state, mean, verdict, self._outer, self._run)
 
     def results_bytes(self, verdict: Verdict) -> int:
@@ -112,7 +112,7 @@ class Steps:
         return store
 
 
-def roll_forward(state: State, records: RoundRecords, steps: Steps, newest: int) -> State:
+def roll_forward(state: AnchorState, records: RoundRecords, steps: Steps, newest: int) -> AnchorState:
     """The state that the records here lead to from this one, up to anchor version ``newest``; as far as they are there
     and whole."""
     verdicts = []
@@ -136,7 +136,9 @@ def roll_forward(state: State, records: RoundRecords, steps: Steps, newest: int)
     return state
 
 
-async def catch_up(state: State, verdicts: Sequence[Verdict], get_results: GetResults, steps: Steps) -> State:
+async def catch_up(
+    state: AnchorState, verdicts: Sequence[Verdict], get_results: GetResults, steps: Steps
+) -> AnchorState:
     """The state after these committed rounds, of which the first one follows on ``state``.
 
     Raises ``LinkError`` when results cannot be had, or a state on the way is not the one that the others had."""
@@ -186,7 +188,7 @@ class MissedRounds:
         self._view = view
         self._progress_s = progress_s
 
-    async def __call__(self, state: State) -> State:
+    async def __call__(self, state: AnchorState) -> AnchorState:
         """Raises ``LinkError`` when there is no way from this state, or not a shorter one than to fetch another."""
         view = self._view()
         if view.verdict is not None and view.verdict.committed:  # all rounds are about as large
@@ -202,7 +204,7 @@ class MissedRounds:
         log.info("caught up %d rounds to version %d by %d bytes", len(missed), found.version, size_bytes)
         return found
 
-    async def _require_fewer(self, verdicts: Sequence[Verdict], state: State) -> int:
+    async def _require_fewer(self, verdicts: Sequence[Verdict], state: AnchorState) -> int:
         """The bytes of these rounds' results. Raises ``LinkError`` where a state has no more."""
         each = {verdict.chain: verdict for verdict in verdicts}
         sizes = {chain: await in_thread(self._steps.results_bytes, verdict) for chain, verdict in each.items()}

@@ -11,9 +11,9 @@ from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.event_schema import make_event
 from shoal.peer.history.round_records import RECORDS
-from shoal.peer.member.member import Member
-from shoal.peer.member.memberships import StageMembers
-from shoal.peer.member.replica import Emit, Replica, TrainingSetup
+from shoal.peer.member.member import LocalMember
+from shoal.peer.member.memberships import Memberships
+from shoal.peer.member.replica import Emit, TrainingReplica, TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.options import SessionOptions
 from shoal.peer.state_transfer.start import RunStart, StartFiles
@@ -30,7 +30,7 @@ from shoal.swarm.protocol.types import LeaveReason
 log = logging.getLogger(__name__)
 
 
-class Connection:
+class RunConnection:
     """Joined when it is made; ``close`` leaves the run. A run without stages is ``members.run`` alone."""
 
     def __init__(self, invite: str, options: SessionOptions, device: str) -> None:
@@ -42,9 +42,9 @@ class Connection:
         self._advertised = _address_of(*options.advertise)
         self.peer = self._identity.peer_id
         self.network = NetworkThread(
-            lambda: StageMembers.open(self.invite, self._identity, options.bind, self._introduction)
+            lambda: Memberships.open(self.invite, self._identity, options.bind, self._introduction)
         )
-        self.members: StageMembers = self.network.start()
+        self.members: Memberships = self.network.start()
         self._stores: dict[Path, CheckpointStore] = {}
         self._copies: list[NetworkThread[RemoteCopies]] = []
         client = self.members.run.client
@@ -89,8 +89,8 @@ class Connection:
         """This peer's, in this run."""
         return self.options.folder(self.run_file, self.peer)
 
-    def replica(self, member: Member, setup: TrainingSetup, folder: Path, emit: Emit) -> Replica:
-        """Make this peer's replica of the run, or of a stage: ``Replica.take_part`` comes next.
+    def replica(self, member: LocalMember, setup: TrainingSetup, folder: Path, emit: Emit) -> TrainingReplica:
+        """Make this peer's replica of the run, or of a stage: ``TrainingReplica.take_part`` comes next.
 
         ``member``: of the same; ``folder``: where its checkpoints, records and history are. The checkpoints are copied
         to where the options say from now on, also once a stage is not held any more.
@@ -98,7 +98,7 @@ class Connection:
         store = self._open_store(folder)
         needed_since = store.oldest_of_newest if store else lambda: None
         self.network.call(member.keep_records(folder / RECORDS, needed_since))
-        return Replica(self.run_file, setup, self.network, member, folder, store, emit)
+        return TrainingReplica(self.run_file, setup, self.network, member, folder, store, emit)
 
     def _open_store(self, folder: Path) -> CheckpointStore | None:
         """Return the store of the checkpoints below ``folder``, the same one each time; None when none are kept."""

@@ -23,7 +23,7 @@ from shoal.peer.state_transfer.chunk_format import format_of
 from shoal.peer.state_transfer.donor import StateDonor
 from shoal.peer.state_transfer.download import Report
 from shoal.peer.state_transfer.start import RunStart, StartState
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.averaging.averager import Averager
@@ -91,7 +91,7 @@ class Progress:
     has_work: bool = False
 
 
-class Member:
+class LocalMember:
     """A peer's membership in the run, or in one of its stages; made with ``open`` or ``joined``.
 
     Its coroutines run on the event loop; the training thread awaits them through ``NetworkThread``. ``compression``:
@@ -106,7 +106,7 @@ class Member:
         self.client = client
         self.endpoint: Endpoint = ScopedEndpoint(node, client.scope) if client.scope else node
         self.progress = Progress()
-        self.state: State | None = None
+        self.state: AnchorState | None = None
         self.compression = 1.0
         self._keeper: RecordKeeper | None = None
         self._averager: Averager | None = None
@@ -118,7 +118,7 @@ class Member:
         self._format = format_of(client.run_file.checkpoints.transfer)
         self._donor = StateDonor(self.endpoint, client.deadlines.patience_s, self._format)
         self._download: CurrentDownload | None = None
-        self._earlier: State | None = None
+        self._earlier: AnchorState | None = None
         self._kept: tuple[KeptState, ...] = ()
         self._diverged: KeptState | None = None
         self.rejoined = False
@@ -129,7 +129,7 @@ class Member:
     @asynccontextmanager
     async def open(
         cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
-    ) -> AsyncIterator[Member]:
+    ) -> AsyncIterator[LocalMember]:
         """Bind, join the run, and heartbeat until the context ends; leaves it then."""
         keys = CurveKeys.fresh()
         client: CoordinatorClient | None = None
@@ -149,7 +149,9 @@ class Member:
 
     @classmethod
     @asynccontextmanager
-    async def joined(cls, client: CoordinatorClient, stage: StageMembership | None = None) -> AsyncIterator[Member]:
+    async def joined(
+        cls, client: CoordinatorClient, stage: StageMembership | None = None
+    ) -> AsyncIterator[LocalMember]:
         """Join what the client is for, on its node, and heartbeat until the context ends; leaves it then."""
         await client.join_in_time()
         async with task_scope() as tasks:
@@ -264,7 +266,7 @@ class Member:
             else:
                 return
 
-    def hold(self, state: State) -> None:
+    def hold(self, state: AnchorState) -> None:
         """This is our state now: offer it to joiners and tell the coordinator."""
         self._donor.offer(state)
         self.state, self._earlier = state, None
@@ -278,7 +280,7 @@ class Member:
         report: Report,
         catch_up: CatchUp | None = None,
         start: StartState | None = None,
-    ) -> State:
+    ) -> AnchorState:
         """The run's current state: one of our own, or what we held before we started afresh, where it is that, else
         fetched from others. Waits for a donor, or until the run goes back to what somebody has.
 

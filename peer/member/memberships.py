@@ -1,7 +1,7 @@
 """Memberships of a process in a pipeline: in the run and in each stage that it holds, on one node and connection.
 
-A stage is averaged like a run of its own, so whoever holds it is a ``Member`` of that stage, with heartbeats, state,
-records and history of its own. Stages are entered and left at any time.
+A stage is averaged like a run of its own, so this process is a separate ``LocalMember`` of each, with its own
+heartbeats, state, records and history. Stages are entered and left at any time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 
-from shoal.peer.member.member import Member, StageMembership
+from shoal.peer.member.member import LocalMember, StageMembership
 from shoal.swarm.aio import task_scope
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import ShoalError
@@ -28,10 +28,10 @@ def scope_of(stage: int) -> int:
     return stage + 1
 
 
-class StageMembers:
+class Memberships:
     """Memberships in the run (``run``) and in stages (``stages``); made with ``open``, lives on the network thread."""
 
-    def __init__(self, run: Member, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, run: LocalMember, tasks: asyncio.TaskGroup) -> None:
         self.run = run
         self._tasks = tasks
         self._stays: dict[int, _Stay] = {}
@@ -40,9 +40,9 @@ class StageMembers:
     @asynccontextmanager
     async def open(
         cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
-    ) -> AsyncIterator[StageMembers]:
-        """Bind and join the run, as ``Member.open``; all stages are left when the context ends, and then the run."""
-        async with Member.open(invite, identity, bind, describe) as run, task_scope() as tasks:
+    ) -> AsyncIterator[Memberships]:
+        """Bind and join the run as ``LocalMember.open`` does; at the end leave all stages, then the run."""
+        async with LocalMember.open(invite, identity, bind, describe) as run, task_scope() as tasks:
             members = cls(run, tasks)
             try:
                 yield members
@@ -50,12 +50,12 @@ class StageMembers:
                 await members.leave_all()
 
     @property
-    def stages(self) -> Mapping[int, Member]:
+    def stages(self) -> Mapping[int, LocalMember]:
         """Those that were entered and not left, by number."""
         entered = {stage: stay.member for stage, stay in self._stays.items() if stay.member is not None}
         return MappingProxyType(dict(sorted(entered.items())))
 
-    async def enter(self, stage: int, is_ours: Callable[[RunView], bool] = lambda view: True) -> Member:
+    async def enter(self, stage: int, is_ours: Callable[[RunView], bool] = lambda view: True) -> LocalMember:
         """Join that stage. While the run's view says that it ``is_ours``, the member waits for others as long as it
         takes; else it gives way. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of
         them."""
@@ -99,7 +99,7 @@ class StageMembers:
         client = self.run.client.in_scope(scope_of(stage))
         membership = StageMembership(self.run.client, is_ours, f"stage {stage}")
         try:
-            async with Member.joined(client, membership) as member:
+            async with LocalMember.joined(client, membership) as member:
                 stay.member, member.start = member, self.run.start
                 stay.entered.set_result(member)
                 log.debug("in stage %d", stage)
@@ -118,7 +118,7 @@ class _Stay:
     """Stay in one stage, from ``entered`` until it is ``over``."""
 
     def __init__(self) -> None:
-        self.member: Member | None = None
+        self.member: LocalMember | None = None
         self.task: asyncio.Task[None] | None = None
-        self.entered: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        self.entered: asyncio.Future[LocalMember] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()

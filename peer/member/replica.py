@@ -26,11 +26,11 @@ from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.checkpoints.writer import CheckpointKeeper, Subject
 from shoal.peer.history.catch_up import MissedRounds, Steps, roll_forward
 from shoal.peer.history.history_file import HISTORY_FILE
-from shoal.peer.member.member import Member
+from shoal.peer.member.member import LocalMember
 from shoal.peer.network_thread import Interrupted, NetworkThread
 from shoal.peer.state_transfer.acquire import LocalCandidates
 from shoal.peer.training.algorithms import LocalWork, local_work
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout, LeasedSamples
 from shoal.peer.training.divergence import Divergence
 from shoal.peer.training.outer_optimizer import outer_of
@@ -52,7 +52,9 @@ class LocalState:
     Optimizer, buffers, random state, counters and the averager's residual. Used on the training thread.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, samples: LeasedSamples, member: Member) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, samples: LeasedSamples, member: LocalMember
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._samples = samples
@@ -63,7 +65,7 @@ class LocalState:
         carried = self._member.averager.carried
         return {**own_tree(self._optimizer, self._model, carried), **self._samples.counters()}
 
-    def take_up(self, checkpoint: Checkpoint, state: State) -> bool:
+    def take_up(self, checkpoint: Checkpoint, state: AnchorState) -> bool:
         """Go on from it with ``state``, the run's; returns whether the residual came back, too.
 
         Optimizer, buffers and random state of some rounds ago are better than none. The residual belongs to its state,
@@ -116,7 +118,7 @@ class _Exchange:
     outcome: futures.Future[Outcome]
 
 
-class Replica:
+class TrainingReplica:
     """``take_part`` before anything else. ``round`` is the round that the local work is for: with ``overlap`` the one
     after the round that is being averaged."""
 
@@ -125,7 +127,7 @@ class Replica:
         run: RunFile,
         setup: TrainingSetup,
         network: NetworkThread[Any],
-        member: Member,
+        member: LocalMember,
         folder: Path,
         store: CheckpointStore | None,
         emit: Emit,
@@ -156,7 +158,7 @@ class Replica:
         self._emit = emit
         self._exchange: _Exchange | None = None
         self._is_other_start_said = False
-        self._state: State
+        self._state: AnchorState
         self._verdict: Verdict | None = None
         """Verdict that made the state, where it is known."""
         self._own = LocalState(setup.model, setup.inner_optimizer, self.samples, self._member)
@@ -164,7 +166,7 @@ class Replica:
         self._keeper = CheckpointKeeper(store, network, subject, self._own.tree) if store else None
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> AnchorState | None:
         """The state held now; None before ``sync``."""
         return getattr(self, "_state", None)
 
@@ -390,7 +392,7 @@ class Replica:
         if self._keeper is not None and self.state is not None:
             self._keeper.finish(self._state, self._verdict)
 
-    def _roll_forward(self, state: State, newest: int) -> State:
+    def _roll_forward(self, state: AnchorState, newest: int) -> AnchorState:
         """That state, and the rounds since that are kept here, up to that version."""
         found = roll_forward(state, self._member.records, self._steps, newest)
         if found is not state:
@@ -405,9 +407,9 @@ class Replica:
             make, digest = (self._initial_state if is_first or self._build else None), None
         return LocalCandidates(self._keeper, make, self._roll_forward, is_first=is_first, initial_digest=digest)
 
-    def _initial_state(self) -> State:
+    def _initial_state(self) -> AnchorState:
         vector = ParameterVector(self._build()) if self._build else self.vector
-        state = State.make(vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
+        state = AnchorState.make(vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
         pins = self._run.pins
         if pins is not None and pins.state not in (None, state.digest.hex()) and not self._is_other_start_said:
             self._is_other_start_said = True
@@ -427,6 +429,6 @@ class Replica:
         return Subject(self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key, stage)
 
 
-def _is_undone(before: State, now: State) -> bool:
+def _is_undone(before: AnchorState, now: AnchorState) -> bool:
     """Return whether the run has gone back, so that the work behind the residual is to be done again by others."""
     return now.version <= before.version and now.digest != before.digest

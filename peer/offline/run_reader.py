@@ -21,7 +21,7 @@ from shoal.peer.state_transfer.chunk_format import format_of
 from shoal.peer.state_transfer.download import StateDownload
 from shoal.peer.state_transfer.partial_state import PartialState, WantedState
 from shoal.peer.state_transfer.start import RunStart
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.client.coordinator_client import CoordinatorClient
@@ -66,7 +66,7 @@ class Share:
             return (await fetch_rounded_anchor(self._endpoint, donors, version, self.elements, _FETCH_S)).bfloat16()
         return (await self._fetch(view, only_anchor=True)).values[0]
 
-    async def state(self, view: RunView) -> State:
+    async def state(self, view: RunView) -> AnchorState:
         """That of the view. Raises ``LinkError``."""
         if self._is_start(view):
             assert self.start is not None

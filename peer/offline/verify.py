@@ -15,7 +15,7 @@ from shoal.peer.history.chain import check_chain, unpack_history
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.regular_file import read_regular
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import RunFileError, SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
@@ -203,7 +203,7 @@ def _digests(checkpoint: Checkpoint, place: str) -> Iterator[str]:
         return
     at = 0
     for number, part in enumerate(manifest.parts):
-        found = State.of(state.values[:, at : at + part.elements].contiguous(), state.version).digest.hex()
+        found = AnchorState.of(state.values[:, at : at + part.elements].contiguous(), state.version).digest.hex()
         if found != part.state_digest:
             raise refuse(place, f"parts.{number}.state_digest", found, part.state_digest)
         at += part.elements

@@ -50,7 +50,7 @@ from shoal.peer.history.chain import unpack_history
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
 from shoal.peer.regular_file import read_regular
-from shoal.peer.training.anchor import GrowingDigest, State
+from shoal.peer.training.anchor import AnchorState, GrowingDigest
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.durable import sync_folder
 from shoal.swarm.errors import SealedForOthers, StateFileError, StorageError, WireError
@@ -69,7 +69,7 @@ class StageState:
 
     about: About
     verdicts: tuple[Verdict, ...]
-    load: Callable[[], State]
+    load: Callable[[], AnchorState]
 
 
 def write_whole(place: Path, stages: Sequence[StageState], writer: CheckpointWriter) -> Manifest:
@@ -100,7 +100,7 @@ class WholeCheckpoint:
         self._digest: GrowingDigest
         self._last: Verdict
 
-    def append(self, state: State, verdicts: tuple[Verdict, ...]) -> None:
+    def append(self, state: AnchorState, verdicts: tuple[Verdict, ...]) -> None:
         """The next stage's state, which the last of these verdicts made."""
         about, self._last = self._stages[len(self._parts)], verdicts[-1]
         column = sum(part.elements for part in self._parts)
@@ -128,7 +128,7 @@ class WholeCheckpoint:
         return manifest
 
     def _files(
-        self, state: State, about: About, verdicts: tuple[Verdict, ...]
+        self, state: AnchorState, about: About, verdicts: tuple[Verdict, ...]
     ) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
         for kind, named in zip(_KINDS, vectors(state.values, about.layout), strict=True):
             for tensors in shards(named.items()):
@@ -262,7 +262,7 @@ class KeptStage:
             found.append(earlier)
         return tuple(reversed(found))
 
-    def load(self, way: tuple[Verdict, ...]) -> State:
+    def load(self, way: tuple[Verdict, ...]) -> AnchorState:
         """The checkpoint's state, taken forward by those rounds. Raises ``StateFileError``."""
         state = read_checkpoint(self.source, bytes.fromhex(self.manifest.run_hash)).state
         if not way:
@@ -288,7 +288,7 @@ class Standing:
     def verdicts(self) -> tuple[Verdict, ...]:
         return self.kept.chain_up_to(self.verdict)
 
-    def load(self) -> State:
+    def load(self) -> AnchorState:
         return self.kept.load(self.way)
 
     def named_later(self) -> bytes | None:
@@ -393,7 +393,7 @@ def _find(folder: Path, identity: Identity | None) -> _Found:
     return found
 
 
-def _load(source: Source, manifest: Manifest) -> State:
+def _load(source: Source, manifest: Manifest) -> AnchorState:
     return read_checkpoint(source, bytes.fromhex(manifest.run_hash)).state
 
 
@@ -442,7 +442,7 @@ def _stage_state(choices: Sequence[Standing]) -> StageState:
     """From the first of these that is whole, and that a later plan, where one is known here, has named."""
     named = next((digest for one in choices if (digest := one.named_later()) is not None), None)
 
-    def load() -> State:
+    def load() -> AnchorState:
         refused: StateFileError | None = None
         for one in choices:
             try:

@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 
 from shoal.compression.registry import codec_of
-from shoal.peer.member.connection import Connection
-from shoal.peer.member.memberships import StageMembers
+from shoal.peer.member.connection import RunConnection
+from shoal.peer.member.memberships import Memberships
 from shoal.peer.member.round_deadline import Attention
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.pipeline.capability_updates import CapabilityUpdates
@@ -51,7 +51,7 @@ class PipelinePeer:
     """A context manager that leaves the run at its end; ``train`` in it."""
 
     def __init__(
-        self, connection: Connection, recipe: Recipe, device: torch.device, max_memory_bytes: int | None
+        self, connection: RunConnection, recipe: Recipe, device: torch.device, max_memory_bytes: int | None
     ) -> None:
         """Raises ``RecipeError`` for a recipe that cannot be cut into stages, and ``UserError`` for options that a
         pipeline's peer does not have."""
@@ -61,7 +61,7 @@ class PipelinePeer:
         self._max_memory_bytes = max_memory_bytes
         self._memory_bytes = 0
         self._network = connection.network
-        self._members: StageMembers = connection.members
+        self._members: Memberships = connection.members
         self._stopping = False
         self._held: HeldSpan | None = None
         self._left_with: list[dict[str, Any]] = []

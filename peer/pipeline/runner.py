@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from shoal.compression.formats import CodecError
-from shoal.peer.member.memberships import StageMembers, scope_of
+from shoal.peer.member.memberships import Memberships, scope_of
 from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.claims import ClaimQueue, DriveRequests
 from shoal.peer.pipeline.mailbox import StageMailbox, StageShapes
@@ -125,7 +125,7 @@ log = logging.getLogger(__name__)
 class StageRunner:
     """Runner of one span: ``run`` lasts from entering its stages, which ``members`` has joined, until ``close``."""
 
-    def __init__(self, members: StageMembers, engine: StageEngine, shapes: StageShapes, staging: Staging) -> None:
+    def __init__(self, members: Memberships, engine: StageEngine, shapes: StageShapes, staging: Staging) -> None:
         self._members = members
         self._engine = engine
         self._shared = SharedEngine(engine, self._execute, self._begin)

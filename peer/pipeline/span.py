@@ -12,9 +12,9 @@ from typing import Any
 
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.folders import stage_folder
-from shoal.peer.member.connection import Connection
-from shoal.peer.member.member import Member, Progress
-from shoal.peer.member.memberships import StageMembers
+from shoal.peer.member.connection import RunConnection
+from shoal.peer.member.member import LocalMember, Progress
+from shoal.peer.member.memberships import Memberships
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.pipeline.capability_updates import SpeedEstimate
@@ -50,7 +50,7 @@ class SpanContext:
     ``layer_s``: each layer's measured seconds for a micro-batch, forward and backward.
     """
 
-    connection: Connection
+    connection: RunConnection
     layered: Layered
     samples: TrainingSamples
     about: DataAbout
@@ -70,7 +70,7 @@ class HeldSpan:
     def __init__(
         self,
         network: NetworkThread[Any],
-        members: StageMembers,
+        members: Memberships,
         span: StageSpan,
         training: SpanTraining,
         runner: StageRunner,
@@ -82,7 +82,7 @@ class HeldSpan:
         self.runner = runner
         self._network = network
         self._members = members
-        self._first: Member = members.stages[span.first]
+        self._first: LocalMember = members.stages[span.first]
         self._running: futures.Future[None] | None = None
 
     @classmethod
@@ -110,7 +110,7 @@ class HeldSpan:
                     raise NotAdmitted(f"stage {stage} is not this peer's any more")
                 build = partial(_at_start, work, boundaries[stage], boundaries[stage + 1])
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.staging.device)
-                member: Member = network.call(members.enter(stage, is_ours), interruptible=True)
+                member: LocalMember = network.call(members.enter(stage, is_ours), interruptible=True)
                 about = StageAbout(number=stage, stages=place.stages)
                 setup = TrainingSetup(
                     model,

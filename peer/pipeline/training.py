@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.peer.member.memberships import StageMembers
-from shoal.peer.member.replica import Replica
+from shoal.peer.member.memberships import Memberships
+from shoal.peer.member.replica import TrainingReplica
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.pipeline.tasks import BackwardTask, ComputeResult, ForgetTask, ForwardTask
 from shoal.peer.pipeline.tensor_io import ComputedTensor
@@ -64,7 +64,7 @@ class SpanTraining:
     def __init__(
         self,
         held: Sequence[HeldStage],
-        replicas: Mapping[int, Replica],
+        replicas: Mapping[int, TrainingReplica],
         samples: TrainingSamples,
         settings: Mapping[int, ComputeSettings],
         took: Callable[[int, float], None],
@@ -196,7 +196,7 @@ class SpanTraining:
         for replica in self.replicas.values():
             replica.save()
 
-    def report_progress(self, members: StageMembers) -> None:
+    def report_progress(self, members: Memberships) -> None:
         """Let the next heartbeats tell what is done."""
         rate = self._samples_per_s()
         for stage, replica in self.replicas.items():

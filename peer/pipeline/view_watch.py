@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.peer.member.member import Member
-from shoal.peer.member.memberships import StageMembers
+from shoal.peer.member.member import LocalMember
+from shoal.peer.member.memberships import Memberships
 from shoal.peer.member.round_deadline import Attention, attention, is_due
 from shoal.swarm.aio import task_scope
 from shoal.swarm.pipeline.engine.engine import StageSpan
@@ -16,7 +16,7 @@ from shoal.swarm.protocol.rounds import RunView
 class ViewWatch:
     """Watch over one span. ``driven``: samples of this peer that went through all stages."""
 
-    def __init__(self, members: StageMembers, span: StageSpan) -> None:
+    def __init__(self, members: Memberships, span: StageSpan) -> None:
         self.driven = 0
         self._members = members
         self._span = span
@@ -122,7 +122,7 @@ def _is_due(view: RunView, round_number: int) -> bool:
     return is_due(view, 0.0, 1.0, 0.0, round_number=round_number, exchanging=False)
 
 
-async def _follow(member: Member, changed: Callable[[], None]) -> None:
+async def _follow(member: LocalMember, changed: Callable[[], None]) -> None:
     def is_new(view: RunView) -> bool:
         return view is not seen
 

@@ -15,7 +15,7 @@ from shoal.peer.state_transfer.chunk_format import RAW, ChunkFormat
 from shoal.peer.state_transfer.download import Report, StateDownload
 from shoal.peer.state_transfer.partial_state import PartialState, WantedState, remove_incoming, state_on_disk
 from shoal.peer.state_transfer.start import StartState
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, RunEnded
@@ -24,7 +24,7 @@ from shoal.swarm.transport.node import Endpoint
 
 log = logging.getLogger(__name__)
 
-CatchUp = Callable[[State], Awaitable[State]]
+CatchUp = Callable[[AnchorState], Awaitable[AnchorState]]
 """Brings an earlier state up to the run's newest one, from the rounds committed since.
 
 Raises ``LinkError`` when their results cannot be had (any more)."""
@@ -41,8 +41,8 @@ class LocalCandidates:
     def __init__(
         self,
         keeper: CheckpointKeeper | None,
-        make_initial: Callable[[], State] | None,
-        roll_forward: Callable[[State, int], State],
+        make_initial: Callable[[], AnchorState] | None,
+        roll_forward: Callable[[AnchorState, int], AnchorState],
         *,
         is_first: bool,
         initial_digest: bytes | None = None,
@@ -50,17 +50,17 @@ class LocalCandidates:
         """``make_initial``: None where the initial state cannot be made (any more); ``roll_forward``: applies the local
         round records to a state, up to an anchor version; ``is_first``: this process has held no state yet;
         ``initial_digest``: the initial state's, where it is known without making that."""
-        self.earlier: State | None = None
+        self.earlier: AnchorState | None = None
         self.checkpoint: Checkpoint | None = None
         """The last checkpoint that was read: of the run's state, or else the newest undamaged one."""
         self._keeper = keeper
         self._make_initial = make_initial
         self._roll_forward = roll_forward
-        self._rolled: State | None = None
+        self._rolled: AnchorState | None = None
         self._is_first = is_first
         self._initial_digest = initial_digest
 
-    def find(self, version: int, digest: bytes | None) -> State | None:
+    def find(self, version: int, digest: bytes | None) -> AnchorState | None:
         """The state of that version and digest, if it is here and undamaged. A ``digest`` of None fits any state."""
         if self.earlier is not None and _matches(self.earlier, version, digest):
             return self.earlier
@@ -72,7 +72,7 @@ class LocalCandidates:
         self._initial_digest = initial.digest
         return initial
 
-    def _from_checkpoint(self, version: int, digest: bytes | None) -> State | None:
+    def _from_checkpoint(self, version: int, digest: bytes | None) -> AnchorState | None:
         if self._keeper is None:
             return None
         last = self.checkpoint
@@ -84,7 +84,7 @@ class LocalCandidates:
         found = self.checkpoint
         return found.state if found is not None and _matches(found.state, version, digest) else None
 
-    def _from_records(self, version: int, digest: bytes | None) -> State | None:
+    def _from_records(self, version: int, digest: bytes | None) -> AnchorState | None:
         """The state that the round records lead to from the last checkpoint; computed once, when a process starts."""
         if self._rolled is None and self._is_first:
             last = self.checkpoint.state if self.checkpoint is not None else None
@@ -95,7 +95,7 @@ class LocalCandidates:
         return self._rolled if self._rolled is not None and _matches(self._rolled, version, digest) else None
 
     @property
-    def newest(self) -> State | None:
+    def newest(self) -> AnchorState | None:
         """The newest state that ``find`` has read or made: the one to catch up from."""
         held = [self.earlier, self._rolled, self.checkpoint.state if self.checkpoint is not None else None]
         return max((state for state in held if state is not None), key=lambda one: one.version, default=None)
@@ -122,7 +122,7 @@ class LocalCandidates:
             yield from ((one.anchor_version, one.digest) for one in self._keeper.store.kept())
 
 
-def _matches(state: State, version: int, digest: bytes | None) -> bool:
+def _matches(state: AnchorState, version: int, digest: bytes | None) -> bool:
     return state.version == version and digest in (None, state.digest)
 
 
@@ -131,7 +131,7 @@ class StateHolder(Protocol):
 
     client: CoordinatorClient
 
-    def hold(self, state: State) -> None: ...
+    def hold(self, state: AnchorState) -> None: ...
 
     def let_go(self) -> None: ...
 
@@ -177,7 +177,7 @@ class CurrentDownload:
             return self._download.partial.wanted
         return None if self._folder is None else await in_thread(state_on_disk, self._folder)
 
-    async def fetch(self, wanted: WantedState) -> State:
+    async def fetch(self, wanted: WantedState) -> AnchorState:
         """Fetch that state, going on from the chunks of it that are here. Raises ``LinkError``."""
         if self._start is not None and wanted.version == 0:
             return await self._start.fetch()
@@ -215,7 +215,7 @@ async def acquire_state(
     shape: tuple[int, int],
     download: CurrentDownload,
     catch_up: CatchUp | None,
-) -> State:
+) -> AnchorState:
     """Return the run's current state once it is held and announced.
 
     A local candidate is taken where it is the run's state, or where ``catch_up`` turns it into that; otherwise the
@@ -225,7 +225,7 @@ async def acquire_state(
     An unfinished download is finished while donors serve it and ``catch_up`` can bring it up to the newest state;
     without ``catch_up`` only the newest state is fetched. Raises ``RunEnded`` when the run is over and nobody serves
     its last state."""
-    caught_up_from: State | None = None
+    caught_up_from: AnchorState | None = None
     waited_for: int | None = None
     last_error = ""
     while True:
@@ -296,7 +296,7 @@ async def _wait_for_state(client: CoordinatorClient, version: int) -> None:
         log.warning("the run went back: %s", view.verdict.reason)
 
 
-async def _hold_if_current(holder: StateHolder, state: State) -> bool:
+async def _hold_if_current(holder: StateHolder, state: AnchorState) -> bool:
     """Hold and announce ``state``; return whether it is the run's, and let it go again where it is not."""
     holder.hold(state)
     await holder.beat()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from shoal.peer.state_transfer.chunk_format import BFLOAT16, RAW, ChunkFormat
-from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, State, bytes_of, chunk_digest, chunks_in
+from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, AnchorState, bytes_of, chunk_digest, chunks_in
 from shoal.swarm.aio import in_thread
 from shoal.swarm.errors import Busy
 from shoal.swarm.protocol.types import Blob
@@ -51,7 +51,7 @@ class StateDonor:
         """Versions that are served, the newest last."""
         return tuple(self._sources)
 
-    def offer(self, state: State) -> None:
+    def offer(self, state: AnchorState) -> None:
         """Serve ``state`` as the newest one, and stop serving older ones that nobody needs."""
         version = state.version
         self._sources.pop(version, None)

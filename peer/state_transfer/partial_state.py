@@ -15,7 +15,15 @@ from typing import BinaryIO
 import torch
 
 from shoal.peer.regular_file import open_regular
-from shoal.peer.training.anchor import CHUNK_BYTES, DIGEST_BYTES, State, bytes_of, chunk_digest, chunks_in, state_digest
+from shoal.peer.training.anchor import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    AnchorState,
+    bytes_of,
+    chunk_digest,
+    chunks_in,
+    state_digest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +125,10 @@ class PartialState:
             self._file.close(remove=remove)
             self._file = None
 
-    def whole(self) -> State:
+    def whole(self) -> AnchorState:
         """The complete state; its chunks and their digests have been checked."""
         assert not self.missing
-        return State(self.values, self.wanted.version, self.wanted.digest, self.chunk_digests)
+        return AnchorState(self.values, self.wanted.version, self.wanted.digest, self.chunk_digests)
 
 
 class IncomingFile:

@@ -19,7 +19,7 @@ from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
 from shoal.peer.checkpoints.source import FolderSource, Source, refuse
 from shoal.peer.checkpoints.store import checkpoints_in
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
-from shoal.peer.training.anchor import CHUNK_BYTES, State, bytes_of, chunks_in
+from shoal.peer.training.anchor import CHUNK_BYTES, AnchorState, bytes_of, chunks_in
 from shoal.swarm.aio import in_thread, task_scope
 from shoal.swarm.errors import (
     BlobUnavailable,
@@ -190,7 +190,7 @@ class StartState:
         """Whether ``read`` can be called: the files are here."""
         return self._run.files is not None
 
-    def read(self) -> State:
+    def read(self) -> AnchorState:
         """Read the state from the files; blocks. Raises ``StateFileError``."""
         assert self._run.files is not None
         self._allocate()
@@ -198,7 +198,7 @@ class StartState:
             self._places[spec.name].copy_(self._run.files.rows(spec.name, self._run.rows))
         return self._finished()
 
-    async def fetch(self) -> State:
+    async def fetch(self) -> AnchorState:
         """Fetch the state from peers that have the files, several at once; goes on from what an earlier attempt
         fetched.
 
@@ -225,9 +225,9 @@ class StartState:
             self._places[spec.name] = self._values[: run.rows, at : at + spec.elements]
             at += spec.elements
 
-    def _finished(self) -> State:
+    def _finished(self) -> AnchorState:
         values, self._values, self._places = self._values, torch.zeros(0), {}
-        return State.of(values, 0, self.digest)
+        return AnchorState.of(values, 0, self.digest)
 
     async def _fetch_from(self, peer: str) -> LinkError | None:
         """Fetch tensors from one peer until all are here; return the error that ended it, if any.

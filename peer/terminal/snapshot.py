@@ -10,7 +10,7 @@ from shoal.swarm.protocol.rounds import RunView, Verdict
 from shoal.swarm.protocol.types import PipelineView
 
 if TYPE_CHECKING:
-    from shoal.peer.member.member import Member
+    from shoal.peer.member.member import LocalMember
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Watched(Protocol):
         ...
 
 
-def take_snapshot(member: Member, view: RunView, peer: str, device: str) -> Snapshot:
+def take_snapshot(member: LocalMember, view: RunView, peer: str, device: str) -> Snapshot:
     """A snapshot of ``member`` and, by ``view``, of the run."""
     client, progress, meter, run = member.client, member.progress, member.node.meter, member.client.run_file
     closes_at_s = client.closes_at_s
@@ -120,7 +120,7 @@ def held_stages(pipeline: PipelineView, span: tuple[int, int], flow: Flow) -> He
     )
 
 
-def with_stages(run: Snapshot, first: Member, held: HeldStages) -> Snapshot:
+def with_stages(run: Snapshot, first: LocalMember, held: HeldStages) -> Snapshot:
     """The snapshot of a pipeline's peer; ``run``: of its membership of the run, ``first``: of its first stage."""
     verdict: Verdict | None = first.client.view.verdict
     loss = verdict.loss if run.loss is None and verdict is not None else run.loss

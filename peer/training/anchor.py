@@ -19,7 +19,7 @@ _CHUNKS_A_THREAD = 8  # a thread for less than 8 MiB would cost more than it sav
 
 
 @dataclass(frozen=True)
-class State:
+class AnchorState:
     """``values``: (1 + slots, n) float32 on the CPU, the anchor and the outer optimizer's vectors. Never changed
     in place, so it can be served while the next one is being made. ``version``: committed rounds behind it."""
 
@@ -30,14 +30,14 @@ class State:
     """SHA-256 of each chunk, one after the other: 32 bytes each."""
 
     @classmethod
-    def make(cls, anchor: Tensor, outer: Tensor, version: int) -> State:
+    def make(cls, anchor: Tensor, outer: Tensor, version: int) -> AnchorState:
         """``anchor`` (n,), ``outer`` (slots, n). Hashes everything."""
         rows, n = 1 + len(outer), anchor.numel()
         values = empty_aligned(rows * n).view(rows, n)
         return cls.of(torch.cat([anchor.unsqueeze(0), outer], out=values), version)
 
     @classmethod
-    def of(cls, values: Tensor, version: int, digest: bytes | None = None) -> State:
+    def of(cls, values: Tensor, version: int, digest: bytes | None = None) -> AnchorState:
         """``digest``: the run's for this state, where it is not made of the chunks' (``StartSection.state_digest``)."""
         chunk_digests = _chunk_digests(bytes_of(values))
         digest = digest or state_digest(version, tuple(values.shape), chunk_digests)

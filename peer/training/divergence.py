@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import Diverged
 from shoal.swarm.protocol.types import DivergenceWord, KeptState
 
@@ -39,7 +39,7 @@ class Divergence:
         self._times.clear()
         self._first.clear()
 
-    def spoilt(self, stage: int | None, state: State, reason: str) -> KeptState | None:
+    def spoilt(self, stage: int | None, state: AnchorState, reason: str) -> KeptState | None:
         """The work of ``stage``, None without stages, came to nothing; it began at ``state``. Returns where that began,
         when it is of no use to try again: the third time since something of ours counted, or at once where the anchor
         itself is infinite or not a number, for every peer alike."""

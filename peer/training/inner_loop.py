@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from shoal.swarm.protocol.run_file import InnerSection
 
-Loss = Callable[[nn.Module, Tensor], Tensor]
+LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 
 def make_inner(model: nn.Module, inner: InnerSection) -> Optimizer:
@@ -40,7 +40,7 @@ class InnerLoop:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: LossFunction,
         autocast: Callable[[], AbstractContextManager[Any]],
         micro_batch: int,
     ) -> None:

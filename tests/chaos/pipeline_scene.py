@@ -19,8 +19,8 @@ from tests.fakes.training_threads import SharedLoop, TrainingThread
 from tests.fakes.virtual_clock import until
 
 from shoal.peer.member import connection
-from shoal.peer.member.connection import Connection
-from shoal.peer.member.replica import Replica
+from shoal.peer.member.connection import RunConnection
+from shoal.peer.member.replica import TrainingReplica
 from shoal.peer.options import SessionOptions
 from shoal.peer.pipeline import peer as pipeline_peer
 from shoal.peer.pipeline.peer import PipelinePeer
@@ -104,7 +104,7 @@ class Peer:
             bind=(HOST, 0),
             on_event=self.events.append,
         )
-        joined = Connection(str(self.scene.invite), options, "cpu")
+        joined = RunConnection(str(self.scene.invite), options, "cpu")
         memory_bytes = small_model.memory_bytes(self.layers)
         with PipelinePeer(joined, SmallRecipe(), torch.device("cpu"), memory_bytes) as peer:
             peer.train()
@@ -189,7 +189,7 @@ def _patched(scene: Scene) -> Iterator[None]:
     loop = the_loop()
     clock = SimpleNamespace(monotonic=loop.time, time=loop.time, time_ns=lambda: 1 + int(1e9 * loop.time()))
     compute = {step: getattr(SpanTraining, step) for step in ("_forward", "_backward")}
-    enter, apply = HeldSpan.enter, Replica._apply
+    enter, apply = HeldSpan.enter, TrainingReplica._apply
 
     def computing(step: str) -> Callable[[Any, Any], Any]:
         def do(self: SpanTraining, task: Any) -> Any:
@@ -209,7 +209,7 @@ def _patched(scene: Scene) -> Iterator[None]:
         peer.held = held
         return held
 
-    def applied(self: Replica, outcome: Any) -> None:
+    def applied(self: TrainingReplica, outcome: Any) -> None:
         scene.came_to("applying", outcome.verdict.round)
         apply(self, outcome)
 
@@ -220,7 +220,7 @@ def _patched(scene: Scene) -> Iterator[None]:
         mock.patch.object(pipeline_peer, "layered_recipe", lambda recipe, run: recipe),
         mock.patch.object(pipeline_peer, "profile_model", small_model.measured),
         mock.patch.object(HeldSpan, "enter", entered),
-        mock.patch.object(Replica, "_apply", applied),
+        mock.patch.object(TrainingReplica, "_apply", applied),
         *[mock.patch.object(SpanTraining, step, computing(step)) for step in compute],
         mock.patch.object(service, "time", clock),
     ]

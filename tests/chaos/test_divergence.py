@@ -33,7 +33,7 @@ class Doubter(Keeper):
             await super().close_round()
 
     async def sync(self) -> None:
-        """As ``Member.await_word`` does it, before anything else."""
+        """As ``LocalMember.await_word`` does it, before anything else."""
         bad = self.diverged
         if bad is not None:
             self.holds = False

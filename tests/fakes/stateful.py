@@ -14,7 +14,7 @@ from shoal.compression.codec_map import CodecMap
 from shoal.peer.history.catch_up import MissedRounds, Steps
 from shoal.peer.history.record_writer import RecordKeeper
 from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.averaging.averager import Averager
 from shoal.swarm.averaging.outcome import Committed, Outcome
@@ -32,7 +32,7 @@ class StatefulMember(SimMember):
     def __init__(self, swarm: Swarm, number: int, latency_s: float) -> None:
         super().__init__(swarm, number, latency_s)
         self.outer = outer_of(swarm.coordinator.run.outer)
-        self.initial = State.make(torch.zeros(self.elements), torch.zeros(self.outer.slots, self.elements), 0)
+        self.initial = AnchorState.make(torch.zeros(self.elements), torch.zeros(self.outer.slots, self.elements), 0)
         self.state = self.initial
         self.states = [self.initial]
 
@@ -67,7 +67,7 @@ class StatefulMember(SimMember):
             self.hold(self.steps.after(self.state, outcome.verdict, outcome.mean))
         return outcome
 
-    def hold(self, state: State) -> None:
+    def hold(self, state: AnchorState) -> None:
         self.state, self.anchor, self.version = state, state.anchor, state.version
         self.states.append(state)
 

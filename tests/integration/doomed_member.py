@@ -18,7 +18,7 @@ from slow_member import slow_down
 from shoal.peer.checkpoints.store import CheckpointStore, round_of
 from shoal.peer.cli.main import main
 from shoal.peer.history import round_records
-from shoal.peer.member.replica import Replica
+from shoal.peer.member.replica import TrainingReplica
 from shoal.peer.state_transfer.donor import StateSource
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState
 from shoal.swarm.averaging.allreduce import AllReduce
@@ -114,13 +114,13 @@ def reported(doom: Doom) -> None:
 
 def applying(doom: Doom) -> None:
     """When the verdict is known and the outer step is about to be made."""
-    real = Replica._apply
+    real = TrainingReplica._apply
 
     def apply(self: Any, outcome: Any) -> None:
         doom.comes_to(outcome.verdict.round)
         real(self, outcome)
 
-    Replica._apply = apply  # type: ignore[method-assign]
+    TrainingReplica._apply = apply  # type: ignore[method-assign]
 
 
 def sharing(doom: Doom) -> None:

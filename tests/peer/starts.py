@@ -17,7 +17,7 @@ from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.cli.start_section import start_section, with_section
 from shoal.peer.options import StartFrom
 from shoal.peer.state_transfer.start import RunStart, StartFiles
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.layers import Layered
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.types import TensorSpec
@@ -39,7 +39,7 @@ def write_checkpoint(
     run: RunFile,
     toml: str,
     layout: tuple[TensorSpec, ...],
-    state: State,
+    state: AnchorState,
     claimed_digest: bytes | None = None,
     stage: StageAbout | None = None,
 ) -> Path:
@@ -68,9 +68,9 @@ def read(place: Path) -> Checkpoint:
     return read_checkpoint(FolderSource(place))
 
 
-def random_state(elements: int, version: int = 3, slots: int = 2) -> State:
+def random_state(elements: int, version: int = 3, slots: int = 2) -> AnchorState:
     generator = torch.Generator().manual_seed(version)
-    return State.of(torch.randn(1 + slots, elements, generator=generator) * 0.05, version)
+    return AnchorState.of(torch.randn(1 + slots, elements, generator=generator) * 0.05, version)
 
 
 def start_toml(toml: str, folder: Path, *, only_parameters: bool = False) -> str:
@@ -96,9 +96,9 @@ def stage_layouts(layered: Layered, boundaries: Sequence[int]) -> list[tuple[Ten
     return [tuple(spec for layer in layered.layouts[a:b] for spec in layer) for a, b in pairwise(boundaries)]
 
 
-def put_together(states: Sequence[State], version: int) -> State:
+def put_together(states: Sequence[AnchorState], version: int) -> AnchorState:
     """The whole model's state from those of its stages in their order."""
-    return State.of(torch.cat([state.values for state in states], dim=1), version)
+    return AnchorState.of(torch.cat([state.values for state in states], dim=1), version)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

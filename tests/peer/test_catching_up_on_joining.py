@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from shoal.peer.state_transfer.acquire import LocalCandidates, acquire_state
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import LinkError
 
 
-def state_of(version: int, branch: int = 0) -> State:
-    return State.make(torch.full((4,), float(version)), torch.full((1, 4), float(branch)), version)
+def state_of(version: int, branch: int = 0) -> AnchorState:
+    return AnchorState.make(torch.full((4,), float(version)), torch.full((1, 4), float(branch)), version)
 
 
 class Records:
@@ -22,7 +22,7 @@ class Records:
         self.last = last
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, state: State, newest: int) -> State:
+    def __call__(self, state: AnchorState, newest: int) -> AnchorState:
         self.asked.append((state.version, newest))
         return state if min(self.last, newest) <= state.version else state_of(min(self.last, newest))
 
@@ -64,7 +64,7 @@ class Holder:
         view = SimpleNamespace(anchor_version=self.version, state_digest=state_of(self.version).digest)
         return SimpleNamespace(view=view)
 
-    def hold(self, state: State) -> None:
+    def hold(self, state: AnchorState) -> None:
         """Said with the next beat."""
 
     def let_go(self) -> None:
@@ -81,7 +81,7 @@ class Holder:
     async def begun(self) -> None:
         return None
 
-    async def fetch(self, wanted: Any) -> State:
+    async def fetch(self, wanted: Any) -> AnchorState:
         self.fetched.append(wanted.version)
         return state_of(wanted.version)
 
@@ -89,14 +89,14 @@ class Holder:
         """Nothing is kept of it."""
 
 
-def agree(holder: Any, own: LocalCandidates, catch_up: Any) -> State:
+def agree(holder: Any, own: LocalCandidates, catch_up: Any) -> AnchorState:
     return asyncio.run(acquire_state(holder, own, (2, 4), holder, catch_up))
 
 
 def test_what_is_behind_is_caught_up_and_not_fetched() -> None:
     holder, asked = Holder(5), []
 
-    async def catch_up(state: State) -> State:
+    async def catch_up(state: AnchorState) -> AnchorState:
         asked.append(state.version)
         if state.version == 2:
             holder.version = 7  # the run goes on meanwhile
@@ -112,7 +112,7 @@ def test_what_is_behind_is_caught_up_and_not_fetched() -> None:
 def test_what_cannot_be_caught_up_is_fetched() -> None:
     holder, asked = Holder(5), []
 
-    async def catch_up(state: State) -> State:
+    async def catch_up(state: AnchorState) -> AnchorState:
         asked.append(state.version)
         raise LinkError("for the test")
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_caught_up_is_fetched() -> None:
 def test_a_wrong_state_that_was_caught_up_is_replaced() -> None:
     holder = Holder(5)
 
-    async def catch_up(state: State) -> State:
+    async def catch_up(state: AnchorState) -> AnchorState:
         return state_of(5, branch=1)
 
     own = LocalCandidates(None, lambda: state_of(0), Records(last=2), is_first=True)

@@ -12,7 +12,7 @@ from tests.fakes.virtual_clock import now_s, run_virtual
 from shoal.peer.state_transfer.acquire import CatchUp, CurrentDownload, acquire_state
 from shoal.peer.state_transfer.donor import StateDonor
 from shoal.peer.state_transfer.partial_state import PartialState, WantedState, state_on_disk
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import LinkError, RunEnded
 
 SIZE = 2**19
@@ -23,14 +23,14 @@ SLOW_BPS = 4.2e6
 """A chunk takes two seconds, the state four: two come at a time."""
 
 
-def make_state(version: int) -> State:
-    return State.of(torch.full(SHAPE, float(version)), version)
+def make_state(version: int) -> AnchorState:
+    return AnchorState.of(torch.full(SHAPE, float(version)), version)
 
 
 STATES = [make_state(version) for version in range(6)]
 
 
-def wanted_of(state: State) -> WantedState:
+def wanted_of(state: AnchorState) -> WantedState:
     return WantedState(state.version, state.digest, SHAPE)
 
 
@@ -58,7 +58,7 @@ class World:
         await asyncio.sleep(timeout_s)
         return self.view
 
-    def hold(self, state: State) -> None:
+    def hold(self, state: AnchorState) -> None:
         self.held.append(state.version)
 
     def let_go(self) -> None:
@@ -73,7 +73,7 @@ class World:
     def report(self, event: str, **fields: Any) -> None:
         self.events.append((event, fields))
 
-    async def catch_up(self, state: State) -> State:
+    async def catch_up(self, state: AnchorState) -> AnchorState:
         self.caught_up.append(state.version)
         return STATES[self.view.anchor_version]
 
@@ -81,7 +81,7 @@ class World:
     def fetched(self) -> list[int]:
         return [fields["anchor_version"] for event, fields in self.events if event == "state_fetched"]
 
-    async def agree(self, candidate: State | None = None, catch_up: CatchUp | None = None) -> State:
+    async def agree(self, candidate: AnchorState | None = None, catch_up: CatchUp | None = None) -> AnchorState:
         own: Any = SimpleNamespace(find=lambda version, digest: candidate, newest=candidate, kept_states=lambda: ())
         found = await acquire_state(self, own, SHAPE, self.download, catch_up)
         assert (found.version, found.digest) == (self.view.anchor_version, self.view.state_digest)
@@ -106,7 +106,7 @@ async def moving_on(world: World, catch_up: CatchUp | None) -> None:
     await joining
 
 
-def begin(folder: Path, state: State, *chunks: int) -> None:
+def begin(folder: Path, state: AnchorState, *chunks: int) -> None:
     """What a killed process leaves."""
     partial = PartialState(wanted_of(state), folder)
     partial.learn_digests(state.chunk_digests)
@@ -130,7 +130,7 @@ def test_a_candidate_that_is_the_run_s_is_taken(tmp_path: Path) -> None:
 def test_another_candidate_of_that_version_is_not(tmp_path: Path) -> None:
     async def main() -> None:
         world = World(2, tmp_path)
-        await world.agree(State.of(torch.zeros(SHAPE), 2))
+        await world.agree(AnchorState.of(torch.zeros(SHAPE), 2))
         assert world.fetched == [2]
 
     run(main())
@@ -157,8 +157,8 @@ def test_without_rounds_to_catch_up_by_only_the_newest_will_do(tmp_path: Path) -
 
 
 def test_rounds_that_lead_astray_are_no_way_to_the_run_s_state(tmp_path: Path) -> None:
-    async def astray(state: State) -> State:
-        return State.of(state.values + 1e-3, 2)
+    async def astray(state: AnchorState) -> AnchorState:
+        return AnchorState.of(state.values + 1e-3, 2)
 
     async def main() -> None:
         world = World(1, tmp_path, UplinkNetwork(SLOW_BPS))
@@ -224,7 +224,7 @@ def test_the_same_trouble_is_told_once(tmp_path: Path, caplog: pytest.LogCapture
         world = World(0, tmp_path)
         state, tries = STATES[0], 0
 
-        async def fetch() -> State:
+        async def fetch() -> AnchorState:
             nonlocal tries
             tries += 1
             await asyncio.sleep(1.0)
@@ -243,7 +243,7 @@ def test_the_same_trouble_is_told_once(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_donor_that_had_another_state_is_asked_again_when_there_is_nobody_else(tmp_path: Path) -> None:
     async def main() -> None:
         world = World(1, tmp_path)
-        world.donor.offer(State.of(torch.full(SHAPE, 7.0), 1))
+        world.donor.offer(AnchorState.of(torch.full(SHAPE, 7.0), 1))
         joining = asyncio.ensure_future(world.agree())
         await asyncio.sleep(60.0)
         refusals = [fields["donor"] for event, fields in world.events if event == "donor_refused"]

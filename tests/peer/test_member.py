@@ -13,9 +13,9 @@ from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 
-from shoal.peer.member.member import Member, StageMembership
+from shoal.peer.member.member import LocalMember, StageMembership
 from shoal.peer.state_transfer.acquire import LocalCandidates
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.averaging.outcome import Outcome, RoundOffer
 from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun
@@ -30,13 +30,13 @@ READER = b"a joiner"
 @asynccontextmanager
 async def a_member(
     coordinator: MemoryCoordinator, is_ours: Callable[[RunView], bool] | None = None
-) -> AsyncIterator[Member]:
+) -> AsyncIterator[LocalMember]:
     node: Any = MemoryNetwork().endpoint(identity(1).peer_id)
     node.meter = Meter()
     client, _ = make_client(coordinator, node, identity(1), curve_keys(1), 0.01)
     await client.join()
     async with asyncio.TaskGroup() as tasks:
-        member = Member(node, client, tasks, StageMembership(client, is_ours, "it") if is_ours else None)
+        member = LocalMember(node, client, tasks, StageMembership(client, is_ours, "it") if is_ours else None)
         yield member
         for task in member._background:
             task.cancel()
@@ -46,7 +46,7 @@ def test_no_state_is_served_while_a_round_is_averaged_here() -> None:
     async def main() -> None:
         async with a_member(MemoryCoordinator(run_toml(4))) as member:
             member.prepare_averaging((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),))
-            member.hold(State.of(torch.zeros(2, ELEMENTS), 3))
+            member.hold(AnchorState.of(torch.zeros(2, ELEMENTS), 3))
             node: Any = member.node
             served = node.blobs[Blob(kind="state", number=3)]
             member.averager.on_exchange(True)
@@ -100,12 +100,12 @@ LAYOUT = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
 MODEL = PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=None, tokens_per_sample=1)
 
 
-async def waits_for_a_donor(member: Member) -> None:
+async def waits_for_a_donor(member: LocalMember) -> None:
     own = LocalCandidates(None, None, lambda state, newest: state, is_first=False)
     await member.agreed_state(own, (2, ELEMENTS), None, lambda *_, **__: None)
 
 
-async def waits_for_a_verdict(member: Member) -> None:
+async def waits_for_a_verdict(member: LocalMember) -> None:
     """That it is not told any more: it goes to the stage's members."""
 
     async def average(offer: RoundOffer) -> Outcome:
@@ -119,7 +119,7 @@ async def waits_for_a_verdict(member: Member) -> None:
     )
 
 
-async def waits_to_say_what_it_trains(member: Member) -> None:
+async def waits_to_say_what_it_trains(member: LocalMember) -> None:
     async def refused(*_: Any) -> Any:
         await asyncio.sleep(1.0)
         raise NotAdmitted("not a member of this stage")
@@ -135,7 +135,7 @@ async def waits_to_say_what_it_trains(member: Member) -> None:
     ids=lambda one: one.__name__,
 )
 def test_whatever_a_stages_member_waits_for_gives_way_when_the_stage_is_taken_away(
-    waits: Callable[[Member], Awaitable[None]],
+    waits: Callable[[LocalMember], Awaitable[None]],
 ) -> None:
     async def main() -> None:
         coordinator, ours = MemoryCoordinator(run_toml(4)), [True]

@@ -9,18 +9,18 @@ import torch
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.peer.state_transfer.acquire import LocalCandidates, acquire_state
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.protocol.types import MAX_KEPT, KeptState
 
 
-def state(version: int, value: float = 0.0) -> State:
-    return State.make(torch.full((4,), value + version), torch.zeros(1, 4), version)
+def state(version: int, value: float = 0.0) -> AnchorState:
+    return AnchorState.make(torch.full((4,), value + version), torch.zeros(1, 4), version)
 
 
 class Keeper:
     """Checkpoints of these states, the newest first; ``reads``: how many were read."""
 
-    def __init__(self, *states: State) -> None:
+    def __init__(self, *states: AnchorState) -> None:
         self._states = list(states)
         self.reads = 0
         self.store = SimpleNamespace(kept=self._kept)
@@ -35,14 +35,14 @@ class Keeper:
         return SimpleNamespace(state=found[0]) if found else None
 
 
-def own(*states: State, initial: State | None = None) -> LocalCandidates:
+def own(*states: AnchorState, initial: AnchorState | None = None) -> LocalCandidates:
     keeper: Any = Keeper(*states)
     return LocalCandidates(
         keeper, (lambda: initial) if initial else None, lambda state, _: state, is_first=initial is not None
     )
 
 
-def kept(*states: State) -> tuple[KeptState, ...]:
+def kept(*states: AnchorState) -> tuple[KeptState, ...]:
     return tuple(KeptState(anchor_version=one.version, digest=one.digest) for one in states)
 
 
@@ -82,7 +82,7 @@ def test_the_initial_state_is_the_last_resort() -> None:
 def test_what_a_run_starts_from_is_read_when_it_is_needed_and_not_told_of() -> None:
     initial, reads = state(0), []
 
-    def read() -> State:
+    def read() -> AnchorState:
         reads.append(initial)
         return initial
 
@@ -97,14 +97,14 @@ def test_what_a_run_starts_from_is_read_when_it_is_needed_and_not_told_of() -> N
 class Run:
     """The coordinator as a member sees it: nobody holds version 5; told that version 4 is kept, the run goes back."""
 
-    def __init__(self, goes_back_to: State) -> None:
+    def __init__(self, goes_back_to: AnchorState) -> None:
         self._goes_back_to = goes_back_to
         self.view: Any = SimpleNamespace(phase="training", anchor_version=5, state_digest=None)
         self.client = self
-        self.held: State | None = None
+        self.held: AnchorState | None = None
         self.told: list[tuple[KeptState, ...]] = []
 
-    def hold(self, held: State) -> None:
+    def hold(self, held: AnchorState) -> None:
         self.held = held
 
     def let_go(self) -> None:

@@ -5,39 +5,39 @@ import pytest
 import torch
 
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, WantedState, state_on_disk
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 
 SIZE = 5 * 2**16
 """Elements of each of the two rows: three chunks, the last one half."""
 
 
-def make_state(seed: int = 0, version: int = 3) -> State:
+def make_state(seed: int = 0, version: int = 3) -> AnchorState:
     values = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(seed))
-    return State.of(values, version)
+    return AnchorState.of(values, version)
 
 
-def wanted_of(state: State) -> WantedState:
+def wanted_of(state: AnchorState) -> WantedState:
     return WantedState(state.version, state.digest, (2, SIZE))
 
 
-def chunk_of(state: State, index: int) -> memoryview:
+def chunk_of(state: AnchorState, index: int) -> memoryview:
     return memoryview(state.values.numpy().tobytes())[index * 2**20 : (index + 1) * 2**20]
 
 
-def partial_of(state: State, folder: Path | None = None, only_anchor: bool = False) -> PartialState:
+def partial_of(state: AnchorState, folder: Path | None = None, only_anchor: bool = False) -> PartialState:
     partial = PartialState(wanted_of(state), folder, only_anchor=only_anchor)
     assert partial.learn_digests(state.chunk_digests)
     return partial
 
 
-def take(partial: PartialState, state: State, *chunks: int) -> None:
+def take(partial: PartialState, state: AnchorState, *chunks: int) -> None:
     for chunk in chunks:
         assert partial.put(chunk, chunk_of(state, chunk))
         partial.missing.discard(chunk)
         partial.unwritten.append(chunk)
 
 
-def written(state: State, folder: Path, *chunks: int) -> Path:
+def written(state: AnchorState, folder: Path, *chunks: int) -> Path:
     """The file of a process that was killed after it had written these."""
     partial = partial_of(state, folder)
     take(partial, state, *chunks)
@@ -59,7 +59,7 @@ def test_only_right_chunks_are_kept() -> None:
     take(partial, state, 2, 0, 1)
     found = partial.whole()
     assert torch.equal(found.values, state.values)
-    assert found.digest == State.of(found.values, 3).digest
+    assert found.digest == AnchorState.of(found.values, 3).digest
     assert found.chunk_digests == state.chunk_digests
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from shoal.peer.history.round_records import Owner, RoundRecords
 from shoal.peer.member.member import Progress
-from shoal.peer.member.replica import Replica, TrainingSetup
+from shoal.peer.member.replica import TrainingReplica, TrainingSetup
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.state_transfer.acquire import LocalCandidates
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.divergence import TRIES
 from shoal.peer.training.outer_optimizer import make_outer
@@ -39,7 +39,7 @@ class FakeMember:
         self.progress = Progress()
         self.offers: list[RoundOffer] = []
         self.afresh = 0
-        self.held: list[State] = []
+        self.held: list[AnchorState] = []
         self.bad: list[KeptState] = []
         self.word: DivergenceWord = "hopeless"
         self.start: Any = None
@@ -60,7 +60,7 @@ class FakeMember:
         """None are missed here."""
         return SimpleNamespace(rounds=0)
 
-    async def agreed_state(self, own: LocalCandidates, *_: Any) -> State:
+    async def agreed_state(self, own: LocalCandidates, *_: Any) -> AnchorState:
         if not self.held:
             found = own.find(self.client.view.anchor_version, None) or own.find(0, None)
             assert found is not None
@@ -77,7 +77,7 @@ class FakeMember:
         self.bad.append(bad)
         return self.word
 
-    def hold(self, state: State) -> None:
+    def hold(self, state: AnchorState) -> None:
         self.held.append(state)
 
     async def average(self, offer: RoundOffer) -> Outcome:
@@ -126,7 +126,7 @@ class Side:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         about = DataAbout(bytes(32), "none", TOKENS)
         network: Any = self.network
-        self.replica = Replica(
+        self.replica = TrainingReplica(
             self.run,
             TrainingSetup(self.model, optimizer, about, build=build),
             network,
@@ -332,7 +332,7 @@ def test_the_others_are_asked_about_the_first_state_that_nothing_came_of(side: S
         spoil(side)
         assert not side.replica.offer()
         assert len(side.member.bad) == (number == TRIES - 1)
-        side.member.held.append(State.make(torch.ones(4), torch.zeros(1, 4), number + 1))
+        side.member.held.append(AnchorState.make(torch.ones(4), torch.zeros(1, 4), number + 1))
         side.replica.sync(afresh=True)
         side.replica.samples.add(0, 100)
     assert side.member.bad == [KeptState(anchor_version=0, digest=first.digest)]
@@ -350,7 +350,7 @@ def test_what_undone_rounds_left_is_forgotten_and_nothing_else(side: Side) -> No
     assert side.replica.state is not None
     for version, forgotten in ((2, 0), (2, 0), (1, 1)):
         state = side.replica.state if version == side.replica.state.version else None
-        side.member.held.append(state or State.make(torch.ones(4), torch.zeros(1, 4), version))
+        side.member.held.append(state or AnchorState.make(torch.ones(4), torch.zeros(1, 4), version))
         side.replica.start_afresh("for the test")
         assert side.member.forgotten == forgotten
 

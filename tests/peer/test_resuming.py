@@ -20,8 +20,8 @@ from shoal.peer.checkpoints.checkpoint import unpack_verdicts
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.checkpoints.writer import Pace, Subject
-from shoal.peer.member.replica import Replica, TrainingSetup
-from shoal.peer.training.anchor import State
+from shoal.peer.member.replica import TrainingReplica, TrainingSetup
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout
 from shoal.swarm.averaging.outcome import Aborted, CarriedResidual, Committed
 from shoal.swarm.errors import RecipeError, StorageError
@@ -98,7 +98,7 @@ class Life:
         self.events: list[dict[str, Any]] = []
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         network: Any = self.network
-        self.replica = Replica(
+        self.replica = TrainingReplica(
             run.file,
             TrainingSetup(
                 model, self.optimizer if run.file.algorithm == "diloco" else None, DataAbout(bytes(32), "", 10)
@@ -363,7 +363,7 @@ def test_the_residual_belongs_to_its_state_and_the_optimizer_to_the_peer(tmp_pat
     life.stop()
     found = life.store.load(life.store.kept()[0])
     other = Life(Run("diloco"), tmp_path / "other", 1)
-    newer = State.of(found.state.values.clone(), found.state.version + 1)
+    newer = AnchorState.of(found.state.values.clone(), found.state.version + 1)
     assert other.replica._own.take_up(found, newer) is False
     assert not other.member.averager.carried.residual.any()
     moments = [one["exp_avg"] for one in other.optimizer.state_dict()["state"].values()]

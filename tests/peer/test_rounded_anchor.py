@@ -6,16 +6,18 @@ from tests.fakes.virtual_clock import run_virtual
 from shoal.peer.state_transfer.bfloat16_anchor import fetch_rounded_anchor
 from shoal.peer.state_transfer.chunk_format import BFLOAT16
 from shoal.peer.state_transfer.donor import StateDonor
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import LinkError, WireError
 
 SIZE = 2**19 + 5
 """Elements of an anchor: three chunks, the last one very short."""
 
-STATE, OTHER = (State.of(torch.randn(2, SIZE, generator=torch.Generator().manual_seed(seed)), 3) for seed in (0, 1))
+STATE, OTHER = (
+    AnchorState.of(torch.randn(2, SIZE, generator=torch.Generator().manual_seed(seed)), 3) for seed in (0, 1)
+)
 
 
-def fetched(network: MemoryNetwork, donors: dict[str, State | None]) -> torch.Tensor:
+def fetched(network: MemoryNetwork, donors: dict[str, AnchorState | None]) -> torch.Tensor:
     async def main() -> torch.Tensor:
         for donor, state in donors.items():
             holder = StateDonor(network.endpoint(donor), 5.0)
@@ -48,7 +50,7 @@ def test_a_wrong_chunk_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("second", [OTHER, None])
-def test_one_of_two_is_not_believed(second: State | None) -> None:
+def test_one_of_two_is_not_believed(second: AnchorState | None) -> None:
     with pytest.raises(LinkError, match=r"too few members.*float32"):
         fetched(MemoryNetwork(), {"a": STATE, "b": second})
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shoal.peer.member.connection import Connection
+from shoal.peer.member.connection import RunConnection
 from shoal.peer.session import Readiness, Session
 from shoal.swarm.errors import Diverged, StorageError
 
@@ -15,7 +15,7 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
         raise RuntimeError("for the test")
 
     ended: list[str] = []
-    connection: Any = Connection.__new__(Connection)
+    connection: Any = RunConnection.__new__(RunConnection)
     connection.network = SimpleNamespace(failure=None, stop=lambda: ended.append("network"))
     finishing = SimpleNamespace(finish=lambda: ended.append("finish"))
     copies: Any = SimpleNamespace(
@@ -40,7 +40,7 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
     ],
 )
 def test_others_are_told_why_a_session_ends(error: BaseException | None, said: tuple[str, str]) -> None:
-    connection: Any = Connection.__new__(Connection)
+    connection: Any = RunConnection.__new__(RunConnection)
     client = SimpleNamespace(farewell=("done", ""))
     connection.members = SimpleNamespace(run=SimpleNamespace(client=client))
     connection.network = SimpleNamespace(tell=lambda call: call(), stop=lambda: None)

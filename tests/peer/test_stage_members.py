@@ -18,12 +18,12 @@ from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.folders import stage_folder
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.history.round_records import RECORDS
-from shoal.peer.member.member import Member
-from shoal.peer.member.memberships import StageMembers, scope_of
-from shoal.peer.member.replica import Replica, TrainingSetup
+from shoal.peer.member.member import LocalMember
+from shoal.peer.member.memberships import Memberships, scope_of
+from shoal.peer.member.replica import TrainingReplica, TrainingSetup
 from shoal.peer.network_thread import NetworkThread
 from shoal.peer.state_transfer.acquire import LocalCandidates
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout
 from shoal.swarm.client.coordinator_client import MemberInfo
 from shoal.swarm.errors import RunEnded, WireError
@@ -52,7 +52,7 @@ async def hosted(stages: int) -> AsyncIterator[tuple[Invite, MemoryCoordinator]]
 
 
 def opened(invite: Invite, number: int) -> Any:
-    return StageMembers.open(invite, identity(number), (HOST, 0), describe)
+    return Memberships.open(invite, identity(number), (HOST, 0), describe)
 
 
 def trainers(coordinator: MemoryCoordinator) -> dict[int, int]:
@@ -102,7 +102,7 @@ async def test_stages_are_entered_and_left_at_any_time() -> None:
 async def test_who_enters_while_everything_ends_waits_for_the_reason() -> None:
     async with asyncio.TaskGroup() as over:
         pass
-    members: Any = StageMembers(None, over)  # type: ignore[arg-type]
+    members: Any = Memberships(None, over)  # type: ignore[arg-type]
     entering = asyncio.create_task(members.enter(0))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -155,11 +155,11 @@ async def test_who_is_only_in_a_stage_with_us_is_let_in() -> None:
         assert ours.run.node.trainers() == []
 
 
-def states(seed: int) -> State:
-    return State.of(torch.randn(2, ELEMENTS, generator=torch.Generator().manual_seed(seed)), 0)
+def states(seed: int) -> AnchorState:
+    return AnchorState.of(torch.randn(2, ELEMENTS, generator=torch.Generator().manual_seed(seed)), 0)
 
 
-async def describe_model(member: Member) -> None:
+async def describe_model(member: LocalMember) -> None:
     await member.describe(PeerToCoordinatorDescribeModel(layout=LAYOUT, corpus_digest=bytes(32), tokens_per_sample=1))
 
 
@@ -199,7 +199,7 @@ class Layer(nn.Module):
 class Holding:
     """A replica of one stage, or of the run where that is all there is."""
 
-    def __init__(self, network: NetworkThread[Any], member: Member, stage: int, folder: Path, number: int) -> None:
+    def __init__(self, network: NetworkThread[Any], member: LocalMember, stage: int, folder: Path, number: int) -> None:
         self.folder, self.member, self.network = folder, member, network
         run_file = member.client.run_file
         store = CheckpointStore(folder / CHECKPOINTS, run_file.hash, identity(number), Retention())
@@ -207,7 +207,7 @@ class Holding:
         self.layer = Layer(stage)
         about = DataAbout(bytes(32), "none", 1)
         self.events: list[str] = []
-        self.replica = Replica(
+        self.replica = TrainingReplica(
             run_file,
             TrainingSetup(self.layer, data=about),
             network,
@@ -269,7 +269,7 @@ def separately(stage: int, folder: Path) -> bytes:
         invite, _ = host.resource
 
         def member(number: int) -> Any:
-            return Member.open(invite, identity(number), (HOST, 0), describe)
+            return LocalMember.open(invite, identity(number), (HOST, 0), describe)
 
         with thread(lambda: member(1)) as one, thread(lambda: member(2)) as other:
             held = [
@@ -287,7 +287,7 @@ def test_replicas_of_several_stages_in_one_process_are_averaged_as_runs_of_their
         with thread(lambda: opened(invite, 1)) as one, thread(lambda: opened(invite, 2)) as other:
             held: list[list[Holding]] = []
             for number, network in ((1, one), (2, other)):
-                members: StageMembers = network.resource
+                members: Memberships = network.resource
                 held.append([])
                 for stage in range(STAGES):
                     member = network.call(members.enter(stage))

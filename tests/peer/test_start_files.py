@@ -32,7 +32,7 @@ from shoal.peer.cli.start_section import start_section, with_section
 from shoal.peer.history.catch_up import next_state
 from shoal.peer.options import StartFrom
 from shoal.peer.state_transfer.start import StartFiles
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import run_order
 from shoal.peer.training.lr_schedule import lr_factor, run_lr_factor
 from shoal.peer.training.outer_optimizer import outer_of
@@ -59,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def stages_of(run: RunFile, folder: Path, boundaries: tuple[int, ...]) -> list[State]:
+def stages_of(run: RunFile, folder: Path, boundaries: tuple[int, ...]) -> list[AnchorState]:
     """What the holders of the stages read."""
     start = run_start(run, folder)
     return [start.state_of(layout).read() for layout in stage_layouts(LAYERED, boundaries)]
@@ -115,7 +115,9 @@ def test_another_outer_optimizer_begins_at_zero(place: Path) -> None:
 # Training goes on ---------------------------------------------------------------------------------------------
 
 
-def trained(run: RunFile, state: State, rounds: int, boundaries: tuple[int, ...] = (0, 6)) -> tuple[State, list[float]]:
+def trained(
+    run: RunFile, state: AnchorState, rounds: int, boundaries: tuple[int, ...] = (0, 6)
+) -> tuple[AnchorState, list[float]]:
     """What so many rounds make of the state that the run begins with, in a line of peers, and their losses."""
     recipe = gpt()
     data, outer = recipe.training_data(), outer_of(run.outer)
@@ -124,7 +126,7 @@ def trained(run: RunFile, state: State, rounds: int, boundaries: tuple[int, ...]
     cuts = [0]
     for layout in stage_layouts(LAYERED, boundaries):
         cuts.append(cuts[-1] + sum(spec.elements for spec in layout))
-    states = [State.of(state.values[:, a:b].contiguous(), 0) for a, b in pairwise(cuts)]
+    states = [AnchorState.of(state.values[:, a:b].contiguous(), 0) for a, b in pairwise(cuts)]
     losses = []
     for number in range(rounds):
         line.restart([one.anchor for one in states])
@@ -146,7 +148,7 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     and order of the samples."""
     alone = parse_run_file(run_toml("alone", more=SCHEDULE.format(640 * 6)))
     vector = ParameterVector(gpt().build_model(1))
-    initial = State.make(vector.read(), torch.zeros(2, ELEMENTS), 0)
+    initial = AnchorState.make(vector.read(), torch.zeros(2, ELEMENTS), 0)
     expected, losses = trained(alone, initial, 6)
     assert losses[-1] < losses[0] - 0.1
 
@@ -219,7 +221,7 @@ def test_a_forged_checkpoint_is_not_what_the_run_starts_from(place: Path, tmp_pa
     values[0, -1] += 1e-3
     toml = run_toml("finished")
     forged = write_checkpoint(
-        tmp_path, parse_run_file(toml), toml, LAYOUT, State.of(values, WHOLE.version), claimed_digest=WHOLE.digest
+        tmp_path, parse_run_file(toml), toml, LAYOUT, AnchorState.of(values, WHOLE.version), claimed_digest=WHOLE.digest
     )
     first, last = stage_layouts(LAYERED, TWO)
     start = run_start(run, forged)
@@ -289,7 +291,7 @@ def test_a_checkpoint_of_a_run_that_diverged_is_no_start(tmp_path: Path) -> None
     toml, anchor = run_toml("diverged"), WHOLE.anchor.clone()
     anchor[-1] = torch.nan
     write_checkpoint(tmp_path, parse_run_file(toml), toml, LAYOUT, random_state(ELEMENTS, WHOLE.version - 1))
-    write_checkpoint(tmp_path, parse_run_file(toml), toml, LAYOUT, State.make(anchor, WHOLE.outer, WHOLE.version))
+    write_checkpoint(tmp_path, parse_run_file(toml), toml, LAYOUT, AnchorState.make(anchor, WHOLE.outer, WHOLE.version))
     with pytest.raises(StateFileError, match=f"tensor '{LAYOUT[-1].name}' has values .* not a number: the run had div"):
         start_section(StartFrom(tmp_path), parse_run_file(run_toml("next")))
 

@@ -14,7 +14,7 @@ from shoal.peer.state_transfer import start
 from shoal.peer.state_transfer.acquire import CurrentDownload
 from shoal.peer.state_transfer.partial_state import WantedState
 from shoal.peer.state_transfer.start import RunStart, StartFiles, StartState
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import Busy, LinkError, ModelMismatch
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.types import TensorSpec
@@ -73,7 +73,7 @@ class World:
         return {step.holder for step in self.network.log}
 
 
-async def fetched(state: StartState) -> State:
+async def fetched(state: StartState) -> AnchorState:
     """As whoever joins does it."""
     while True:
         try:
@@ -82,7 +82,7 @@ async def fetched(state: StartState) -> State:
             await asyncio.sleep(0.2)
 
 
-def check(state: State, expected: torch.Tensor) -> None:
+def check(state: AnchorState, expected: torch.Tensor) -> None:
     assert state.version == 0
     assert same_bits(state.values, expected)
 
@@ -96,7 +96,7 @@ def test_the_whole_and_each_stage_come_from_one_peer(place: Path) -> None:
         check(state, WHOLE.values[:, CUT:])
         assert world.run.start is not None
         assert state.digest == world.run.start.state_digest(LAST)
-        assert state.chunk_digests == State.of(state.values, 0).chunk_digests
+        assert state.chunk_digests == AnchorState.of(state.values, 0).chunk_digests
 
     run_virtual(main(), 300.0)
 

@@ -3,21 +3,21 @@ import hashlib
 import pytest
 import torch
 
-from shoal.peer.training.anchor import State, state_digest
+from shoal.peer.training.anchor import AnchorState, state_digest
 
 SIZE = 300_000
 """Elements: the state below takes three chunks, the last one short."""
 
 
-def make_state(version: int = 3, seed: int = 0, size: int = SIZE) -> State:
+def make_state(version: int = 3, seed: int = 0, size: int = SIZE) -> AnchorState:
     generator = torch.Generator().manual_seed(seed)
-    return State.make(torch.randn(size, generator=generator), torch.randn(1, size, generator=generator), version)
+    return AnchorState.make(torch.randn(size, generator=generator), torch.randn(1, size, generator=generator), version)
 
 
 @pytest.mark.parametrize("slots", [0, 1, 2])
 def test_a_state_holds_copies_of_anchor_and_slots_in_that_order(slots: int) -> None:
     anchor, outer = torch.arange(5.0), 10.0 + torch.arange(5.0 * slots).view(slots, 5)
-    state = State.make(anchor, outer, 1)
+    state = AnchorState.make(anchor, outer, 1)
     anchor_was, outer_was = anchor.clone(), outer.clone()
     anchor.zero_()
     outer.zero_()
@@ -28,7 +28,7 @@ def test_a_state_holds_copies_of_anchor_and_slots_in_that_order(slots: int) -> N
 
 def test_the_digest_covers_everything() -> None:
     base = make_state()
-    assert base.digest == make_state().digest == State.of(base.values, 3).digest
+    assert base.digest == make_state().digest == AnchorState.of(base.values, 3).digest
     assert torch.equal(torch.cat([base.anchor.unsqueeze(0), base.outer]), base.values)
     other = base.values.clone()
     other[1, -1] += 1e-3
@@ -36,8 +36,8 @@ def test_the_digest_covers_everything() -> None:
     negative[0, 0] = 0.0
     positive = negative.clone()
     negative[0, 0] = -0.0
-    states = [base, make_state(4), State.of(other, 3), State.of(base.values.view(4, -1), 3)]
-    states += [State.of(negative, 3), State.of(positive, 3)]
+    states = [base, make_state(4), AnchorState.of(other, 3), AnchorState.of(base.values.view(4, -1), 3)]
+    states += [AnchorState.of(negative, 3), AnchorState.of(positive, 3)]
     assert len({state.digest for state in states}) == len(states)
 
 
@@ -53,9 +53,9 @@ def test_the_digest_is_a_hash_of_chunk_hashes() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads_gives_the_same_digest(threads: int) -> None:
     values, before = torch.randn(2, 10 * 2**18 + 1), torch.get_num_threads()
-    expected = State.of(values, 1).digest
+    expected = AnchorState.of(values, 1).digest
     torch.set_num_threads(threads)
     try:
-        assert State.of(values, 1).digest == expected
+        assert AnchorState.of(values, 1).digest == expected
     finally:
         torch.set_num_threads(before)

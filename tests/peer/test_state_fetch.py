@@ -13,7 +13,7 @@ from shoal.peer.state_transfer.chunk_format import LOSSLESS
 from shoal.peer.state_transfer.donor import StateDonor
 from shoal.peer.state_transfer.download import MAX_CHUNKS_A_RUN, StateDownload
 from shoal.peer.state_transfer.partial_state import IncomingFile, PartialState, WantedState
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import LinkError, StorageError
 
 SIZE = 5 * 2**20
@@ -24,23 +24,23 @@ PROGRESS_S = 3.0
 MBIT = 1e6
 
 
-def make_state(version: int = 3, seed: int = 0) -> State:
+def make_state(version: int = 3, seed: int = 0) -> AnchorState:
     generator = torch.Generator().manual_seed(seed)
-    return State.of(torch.randn(2, SIZE, generator=generator), version)
+    return AnchorState.of(torch.randn(2, SIZE, generator=generator), version)
 
 
 STATE = make_state()
 OTHER = make_state(seed=9)
 
 
-def wanted_of(state: State) -> WantedState:
+def wanted_of(state: AnchorState) -> WantedState:
     return WantedState(state.version, state.digest, (2, SIZE))
 
 
 class Joiner:
     """``me`` on a network, and its donors."""
 
-    def __init__(self, network: MemoryNetwork, donors: dict[str, State | None]) -> None:
+    def __init__(self, network: MemoryNetwork, donors: dict[str, AnchorState | None]) -> None:
         self.network = network
         self.me = network.endpoint("me")
         self.donors = {donor: StateDonor(network.endpoint(donor), 5.0) for donor in donors}
@@ -51,7 +51,7 @@ class Joiner:
         self.partial = PartialState(wanted_of(STATE))
         self.download: StateDownload | None = None
 
-    async def fetch(self, donors: Callable[[], Sequence[str]] | None = None) -> State:
+    async def fetch(self, donors: Callable[[], Sequence[str]] | None = None) -> AnchorState:
         if self.download is None or self.download.partial is not self.partial or donors is not None:
             ask = donors or (lambda: list(self.donors))
             self.download = StateDownload(self.me, self.partial, ask, PROGRESS_S, self.report)
@@ -70,7 +70,7 @@ class Joiner:
         return Counter(step.holder for step in self.network.log if step.blob.kind == "state")
 
 
-def fetched(network: MemoryNetwork, donors: dict[str, State | None]) -> Joiner:
+def fetched(network: MemoryNetwork, donors: dict[str, AnchorState | None]) -> Joiner:
     """Checks that the right state came."""
     joiners = []
 
@@ -240,7 +240,7 @@ def test_all_but_one_fail(seed: int) -> None:
         at("state", "dies", 4 * seed, lambda: network.kill("dies")),
         dripping("state", "drips", 0.9),
     ]
-    donors: dict[str, State | None] = dict.fromkeys(("stalls", "lies", "dies", "drips", "well"), STATE)
+    donors: dict[str, AnchorState | None] = dict.fromkeys(("stalls", "lies", "dies", "drips", "well"), STATE)
     joiner = fetched(network, donors | {"nothing": None, "other": OTHER})
     assert set(joiner.refused) <= {"lies", "other"}
 
@@ -355,7 +355,7 @@ def test_the_run_moves_on_meanwhile() -> None:
             fetching = tasks.create_task(joiner.fetch())
             for version in range(4, 12):
                 await asyncio.sleep(0.8)
-                joiner.donors["a"].offer(State(STATE.values, version, OTHER.digest, OTHER.chunk_digests))
+                joiner.donors["a"].offer(AnchorState(STATE.values, version, OTHER.digest, OTHER.chunk_digests))
             assert not fetching.done()
             assert joiner.donors["a"].versions == (3, 10, 11)
             assert (await fetching).digest == STATE.digest

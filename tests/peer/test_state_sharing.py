@@ -14,7 +14,7 @@ from shoal.peer.state_transfer.donor import (
     StateSource,
     digests_blob,
 )
-from shoal.peer.training.anchor import State, state_digest
+from shoal.peer.training.anchor import AnchorState, state_digest
 from shoal.swarm.errors import Busy
 
 SIZE = 300_000
@@ -23,9 +23,9 @@ SIZE = 300_000
 KEEP_S = 5.0
 
 
-def make_state(version: int = 3, seed: int = 0, size: int = SIZE) -> State:
+def make_state(version: int = 3, seed: int = 0, size: int = SIZE) -> AnchorState:
     generator = torch.Generator().manual_seed(seed)
-    return State.make(torch.randn(size, generator=generator), torch.randn(1, size, generator=generator), version)
+    return AnchorState.make(torch.randn(size, generator=generator), torch.randn(1, size, generator=generator), version)
 
 
 class Shelf:

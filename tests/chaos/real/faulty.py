@@ -19,7 +19,7 @@ from orders import COORDINATOR, Order, Orders, cast
 from slow_member import slow_down
 
 from shoal.peer.cli.main import main
-from shoal.peer.member.member import Member
+from shoal.peer.member.member import LocalMember
 from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.reduction import Reduction
 from shoal.swarm.averaging.results import ResultStore
@@ -228,7 +228,7 @@ def tasks_of_channels(node: Any) -> int:
 
 def arm_member(process: Process, levels: Path) -> None:
     """What it asks of the coordinator, and how much it holds after each round."""
-    ask, beat, hold = CoordinatorClient.ask, CoordinatorClient.heartbeat, Member.hold
+    ask, beat, hold = CoordinatorClient.ask, CoordinatorClient.heartbeat, LocalMember.hold
 
     async def asked(client: Any, message: Any, reply: Any) -> Any:
         process.node, process.coordinator_key, process.coordinator_port = (
@@ -264,7 +264,7 @@ def arm_member(process: Process, levels: Path) -> None:
 
     CoordinatorClient.ask = asked  # type: ignore[method-assign]
     CoordinatorClient.heartbeat = beaten  # type: ignore[method-assign]
-    Member.hold = held  # type: ignore[method-assign]
+    LocalMember.hold = held  # type: ignore[method-assign]
 
 
 def arm_host(process: Process) -> None:

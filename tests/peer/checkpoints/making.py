@@ -13,7 +13,7 @@ from shoal.peer.checkpoints.local_state import Snapshots
 from shoal.peer.checkpoints.manifest import About
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
@@ -32,10 +32,10 @@ ELEMENTS = 7
 IDENTITY = Identity.generate()
 
 
-def state_of(version: int, outer: int = 1, layout: tuple[TensorSpec, ...] = LAYOUT) -> State:
+def state_of(version: int, outer: int = 1, layout: tuple[TensorSpec, ...] = LAYOUT) -> AnchorState:
     generator = torch.Generator().manual_seed(version)
     elements = sum(spec.elements for spec in layout)
-    return State.of(torch.randn(1 + outer, elements, generator=generator), version)
+    return AnchorState.of(torch.randn(1 + outer, elements, generator=generator), version)
 
 
 def verdict_chain(rounds: int, run_hash: bytes = RUN.hash, signer: Identity = SIGNER) -> tuple[Verdict, ...]:

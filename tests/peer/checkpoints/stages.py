@@ -15,7 +15,7 @@ from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.folders import stage_folder
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.offline.whole_model import StageState
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
@@ -92,12 +92,12 @@ def _plan(stage: int, before: Sequence[Verdict]) -> RoundPlan:
     )
 
 
-def stage_state(stage: int, version: int, layout: Iterable[TensorSpec] | None = None) -> State:
+def stage_state(stage: int, version: int, layout: Iterable[TensorSpec] | None = None) -> AnchorState:
     values = state_of(100 * stage + version, layout=tuple(layout or LAYOUTS[stage])).values
-    return State.of(values, version)
+    return AnchorState.of(values, version)
 
 
-def about(number: int, state: State, verdict: Verdict, **changes: Any) -> About:
+def about(number: int, state: AnchorState, verdict: Verdict, **changes: Any) -> About:
     """A stage's."""
     fields = {
         "run": RUN.run.name,
@@ -139,7 +139,7 @@ def keep(
     chain: Sequence[Verdict],
     of_round: int,
     identity: Identity = IDENTITY,
-    state: State | None = None,
+    state: AnchorState | None = None,
     sealed_for: Iterable[bytes] | None = None,
     **changes: Any,
 ) -> Path:

@@ -31,7 +31,7 @@ from shoal.peer.member.memberships import scope_of
 from shoal.peer.offline.export import export_model, gather_checkpoint
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.peer.offline.whole_model import write_whole
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.swarm.errors import StateFileError, StorageError, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.rounds import Verdict
@@ -202,7 +202,7 @@ def test_of_several_states_that_is_taken_which_the_next_plan_names(tmp_path: Pat
     chains = stage_chains(3)
     keep_all(tmp_path / "run", chains, 1)
     wrong = stage_state(1, 7).values
-    keep(tmp_path / "run" / "a-liar", 1, chains[1], 1, state=State.of(wrong, 2))
+    keep(tmp_path / "run" / "a-liar", 1, chains[1], 1, state=AnchorState.of(wrong, 2))
     history(tmp_path / "run" / "peer1", 1, chains[1])
     version, values = exported(tmp_path / "run", tmp_path)
     assert version == 2

@@ -22,7 +22,7 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.offline.replay import kept_folders, replay
-from shoal.peer.training.anchor import State
+from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import Nesterov
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity
@@ -38,7 +38,7 @@ def contribution(seed: int) -> Tensor:
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
 
 
-def save(member: StatefulMember, state: State, verdict: Verdict, verdicts: tuple[Verdict, ...] = ()) -> None:
+def save(member: StatefulMember, state: AnchorState, verdict: Verdict, verdicts: tuple[Verdict, ...] = ()) -> None:
     """A checkpoint of the state that the verdict made."""
     run = member.client.run_file
     about = About(

@@ -14,7 +14,7 @@ from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointWriter
 from shoal.peer.offline.whole_model import StageState, write_whole
-from shoal.peer.training.anchor import CHUNK_BYTES, GrowingDigest, State
+from shoal.peer.training.anchor import CHUNK_BYTES, AnchorState, GrowingDigest
 from shoal.swarm.errors import StateFileError, StorageError
 
 
@@ -23,7 +23,7 @@ def test_it_is_a_checkpoint_of_all_parameters(tmp_path: Path) -> None:
     write_whole(tmp_path / "whole", given(chains, 2), CheckpointWriter(IDENTITY))
     found = read_checkpoint(FolderSource(tmp_path / "whole"))
     assert torch.equal(found.state.values, whole_values(3))
-    assert found.state.digest == State.of(whole_values(3), 3).digest
+    assert found.state.digest == AnchorState.of(whole_values(3), 3).digest
     manifest = found.manifest
     assert manifest.layout == tuple(spec for layout in LAYOUTS for spec in layout)
     assert (manifest.round, manifest.anchor_version, manifest.tokens) == (2, 3, 30)
@@ -40,12 +40,12 @@ def test_it_is_a_checkpoint_of_all_parameters(tmp_path: Path) -> None:
 def test_only_one_stage_is_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[str] = []
 
-    class Noted(State):
+    class Noted(AnchorState):
         def __del__(self) -> None:
             alive.remove("state")
 
     def noted(stage: StageState) -> StageState:
-        def load() -> State:
+        def load() -> AnchorState:
             state = stage.load()
             assert not alive
             alive.append("state")
@@ -60,7 +60,7 @@ def test_only_one_stage_is_in_memory_at_a_time(tmp_path: Path) -> None:
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     stages = given(stage_chains(1), 0)
 
-    def lost() -> State:
+    def lost() -> AnchorState:
         raise StateFileError("lost")
 
     stages[2] = StageState(stages[2].about, stages[2].verdicts, lost)
@@ -132,4 +132,4 @@ def test_a_digest_that_grows_is_that_of_the_whole_state(widths: list[int], rows:
     growing = GrowingDigest(7, (rows, sum(widths)))
     for row, column, piece in pieces(values, widths)[::order]:
         growing.take(row, column, piece)
-    assert growing.digest() == State.of(values, 7).digest
+    assert growing.digest() == AnchorState.of(values, 7).digest
