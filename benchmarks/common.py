@@ -22,7 +22,7 @@ from rich.table import Table
 from shoal.peer.demo.processes import Child
 from shoal.peer.offline.export import export_model
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.types import PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import Address, RosterEntry
 from shoal.swarm.transport.node import Node
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def entry_of(node: Node, identity: Identity, keys: CurveKeys) -> RosterEntry:
         certificate=identity.certify(keys),
         name="bench",
         role="trainer",
-        addresses=(PeerAddress(host="127.0.0.1", control_port=node.control_port, data_port=node.data_port),),
+        addresses=(Address(host="127.0.0.1", control_port=node.control_port, data_port=node.data_port),),
         reachable=True,
     )
 

@@ -115,9 +115,10 @@ def turn(kind: str, host: Child, invite: str, folder: Path, rounds: int) -> dict
     began_s = time.monotonic()
     if kind != QUIET:
         parts = Invite.parse(invite)
-        (address, port), *_ = parts.addresses
+        at = parts.addresses[0]
         # Strangers have machines of their own: here they get what the run leaves them.
-        command = ["nice", "-n", "19", sys.executable, str(STRANGER), kind, address, str(port), parts.key.hex()]
+        victim = [at.host, str(at.control_port), parts.key.hex()]
+        command = ["nice", "-n", "19", sys.executable, str(STRANGER), kind, *victim]
         with said.open("wb") as file:
             flood = subprocess.Popen([*command, str(KINDS[kind]), str(2 * LIMIT_S), parts.run], stdout=file)
         while "begins" not in said.read_text() and time.monotonic() < began_s + LIMIT_S:

@@ -39,9 +39,9 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerPong,
     RequestFailed,
 )
-from shoal.swarm.protocol.types import ClaimedAddress, DeviceInfo, Message, SampleRange, TensorSpec
+from shoal.swarm.protocol.types import Address, DeviceInfo, Message, SampleRange, TensorSpec
 from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, Envelope, decode, encode
-from shoal.swarm.transport.sockets import bind, endpoint, tune
+from shoal.swarm.transport.sockets import bind, tune
 
 TOKENS_PER_SAMPLE = 1024
 SAMPLES_PER_LEASE = 16
@@ -110,7 +110,7 @@ class LightPeer:
         listening.curve_server = True
         port = bind(listening, "127.0.0.1", 0)
         self._socket.curve_serverkey = z85.encode(self._invite.key)
-        self._socket.connect(endpoint(*self._invite.addresses[0]))
+        self._socket.connect(f"tcp://{self._invite.addresses[0]}")
         identity = Identity.generate()
         ask = PeerToCoordinatorJoinRun(
             run=self._invite.run,
@@ -118,7 +118,7 @@ class LightPeer:
             name="light",
             role="trainer",
             device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
-            addresses=(ClaimedAddress(host="127.0.0.1", control_port=port, data_port=port),),
+            addresses=(Address(host="127.0.0.1", control_port=port, data_port=port),),
         )
         try:
             async with task_scope() as tasks:

@@ -35,7 +35,7 @@ from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
-from shoal.swarm.protocol.types import Certificate, DeviceInfo, PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import Address, Certificate, DeviceInfo, RosterEntry
 
 BATCH, CONTEXT = 8, 64
 SLOWEST_STEPS = 3
@@ -117,7 +117,7 @@ def make_member(number: int) -> Member:
         certificate=certificate,
         name=peer,
         role="trainer",
-        addresses=(PeerAddress(host="127.0.0.1", control_port=1, data_port=2),),
+        addresses=(Address(host="127.0.0.1", control_port=1, data_port=2),),
         reachable=True,
     )
     return Member(entry, DeviceInfo(kind="cpu", name="simulated", memory_bytes=0), 0.0)

@@ -35,12 +35,12 @@ from shoal.swarm.errors import (
     WireError,
 )
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.invite import Address, Invite
+from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile, load_run_file
 from shoal.swarm.protocol.start_section import StartSection
-from shoal.swarm.protocol.types import MAX_MEMBERS
+from shoal.swarm.protocol.types import MAX_MEMBERS, Address
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class HostOptions:
     identity: Path | None
     state: Path
     bind: tuple[str, int] = ("0.0.0.0", DEFAULT_PORT)
-    advertise: tuple[Address, ...] = ()
+    advertise: tuple[tuple[str, int], ...] = ()
     backup: Path | None = None
     start_from: StartFrom | None = None
     pin: bool = True
@@ -140,7 +140,7 @@ async def host(
         async with CoordinatorService.serve(text, run, identity, address, journal) as service:
             port = service.node.control_port
             advertised = options.advertise or ((_own_address(options.bind[0]), port),)
-            addresses = tuple((one, its_port or port) for one, its_port in advertised)
+            addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
             invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash)
             origin = Origin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
             about = {

@@ -101,12 +101,13 @@ def host_command(
     from shoal.peer.cli.host import HostOptions, host, say_pins, warn_descriptors
     from shoal.peer.terminal.events import plain_line
     from shoal.peer.terminal.reporter import Reporter, setup_logging
-    from shoal.swarm.protocol.invite import parse_address, parse_addresses
+    from shoal.swarm.protocol.addresses import split_host_port
+    from shoal.swarm.protocol.invite import parse_advertised
 
     setup_logging(console, verbose)
     warn_descriptors(allow_descriptors())
     start = start_of(start_from, identity, only_parameters=parameters_only)
-    addresses = parse_address(bind, DEFAULT_PORT), parse_addresses(advertise)
+    addresses = split_host_port(bind, DEFAULT_PORT), parse_advertised(advertise)
     options = HostOptions(identity, state, *addresses, backup, start, pin=not no_pins, data=tuple(data or ()))
 
     def on_start(hosting: Hosting) -> None:
@@ -180,12 +181,13 @@ def join_command(
 
     A run that trains on files of this machine is shown first, and joined if you agree."""
     from shoal.peer.checkpoints.retention import parse_retention
-    from shoal.swarm.protocol.invite import Invite, parse_address
+    from shoal.swarm.protocol.addresses import split_host_port
+    from shoal.swarm.protocol.invite import Invite
 
     Invite.parse(invite)  # whoever mistyped it learns that at once
     retention = parse_retention(keep_checkpoints, keep_every)
     memory_bytes = _memory(max_memory)
-    bind_to, reached_at = parse_address(bind), parse_address(advertise) if advertise else ("", 0)
+    bind_to, reached_at = split_host_port(bind), split_host_port(advertise) if advertise else ("", 0)
     from shoal.peer.cli.consent import Consent
     from shoal.peer.cli.join import Work, run_member
     from shoal.peer.cli.restore import parse_copy_to

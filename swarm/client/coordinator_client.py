@@ -17,8 +17,9 @@ from typing import TypeVar
 from shoal.swarm.aio import task_scope
 from shoal.swarm.deadlines import CONNECT_S, Deadlines
 from shoal.swarm.errors import DeadlineExceeded, LinkError, RunChanged, Superseded, TryLater, Unreachable, WireError
+from shoal.swarm.protocol.addresses import Reach, least_reach, may_dial
 from shoal.swarm.protocol.identity import CurveKeys, Identity, verify_certificate
-from shoal.swarm.protocol.invite import Address, Invite, address_text
+from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
     Acknowledged,
     CoordinatorToPeerJoinAccepted,
@@ -35,8 +36,8 @@ from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 from shoal.swarm.protocol.types import (
     MAX_TROUBLE,
+    Address,
     Certificate,
-    ClaimedAddress,
     DeviceInfo,
     LeaveReason,
     Message,
@@ -44,8 +45,8 @@ from shoal.swarm.protocol.types import (
     RosterEntry,
 )
 from shoal.swarm.protocol.verdict_chain import check_verdict
-from shoal.swarm.transport.addresses import Reach, least_reach, may_dial
-from shoal.swarm.transport.control import Channel, ControlPlane
+from shoal.swarm.transport.channel import Channel
+from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.sockets import SILENCE_S, all_addresses
 
@@ -167,18 +168,18 @@ class CoordinatorConnector:
 
     def _turn_to(self, address: Address, channel: Channel) -> None:
         if self.channel is not None and address != self._at:
-            log.info("the coordinator is called at %s now", address_text(*address))
+            log.info("connecting to the coordinator at %s from now on", address)
         self.channel, self._at, self._is_silent = channel, address, False
 
     def _dial(self, address: Address) -> Channel:
-        return self._control.dial(*address, self._key)
+        return self._control.dial(address.host, address.control_port, self._key)
 
 
 def _trouble(troubles: dict[Address, LinkError]) -> LinkError:
     """One error that names all addresses. When one of them may only be away, trying again is worth it."""
     away = [error for error in troubles.values() if isinstance(error, Unreachable)]
     if len(away) == len(troubles):
-        places = " or ".join(address_text(*address) for address in troubles)
+        places = " or ".join(map(str, troubles))
         return Unreachable(
             f"nothing answers at {places}: is the coordinator running there, are the ports open, "
             "are the addresses right?"
@@ -303,7 +304,7 @@ class CoordinatorClient:
             name=self.me.name,
             role=self.me.role,
             device=self.me.device,
-            addresses=(ClaimedAddress(host=self.me.host, control_port=control, data_port=data),),
+            addresses=(Address(host=self.me.host, control_port=control, data_port=data),),
         )
         answer = await self._connector.request_anywhere(
             ask, CoordinatorToPeerJoinAccepted, CONNECT_S, JOIN_S, self.scope

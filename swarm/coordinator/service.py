@@ -20,6 +20,7 @@ from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.coordinator.stale_journal import check_ours, is_known
 from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, StorageError, UnknownRun
+from shoal.swarm.protocol.addresses import may_name, network_of, plain_host
 from shoal.swarm.protocol.identity import Identity, verify_certificate
 from shoal.swarm.protocol.messages import (
     Acknowledged,
@@ -50,10 +51,9 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import Message, PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import Address, Message, RosterEntry
 from shoal.swarm.sample_ranges import Ranges, to_wire
-from shoal.swarm.transport.addresses import may_name, network_of, parse_address, plain_text
-from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.node import Node
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class ScopeHandlers(Generic[M]):
             return CoordinatorToPeerJoinAccepted(
                 peer=peer,
                 run_hash=self.machine.run.hash,
-                observed_host=plain_text(channel.remote_host),
+                observed_host=plain_host(channel.remote_host),
                 reachable=entry.reachable,
                 view=self.view(peer).view,
             )
@@ -603,16 +603,12 @@ class CoordinatorService:
             log.debug("could not tell %s: %s", channel.label, error)
 
 
-def _addresses_of(channel: Channel, message: PeerToCoordinatorJoinRun) -> tuple[PeerAddress, ...]:
+def _addresses_of(channel: Channel, message: PeerToCoordinatorJoinRun) -> tuple[Address, ...]:
     """The ways in which a joiner can be reached, each checked. Raises ``NotAdmitted``."""
-    observed = plain_text(channel.remote_host)
+    observed = plain_host(channel.remote_host)
     is_called = message.role != "observer"
     return tuple(
-        PeerAddress(
-            host=_host_of(address.host if is_called else "", observed),
-            control_port=address.control_port,
-            data_port=address.data_port,
-        )
+        address.model_copy(update={"host": _host_of(address.host if is_called else "", observed)})
         for address in message.addresses
     )
 
@@ -623,8 +619,8 @@ def _host_of(named: str, observed: str) -> str:
     A name is never looked up here: whoever holds its zone decides how long that takes."""
     if not named:
         return observed
-    named = plain_text(named)
-    if parse_address(named) is not None and may_name(named, observed):
+    named = plain_host(named)
+    if may_name(named, observed):
         return named
     raise NotAdmitted(
         f"this machine cannot be known as {named}, as it comes from {observed}: that must be an address, and one that "

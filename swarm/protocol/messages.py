@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from shoal.swarm.protocol.rounds import RunView, Verdict
 from shoal.swarm.protocol.types import (
-    MAX_ADDRESSES,
     MAX_DELIVERIES,
     MAX_EPOCHS,
     MAX_KEPT,
@@ -26,7 +25,7 @@ from shoal.swarm.protocol.types import (
     Blob,
     Capability,
     Certificate,
-    ClaimedAddress,
+    ClaimedAddresses,
     Count,
     Coverage,
     Delivery,
@@ -74,7 +73,7 @@ class PeerToCoordinatorJoinRun(Message):
     name: Annotated[str, Field(max_length=64)]
     role: Role
     device: DeviceInfo
-    addresses: Annotated[tuple[ClaimedAddress, ...], Field(min_length=1, max_length=MAX_ADDRESSES)]
+    addresses: ClaimedAddresses
 
 
 class PeerToCoordinatorGetRun(Message):

@@ -12,12 +12,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from shoal.swarm.errors import CorpusError, ModelMismatch
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.start_section import Sha256
-from shoal.swarm.protocol.types import MAX_LAYERS, MAX_TENSORS, TensorSpec
+from shoal.swarm.protocol.types import MAX_LAYERS, MAX_TENSORS, Record, TensorSpec
 
 Elements = Annotated[int, Field(ge=0, le=2**40)]
 
@@ -30,11 +30,7 @@ FIRST_STATE_OUTLOOK = (
 """For people who wonder why nothing happens."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class PinnedLayer(_Section):
+class PinnedLayer(Record):
     """One layer of a pipeline's model: stages are cut between layers, wherever that will be. ``tensors``, ``elements``:
     of its trainable parameters; ``layout``: their digest (``layout_digest``)."""
 
@@ -43,7 +39,7 @@ class PinnedLayer(_Section):
     layout: Sha256
 
 
-class PinsSection(_Section):
+class PinsSection(Record):
     """``[pins]``, as `shoal prepare` and `shoal host` write it.
 
     ``layout``: of all parameters (``layout_digest``), ``elements`` of them; ``tokens_per_sample``, ``samples`` and

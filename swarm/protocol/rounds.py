@@ -48,7 +48,7 @@ class PlanMember(Record):
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
     row: Index = 0
     norms: NormClaim = b""
-    factor: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
+    factor: Annotated[float, Field(ge=0, le=1)] = 1.0
     carried_tokens: Count = 0
     last_tokens: Count = 0
     detours: Annotated[tuple[Index, ...], Field(max_length=MAX_DETOURS)] = ()
@@ -80,7 +80,7 @@ class RoundPlan(Record):
     members: Annotated[tuple[PlanMember, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
     parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_PARTS)]
     columns: Annotated[tuple[Column, ...], Field(max_length=MAX_MEMBERS)] = ()
-    rho: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    rho: Annotated[float, Field(ge=0)] = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> RoundPlan:

@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from shoal.compression.formats import (
     BlockFormat,
@@ -30,6 +30,7 @@ from shoal.swarm.protocol.identity import parse_key
 from shoal.swarm.protocol.pins import PinsSection
 from shoal.swarm.protocol.run_sources import check_source
 from shoal.swarm.protocol.start_section import StartSection
+from shoal.swarm.protocol.types import Record
 
 MAX_SETTINGS_DEPTH = 8
 
@@ -90,11 +91,7 @@ Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 """Arrays of TOML are lists."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class RunSection(_Section):
+class RunSection(Record):
     """``[run]``. The run ends after ``tokens`` committed tokens, ``rounds`` committed rounds or ``max_s``
     seconds, whichever comes first; without any of them it goes on until the host stops it."""
 
@@ -122,7 +119,7 @@ class RunSection(_Section):
     ] = None
 
 
-class RecipeSection(_Section):
+class RecipeSection(Record):
     """``[recipe]``: the entry point in ``shoal.recipes`` and its own settings, which the recipe validates.
 
     ``name = "own"`` is for people who bring model, loss and data themselves (``Session``)."""
@@ -150,7 +147,7 @@ class RecipeSection(_Section):
         return settings
 
 
-class DataSection(_Section):
+class DataSection(Record):
     """``[data]``. ``source``: ``stdlib``, ``text:GLOB``, ``tokens:FILE``, or ``own`` with an own loop. Files are named
     relative to the folders that each volunteer gives with ``--data`` (``run_sources.py``).
 
@@ -181,7 +178,7 @@ class DataSection(_Section):
         return source
 
 
-class InnerSection(_Section):
+class InnerSection(Record):
     """``[inner]``: the local optimizer of ``diloco``; with ``virtual_batch`` only ``batch_samples`` counts.
 
     ``schedule`` scales the learning rate by global tokens: a linear warm-up, then ``constant``, or ``cosine``
@@ -225,7 +222,7 @@ class InnerSection(_Section):
     ] = "auto"
 
 
-class ScheduleSection(_Section):
+class ScheduleSection(Record):
     """``[schedule]``: the learning-rate factor on global tokens; applies to the inner optimizer of ``diloco``
     and to the outer one of ``virtual_batch``."""
 
@@ -248,7 +245,7 @@ class ScheduleSection(_Section):
     ] = 0.1
 
 
-class OuterSection(_Section):
+class OuterSection(Record):
     """``[outer]``: turns the mean contribution into the next anchor."""
 
     optimizer: Annotated[
@@ -282,7 +279,7 @@ class OuterSection(_Section):
         return {"sgd": 0, "nesterov": 1, "adamw": 2}[self.optimizer]
 
 
-class AveragingSection(_Section):
+class AveragingSection(Record):
     """``[averaging]``. ``codec``: a name, or a table of its ``name`` and options, as in
     ``codec = { name = "int8", block = 4096 }``. ``residual_decay``: what is kept, from round to round, of what
     encoding lost; 1 keeps all of it. ``group_size``: up to so many members average in one flat group, more in a
@@ -353,7 +350,7 @@ class AveragingSection(_Section):
         return codec
 
 
-class RoundSection(_Section):
+class RoundSection(Record):
     """``[round]``: a round closes at ``tokens`` or after ``max_s``. ``patience_s`` is how long anybody waits
     for a silent machine; every deadline is derived from it (``deadlines.py``)."""
 
@@ -373,7 +370,7 @@ class RoundSection(_Section):
     ] = 20.0
 
 
-class CheckpointsSection(_Section):
+class CheckpointsSection(Record):
     """``[checkpoints]``. ``transfer``: how joiners get the state: ``raw``, or ``lossless``, fewer bytes for some of the
     processors' time, for slow links. ``sealed``: each peer encrypts what it saves, for itself and for ``readers``:
     other peers' public keys, as ``shoal identity`` prints them."""
@@ -424,7 +421,7 @@ class CheckpointsSection(_Section):
         return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
-class AccessSection(_Section):
+class AccessSection(Record):
     """``[access]``: how many may come. A network is an IPv4 /24 or an IPv6 /48; all machines behind one router are of
     one. ``joins_per_minute`` newcomers are let in, in all, and ``joins_per_minute_per_network``; as many may come at
     once. Who has a record of committed work, or is a member already, comes back beside these.
@@ -461,7 +458,7 @@ _FEWEST_NEWCOMERS = 128
 _USUAL_STAGES, _SPARE_IN_FLIGHT = 3, 4
 
 
-class PipelineSection(_Section):
+class PipelineSection(Record):
     """``[pipeline]``: the model is cut into stages, each held by some peers. ``stages``: how many, or ``auto``: by what
     the first peers can hold. ``micro_batch``: samples that go through the stages together. ``activations``: the codec
     of activations and their gradients, a name or a table as in ``averaging.codec``. ``max_in_flight``: up to so many
@@ -535,7 +532,7 @@ _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 """What an algorithm sets where the run file does not, by section. sparseloco: Sarfi et al. 2025, arXiv:2508.15706."""
 
 
-class RunFile(_Section):
+class RunFile(Record):
     """A whole run file. ``algorithm = "sparseloco"`` is ``diloco`` with other defaults (``_PRESETS``)."""
 
     run: RunSection

@@ -11,26 +11,22 @@ import json
 from collections.abc import Iterable
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
-from shoal.swarm.protocol.types import MAX_DIMENSIONS, Count, TensorSpec
+from shoal.swarm.protocol.types import MAX_DIMENSIONS, Count, Record, TensorSpec
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(strict=False, max_length=MAX_DIMENSIONS)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class StartTensor(_Section):
+class StartTensor(Record):
     """A parameter's shape, and the digest (``tensor_hash``) of its values and of the outer optimizer's for it."""
 
     shape: Shape
     sha256: Sha256
 
 
-class StartSection(_Section):
+class StartSection(Record):
     """``[start]``, as `shoal host --from` writes it. ``run``, ``round``, ``state``: of the checkpoint, the last one its
     state's digest. ``tokens``: how far the learning rate's schedule and the order of the samples have come.
     ``outer_steps``: how many steps the outer optimizer's vectors have behind them; 0: they begin at zero."""

@@ -6,7 +6,9 @@ import math
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from shoal.swarm.protocol.addresses import join_host_port
 
 MAX_MEMBERS = 1024
 MAX_PARTS = 2 * MAX_MEMBERS  # rows of unequal size have some more parts than members
@@ -37,11 +39,11 @@ Text = Annotated[str, Field(max_length=2000)]
 Host = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-UnixTime = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+UnixTime = Annotated[float, Field(ge=0, le=1e12)]
 """Seconds since 1970, UTC."""
-Rate = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
-Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e18)]
+Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
 Dtype = Annotated[str, Field(max_length=32)]
 Role = Literal["trainer", "contributor", "validator", "observer"]
@@ -64,9 +66,11 @@ Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
 
 
 class Record(BaseModel):
-    """A value inside messages; frozen, strict, no unknown fields."""
+    """Base of everything that is read from the network, a journal or a run file.
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    Records are frozen and strict: no unknown fields, no conversions, no infinite floats and no NaN."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class Message(Record):
@@ -96,23 +100,40 @@ class DeviceInfo(Record):
     memory_bytes: Count
 
 
-class PeerAddress(Record):
-    """One way to reach a peer. ``public``: both its ports can be dialed at ``host``."""
+class Address(Record):
+    """One way to reach a peer or the coordinator. ``public``: its ports can be dialed at ``host``.
+
+    ``host`` may be empty in a join, and stands for the address that the coordinator sees. ``data_port`` is None for a
+    coordinator, which has no data plane."""
 
     kind: Literal["public"] = "public"
-    host: Host
-    control_port: Port
-    data_port: Port
-
-
-class ClaimedAddress(PeerAddress):
-    """A way to be reached, as a newcomer names it. An empty ``host`` stands for the one that the coordinator sees."""
-
     host: Annotated[str, Field(max_length=255)]
+    control_port: Port
+    data_port: Port | None = None
+
+    def __str__(self) -> str:
+        return join_host_port(self.host, self.control_port)
 
 
-Addresses = Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length=MAX_ADDRESSES)]
-"""The ways to reach a peer, the preferred one first."""
+def _require_data_ports(addresses: tuple[Address, ...]) -> tuple[Address, ...]:
+    if any(address.data_port is None for address in addresses):
+        raise ValueError("a peer's address has a data port")
+    return addresses
+
+
+def _require_hosts(addresses: tuple[Address, ...]) -> tuple[Address, ...]:
+    if not all(address.host for address in addresses):
+        raise ValueError("a member's address has a host")
+    return addresses
+
+
+ClaimedAddresses = Annotated[
+    tuple[Address, ...], Field(min_length=1, max_length=MAX_ADDRESSES), AfterValidator(_require_data_ports)
+]
+"""The ways to reach a peer, as it names them itself, the preferred one first."""
+
+Addresses = Annotated[ClaimedAddresses, AfterValidator(_require_hosts)]
+"""The ways to reach a member, the preferred one first."""
 
 
 class RosterEntry(Record):
@@ -128,7 +149,7 @@ class RosterEntry(Record):
     reachable: bool
 
     @property
-    def address(self) -> PeerAddress:
+    def address(self) -> Address:
         """The first way that can be used from here; every kind can be, so far."""
         return self.addresses[0]
 
@@ -202,7 +223,7 @@ class Headway(Record):
     of its state is there; ``computed``: how many forwards and backwards its process has done; ``has_work``: whether
     there is one for it to do; ``plan_version``: which version of the spans it knows, in the run's own scope."""
 
-    prepared: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    prepared: Annotated[float, Field(ge=0, le=1)] = 0.0
     computed: Count = 0
     has_work: bool = False
     plan_version: Count = 0
@@ -266,7 +287,7 @@ class Delivery(Record):
     """How fast a member of the plan delivered to whoever reports it, bits a second."""
 
     member: Index
-    bps: Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]
+    bps: Annotated[float, Field(ge=1, le=1e18)]
 
 
 class MemberStatus(Record):

@@ -19,7 +19,7 @@ from contextlib import suppress
 import zmq
 import zmq.asyncio
 
-from shoal.swarm.transport.addresses import network_of
+from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.transport.sockets import borrowed, descriptors_allowed, held, inode_of, received_bytes, shut_down
 from shoal.swarm.transport.stranger_limits import Caller, Callers, MessageLimits, strangers_allowed
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 
 from shoal.swarm.errors import WireError
-from shoal.swarm.transport.addresses import network_of
+from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.transport.frame_crypto import CHUNK, CREDIT, HELLO, ORDER, TAG_BYTES, Header
 from shoal.swarm.transport.link import (
     MAX_CHUNK_BYTES,

@@ -269,9 +269,9 @@ class Node:
                         return link
                 if not entry.reachable:
                     raise Unreachable(f"{entry.peer} has not opened a link yet")
-                return await self._data.open_link(
-                    channel.remote_key, (entry.address.host, entry.address.data_port), agree
-                )
+                host, port = entry.address.host, entry.address.data_port
+                assert port is not None, "members have one"
+                return await self._data.open_link(channel.remote_key, (host, port), agree)
         except TimeoutError as error:
             raise channel.diagnosis(wait_s) from error
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.protocol.identity import verify_certificate
-from shoal.swarm.protocol.types import PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import Address, RosterEntry
 
 log = logging.getLogger(__name__)
 
-_Address = tuple[bytes, tuple[PeerAddress, ...]]
+_Address = tuple[bytes, tuple[Address, ...]]
 
 
 class Rosters:

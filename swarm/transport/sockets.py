@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from shoal.swarm.errors import Unreachable
-from shoal.swarm.transport.addresses import parse_address
+from shoal.swarm.protocol.addresses import join_host_port, parse_ip
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _ACKED, _RECEIVED, _SHORTEST_US = struct.Struct("120xQ"), struct.Struct("128xQ")
 
 def endpoint(host: str, port: int | str) -> str:
     """ZeroMQ's spelling of a TCP address; IPv6 addresses need brackets."""
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"tcp://{join_host_port(host, port)}"
 
 
 def tune(socket: zmq.asyncio.Socket) -> None:
@@ -84,7 +84,7 @@ async def all_addresses(host: str, port: int, limit_s: float) -> list[str]:
     """All addresses of a host name, in the order in which to try them; none when there is none in time.
 
     Looked up in a thread: libzmq would do it on the one that moves everybody's bytes, at each connection again."""
-    if parse_address(host) is not None:
+    if parse_ip(host) is not None:
         return [host]
     loop = asyncio.get_running_loop()
     try:

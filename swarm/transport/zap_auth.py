@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from shoal.swarm.errors import LinkError
-from shoal.swarm.transport.addresses import network_of
+from shoal.swarm.protocol.addresses import network_of
 from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.sockets import CURVE_DOMAIN
 

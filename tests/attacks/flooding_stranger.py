@@ -31,7 +31,7 @@ from zmq.utils import z85
 
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.messages import PROTOCOL_VERSION, PeerToCoordinatorJoinRun
-from shoal.swarm.protocol.types import ClaimedAddress, DeviceInfo
+from shoal.swarm.protocol.types import Address, DeviceInfo
 from shoal.swarm.protocol.wire import Envelope, encode
 
 made = 0
@@ -175,7 +175,7 @@ def join(host: str, port: int, key: bytes, run: str, until_s: float) -> None:
                 name="nobody",
                 role="trainer",
                 device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
-                addresses=(ClaimedAddress(host="", control_port=1, data_port=2),),
+                addresses=(Address(host="", control_port=1, data_port=2),),
             )
             with suppress(zmq.Again):
                 socket.send(encode(Envelope("request", 1, ask)))

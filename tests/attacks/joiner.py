@@ -27,7 +27,7 @@ from shoal.swarm.protocol.messages import (
     PeerToPeerPong,
     RequestFailed,
 )
-from shoal.swarm.protocol.types import ClaimedAddress, DeviceInfo, Message
+from shoal.swarm.protocol.types import Address, DeviceInfo, Message
 from shoal.swarm.protocol.wire import Envelope, decode, encode
 
 AT_ONCE = 24
@@ -115,7 +115,7 @@ class Joiner:
             name="stranger",
             role="trainer",
             device=DeviceInfo(kind="cpu", name="none", memory_bytes=0),
-            addresses=(ClaimedAddress(host=host, control_port=port or own_port, data_port=port or own_port),),
+            addresses=(Address(host=host, control_port=port or own_port, data_port=port or own_port),),
         )
         try:
             await socket.send(encode(Envelope("request", 1, ask)))
@@ -135,10 +135,9 @@ class Joiner:
         return socket
 
     def _connect(self, socket: zmq.asyncio.Socket, keys: CurveKeys) -> None:
-        (host, port), *_ = self._invite.addresses
         self._show(socket, keys)
         socket.curve_serverkey = z85.encode(self._invite.key)
-        socket.connect(f"tcp://{self._source}:0;{host}:{port}")
+        socket.connect(f"tcp://{self._source}:0;{self._invite.addresses[0]}")
 
     def _show(self, socket: zmq.asyncio.Socket, keys: CurveKeys) -> None:
         socket.curve_publickey, socket.curve_secretkey = z85.encode(keys.public), z85.encode(keys.secret)

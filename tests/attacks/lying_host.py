@@ -18,8 +18,8 @@ from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import MESSAGES, CoordinatorToPeerRun, PeerToCoordinatorGetRun
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.protocol.types import Message
-from shoal.swarm.transport.control import Channel
+from shoal.swarm.protocol.types import Address, Message
+from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.node import Node
 
 HOST = "127.0.0.1"
@@ -52,7 +52,7 @@ async def main(folder: Path) -> None:
         for name, kind in MESSAGES.items():
             if name.startswith("PeerToCoordinator"):
                 node.control.handle(kind, answer)
-        address = ((HOST, node.control_port),)
+        address = (Address(host=HOST, control_port=node.control_port),)
         invites = {name: str(Invite(address, name, keys.public, hashes[name])) for name in runs}
         (folder / "invites.json").write_text(json.dumps(invites))
         print("listening", flush=True)

@@ -135,7 +135,7 @@ def attack_often(victim: tuple[str, int], key: bytes, me: CurveKeys | None, how:
 
 async def main(invite: Invite, whom: str, how: str, times: int) -> None:
     if whom == "host":
-        attack_often(invite.addresses[0], invite.key, None, how, times)
+        attack_often((invite.addresses[0].host, invite.addresses[0].control_port), invite.key, None, how, times)
         return
     async with observe(invite) as guest:
         entry = next(one for one in guest.view.roster or () if one.name == whom)

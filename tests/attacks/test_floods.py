@@ -68,13 +68,13 @@ def attack(
 ) -> Process:
     """Returns once it has begun."""
     if isinstance(at, RosterEntry):
-        way, key = at.address, at.certificate.curve_key
-        where = (way.host, way.data_port if data else way.control_port)
+        where, key = at.address, at.certificate.curve_key
     else:
         invite = Invite.parse(at.invite)
         where, key = invite.addresses[0], invite.key
+    port = where.data_port if data else where.control_port
     label = f"{kind}-{len(swarm.processes)}"
-    command = (*ATTACKER, kind, where[0], str(where[1]), key.hex(), str(count), str(seconds))
+    command = (*ATTACKER, kind, where.host, str(port), key.hex(), str(count), str(seconds))
     attacker = swarm.command(label, *command)
     attacker.says("begins", START_S)
     return attacker

@@ -34,7 +34,7 @@ def test_a_light_peer_asks_for_its_samples_until_it_has_them() -> None:
 
     from shoal.swarm.protocol.invite import Invite
     from shoal.swarm.protocol.messages import CoordinatorToPeerLease
-    from shoal.swarm.protocol.types import Message, SampleRange
+    from shoal.swarm.protocol.types import Address, Message, SampleRange
     from shoal.swarm.protocol.wire import Envelope, encode
 
     class Peer(LightPeer):
@@ -49,7 +49,7 @@ def test_a_light_peer_asks_for_its_samples_until_it_has_them() -> None:
     async def work() -> None:
         context = zmq.asyncio.Context()
         try:
-            invite = Invite((("127.0.0.1", 1),), "light", bytes(32), bytes(32))
+            invite = Invite((Address(host="127.0.0.1", control_port=1),), "light", bytes(32), bytes(32))
             peer = Peer(context, invite, Habits(1, 4.0, 0.0, 1.0, 1.0))
             peer._view = Glance(round=3, phase="training")
             await peer._work(3)

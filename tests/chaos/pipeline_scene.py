@@ -34,6 +34,7 @@ from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import parse_run_file
+from shoal.swarm.protocol.types import Address
 from shoal.swarm.protocol.wire import Envelope
 from shoal.swarm.transport.node import Node
 
@@ -257,7 +258,9 @@ async def staged(folder: Path) -> AsyncIterator[Scene]:
             hosting.result()
         scene.service = started.result()
         node = scene.service.node
-        scene.invite = Invite(((HOST, node.control_port),), run.run.name, node.control.keys.public, run.hash)
+        scene.invite = Invite(
+            (Address(host=HOST, control_port=node.control_port),), run.run.name, node.control.keys.public, run.hash
+        )
         try:
             yield scene
         finally:

@@ -36,7 +36,7 @@ from shoal.swarm.protocol.messages import (
     PeerToCoordinatorShowVerdict,
 )
 from shoal.swarm.protocol.run_file import parse_run_file
-from shoal.swarm.protocol.types import DeviceInfo, Message, PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import Address, DeviceInfo, Message, RosterEntry
 from shoal.swarm.sample_ranges import to_wire
 
 _DEVICE = DeviceInfo(kind="cpu", name="fake", memory_bytes=0)
@@ -198,7 +198,7 @@ class MemoryCoordinator:
             certificate=message.certificate,
             name=message.name,
             role=message.role,
-            addresses=(PeerAddress(**(message.addresses[0].model_dump() | {"host": "127.0.0.1"})),),
+            addresses=(Address(**(message.addresses[0].model_dump() | {"host": "127.0.0.1"})),),
             reachable=True,
         )
         self.machine.join(entry, message.device, now_s())
@@ -335,7 +335,7 @@ def make_client(
 ) -> tuple[CoordinatorClient, MemoryChannel]:
     channel = MemoryChannel(coordinator, keys, latency_s)
     node: Any = MemoryNode(channel, endpoint)
-    addresses = tuple(("127.0.0.1", port) for port in ports)
+    addresses = tuple(Address(host="127.0.0.1", control_port=port) for port in ports)
     invite = Invite(addresses, coordinator.run.run.name, coordinator.keys.public, coordinator.run.hash)
     info = MemberInfo(name="fake", role="trainer", device=_DEVICE)
     return CoordinatorClient(node, me, keys, invite, info), channel

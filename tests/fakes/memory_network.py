@@ -12,7 +12,7 @@ from tests.fakes.virtual_clock import now_s, until
 
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Unreachable
 from shoal.swarm.protocol.types import Blob
-from shoal.swarm.transport.node import Sink
+from shoal.swarm.transport.link import Sink
 from shoal.swarm.transport.source import ChunkSource, CountedSource
 
 

@@ -10,8 +10,8 @@ from tests.fakes.memory_coordinator import MemoryCoordinator
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import MESSAGES
-from shoal.swarm.protocol.types import Message
-from shoal.swarm.transport.control import Channel
+from shoal.swarm.protocol.types import Address, Message
+from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.node import Node
 
 HOST = "127.0.0.1"
@@ -53,7 +53,9 @@ async def serve(coordinator: MemoryCoordinator) -> AsyncIterator[Invite]:
         running = [tasks.create_task(one.serve()) for one in coordinator.scopes.values()]
         try:
             run = coordinator.run
-            yield Invite(((HOST, node.control_port),), run.run.name, coordinator.keys.public, run.hash)
+            yield Invite(
+                (Address(host=HOST, control_port=node.control_port),), run.run.name, coordinator.keys.public, run.hash
+            )
         finally:
             for task in running:
                 task.cancel()

@@ -25,6 +25,7 @@ from shoal.swarm.coordinator.events import Fact, VerdictGiven
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import load_run_file
+from shoal.swarm.protocol.types import Address
 
 HERE = Path(__file__).parent
 SHOAL = (sys.executable, "-m", "shoal.peer")
@@ -437,7 +438,7 @@ def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:
 def invite_with(invite: str, **changes: Any) -> str:
     """The invite with other parts: ``host``, ``port``, ``addresses``, ``run``, ``key``, ``run_hash``."""
     parts = Invite.parse(invite)
-    (host, port), *others = parts.addresses
-    first = (changes.pop("host", host), changes.pop("port", port))
+    address, *others = parts.addresses
+    first = Address(host=changes.pop("host", address.host), control_port=changes.pop("port", address.control_port))
     same = {"addresses": (first, *others), "run": parts.run, "key": parts.key, "run_hash": parts.run_hash}
     return str(Invite(**same | changes))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.peer.network_thread import Interrupted
 from shoal.peer.options import SessionOptions
 from shoal.peer.session import Readiness, Session
-from shoal.swarm.protocol.invite import parse_address
+from shoal.swarm.protocol.addresses import split_host_port
 
 BATCH, BATCHES = 8, 4
 
@@ -36,7 +36,7 @@ def main(invite: str, folder: Path, version: int, bind: str) -> None:
     targets = inputs.sum(1, keepdim=True)
     model = Noisy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = SessionOptions(folder / "identity", folder / "state", bind=parse_address(bind))
+    options = SessionOptions(folder / "identity", folder / "state", bind=split_host_port(bind))
     with Session.join(invite, model=model, inner_optimizer=optimizer, options=options) as session:
         samples = session.samples
         while session.view.anchor_version < version:

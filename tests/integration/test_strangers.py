@@ -99,15 +99,15 @@ def test_strangers(swarm: Swarm) -> None:
             (wrong_key, WrongKey, "does not hold the key"),
             (invite_with(host.invite, run="lagoon"), UnknownRun, "hosts the run 'reef', not 'lagoon'"),
             (invite_with(host.invite, port=free_port()), Unreachable, "nothing answers at 127.0.0.1"),
-            (host.invite[:-1], InviteError, "no whole run="),
-            (host.invite.partition("&")[0], InviteError, "was it cut off?"),
-            (host.invite.partition("?")[0], InviteError, "was it cut off?"),
+            (host.invite[:-1], InviteError, "run= is missing or cut off"),
+            (host.invite.partition("&")[0], InviteError, "is missing or cut off"),
+            (host.invite.partition("?")[0], InviteError, "is missing or cut off"),
             (invite_with(host.invite, port=http_port), Unreachable, "127.0.0.1"),
             (invite_with(host.invite, port=silent_port), Unreachable, "127.0.0.1"),
         ]
         command = (sys.executable, str(HERE / "strangers.py"), str(swarm.folder))
         strangers = swarm.command("strangers", *command, *[invite for invite, _, _ in tries])
-        with socket.create_connection(("127.0.0.1", Invite.parse(host.invite).addresses[0][1])) as connection:
+        with socket.create_connection(("127.0.0.1", Invite.parse(host.invite).addresses[0].control_port)) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: shoal\r\n\r\n" + bytes(10_000))
             assert strangers.exit_code(START_S + SOON_S) == 0, strangers.tail()
     found = [json.loads(line) for line in strangers.text().splitlines() if line.startswith("{")]

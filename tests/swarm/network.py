@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
-from shoal.swarm.protocol.types import Blob, PeerAddress, RosterEntry
+from shoal.swarm.protocol.types import Address, Blob, RosterEntry
 from shoal.swarm.transport.node import Node
 
 HOST = "127.0.0.1"
@@ -100,7 +100,7 @@ class Member:
             certificate=self.identity.certify(self.keys),
             name="x",
             role="trainer",
-            addresses=(PeerAddress(host=HOST, control_port=self.ports[0], data_port=self.ports[1]),),
+            addresses=(Address(host=HOST, control_port=self.ports[0], data_port=self.ports[1]),),
             reachable=self.reachable,
         )
 

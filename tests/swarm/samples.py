@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
-from shoal.swarm.protocol.messages import MESSAGES, PeerToCoordinatorShowCapability
+from shoal.swarm.protocol.messages import MESSAGES, PeerToCoordinatorJoinRun, PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.rounds import RoundPlan
-from shoal.swarm.protocol.types import Message, PipelineView
+from shoal.swarm.protocol.types import Message, PipelineView, RosterEntry
 
 
 def _flat(metadata: typing.Iterable[Any]) -> list[Any]:
@@ -113,6 +113,26 @@ def _measured(shown: dict[str, Any]) -> dict[str, Any]:
     return shown | {"capability": shown["capability"].model_copy(update={"layer_s": seconds})}
 
 
-_FITTING = {RoundPlan: _fitting, PipelineView: _staged, PeerToCoordinatorShowCapability: _measured}
+def _with_data_ports(record: dict[str, Any]) -> dict[str, Any]:
+    """Addresses of a peer, which has data ports."""
+    ported = [one.model_copy(update={"data_port": one.data_port or 1}) for one in record["addresses"]]
+    return record | {"addresses": tuple(ported)}
+
+
+def _with_hosts(record: dict[str, Any]) -> dict[str, Any]:
+    """Addresses of a member, which have hosts too."""
+    record = _with_data_ports(record)
+    return record | {
+        "addresses": tuple(one.model_copy(update={"host": one.host or "host"}) for one in record["addresses"])
+    }
+
+
+_FITTING = {
+    RoundPlan: _fitting,
+    PipelineView: _staged,
+    PeerToCoordinatorShowCapability: _measured,
+    PeerToCoordinatorJoinRun: _with_data_ports,
+    RosterEntry: _with_hosts,
+}
 
 messages: st.SearchStrategy[Message] = st.sampled_from(sorted(MESSAGES)).flatmap(lambda name: records(MESSAGES[name]))

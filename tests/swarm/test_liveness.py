@@ -20,7 +20,7 @@ from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.types import Message
 from shoal.swarm.transport import inflow
 from shoal.swarm.transport.caller_guard import _caller
-from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.inflow import Inflow
 from shoal.swarm.transport.sockets import PROBES, SILENCE_S
 

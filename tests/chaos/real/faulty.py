@@ -234,7 +234,7 @@ def arm_member(process: Process, levels: Path) -> None:
         process.node, process.coordinator_key, process.coordinator_port = (
             client.node,
             client.invite.key,
-            client.invite.addresses[0][1],
+            client.invite.addresses[0].control_port,
         )
         answer = await ask(client, message, reply)
         if isinstance(message, PeerToCoordinatorRoundReport):

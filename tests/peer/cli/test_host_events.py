@@ -16,10 +16,10 @@ from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.types import (
+    Address,
     Capability,
     Certificate,
     LayerSize,
-    PeerAddress,
     RosterEntry,
     SampleRange,
     TensorSpec,
@@ -34,7 +34,7 @@ def entry(name: str = "dolphin") -> RosterEntry:
         certificate=Certificate(identity_key=bytes(32), curve_key=bytes(32), signature=bytes(64)),
         name=name,
         role="trainer",
-        addresses=(PeerAddress(host="192.0.2.1", control_port=1, data_port=2),),
+        addresses=(Address(host="192.0.2.1", control_port=1, data_port=2),),
         reachable=True,
     )
 

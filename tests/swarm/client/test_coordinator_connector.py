@@ -21,7 +21,7 @@ from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WrongKe
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
-from shoal.swarm.protocol.types import Message
+from shoal.swarm.protocol.types import Address, Message
 
 ELEMENTS = 4096
 FEW_S = 5.0
@@ -181,14 +181,17 @@ def trouble(*names: str) -> LinkError:
         async with strangers(2) as (caller, stranger):
             with socket.create_server((HOST, 0)) as closed:
                 ports = {"stranger": stranger.ports[0], "nobody": closed.getsockname()[1]}
-            addresses = tuple((host, ports[name]) for host, name in zip((HOST, "localhost"), names, strict=False))
+            addresses = tuple(
+                Address(host=host, control_port=ports[name])
+                for host, name in zip((HOST, "localhost"), names, strict=False)
+            )
             connector = CoordinatorConnector(
                 caller.node.control, Invite(addresses, "run", CurveKeys.fresh().public, bytes(32))
             )
             with pytest.raises(LinkError) as refused:
                 await connector.request_anywhere(PeerToPeerPing(), PeerToPeerPong, 2.0, 2.0)
-            for host, port in addresses:
-                assert f"{host}:{port}" in str(refused.value)
+            for address in addresses:
+                assert f"{address.host}:{address.control_port}" in str(refused.value)
             with pytest.raises(Unreachable):
                 await connector.request(PeerToPeerPing(), PeerToPeerPong, 0.5)
             return refused.value

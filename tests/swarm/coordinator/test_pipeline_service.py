@@ -43,10 +43,10 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
-from shoal.swarm.protocol.types import Capability, ClaimedAddress, LayerSize, Message, SampleRange
+from shoal.swarm.protocol.types import Address, Capability, LayerSize, Message, SampleRange
 from shoal.swarm.protocol.verdict_chain import chain_hash, check_verdict, genesis, signed_bytes
 from shoal.swarm.sample_ranges import count, from_wire
-from shoal.swarm.transport.control import Channel
+from shoal.swarm.transport.channel import Channel
 
 TOML = """
 algorithm = "virtual_batch"
@@ -101,7 +101,7 @@ class Peer:
             name="a peer",
             role="trainer",
             device=CPU,
-            addresses=(ClaimedAddress(**entry.address.model_dump()),),
+            addresses=(Address(**entry.address.model_dump()),),
         )
         return (await self.ask(knock, CoordinatorToPeerJoinAccepted, scope)).view
 

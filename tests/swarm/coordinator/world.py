@@ -23,7 +23,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RoundPlan, RunView, Verdict
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import Certificate, DeviceInfo, KeptState, PeerAddress, Role, RosterEntry, TensorSpec
+from shoal.swarm.protocol.types import Address, Certificate, DeviceInfo, KeptState, Role, RosterEntry, TensorSpec
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, subtract, to_wire
 
@@ -68,7 +68,7 @@ def entry(number: int, key: int = 0, role: Role = "trainer", reachable: bool = T
         certificate=certificate,
         name=f"name {number}",
         role=role,
-        addresses=(PeerAddress(host="10.0.0.1", control_port=1, data_port=2),),
+        addresses=(Address(host="10.0.0.1", control_port=1, data_port=2),),
         reachable=reachable,
     )
 

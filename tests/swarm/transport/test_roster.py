@@ -2,7 +2,7 @@
 
 from tests.fakes.memory_coordinator import curve_keys, identity
 
-from shoal.swarm.protocol.types import PeerAddress, Role, RosterEntry
+from shoal.swarm.protocol.types import Address, Role, RosterEntry
 from shoal.swarm.transport.roster import Rosters
 
 
@@ -14,7 +14,7 @@ def entry(number: int, process: int = 0, port: int = 1, role: Role = "trainer") 
         certificate=me.certify(keys),
         name="x",
         role=role,
-        addresses=(PeerAddress(host="127.0.0.1", control_port=port, data_port=port),),
+        addresses=(Address(host="127.0.0.1", control_port=port, data_port=port),),
         reachable=True,
     )
 

@@ -1,8 +1,20 @@
-"""Which network an address is of, and who may be asked to connect to which."""
+"""Networks and reaches of addresses, which addresses may be named and dialed, and HOST:PORT texts."""
 
 import pytest
 
-from shoal.swarm.transport.addresses import Reach, least_reach, may_dial, may_name, network_of, plain_text, reach_of
+from shoal.swarm.errors import InviteError
+from shoal.swarm.protocol.addresses import (
+    Reach,
+    join_host_port,
+    least_reach,
+    may_dial,
+    may_name,
+    network_of,
+    parse_ip,
+    plain_host,
+    reach_of,
+    split_host_port,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,7 @@ def test_a_coordinator_sends_nobody_to_what_it_cannot_see() -> None:
 
 def test_addresses_are_written_plainly() -> None:
     hosts = ["::ffff:10.1.2.3", "10.1.2.3", "2001:db8::1", "64:ff9b::a01:203", "fe80::1%eth0", "example.org", ""]
-    assert [plain_text(host) for host in hosts] == ["10.1.2.3", *hosts[1:]]
+    assert [plain_host(host) for host in hosts] == ["10.1.2.3", *hosts[1:]]
 
 
 def test_of_several_addresses_the_one_counts_that_allows_least() -> None:
@@ -81,3 +93,52 @@ def test_of_several_addresses_the_one_counts_that_allows_least() -> None:
     assert least_reach(["127.0.0.1", "8.8.8.8"]) == "public"
     assert least_reach(["::1", "127.0.0.1"]) == "machine"
     assert least_reach([]) == "none"
+
+
+def test_host_and_port_are_split_and_joined() -> None:
+    assert split_host_port("host") == ("host", 0)
+    assert split_host_port("host", 7) == ("host", 7)
+    assert split_host_port("0.0.0.0:80") == ("0.0.0.0", 80)
+    assert split_host_port("[::1]:80") == ("::1", 80)
+    for text in ["", ":80", "host:x", "host:99999", "a/b", "a?b", "a#b", "u@h:1", "[::1", "::1"]:
+        with pytest.raises(InviteError):
+            split_host_port(text)
+    assert join_host_port("host", 1) == "host:1"
+    assert join_host_port("::1", 80) == "[::1]:80"
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True),
+        ("2001:4860:4860::8888", True),
+        ("127.0.0.1", False),
+        ("10.1.2.3", False),
+        ("172.16.0.1", False),
+        ("192.168.0.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("0.0.0.0", False),
+        ("255.255.255.255", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("::", False),
+        ("fe80::1", False),
+        ("fe80::1%eth0", False),
+        ("fc00::1", False),
+        ("ff02::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("::ffff:8.8.8.8", True),
+        ("2002:7f00:1::", False),  # 6to4 of 127.0.0.1
+        ("64:ff9b::7f00:1", False),  # NAT64 of 127.0.0.1
+        ("64:ff9b::808:808", True),
+    ],
+)
+def test_public_addresses(address: str, public: bool) -> None:
+    assert (reach_of(address) == "public") is public
+
+
+@pytest.mark.parametrize("text", ["", "127.1", "example.org", "0177.0.0.1", "1.2.3.4 "])
+def test_other_texts_are_no_addresses(text: str) -> None:
+    assert parse_ip(text) is None
+    assert reach_of(text) == "none"
