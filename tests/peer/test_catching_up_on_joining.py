@@ -76,9 +76,9 @@ class Holder:
     async def tell(self, kept: Any) -> None:
         self.told += 1
 
-    # As downloads -------------------------------------------------------------------------------------------
+    # As a download --------------------------------------------------------------------------------------------
 
-    async def begun(self) -> None:
+    async def unfinished(self) -> None:
         return None
 
     async def fetch(self, wanted: Any) -> AnchorState:

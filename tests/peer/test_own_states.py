@@ -142,7 +142,7 @@ def test_a_peer_tells_what_it_keeps_and_goes_back_with_the_run(caplog: pytest.Lo
     assert run.told == [kept(state(5, 0.5), before, initial)]
     assert "the run went back: nobody holds it any more" in caplog.text
     assert "nobody holds version 6 now" in caplog.text
-    assert "here is version 5" in caplog.text
+    assert "version 5 is kept here" in caplog.text
 
 
 def test_a_state_that_is_not_the_runs_is_let_go() -> None:

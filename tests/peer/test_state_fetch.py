@@ -50,11 +50,12 @@ class Joiner:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.partial = PartialState(wanted_of(STATE))
         self.download: StateDownload | None = None
+        self.ask: Callable[[], Sequence[str]] = list
 
     async def fetch(self, donors: Callable[[], Sequence[str]] | None = None) -> AnchorState:
-        if self.download is None or self.download.partial is not self.partial or donors is not None:
-            ask = donors or (lambda: list(self.donors))
-            self.download = StateDownload(self.me, self.partial, ask, PROGRESS_S, self.report)
+        self.ask = donors or (lambda: list(self.donors))
+        if self.download is None or self.download.partial is not self.partial:
+            self.download = StateDownload(self.me, self.partial, lambda: self.ask(), PROGRESS_S, self.report)
         await self.download.run()
         return self.partial.whole()
 
@@ -409,5 +410,5 @@ def test_a_full_disk_is_a_warning(
 
     monkeypatch.setattr(IncomingFile, "write", full)
     run_virtual(main())
-    assert "into memory only" in caplog.text
+    assert "cannot be kept on disk" in caplog.text
     assert list(tmp_path.iterdir()) == []
