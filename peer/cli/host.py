@@ -13,12 +13,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.peer.cli.host_events import describe_fact
+from shoal.peer.cli.host_events import describe_event
 from shoal.peer.event_schema import Event
 from shoal.peer.history.chain import Origin, pack_head
 from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
-from shoal.swarm.coordinator.events import Fact
+from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.journal import JOURNAL, Backup, Journal, JournalFiles
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import (
@@ -108,8 +108,8 @@ async def host(
 
     ``on_event``: called with every decision that people want to read, once it is journaled."""
 
-    def report(fact: Fact) -> None:
-        event = describe_fact(fact)
+    def report(decided: JournalEvent) -> None:
+        event = describe_event(decided)
         if event is not None:
             on_event(event)
 
@@ -177,7 +177,7 @@ def hosted_verdicts(folder: Path, *, has_stages: bool) -> tuple[int, tuple[Verdi
     with closing(JournalFiles(folder, live=True)) as journal:
         while has_stages and journal.verdicts(0, 1, scope + 1):
             scope += 1
-        return scope, tuple(fact.verdict for fact in journal.verdicts(scope=scope or None))
+        return scope, tuple(event.verdict for event in journal.verdicts(scope=scope or None))
 
 
 # The run file ---------------------------------------------------------------------------------------------------
@@ -283,9 +283,9 @@ def host_identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
 
 def check_keys(identity: Identity, journal: Journal, path: Path) -> None:
     """Raises ``IdentityError`` when the journal's newest verdict has another host's signature."""
-    for fact in journal.verdicts(max(0, journal.rounds - 1), 1):
+    for event in journal.verdicts(max(0, journal.rounds - 1), 1):
         try:
-            check_verdict(fact.verdict, identity.public_key)
+            check_verdict(event.verdict, identity.public_key)
         except WireError as error:
             raise IdentityError(
                 f"{path} has not the keys of this run's host, and members trust no other ({error}): restore it from "

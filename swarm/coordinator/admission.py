@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.access import OBSERVERS, OBSERVERS_PER_NETWORK, Access, gives_way
 from shoal.swarm.coordinator.membership import Membership
 from shoal.swarm.deadlines import Deadlines
@@ -93,61 +93,61 @@ class MemberScope:
         self.sent_bytes = SentBytes()
         self.access = Access(run.access)
         self._ticked_s = now_s
-        self._facts: list[f.Fact] = []
+        self._events: list[ev.JournalEvent] = []
 
     @property
     def has_ended(self) -> bool:
         """Whether nobody trains in it any more."""
         raise NotImplementedError
 
-    def take_facts(self) -> list[f.Fact]:
-        """The facts since the last call, for the journal."""
-        taken, self._facts = self._facts, []
+    def take_events(self) -> list[ev.JournalEvent]:
+        """The events since the last call, for the journal."""
+        taken, self._events = self._events, []
         return taken
 
-    def replay(self, journal: Sequence[f.Fact], now_s: float) -> None:
+    def replay(self, journal: Sequence[ev.JournalEvent], now_s: float) -> None:
         """Take over a journal; whoever was alive gets the whole patience to be heard again."""
         self.now_s = now_s
-        for fact in journal:
-            self._apply(fact)
+        for event in journal:
+            self._apply(event)
 
     def begin(self) -> None:
         """Once the journal is taken over: whoever takes it over next shall know of us."""
-        self.record(f.CoordinatorStarted(epoch=self.epoch))
+        self.record(ev.CoordinatorStarted(epoch=self.epoch))
 
-    def record(self, fact: f.Fact) -> None:
+    def record(self, event: ev.JournalEvent) -> None:
         """Observers are no part of the run's history."""
-        match fact:
-            case f.MemberJoined(entry=entry):
+        match event:
+            case ev.MemberJoined(entry=entry):
                 passing = entry.role == "observer"
-            case f.MemberLost(peer=peer):
+            case ev.MemberLost(peer=peer):
                 passing = self.membership.is_observer(peer)
             case _:
                 passing = False
-        self._apply(fact)
+        self._apply(event)
         if not passing:
-            self._keep(fact)
-        if not isinstance(fact, f.LeaseGranted | f.SamplesDriven | f.SamplesClaimed):
+            self._keep(event)
+        if not isinstance(event, ev.LeaseGranted | ev.SamplesDriven | ev.SamplesClaimed):
             self.announcements += 1
 
-    def _keep(self, fact: f.Fact) -> None:
-        self._facts.append(fact)
+    def _keep(self, event: ev.JournalEvent) -> None:
+        self._events.append(event)
 
-    def _apply(self, fact: f.Fact) -> None:
-        match fact:
-            case f.ModelDescribed():
-                self.model, self.elements = fact.model, fact.model.elements
-            case f.MemberJoined():
-                self.membership.join(fact, self.now_s, self.anchor_version)
-            case f.MemberLost():
-                self.membership.lose(fact)
+    def _apply(self, event: ev.JournalEvent) -> None:
+        match event:
+            case ev.ModelDescribed():
+                self.model, self.elements = event.model, event.model.elements
+            case ev.MemberJoined():
+                self.membership.join(event, self.now_s, self.anchor_version)
+            case ev.MemberLost():
+                self.membership.lose(event)
                 for peer in self.membership.forget_strangers(self.left_traces):
                     self.sent_bytes.forget(peer)
-            case f.CoordinatorStarted():
-                self.epoch = max(self.epoch, fact.epoch + _EPOCH_STEP)
+            case ev.CoordinatorStarted():
+                self.epoch = max(self.epoch, event.epoch + _EPOCH_STEP)
                 self.membership.roster_version = max(self.membership.roster_version, self.epoch)
             case _:
-                raise AssertionError(f"no rule for {type(fact).__name__}")
+                raise AssertionError(f"no rule for {type(event).__name__}")
 
     def has_record(self, peer: str) -> bool:
         """Whether enough of its work was committed (``Member.has_record``)."""
@@ -178,7 +178,7 @@ class MemberScope:
     def lose_silent(self, now_s: float) -> None:
         """Whoever has not been heard for too long is out."""
         for peer in self.membership.silent(now_s, self.deadlines.dead_s):
-            self.record(f.MemberLost(peer=peer, reason="silent"))
+            self.record(ev.MemberLost(peer=peer, reason="silent"))
 
     # Joining, describing the model, leaving: all but ``leave`` may raise a typed error for who asked ----------
 
@@ -213,14 +213,14 @@ class MemberScope:
             if known.entry.certificate.curve_key == entry.certificate.curve_key:
                 known.heard_s = now_s
                 return
-            self.record(f.MemberLost(peer=entry.peer, reason="joined again"))
+            self.record(ev.MemberLost(peer=entry.peer, reason="joined again"))
         in_its_place = self._make_room(entry.peer, entry.role, network)
         if in_its_place is not None:
-            self.record(f.MemberLost(peer=in_its_place, reason="made room for another network"))
+            self.record(ev.MemberLost(peer=in_its_place, reason="made room for another network"))
         is_new = known is None or known.entry.certificate.curve_key != entry.certificate.curve_key
         if is_new and entry.role != "observer":
             self.sent_bytes.begin(entry.peer, entry.certificate.curve_key)
-        self.record(f.MemberJoined(entry=entry, device=device, network=network))
+        self.record(ev.MemberJoined(entry=entry, device=device, network=network))
 
     def _refuse_if_over(self, role: Role) -> None:
         if self.has_ended and role != "observer":
@@ -266,7 +266,7 @@ class MemberScope:
         for peer, one in list(self.membership.members.items()):
             is_idle = now_s - one.progress_s > patience_s or now_s - one.worked_s > _BELIEVED_S
             if is_idle and one.alive and one.entry.role != "observer" and self.may_be_idle(peer):
-                self.record(f.MemberLost(peer=peer, reason="idle"))
+                self.record(ev.MemberLost(peer=peer, reason="idle"))
 
     def describe_model(self, peer: str, model: PeerToCoordinatorDescribeModel) -> None:
         """Raises ``ModelMismatch`` or ``CorpusError`` naming the first difference to the run's first peer."""
@@ -281,7 +281,7 @@ class MemberScope:
                 raise ModelMismatch(f"parameter {inexact.name} is {inexact.dtype}, and a run's anchor is float32")
             self._check_start(model.layout)
             self._check_pins(model)
-            self.record(f.ModelDescribed(model=model))
+            self.record(ev.ModelDescribed(model=model))
             return
         difference = first_difference(self.model.layout, model.layout)
         if difference:
@@ -292,7 +292,7 @@ class MemberScope:
             )
         self._check_pins(model)
         if self._is_news(self.model, model):
-            self.record(f.ModelDescribed(model=model))
+            self.record(ev.ModelDescribed(model=model))
         if model.corpus_digest not in (None, self.model.corpus_digest):
             raise CorpusError(DATA_DIFFERS)
 
@@ -317,7 +317,7 @@ class MemberScope:
     def leave(self, peer: str, reason: str, now_s: float, trouble: str = "") -> None:
         self.now_s = now_s
         if self.membership.members[peer].alive:
-            self.record(f.MemberLost(peer=peer, reason=reason, trouble=trouble))
+            self.record(ev.MemberLost(peer=peer, reason=reason, trouble=trouble))
 
     def require_member(self, curve_key: bytes) -> str:
         """The live member that holds this key. Raises ``NotAdmitted``, or ``Superseded`` for its predecessor."""

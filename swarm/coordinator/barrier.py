@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.protocol.verdict_chain import tied_together
@@ -45,7 +45,7 @@ class Barrier:
     def tick(self, scopes: Sequence[RoundScope], now_s: float) -> bool:
         """Do whatever time decides; all scopes are in the same round. Returns whether that round has ended."""
         if not self.all_or_none:
-            ends = [fact for scope in scopes if (fact := scope.look_at_divergence()) is not None]
+            ends = [event for scope in scopes if (event := scope.look_at_divergence()) is not None]
             if ends:
                 self._end(ends, scopes)
                 return True
@@ -151,17 +151,17 @@ class Barrier:
         self._end([scope.verdict_of(end) for scope, end in zip(scopes, ends, strict=True)], scopes)
         return True
 
-    def _end(self, unsigned: Sequence[f.VerdictGiven], scopes: Sequence[RoundScope]) -> None:
+    def _end(self, unsigned: Sequence[ev.VerdictGiven], scopes: Sequence[RoundScope]) -> None:
         """Give all scopes their verdicts. Those of a pipeline cover each other, and have the last stage's loss."""
-        verdicts = [fact.verdict for fact in unsigned]
+        verdicts = [event.verdict for event in unsigned]
         if self.all_or_none:
             loss = verdicts[-1].loss  # only the last stage has one; it is the round's
             verdicts = tied_together([verdict.model_copy(update={"loss": loss}) for verdict in verdicts])
-        for scope, fact, verdict in zip(scopes, unsigned, verdicts, strict=True):
-            scope.give_verdict(fact.model_copy(update={"verdict": verdict}))
+        for scope, event, verdict in zip(scopes, unsigned, verdicts, strict=True):
+            scope.give_verdict(event.model_copy(update={"verdict": verdict}))
 
 
-def _say_short(scope: RoundScope, proposal: f.RoundPlanned | None) -> str:
+def _say_short(scope: RoundScope, proposal: ev.RoundPlanned | None) -> str:
     brought = sum(count(from_wire(ranges)) for ranges in proposal.ranges) if proposal else 0
     wanted, max_s = scope.goal_samples(), scope.goal().max_s
     return f"{scope.label.rstrip(': ')} brought {brought} of the batch's {wanted} samples in {max_s:.0f} s"

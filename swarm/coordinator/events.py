@@ -34,24 +34,24 @@ from shoal.swarm.protocol.types import (
 Network = Annotated[str, Field(max_length=255)]
 
 
-class Fact(Record):
-    """One decision. Facts are only ever appended."""
+class JournalEvent(Record):
+    """One decision. Events are only ever appended."""
 
 
-class ModelDescribed(Fact):
+class ModelDescribed(JournalEvent):
     """What the run's first peer built from the run file; everybody else's must be the same."""
 
     model: PeerToCoordinatorDescribeModel
 
 
-class StateAgreed(Fact):
+class StateAgreed(JournalEvent):
     """The digest of anchor and outer state that this anchor version has."""
 
     anchor_version: Count
     digest: Digest
 
 
-class MemberJoined(Fact):
+class MemberJoined(JournalEvent):
     """A member came, or came back. ``network``: that it was seen to come from (``addresses.network_of``)."""
 
     entry: RosterEntry
@@ -63,7 +63,7 @@ KEPT_SAMPLES = "kept samples from the others"
 """Reason for which a member is lost that was waited for in vain: as if its contribution had not come."""
 
 
-class MemberLost(Fact):
+class MemberLost(JournalEvent):
     """A member left or fell silent; what it held is for others. ``trouble``: what it said of why it could not go on."""
 
     peer: PeerId
@@ -71,7 +71,7 @@ class MemberLost(Fact):
     trouble: Trouble = ""
 
 
-class LeaseGranted(Fact):
+class LeaseGranted(JournalEvent):
     """These samples are with this peer. ``round`` and ``tokens_done`` are of its request: the same again is a
     repetition by a peer that did not get the answer."""
 
@@ -81,25 +81,25 @@ class LeaseGranted(Fact):
     ranges: tuple[SampleRange, ...]
 
 
-class CoordinatorStarted(Fact):
+class CoordinatorStarted(JournalEvent):
     """A process took over the journal. Every later one's ``epoch`` is larger, also where its clock is behind."""
 
     epoch: Count
 
 
-class RoundClosing(Fact):
+class RoundClosing(JournalEvent):
     """The closing moment of this round has been announced."""
 
     round: Count
 
 
-class RoundReopened(Fact):
+class RoundReopened(JournalEvent):
     """The round goes on: samples of its batch were lost with a member, or all its members were."""
 
     round: Count
 
 
-class RoundPlanned(Fact):
+class RoundPlanned(JournalEvent):
     """Who averages, and with which samples behind it (in the order of the plan's members). ``loss``: the mean of their
     losses; ``median_loss``: the median of those with a record, which few members do not move."""
 
@@ -132,7 +132,7 @@ class Accusation(Record):
     round: Count
 
 
-class VerdictGiven(Fact):
+class VerdictGiven(JournalEvent):
     """How a round ended. ``lost``: members whose samples the committed mean does without; they are leased again.
     ``failed``: those that others did not get from what they had to; they own nothing for a while. ``missing``: those
     whose contributions did not come; after two rounds in a row they are left out for a while. ``accusations``: all of
@@ -149,7 +149,7 @@ class VerdictGiven(Fact):
     went_back: WentBack | None = None
 
 
-class LossRose(Fact):
+class LossRose(JournalEvent):
     """This round was committed with a loss far above what had been usual."""
 
     round: Count
@@ -157,7 +157,7 @@ class LossRose(Fact):
     usual: Loss
 
 
-class EpochsCovered(Fact):
+class EpochsCovered(JournalEvent):
     """All samples of the epochs ``first`` up to ``stop`` (without it) are committed, each once. Of them were trained on
     again: ``lost`` since their first contributor died in its round and ``undone`` since their round was."""
 
@@ -195,8 +195,8 @@ class MemberKept(Record):
     network: Network = ""
 
 
-class RunSnapshot(Fact):
-    """All that the facts before it have made of the run, as it was between two rounds: a journal that was compacted
+class RunSnapshot(JournalEvent):
+    """All that the events before it have made of the run, as it was between two rounds: a journal that was compacted
     begins with it. ``members``: in the order in which they joined first; ``replaced``: CURVE keys of the last processes
     in whose place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples;
     ``answered``: everybody's last lease; ``history``: the committed rounds behind the anchor, packed
@@ -234,33 +234,33 @@ class RunSnapshot(Fact):
 # Of a pipeline ----------------------------------------------------------------------------------------------
 
 
-class InScope(Fact):
-    """A fact of the stage ``scope - 1``; all others are of the run's own scope."""
+class InScope(JournalEvent):
+    """An event of the stage ``scope - 1``; all others are of the run's own scope."""
 
     scope: Count
-    fact: Fact
+    event: JournalEvent
 
 
-class LayersDescribed(Fact):
+class LayersDescribed(JournalEvent):
     """What each of the model's layers takes."""
 
     layers: tuple[LayerSize, ...]
 
 
-class CapabilityShown(Fact):
+class CapabilityShown(JournalEvent):
     """What a peer has measured of itself."""
 
     peer: PeerId
     capability: Capability
 
 
-class StagesCut(Fact):
+class StagesCut(JournalEvent):
     """Where the model is cut, for the whole run: the first layer of each stage, then the number of layers."""
 
     boundaries: tuple[Count, ...]
 
 
-class SpanAssigned(Fact):
+class SpanAssigned(JournalEvent):
     """This peer holds the stages ``first <= s <= last`` from now on, in place of those that it held."""
 
     peer: PeerId
@@ -269,7 +269,7 @@ class SpanAssigned(Fact):
     at_s: UnixTime = 0.0
 
 
-class SpanTaken(Fact):
+class SpanTaken(JournalEvent):
     """This peer holds no stage any more. With a ``reason``, which is for people: it kept others waiting, and gets none
     before ``until_s`` if the run can do without it."""
 
@@ -287,7 +287,7 @@ class Rest(Record):
     times: Count
 
 
-class SamplesDriven(Fact):
+class SamplesDriven(JournalEvent):
     """``ranges``, one a micro-batch, are with this peer to be driven through the stages; ``done`` no longer."""
 
     peer: PeerId
@@ -295,21 +295,21 @@ class SamplesDriven(Fact):
     done: tuple[SampleRange, ...]
 
 
-class SamplesClaimed(Fact):
+class SamplesClaimed(JournalEvent):
     """In a stage: the gradient of these samples counts at this replica, and at no other."""
 
     peer: PeerId
     ranges: tuple[SampleRange, ...]
 
 
-class SamplesReleased(Fact):
+class SamplesReleased(JournalEvent):
     """In a stage: what this replica had claimed is for others again."""
 
     peer: PeerId
     ranges: tuple[SampleRange, ...]
 
 
-class PipelineSnapshot(Fact):
+class PipelineSnapshot(JournalEvent):
     """As ``RunSnapshot``, of a pipeline: its own scope and all its stages. ``former``: the last span of every peer;
     ``moved_s``: when somebody was last given another span than it had."""
 
@@ -335,35 +335,37 @@ class PipelineSnapshot(Fact):
         return self.stages[0].round if self.stages else 0
 
 
-def verdicts_in(facts: Iterable[Fact]) -> dict[int, VerdictGiven]:
+def verdicts_in(events: Iterable[JournalEvent]) -> dict[int, VerdictGiven]:
     """Those among them, by scope."""
     found: dict[int, VerdictGiven] = {}
-    for fact in facts:
-        scope, fact = (fact.scope, fact.fact) if isinstance(fact, InScope) else (0, fact)
-        if isinstance(fact, VerdictGiven):
+    for event in events:
+        scope, event = (event.scope, event.event) if isinstance(event, InScope) else (0, event)
+        if isinstance(event, VerdictGiven):
             assert scope not in found, "a round's verdict is told before the next round ends"
-            found[scope] = fact
+            found[scope] = event
     return found
 
 
-FACTS: dict[str, type[Fact]] = {cls.__name__: cls for cls in Fact.__subclasses__() if cls is not InScope}
+EVENTS: dict[str, type[JournalEvent]] = {
+    cls.__name__: cls for cls in JournalEvent.__subclasses__() if cls is not InScope
+}
 
 
-def pack_fact(fact: Fact) -> bytes:
-    """The journal's bytes of a fact: its name and its fields, and its scope where that is a stage."""
+def pack_event(event: JournalEvent) -> bytes:
+    """The journal's bytes of an event: its name and its fields, and its scope where that is a stage."""
     scope: list[int] = []
-    if isinstance(fact, InScope):
-        scope, fact = [fact.scope], fact.fact
-    data: bytes = msgpack.packb([type(fact).__name__, fact.model_dump(), *scope])
+    if isinstance(event, InScope):
+        scope, event = [event.scope], event.event
+    data: bytes = msgpack.packb([type(event).__name__, event.model_dump(), *scope])
     return data
 
 
-def unpack_fact(data: bytes) -> Fact:
+def unpack_event(data: bytes) -> JournalEvent:
     """Raises ``StorageError`` when the record is of a later release, or none of ours."""
     try:
         name, body, scope = _fields(msgpack.unpackb(data, use_list=False))
-        fact = FACTS[name].model_validate(body)
-        return InScope(scope=scope, fact=fact) if scope is not None else fact
+        event = EVENTS[name].model_validate(body)
+        return InScope(scope=scope, event=event) if scope is not None else event
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise StorageError(f"the journal has a record that this release cannot read: {error}") from error
 

@@ -15,13 +15,13 @@ from filelock import FileLock
 
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import (
-    Fact,
     InScope,
+    JournalEvent,
     PipelineSnapshot,
     RunSnapshot,
     VerdictGiven,
-    pack_fact,
-    unpack_fact,
+    pack_event,
+    unpack_event,
     verdicts_in,
 )
 from shoal.swarm.coordinator.record_log import NO_CHECK, RESTORE, RecordFile, free_name, pack_file
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 # Reading ----------------------------------------------------------------------------------------------------
 
 JOURNAL, VERDICTS = "journal.records", "verdicts.records"
-FACTS, VERDICT, SNAPSHOT = 1, 2, 3
+EVENTS, VERDICT, SNAPSHOT = 1, 2, 3
 """Kinds of records: a transaction, one with a round's verdicts, and the snapshot that a compacted one begins with."""
 
 _PAGE = 256
@@ -104,11 +104,11 @@ class JournalFiles:
         """How many have their verdict."""
         return self.archived + len(self.fresh)
 
-    def read(self) -> list[Fact]:
-        """All facts since the journal was compacted, oldest first; then the first one is a ``RunSnapshot``."""
+    def read(self) -> list[JournalEvent]:
+        """All events since the journal was compacted, oldest first; then the first one is a ``RunSnapshot``."""
         with self._lock:
             records = range(len(self.journal.offsets))
-            return [fact for number in records for fact in facts_of(self.journal, number)]
+            return [event for number in records for event in events_of(self.journal, number)]
 
     def verdicts(self, first: int = 0, limit: int | None = None, scope: int | None = None) -> list[VerdictGiven]:
         """The run's verdicts from round ``first`` on, oldest first, at most ``limit``: those of a scope, or of each
@@ -130,11 +130,11 @@ class JournalFiles:
         return self._fresh_verdicts(round_number)
 
     def _archived_verdicts(self, round_number: int) -> dict[int, VerdictGiven]:
-        return _of_round(facts_of(self.archive, round_number), round_number, self.archive)
+        return _of_round(events_of(self.archive, round_number), round_number, self.archive)
 
     def _fresh_verdicts(self, round_number: int) -> dict[int, VerdictGiven]:
-        facts = facts_of(self.journal, self.fresh[round_number - self.archived])
-        return _of_round(facts, round_number, self.journal)
+        events = events_of(self.journal, self.fresh[round_number - self.archived])
+        return _of_round(events, round_number, self.journal)
 
     def check_at(self, transactions: int) -> bytes | None:
         """What tells the first so many transactions from all others; None for more than there are, or too few to be in
@@ -160,34 +160,34 @@ def check_run(files: JournalFiles, run_hash: bytes) -> None:
         )
 
 
-def pack_facts(facts: Sequence[Fact]) -> tuple[int, bytes]:
+def pack_events(events: Sequence[JournalEvent]) -> tuple[int, bytes]:
     """Kind and payload of a transaction's record."""
-    data: bytes = msgpack.packb([pack_fact(fact) for fact in facts])
-    return VERDICT if verdicts_in(facts) else FACTS, data
+    data: bytes = msgpack.packb([pack_event(event) for event in events])
+    return VERDICT if verdicts_in(events) else EVENTS, data
 
 
 def pack_verdicts(given: Mapping[int, VerdictGiven]) -> bytes:
     """Payload of a round's record in the verdicts' file."""
-    return pack_facts([InScope(scope=scope, fact=fact) if scope else fact for scope, fact in given.items()])[1]
+    return pack_events([InScope(scope=scope, event=event) if scope else event for scope, event in given.items()])[1]
 
 
-def facts_of(file: RecordFile, number: int) -> list[Fact]:
+def events_of(file: RecordFile, number: int) -> list[JournalEvent]:
     """Of one record. Raises ``StorageError``."""
     try:
         packed = msgpack.unpackb(file.read(number))
         if not isinstance(packed, list) or not all(isinstance(one, bytes) for one in packed):
-            raise ValueError("no list of facts")
-        return [unpack_fact(one) for one in packed]
+            raise ValueError("no list of events")
+        return [unpack_event(one) for one in packed]
     except (ValueError, msgpack.UnpackException, StorageError) as error:
         if isinstance(error, StorageError) and str(file.path) in str(error):
             raise
         raise StorageError(f"{file.path}: record {number} cannot be read: {error}") from error
 
 
-def _of_round(facts: Sequence[Fact], round_number: int, file: RecordFile) -> dict[int, VerdictGiven]:
-    """Those among the facts of a record, by scope."""
-    given = verdicts_in(facts)
-    if {fact.verdict.round for fact in given.values()} != {round_number}:
+def _of_round(events: Sequence[JournalEvent], round_number: int, file: RecordFile) -> dict[int, VerdictGiven]:
+    """Those among the events of a record, by scope."""
+    given = verdicts_in(events)
+    if {event.verdict.round for event in given.values()} != {round_number}:
         raise StorageError(f"{file.path}: the verdict of round {round_number} is not where it should be. {RESTORE}")
     return given
 
@@ -242,16 +242,16 @@ class Journal(JournalFiles):
         later = self.journal.offsets[begins_compacted:]
         self._compacted_bytes = later[0] if later else self.journal.size_bytes
 
-    def write(self, facts: Sequence[Fact]) -> None:
+    def write(self, events: Sequence[JournalEvent]) -> None:
         """Append as one transaction: after a crash all of them are there, or none.
 
         After a failure every later write fails too: a journal with a gap would be another history."""
         with self._lock:
             self._refuse_after_failure()
-            if not facts:
+            if not events:
                 return
-            kind, payload = pack_facts(facts)
-            given = {fact.verdict.round for fact in verdicts_in(facts).values()}
+            kind, payload = pack_events(events)
+            given = {event.verdict.round for event in verdicts_in(events).values()}
             assert given in (set(), {self.rounds}), "one verdict a round, in their order"
             try:
                 self.journal.append([(kind, payload)])
@@ -293,7 +293,7 @@ class Journal(JournalFiles):
         return grown_bytes >= max(self.compact_at_bytes, self._compacted_bytes)
 
     def compact(self, snapshot: RunSnapshot | PipelineSnapshot) -> None:
-        """Let the snapshot stand for all facts so far; the verdicts among them go to the verdicts' file, for ever.
+        """Let the snapshot stand for all events so far; the verdicts among them go to the verdicts' file, for ever.
 
         A crash leaves the journal as it was, or compacted. Never fails: when the disk refuses, the journal stays as it
         was until it has grown as much again, or, if it is not known what is on the disk, the next ``write`` fails."""
@@ -311,7 +311,7 @@ class Journal(JournalFiles):
                     "archived": self.rounds,
                     "archive_check": self.archive.check,
                 }
-                durable.write_whole(new, pack_file("journal", head, [(SNAPSHOT, pack_facts([snapshot])[1])]))
+                durable.write_whole(new, pack_file("journal", head, [(SNAPSHOT, pack_events([snapshot])[1])]))
             except (OSError, StorageError) as error:
                 self._compacted_bytes = self.journal.size_bytes
                 log.warning("%s: stays as long as it is, as it cannot be compacted: %s", self.journal.path, error)
@@ -552,7 +552,7 @@ def read_page(journal: Verdicts, first: int, scope: int | None = None) -> Coordi
     page: list[Verdict] = []
     size = 0
     while True:
-        read = [fact.verdict for fact in journal.verdicts(first + len(page), _READ_AT_ONCE, scope)]
+        read = [event.verdict for event in journal.verdicts(first + len(page), _READ_AT_ONCE, scope)]
         for verdict in read:
             if len(page) == MAX_VERDICTS or size >= PAGE_BYTES:
                 return CoordinatorToPeerVerdicts(verdicts=tuple(page), more=True)

@@ -99,7 +99,7 @@ def _one(leases: LeaseLedger, epoch: int, samples: int) -> Coverage:
 
 
 @dataclass
-class Again:
+class RetrainedSamples:
     """Samples that were trained on and have to be once more: ``lost`` as their contributor died in its round,
     ``undone`` as their round was. Each once, until its epoch is covered."""
 

@@ -201,10 +201,10 @@ class Membership:
     _remembered: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """What all members together amount to: asked for with every message of every one of them."""
 
-    def join(self, fact: MemberJoined, now_s: float, anchor_version: int) -> None:
-        earlier = self.members.get(fact.entry.peer)
-        member = Member(fact.entry, fact.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
-        member.network = fact.network
+    def join(self, event: MemberJoined, now_s: float, anchor_version: int) -> None:
+        earlier = self.members.get(event.entry.peer)
+        member = Member(event.entry, event.device, now_s, joined_version=anchor_version, seen_version=anchor_version)
+        member.network = event.network
         if earlier is not None:
             member.tokens_committed = earlier.tokens_committed
             member.rounds_committed = earlier.rounds_committed
@@ -214,12 +214,12 @@ class Membership:
             member.pace_tps = earlier.pace_tps
             member.barred_rounds, member.failures = earlier.barred_rounds, earlier.failures
             member.missed, member.absences, member.out_until = earlier.missed, earlier.absences, earlier.out_until
-            if earlier.entry.certificate.curve_key != fact.entry.certificate.curve_key:
+            if earlier.entry.certificate.curve_key != event.entry.certificate.curve_key:
                 self._replace(earlier.entry.certificate.curve_key)
             elif earlier.seen_version == anchor_version:  # no newer one was made without this process
                 member.joined_version = earlier.joined_version
-        self.members[fact.entry.peer] = member
-        self._note_change(fact.entry.peer)
+        self.members[event.entry.peer] = member
+        self._note_change(event.entry.peer)
 
     def _replace(self, curve_key: bytes) -> None:
         self.replaced[curve_key] = None
@@ -230,14 +230,14 @@ class Membership:
         self.roster_version += 1
         self._changes.append((self.roster_version, peer))
 
-    def lose(self, fact: MemberLost) -> None:
-        self._note_change(fact.peer)
-        member = self.members[fact.peer]
+    def lose(self, event: MemberLost) -> None:
+        self._note_change(event.peer)
+        member = self.members[event.peer]
         if member.entry.role == "observer":
-            del self.members[fact.peer]
+            del self.members[event.peer]
             return
         member.alive = False
-        member.activity, member.left, member.trouble = "gone", fact.reason, fact.trouble
+        member.activity, member.left, member.trouble = "gone", event.reason, event.trouble
         member.tokens_per_s = 0.0
         member.forget_progress()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.barrier import Barrier
 from shoal.swarm.coordinator.lease_ledger import coverage_of
 from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.coordinator.placement import Question, believed, cost_of
 from shoal.swarm.coordinator.round_scope import Sign
 from shoal.swarm.coordinator.stage_scope import StageScope
-from shoal.swarm.coordinator.stall_detector import Places
+from shoal.swarm.coordinator.stall_detector import StallDetector
 from shoal.swarm.errors import ModelMismatch, NotAdmitted, WireError
 from shoal.swarm.pipeline.planner.model import Infeasible, PeerCapability, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
@@ -44,7 +44,7 @@ class PipelineRun(PipelineState):
         self._cut_from_s: float | None = None
         """From when on the first plan may choose the number of stages: those that start together shall be in it."""
         self._barrier = Barrier()
-        self._places = Places(self.deadlines, 1 + run.outer.slots)
+        self._stall_detector = StallDetector(self.deadlines, 1 + run.outer.slots)
         self._resting: set[str] = set()
         self._looks_s = now_s
         self._drove_s: dict[str, float] = {}
@@ -85,16 +85,16 @@ class PipelineRun(PipelineState):
         self.now_s = now_s
         self.membership.hear(peer, heartbeat, self.round_number, now_s)
 
-    def record(self, fact: f.Fact) -> None:
+    def record(self, event: ev.JournalEvent) -> None:
         """Whoever leaves the run leaves its stages."""
-        super().record(fact)
-        if isinstance(fact, f.MemberLost):
+        super().record(event)
+        if isinstance(event, ev.MemberLost):
             self._is_plan_due = True
-            self._drove_s.pop(fact.peer, None)
+            self._drove_s.pop(event.peer, None)
             for stage in self.stages:
-                member = stage.membership.members.get(fact.peer)
+                member = stage.membership.members.get(event.peer)
                 if member is not None and member.alive:
-                    stage.record(fact)
+                    stage.record(event)
 
     # Driving --------------------------------------------------------------------------------------------
 
@@ -111,22 +111,22 @@ class PipelineRun(PipelineState):
             return []
         if not is_tidy(done):
             raise WireError("the sample ranges of what was driven must not be empty or overlap")
-        done = overlap(self.drives.in_flight.get(peer, []), merge(done))
+        done = overlap(self.micro_batches.in_flight.get(peer, []), merge(done))
         if done:
             self._give_to_drive(peer, [], done)
-        fair = self.drives.fair_samples(peer, batch)
+        fair = self.micro_batches.fair_samples(peer, batch)
         most = ask.samples if fair is None else min(ask.samples, fair)
-        missing = most - count(self.drives.in_flight.get(peer, []))
+        missing = most - count(self.micro_batches.in_flight.get(peer, []))
         if missing > 0 and self._may_drive(peer):
-            stalled = [one for one in self.drives.in_flight if one != peer and self._has_stalled(one, now_s)]
-            fresh = self.drives.choose(batch, self.missing(batch), stalled, missing)
+            stalled = [one for one in self.micro_batches.in_flight if one != peer and self._has_stalled(one, now_s)]
+            fresh = self.micro_batches.choose(batch, self.missing(batch), stalled, missing)
             if fresh:
                 self._give_to_drive(peer, fresh, [])
-        return batch.cells(self.drives.in_flight.get(peer, []))
+        return batch.cells(self.micro_batches.in_flight.get(peer, []))
 
     def _give_to_drive(self, peer: str, ranges: Ranges, done: Ranges) -> None:
         self._drove_s[peer] = self.now_s
-        self.record(f.SamplesDriven(peer=peer, ranges=to_wire(ranges), done=to_wire(done)))
+        self.record(ev.SamplesDriven(peer=peer, ranges=to_wire(ranges), done=to_wire(done)))
 
     def is_assembled(self) -> bool:
         """Whether every stage has somebody who works for the round, so that there is anything to drive."""
@@ -152,7 +152,7 @@ class PipelineRun(PipelineState):
         self._check_layers(peer, shown.layers)
         if self.capabilities.get(peer) == shown.capability:
             return
-        self.record(f.CapabilityShown(peer=peer, capability=shown.capability))
+        self.record(ev.CapabilityShown(peer=peer, capability=shown.capability))
         span = self.former.get(peer)
         if span is not None and peer not in self.spans and self._is_state_missing(span):
             self._assign({peer: span})
@@ -170,7 +170,7 @@ class PipelineRun(PipelineState):
         difference = _difference(self.layers, layers)
         others = sorted(self.capabilities.keys() - {peer})
         if not self.layers or (difference and not self.boundaries and not others):
-            self.record(f.LayersDescribed(layers=layers))
+            self.record(ev.LayersDescribed(layers=layers))
         elif difference:
             they = self._name(others) if others else "those who came first"
             undo = "host the run anew under another name" if self.boundaries else "stop them, and join again"
@@ -221,7 +221,7 @@ class PipelineRun(PipelineState):
         if not self.boundaries:
             if not is_whole:
                 return
-            self.record(f.StagesCut(boundaries=plan.boundaries))
+            self.record(ev.StagesCut(boundaries=plan.boundaries))
         assert self.boundaries == tuple(plan.boundaries), "boundaries never move"
         self.shortage = ""
         is_refill = bool(self._empty())
@@ -231,7 +231,7 @@ class PipelineRun(PipelineState):
             self._assign(self._moves(asked, plan))
         elif asked.rebalancing is not None:
             self._proposed = asked, plan
-            if not self.drives.driven:  # nothing of the round is begun yet
+            if not self.micro_batches.driven:  # nothing of the round is begun yet
                 self._move_one()
 
     def _question(self, rebalancing: Rebalancing | None) -> Question:
@@ -274,16 +274,16 @@ class PipelineRun(PipelineState):
         """Whoever holds other stages leaves them: what it had claimed there is for others."""
         for peer, span in sorted(spans.items()):
             if span is None:
-                self.record(f.SpanTaken(peer=peer, at_s=self.unix_s))
+                self.record(ev.SpanTaken(peer=peer, at_s=self.unix_s))
             else:
-                self.record(f.SpanAssigned(peer=peer, first=span[0], last=span[1], at_s=self.unix_s))
+                self.record(ev.SpanAssigned(peer=peer, first=span[0], last=span[1], at_s=self.unix_s))
             self._leave_stages(peer, "moved to another stage")
 
     def take_span(self, peer: str, reason: str) -> None:
         """It kept the others waiting; ``reason``: for people, after its name."""
         times = self.rests[peer].times if peer in self.rests else 0
         until_s = self.unix_s + self.deadlines.rest_s(times)
-        self.record(f.SpanTaken(peer=peer, at_s=self.unix_s, reason=reason, until_s=until_s))
+        self.record(ev.SpanTaken(peer=peer, at_s=self.unix_s, reason=reason, until_s=until_s))
         self._leave_stages(peer, reason)
         self._is_plan_due = True
 
@@ -292,7 +292,7 @@ class PipelineRun(PipelineState):
         for stage in self.stages:
             member = stage.membership.members.get(peer)
             if member is not None and member.alive and not self.holds(peer, stage.stage):
-                stage.record(f.MemberLost(peer=peer, reason=reason))
+                stage.record(ev.MemberLost(peer=peer, reason=reason))
 
     def say_outlook(self) -> str:
         """What the run waits for: a stage that nobody holds, or a state; empty when it goes on."""
@@ -339,7 +339,7 @@ class PipelineRun(PipelineState):
         """Whatever time decides: silence, spans, and how rounds go on."""
         self.now_s = now_s
         stood_s = self.excuse_own_silence(now_s)
-        self._places.excuse(stood_s)
+        self._stall_detector.excuse(stood_s)
         self._drove_s = {peer: since_s + stood_s for peer, since_s in self._drove_s.items()}
         for stage in self.stages:
             stage.now_s, stage.unix_offset_s = now_s, self.unix_offset_s
@@ -357,9 +357,9 @@ class PipelineRun(PipelineState):
                         self.take_span(peer, "brought nothing that could be averaged")
                 self._between_rounds()
         if not self.has_ended:
-            self._look_at_places(now_s)
+            self._look_for_stalls(now_s)
 
-    def _look_at_places(self, now_s: float) -> None:
+    def _look_for_stalls(self, now_s: float) -> None:
         """Now and then: who keeps the others waiting has to go, and whoever has rested may come again."""
         if now_s < self._looks_s:
             return
@@ -367,7 +367,7 @@ class PipelineRun(PipelineState):
         resting = self.resting()
         if resting != self._resting:
             self._resting, self._is_plan_due = resting, True
-        for overdue in self._places.look(self, now_s):
+        for overdue in self._stall_detector.look(self, now_s):
             self.take_span(overdue.peer, overdue.reason)
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:

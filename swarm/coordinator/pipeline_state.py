@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.admission import MemberScope
+from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
 from shoal.swarm.coordinator.placement import PipelineViews
 from shoal.swarm.coordinator.round_scope import Sign
-from shoal.swarm.coordinator.stage_scope import Batch, Drives, StageScope
+from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.pipeline.planner.model import StagePlan
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.run_file import RunFile
@@ -32,10 +33,10 @@ class PipelineState(MemberScope):
         self.spans: dict[str, tuple[int, int]] = {}
         self.former: dict[str, tuple[int, int]] = {}
         self.moved_s: dict[str, float] = {}
-        self.rests: dict[str, f.Rest] = {}
+        self.rests: dict[str, ev.Rest] = {}
         self.version = 0
         self.stages: list[StageScope] = []
-        self.drives = Drives()
+        self.micro_batches = MicroBatchLedger()
         self._sign = sign
         self._views = PipelineViews(run)
 
@@ -92,55 +93,55 @@ class PipelineState(MemberScope):
         span = self.spans.get(peer)
         return span is not None and span[0] <= stage <= span[1]
 
-    # Facts ----------------------------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         super().begin()
         for stage in self.stages:
             stage.begin()
 
-    def _apply(self, fact: f.Fact) -> None:
-        match fact:
-            case f.InScope():
-                stage = self.stages[fact.scope - 1]
+    def _apply(self, event: ev.JournalEvent) -> None:
+        match event:
+            case ev.InScope():
+                stage = self.stages[event.scope - 1]
                 stage.now_s = self.now_s
-                stage.replay([fact.fact], self.now_s)
-                self._follow(fact)
-            case f.LayersDescribed():
-                self.layers = fact.layers
-            case f.CapabilityShown():
-                self.capabilities[fact.peer] = fact.capability
-            case f.StagesCut():
-                self.boundaries = fact.boundaries
+                stage.replay([event.event], self.now_s)
+                self._follow(event)
+            case ev.LayersDescribed():
+                self.layers = event.layers
+            case ev.CapabilityShown():
+                self.capabilities[event.peer] = event.capability
+            case ev.StagesCut():
+                self.boundaries = event.boundaries
                 self._make_stages()
-            case f.SpanAssigned():
-                if fact.peer in self.spans:
-                    self.moved_s[fact.peer] = fact.at_s
-                self.spans[fact.peer] = self.former[fact.peer] = (fact.first, fact.last)
+            case ev.SpanAssigned():
+                if event.peer in self.spans:
+                    self.moved_s[event.peer] = event.at_s
+                self.spans[event.peer] = self.former[event.peer] = (event.first, event.last)
                 self.version += 1
-            case f.SpanTaken():
-                del self.spans[fact.peer]
+            case ev.SpanTaken():
+                del self.spans[event.peer]
                 self.version += 1
-                if fact.reason:
-                    times = self.rests[fact.peer].times if fact.peer in self.rests else 0
-                    self.rests[fact.peer] = f.Rest(until_s=fact.until_s, reason=fact.reason, times=times + 1)
-            case f.SamplesDriven():
-                self.drives.take(fact.peer, from_wire(fact.ranges), from_wire(fact.done))
-            case f.MemberJoined(entry=entry):
+                if event.reason:
+                    times = self.rests[event.peer].times if event.peer in self.rests else 0
+                    self.rests[event.peer] = ev.Rest(until_s=event.until_s, reason=event.reason, times=times + 1)
+            case ev.SamplesDriven():
+                self.micro_batches.take(event.peer, from_wire(event.ranges), from_wire(event.done))
+            case ev.MemberJoined(entry=entry):
                 earlier = self.membership.members.get(entry.peer)
                 if earlier is not None and earlier.entry.certificate.curve_key != entry.certificate.curve_key:
                     self.rests.pop(entry.peer, None)  # another process: whatever ailed the one before
-                super()._apply(fact)
-            case f.MemberLost():
-                super()._apply(fact)
-                self.capabilities.pop(fact.peer, None)
-                self.drives.lose(fact.peer)
-                if self.spans.pop(fact.peer, None) is not None:
+                super()._apply(event)
+            case ev.MemberLost():
+                super()._apply(event)
+                self.capabilities.pop(event.peer, None)
+                self.micro_batches.lose(event.peer)
+                if self.spans.pop(event.peer, None) is not None:
                     self.version += 1
-            case f.PipelineSnapshot():
-                self._restore(fact)
+            case ev.PipelineSnapshot():
+                self._restore(event)
             case _:
-                super()._apply(fact)
+                super()._apply(event)
 
     def has_record(self, peer: str) -> bool:
         """In any of the stages: it works nowhere else."""
@@ -165,59 +166,64 @@ class PipelineState(MemberScope):
             stage.keep = self._take_in
             stage.layers = pinned[first:stop] if pinned else ()
 
-    def _take_in(self, fact: f.InScope) -> None:
+    def _take_in(self, event: ev.InScope) -> None:
         """A stage has decided."""
-        self._follow(fact)
-        self._facts.append(fact)
+        self._follow(event)
+        self._events.append(event)
 
-    def _follow(self, fact: f.InScope) -> None:
-        """What a fact of the first stage, whose replicas drive, is for the run's own scope."""
-        match fact.fact:
-            case f.VerdictGiven(verdict=verdict) if fact.scope == 1:
-                self.drives = self.drives.next_round()
+    def _follow(self, event: ev.InScope) -> None:
+        """What an event of the first stage, whose replicas drive, is for the run's own scope."""
+        match event.event:
+            case ev.VerdictGiven(verdict=verdict) if event.scope == 1:
+                self.micro_batches = self.micro_batches.next_round()
                 self.anchor_version = verdict.anchor_version
-            case f.MemberLost(peer=peer) if fact.scope == 1:
-                self.drives.lose(peer)
+            case ev.MemberLost(peer=peer) if event.scope == 1:
+                self.micro_batches.lose(peer)
 
     # Compaction -----------------------------------------------------------------------------------------
 
-    def snapshot(self) -> f.PipelineSnapshot | None:
-        """What stands for all facts so far; None while a round is about to end, and while facts are to be taken."""
-        if self._facts or self.phase in ("closing", "averaging"):
+    def snapshot(self) -> ev.PipelineSnapshot | None:
+        """What stands for all events so far; None while a round is about to end, and while events are to be taken."""
+        if self._events or self.phase in ("closing", "averaging"):
             return None
         members, replaced = self.membership.kept()
-        return f.PipelineSnapshot(
+        return ev.PipelineSnapshot(
             epoch=self.epoch,
             model=self.model,
             members=members,
             replaced=replaced,
             layers=self.layers,
-            capabilities=tuple(f.CapabilityShown(peer=one, capability=of) for one, of in self.capabilities.items()),
+            capabilities=tuple(ev.CapabilityShown(peer=one, capability=of) for one, of in self.capabilities.items()),
             boundaries=self.boundaries,
             spans=_spans(self.spans),
             former=_spans(self.former),
             moved_s=dict(self.moved_s),
             rests=dict(self.rests),
             version=self.version,
-            driven=to_wire(self.drives.driven),
-            in_flight={peer: to_wire(ranges) for peer, ranges in self.drives.in_flight.items()},
-            finished=self.drives.finished,
+            driven=to_wire(self.micro_batches.driven),
+            in_flight={peer: to_wire(ranges) for peer, ranges in self.micro_batches.in_flight.items()},
+            finished=self.micro_batches.finished,
             stages=tuple(stage.as_snapshot() for stage in self.stages),
         )
 
-    def _restore(self, fact: f.PipelineSnapshot) -> None:
-        self.epoch = max(self.epoch, fact.epoch)
-        self.model, self.layers, self.boundaries, self.version = fact.model, fact.layers, fact.boundaries, fact.version
-        self.membership.restore(fact.members, fact.replaced, self.epoch, self.now_s)
-        self.capabilities = {one.peer: one.capability for one in fact.capabilities}
-        self.spans = {one.peer: (one.first, one.last) for one in fact.spans}
-        self.former = {one.peer: (one.first, one.last) for one in fact.former}
-        self.moved_s, self.rests = dict(fact.moved_s), dict(fact.rests)
-        in_flight = {peer: from_wire(ranges) for peer, ranges in fact.in_flight.items()}
-        self.drives = Drives(from_wire(fact.driven), in_flight, dict(fact.finished))
+    def _restore(self, event: ev.PipelineSnapshot) -> None:
+        self.epoch = max(self.epoch, event.epoch)
+        self.model, self.layers, self.boundaries, self.version = (
+            event.model,
+            event.layers,
+            event.boundaries,
+            event.version,
+        )
+        self.membership.restore(event.members, event.replaced, self.epoch, self.now_s)
+        self.capabilities = {one.peer: one.capability for one in event.capabilities}
+        self.spans = {one.peer: (one.first, one.last) for one in event.spans}
+        self.former = {one.peer: (one.first, one.last) for one in event.former}
+        self.moved_s, self.rests = dict(event.moved_s), dict(event.rests)
+        in_flight = {peer: from_wire(ranges) for peer, ranges in event.in_flight.items()}
+        self.micro_batches = MicroBatchLedger(from_wire(event.driven), in_flight, dict(event.finished))
         if self.boundaries:
             self._make_stages()
-            for stage, kept in zip(self.stages, fact.stages, strict=True):
+            for stage, kept in zip(self.stages, event.stages, strict=True):
                 stage.replay([kept], self.now_s)
             self.anchor_version = self.stages[0].anchor_version
 
@@ -262,5 +268,5 @@ class PipelineState(MemberScope):
         return self._views.of(plan, self.version, self.layers, self.capabilities)
 
 
-def _spans(spans: dict[str, tuple[int, int]]) -> tuple[f.SpanAssigned, ...]:
-    return tuple(f.SpanAssigned(peer=peer, first=first, last=last) for peer, (first, last) in spans.items())
+def _spans(spans: dict[str, tuple[int, int]]) -> tuple[ev.SpanAssigned, ...]:
+    return tuple(ev.SpanAssigned(peer=peer, first=first, last=last) for peer, (first, last) in spans.items())

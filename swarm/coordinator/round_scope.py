@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.swarm.averaging.norm_claims import claim_bytes
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.admission import MemberScope
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, say_way_back, warning_of, way_back
@@ -27,7 +27,7 @@ from shoal.swarm.coordinator.influence import (
     usual_loss,
     weighted_median,
 )
-from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, coverage_of, epochs_covered
+from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, coverage_of, epochs_covered
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound, History, Outage, Return, say_outlook, say_return
 from shoal.swarm.coordinator.round_rules import (
@@ -107,8 +107,8 @@ class RoundScope(MemberScope):
         """``epoch`` grows from start to start."""
         super().__init__(run, now_s, epoch)
         self.leases = LeaseLedger()
-        self.again = Again()
-        self.answered: dict[str, f.LeaseGranted] = {}
+        self.retrained = RetrainedSamples()
+        self.answered: dict[str, ev.LeaseGranted] = {}
         self.accusations = Accusations()
         self.lease_clock = LeaseClock()
         self.round = Round(0, opened_s=now_s)
@@ -160,49 +160,51 @@ class RoundScope(MemberScope):
             return self.run.start.state_digest(layout)
         return bytes.fromhex(self.run.pins.state) if self.run.pins and self.run.pins.state else None
 
-    # Facts ----------------------------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------------------------
 
-    def _apply(self, fact: f.Fact) -> None:
-        match fact:
-            case f.RunSnapshot():
-                self._restore(fact)
-            case f.ModelDescribed():
-                super()._apply(fact)
+    def _apply(self, event: ev.JournalEvent) -> None:
+        match event:
+            case ev.RunSnapshot():
+                self._restore(event)
+            case ev.ModelDescribed():
+                super()._apply(event)
                 if self.anchor_version == 0:
-                    self.agreed_digest = self.written_beginning(fact.model.layout) or self.agreed_digest
-            case f.StateAgreed():
-                assert fact.anchor_version == self.anchor_version
-                self.agreed_digest = fact.digest
-            case f.MemberLost():
-                if fact.reason == f.KEPT_SAMPLES:
-                    self._leave_out([fact.peer])
-                super()._apply(fact)
-                self._lose_work(fact.peer)
-            case f.LeaseGranted():
-                self.leases.grant(fact.peer, from_wire(fact.ranges))
-                self.answered[fact.peer] = fact
-            case f.SamplesClaimed():
-                self.leases.grant(fact.peer, from_wire(fact.ranges))
-            case f.SamplesReleased():
-                self.leases.give_back(fact.peer, subtract(self.leases.held.get(fact.peer, []), from_wire(fact.ranges)))
-                self.round.ready.pop(fact.peer, None)  # what it had offered is another contribution now
-            case f.RoundClosing():
+                    self.agreed_digest = self.written_beginning(event.model.layout) or self.agreed_digest
+            case ev.StateAgreed():
+                assert event.anchor_version == self.anchor_version
+                self.agreed_digest = event.digest
+            case ev.MemberLost():
+                if event.reason == ev.KEPT_SAMPLES:
+                    self._leave_out([event.peer])
+                super()._apply(event)
+                self._lose_work(event.peer)
+            case ev.LeaseGranted():
+                self.leases.grant(event.peer, from_wire(event.ranges))
+                self.answered[event.peer] = event
+            case ev.SamplesClaimed():
+                self.leases.grant(event.peer, from_wire(event.ranges))
+            case ev.SamplesReleased():
+                self.leases.give_back(
+                    event.peer, subtract(self.leases.held.get(event.peer, []), from_wire(event.ranges))
+                )
+                self.round.ready.pop(event.peer, None)  # what it had offered is another contribution now
+            case ev.RoundClosing():
                 self.round.phase = "closing"
                 self.round.closes_s = self.now_s
-            case f.RoundReopened():
+            case ev.RoundReopened():
                 self.round.phase = "training" if self.membership.trainers() else "waiting"
                 self.round.ready.clear()
                 self.round.expected = None
-            case f.RoundPlanned():
-                self._begin_averaging(fact)
-            case f.VerdictGiven():
-                self._end_round(fact)
-            case f.LossRose():
+            case ev.RoundPlanned():
+                self._begin_averaging(event)
+            case ev.VerdictGiven():
+                self._end_round(event)
+            case ev.LossRose():
                 pass  # for people
-            case f.EpochsCovered():
-                self.again.forget(fact.stop * fact.samples)
+            case ev.EpochsCovered():
+                self.retrained.forget(event.stop * event.samples)
             case _:
-                super()._apply(fact)
+                super()._apply(event)
 
     def _lose_work(self, peer: str) -> None:
         self.answered.pop(peer, None)
@@ -219,45 +221,45 @@ class RoundScope(MemberScope):
     def left_traces(self, peer: str) -> bool:
         return super().left_traces(peer) or peer in self.round.ranges
 
-    def _begin_averaging(self, fact: f.RoundPlanned) -> None:
+    def _begin_averaging(self, event: ev.RoundPlanned) -> None:
         self.round.phase = "averaging"
-        self.round.plan = fact.plan
-        self.round.loss, self.round.median_loss = fact.loss, fact.median_loss
+        self.round.plan = event.plan
+        self.round.loss, self.round.median_loss = event.loss, event.median_loss
         self.round.progress_s = self.round.reported_s = self.now_s
-        peers = [member.peer for member in fact.plan.members]
-        self.round.moves_left = dict.fromkeys(peers, -(-fact.plan.parts[-1].stop // fact.plan.chunk_elements))
-        self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)}
-        self.agreed_digest = fact.plan.state_digest
+        peers = [member.peer for member in event.plan.members]
+        self.round.moves_left = dict.fromkeys(peers, -(-event.plan.parts[-1].stop // event.plan.chunk_elements))
+        self.round.ranges = {peer: from_wire(one) for peer, one in zip(peers, event.ranges, strict=True)}
+        self.agreed_digest = event.plan.state_digest
 
-    def _end_round(self, fact: f.VerdictGiven) -> None:
-        verdict = fact.verdict
+    def _end_round(self, event: ev.VerdictGiven) -> None:
+        verdict = event.verdict
         assert verdict.round == self.round.number, "one verdict a round"
         assert verdict.previous_chain == self.chain, "an unbroken chain"
         # By the verdicts' own times: a verdict that is taken over from a member says the same as the one that was lost.
         lasted_s = verdict.ended_s - self.verdict.ended_s if self.verdict else 0.0
         self.verdict, self.chain = verdict, verdict.chain
-        took_s = max(0.0, fact.elapsed_s - self.elapsed_before_s)
-        self.elapsed_before_s, self.started_s = fact.elapsed_s, self.now_s
+        took_s = max(0.0, event.elapsed_s - self.elapsed_before_s)
+        self.elapsed_before_s, self.started_s = event.elapsed_s, self.now_s
         committed = {one.peer for one in verdict.plan.members} if verdict.committed and verdict.plan else set()
         for peer, member in self.membership.trainers().items():
             member.enter_round(peer in committed)
-        for peer in fact.failed:
+        for peer in event.failed:
             self.membership.members[peer].fail()
         if verdict.committed:
             self._learn_paces(verdict, lasted_s)
-            self._commit(verdict, fact.lost, took_s)
-            self._carry(verdict, fact.carrying)
-            self._forgive(committed.difference(fact.lost, fact.missing))
+            self._commit(verdict, event.lost, took_s)
+            self._carry(verdict, event.carrying)
+            self._forgive(committed.difference(event.lost, event.missing))
         else:
             self.rounds_aborted += 1
         for peer in self.round.orphans:  # who is back already keeps what it was given since
             since = subtract(self.leases.held.get(peer, []), self.round.ranges[peer])
             self.leases.give_back(peer, keep=since)
-        self._leave_out(fact.missing)
-        self.accusations.take(fact.accusations, verdict.round)
-        self.lease_clock.end_round(committed.difference(fact.lost), self.round.opened_s)
-        if fact.went_back is not None:
-            self._go_back(verdict, fact.went_back)
+        self._leave_out(event.missing)
+        self.accusations.take(event.accusations, verdict.round)
+        self.lease_clock.end_round(committed.difference(event.lost), self.round.opened_s)
+        if event.went_back is not None:
+            self._go_back(verdict, event.went_back)
         self.setback = self.setback.passed(self.anchor_version)
         phase, closed_s = self.round.phase, self.round.closes_s
         ahead = self.run.averaging.overlap and phase in ("closing", "averaging")
@@ -310,7 +312,7 @@ class RoundScope(MemberScope):
         members, power = self.membership.members, power_of(self.run)
         level = level_of(plan.members, counting(members, (one.peer for one in plan.members)), power)
         suspects = tuple(peer for peer in suspects_of(plan, members, power) if peer not in lost)
-        self.again.lose([one for peer in lost for one in ranges.pop(peer)])
+        self.retrained.lose([one for peer in lost for one in ranges.pop(peer)])
         for planned in plan.members:
             if planned.peer in ranges:
                 self.leases.commit(planned.peer, ranges[planned.peer])
@@ -341,7 +343,7 @@ class RoundScope(MemberScope):
         """Whether its work does not count now, as it is suspected of having spoilt earlier rounds."""
         return self.round.number < self.membership.members[peer].suspended_until
 
-    def _go_back(self, verdict: Verdict, to: f.WentBack) -> None:
+    def _go_back(self, verdict: Verdict, to: ev.WentBack) -> None:
         """Whoever did the work that is undone keeps the credit for it: it was not at fault. Suspects are left out for a
         while."""
         if to.diverged:
@@ -356,7 +358,7 @@ class RoundScope(MemberScope):
         self.rounds_undone += rounds
         self.tokens_undone += tokens
         self.leases.uncommit(ranges)
-        self.again.undo(ranges)
+        self.retrained.undo(ranges)
         self.answered.clear()
         self.membership.go_back(self.anchor_version)
 
@@ -555,11 +557,11 @@ class RoundScope(MemberScope):
     # What events change has its field in ``RunSnapshot`` and its line in both methods below;
     # ``tests/swarm/coordinator/test_snapshot.py`` compares every attribute.
 
-    def snapshot(self) -> f.RunSnapshot | None:
+    def snapshot(self) -> ev.RunSnapshot | None:
         """What stands for all events so far; None while a round is about to end, and while events are to be taken."""
-        return None if self._facts or self.round.phase in ("closing", "averaging") else self.as_snapshot()
+        return None if self._events or self.round.phase in ("closing", "averaging") else self.as_snapshot()
 
-    def as_snapshot(self) -> f.RunSnapshot:
+    def as_snapshot(self) -> ev.RunSnapshot:
         """The state as one event, of a scope whose round is neither closing nor averaging."""
         assert self.round.phase not in ("closing", "averaging")
         members, replaced = self.membership.kept()
@@ -585,13 +587,13 @@ class RoundScope(MemberScope):
             held={peer: to_wire(ranges) for peer, ranges in self.leases.held.items()},
             answered=tuple(self.answered.values()),
             history=self.history.pack(),
-            lost_again=to_wire(self.again.lost),
-            undone_again=to_wire(self.again.undone),
+            lost_again=to_wire(self.retrained.lost),
+            undone_again=to_wire(self.retrained.undone),
             setback=self.setback.kept,
             accusations=self.accusations.kept(),
         )
 
-    def _restore(self, snapshot: f.RunSnapshot) -> None:
+    def _restore(self, snapshot: ev.RunSnapshot) -> None:
         """Take over a snapshot. The scope is new; whoever was alive is heard of as of now."""
         self.epoch = max(self.epoch, snapshot.epoch)
         self.round = Round(snapshot.round, snapshot.phase, opened_s=self.now_s)
@@ -606,7 +608,7 @@ class RoundScope(MemberScope):
         self.leases = LeaseLedger(snapshot.fresh, from_wire(snapshot.pool), held)
         self.answered = {one.peer: one for one in snapshot.answered}
         self.history = History.unpack(snapshot.history)
-        self.again = Again(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
+        self.retrained = RetrainedSamples(from_wire(snapshot.lost_again), from_wire(snapshot.undone_again))
         self.setback = Setback(*snapshot.setback)
         self.accusations = Accusations({(one.by, one.of): one.round for one in snapshot.accusations})
 
@@ -637,7 +639,7 @@ class RoundScope(MemberScope):
         if self.agreed_digest is None or not (self.synced() or self.unheard()):
             digest = self.membership.common_digest(0)
             if digest is not None:
-                self.record(f.StateAgreed(anchor_version=0, digest=digest))
+                self.record(ev.StateAgreed(anchor_version=0, digest=digest))
 
     def ready(self, peer: str, ready: PeerToCoordinatorRoundReady, now_s: float) -> None:
         """A contribution is waiting. Raises ``StaleWork`` when its samples are not this peer's (any more)."""
@@ -740,11 +742,11 @@ class RoundScope(MemberScope):
 
     def go_back_to(
         self, version: int, keepers: tuple[str, ...], judgement: Judgement, diverged: WayBack | None = None
-    ) -> f.VerdictGiven:
+    ) -> ev.VerdictGiven:
         """To an earlier version of the anchor, by a round that ends with this judgement. ``diverged``: why, unless the
         newest state is lost."""
         made = self.history.rounds[version]
-        went_back = f.WentBack(
+        went_back = ev.WentBack(
             from_version=self.anchor_version,
             digest=made.digest,
             vouched_round=made.round,
@@ -757,7 +759,7 @@ class RoundScope(MemberScope):
         self._outlook = None
         return self.verdict_of(judgement, went_back)
 
-    def look_at_divergence(self) -> f.VerdictGiven | None:
+    def look_at_divergence(self) -> ev.VerdictGiven | None:
         """The end of the round, in whatever phase it is, if the run has diverged and can go back."""
         back = self.way_back()
         if back is None:
@@ -793,12 +795,12 @@ class RoundScope(MemberScope):
 
     def close(self, moment_s: float) -> None:
         """Announce the moment, and ahead of it the plan."""
-        self.record(f.RoundClosing(round=self.round.number))
+        self.record(ev.RoundClosing(round=self.round.number))
         self.round.closes_s = moment_s
         self._expect()
 
     def reopen(self) -> None:
-        self.record(f.RoundReopened(round=self.round.number))
+        self.record(ev.RoundReopened(round=self.round.number))
 
     def is_gathered(self, now_s: float) -> bool:
         """Whoever holds no samples brings none: nobody waits for them. Once half of those who do are ready, the others
@@ -832,7 +834,7 @@ class RoundScope(MemberScope):
         """Whether there is time left for samples that a complete batch lacks."""
         return now_s < self.round.opened_s + self.goal().max_s and not self.is_late(now_s)
 
-    def proposal(self) -> f.RoundPlanned | None:
+    def proposal(self) -> ev.RoundPlanned | None:
         """The plan for whoever is ready; None when nobody has anything to contribute."""
         ready = {peer: one for peer, one in self.round.ready.items() if not self.is_left_out(peer)}
         self.round.expected = as_expected(self.round.expected, ready)
@@ -846,7 +848,7 @@ class RoundScope(MemberScope):
         known = [(loss, weight) for loss, weight in losses if loss is not None]
         ranges = tuple(to_wire(merge(from_wire(ready[peer].ranges))) for peer in peers)
         median_loss = weighted_median(known) if known else None
-        return f.RoundPlanned(plan=plan, ranges=ranges, loss=weighted_mean(known), median_loss=median_loss)
+        return ev.RoundPlanned(plan=plan, ranges=ranges, loss=weighted_mean(known), median_loss=median_loss)
 
     def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
         self._measure()
@@ -890,12 +892,12 @@ class RoundScope(MemberScope):
         if 1 < len(ready) <= self.run.averaging.group_size:
             self.round.expected = self._plan_of(ready)
 
-    def lacks_samples(self, proposal: f.RoundPlanned | None) -> bool:
+    def lacks_samples(self, proposal: ev.RoundPlanned | None) -> bool:
         """Whether a batch that has to be exact is not whole in this plan."""
         goal, plan = self.goal(), proposal.plan if proposal else None
         return goal.exact and (sum(one.weight_tokens for one in plan.members) if plan else 0) < goal.tokens
 
-    def begin_averaging(self, proposal: f.RoundPlanned) -> None:
+    def begin_averaging(self, proposal: ev.RoundPlanned) -> None:
         """Announce the plan, and take note of who was waited for in vain."""
         if not self.goal().exact:
             self._punctuality.saw(self.round.number, self.round.ready, self.awaited())
@@ -906,7 +908,7 @@ class RoundScope(MemberScope):
         fine = {peer for peer, one in self.round.ready.items() if not one.weight_tokens}
         fine |= {member.peer for member in plan.members} if plan else set()
         for peer in [one for one in self.leases.held if one not in fine]:
-            self.record(f.MemberLost(peer=peer, reason=f.KEPT_SAMPLES))
+            self.record(ev.MemberLost(peer=peer, reason=ev.KEPT_SAMPLES))
 
     # RoundScope ---------------------------------------------------------------------------------------------
 
@@ -924,7 +926,7 @@ class RoundScope(MemberScope):
             work=recorded_work(self.membership.members, live),
         )
 
-    def verdict_of(self, judgement: Judgement, went_back: f.WentBack | None = None) -> f.VerdictGiven:
+    def verdict_of(self, judgement: Judgement, went_back: ev.WentBack | None = None) -> ev.VerdictGiven:
         """As it is before it is signed. ``went_back`` only with a judgement that aborts the round; the version is the
         one of its vouched round."""
         work = recorded_work(self.membership.members, self.round.reports)
@@ -951,7 +953,7 @@ class RoundScope(MemberScope):
             chain=bytes(32),
             signature=b"",
         )
-        return f.VerdictGiven(
+        return ev.VerdictGiven(
             verdict=unsigned,
             elapsed_s=self.elapsed_s(self.now_s),
             lost=lost,
@@ -976,7 +978,7 @@ class RoundScope(MemberScope):
         peers = [one.peer for one in plan.members] if void else self.left_out_of(judgement)
         return tuple(peer for peer in peers if peer not in self.round.orphans)
 
-    def give_verdict(self, unsigned: f.VerdictGiven) -> None:
+    def give_verdict(self, unsigned: ev.VerdictGiven) -> None:
         """Sign it: the round has ended."""
         if self.round.plan is not None:
             self._learn_bandwidths(self.round.plan)
@@ -984,18 +986,18 @@ class RoundScope(MemberScope):
         signed = unsigned.verdict.model_copy(update={"chain": chain, "signature": self._sign(signed_bytes(chain))})
         self.end_round(unsigned.model_copy(update={"verdict": signed}))
 
-    def end_round(self, fact: f.VerdictGiven) -> None:
+    def end_round(self, event: ev.VerdictGiven) -> None:
         covered, before = self._covered(), len(self.history.rounds)
-        self.record(fact)
+        self.record(event)
         self._tell_covered(covered)
         if len(self.history.rounds) > before:
             newest = self.history.rounds[-1]
             usual = usual_loss(self.history.rounds[:-1], newest.loss)
             if usual is not None and newest.loss is not None:
-                self.record(f.LossRose(round=newest.round, loss=newest.loss, usual=usual))
-        for peer in fact.missing:
+                self.record(ev.LossRose(round=newest.round, loss=newest.loss, usual=usual))
+        for peer in event.missing:
             if self.goal().exact and self.is_left_out(peer) and peer in self.leases.held and not self.has_ended:
-                self.record(f.MemberLost(peer=peer, reason="left out for a while"))  # the next batch has to be whole
+                self.record(ev.MemberLost(peer=peer, reason="left out for a while"))  # the next batch has to be whole
 
     def _covered(self) -> int:
         return epochs_covered(self.leases, self.model.samples) if self.model and self.model.samples else 0
@@ -1006,5 +1008,5 @@ class RoundScope(MemberScope):
         if stop > first:
             samples = self.model.samples if self.model else None
             assert samples is not None
-            lost, undone = self.again.within(first * samples, stop * samples)
-            self.record(f.EpochsCovered(first=first, stop=stop, samples=samples, lost=lost, undone=undone))
+            lost, undone = self.retrained.within(first * samples, stop * samples)
+            self.record(ev.EpochsCovered(first=first, stop=stop, samples=samples, lost=lost, undone=undone))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.barrier import Barrier
 from shoal.swarm.coordinator.round_scope import RoundScope, Sign
 from shoal.swarm.coordinator.stale_journal import is_known, taken_over
@@ -52,7 +52,7 @@ class PlainRun(RoundScope):
             member.progress_s = now_s  # it would work if it were let
             return []
         ranges = self.leases.choose(samples)
-        self.record(f.LeaseGranted(peer=peer, round=ask.round, tokens_done=ask.tokens_done, ranges=to_wire(ranges)))
+        self.record(ev.LeaseGranted(peer=peer, round=ask.round, tokens_done=ask.tokens_done, ranges=to_wire(ranges)))
         return ranges
 
     def _has_time_left(self, peer: str) -> bool:
@@ -66,10 +66,10 @@ class PlainRun(RoundScope):
         self.now_s = now_s
         if is_known(self, verdict):
             return True
-        fact = taken_over(self, verdict, now_s)
-        if fact is not None:
-            self.end_round(fact)
-        return fact is not None
+        event = taken_over(self, verdict, now_s)
+        if event is not None:
+            self.end_round(event)
+        return event is not None
 
     def tick(self, now_s: float) -> None:
         """Do whatever time decides: silence, closing, planning, verdict."""

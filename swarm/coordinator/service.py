@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext,
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.swarm.aio import in_thread, task_scope
-from shoal.swarm.coordinator.events import Fact, verdicts_in
+from shoal.swarm.coordinator.events import JournalEvent, verdicts_in
 from shoal.swarm.coordinator.history_reader import HistoryReader
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.membership import Member
@@ -448,7 +448,7 @@ class CoordinatorService:
         self._may_plan = asyncio.Event()
         self._announced = -1
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._observers: list[Callable[[Fact], None]] = []
+        self._observers: list[Callable[[JournalEvent], None]] = []
         now_s, epoch = time.monotonic(), time.time_ns()
         self.machine: PlainRun | PipelineRun
         self.handlers: list[ScopeHandlers[Any]]
@@ -500,8 +500,8 @@ class CoordinatorService:
         if self._broken.done():
             await self._broken
 
-    def observe(self, observer: Callable[[Fact], None]) -> None:
-        """Call ``observer`` with every fact once it is in the journal."""
+    def observe(self, observer: Callable[[JournalEvent], None]) -> None:
+        """Call ``observer`` with every event once it is in the journal."""
         self._observers.append(observer)
 
     # Events, one at a time --------------------------------------------------------------------------------
@@ -510,19 +510,19 @@ class CoordinatorService:
         """Journal first, then tell. A coordinator that cannot journal must not go on.
 
         Members hear ``DeadlineExceeded`` then, as if it were gone already: they go on without it until it is back."""
-        if self._broken.done():  # facts were lost with it: what the machine says now may not be in the journal
+        if self._broken.done():  # events were lost with it: what the machine says now may not be in the journal
             raise DeadlineExceeded(_STOPS)
-        facts = self.machine.take_facts()
-        if facts:
+        events = self.machine.take_events()
+        if events:
             try:
-                await in_thread(self.journal.write, facts)  # never cut short: the journal is closed next
+                await in_thread(self.journal.write, events)  # never cut short: the journal is closed next
             except StorageError as error:
                 if not self._broken.done():
                     self._broken.set_exception(error)
                 raise DeadlineExceeded(_STOPS) from error
-            for fact in facts:
+            for event in events:
                 for observer in self._observers:
-                    observer(fact)
+                    observer(event)
         self._open_stages()
         self._may_plan.set()
         announcements = sum(one.machine.announcements for one in self.handlers)
@@ -531,7 +531,7 @@ class CoordinatorService:
             self._changed.set()
             for one in self.handlers:
                 one.forget_those_that_left()
-        if verdicts_in(facts) and self.journal.has_grown and (snapshot := self.machine.snapshot()) is not None:
+        if verdicts_in(events) and self.journal.has_grown and (snapshot := self.machine.snapshot()) is not None:
             await in_thread(self.journal.compact, snapshot)  # nobody waits for us when a round has just begun
 
     def is_outdated(self, shown: Verdict) -> None:

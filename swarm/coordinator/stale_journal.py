@@ -30,11 +30,11 @@ def is_known(state: RoundScope, verdict: Verdict) -> bool:
 
 
 def taken_over(state: RoundScope, verdict: Verdict, now_s: float) -> VerdictGiven | None:
-    """The fact that makes it ours; None when too much is missing.
+    """The event that makes it ours; None when too much is missing.
 
-    Which samples it commits only the plan's fact says, so that has to be here; and nobody's may be lost, as the verdict
-    does not say whose. An aborted one commits none: leases are as they were, and a lease that is not known here is of a
-    member that has to start afresh."""
+    Which samples it commits only the plan's event says, so that has to be here; and nobody's may be lost, as the
+    verdict does not say whose. An aborted one commits none: leases are as they were, and a lease that is not known here
+    is of a member that has to start afresh."""
     if verdict.round != state.round.number or verdict.previous_chain != state.chain:
         return None
     if verdict.anchor_version != state.anchor_version + verdict.committed:

@@ -38,7 +38,7 @@ class _Way:
     has_begun: bool = False
 
 
-class Places:
+class StallDetector:
     """``look`` at every moment; of one pipeline, whose state it only reads."""
 
     def __init__(self, deadlines: Deadlines, state_copies: int) -> None:

@@ -55,7 +55,9 @@ class Growth:
 
 def entry_of(host: Host, member: Member) -> RosterEntry:
     peer = member.peer
-    return next(fact.entry for fact in host.facts() if isinstance(fact, MemberJoined) and fact.entry.peer == peer)
+    return next(
+        event.entry for event in host.journal_events() if isinstance(event, MemberJoined) and event.entry.peer == peer
+    )
 
 
 def attack(

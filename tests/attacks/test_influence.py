@@ -28,7 +28,7 @@ def attacked(swarm: Swarm, lie: str) -> tuple[list[tuple[RoundPlan, VerdictGiven
 
     def with_liar() -> list[tuple[RoundPlan, VerdictGiven]]:
         assert all(member.running for member in fair), "nobody honest ends"
-        given = [one for one in host.facts() if isinstance(one, VerdictGiven) and one.verdict.committed]
+        given = [one for one in host.journal_events() if isinstance(one, VerdictGiven) and one.verdict.committed]
         planned = [(one.verdict.plan, one) for one in given if one.verdict.plan is not None]
         return [(plan, one) for plan, one in planned if peer in [member.peer for member in plan.members]]
 

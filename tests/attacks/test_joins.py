@@ -38,7 +38,9 @@ def last_word(attacker: Process) -> dict[str, Any]:
 
 
 def strangers_let_in(host: Host) -> int:
-    return sum(isinstance(fact, MemberJoined) and fact.entry.address.host == STRANGER for fact in host.facts())
+    return sum(
+        isinstance(event, MemberJoined) and event.entry.address.host == STRANGER for event in host.journal_events()
+    )
 
 
 def test_a_flood_of_identities_keeps_nobody_out(swarm: Swarm) -> None:

@@ -27,8 +27,8 @@ def test_who_does_no_work_gets_a_newcomers_share(swarm: Swarm) -> None:
     weights = [
         member.weight_tokens for one in rounds if one.plan for member in one.plan.members if member.peer == idle.peer
     ]
-    leased = {one.peer: 0 for one in host.facts() if isinstance(one, LeaseGranted)}
-    for one in host.facts():
+    leased = {one.peer: 0 for one in host.journal_events() if isinstance(one, LeaseGranted)}
+    for one in host.journal_events():
         if isinstance(one, LeaseGranted) and one.round >= rounds[0].round:
             leased[one.peer] += count(from_wire(one.ranges))
     share, used = sum(weights) / tokens, leased[idle.peer] / sum(leased.values())

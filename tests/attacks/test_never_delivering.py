@@ -27,7 +27,7 @@ def test_nobody_waits_for_it_for_ever(swarm: Swarm) -> None:
     peer = liar.peer
 
     def look() -> list[Verdict] | None:
-        verdicts = [one.verdict for one in host.facts() if isinstance(one, VerdictGiven)]
+        verdicts = [one.verdict for one in host.journal_events() if isinstance(one, VerdictGiven)]
         planned = committed_with(host, peer)
         since = [one for one in verdicts if planned and one.round >= planned[0].round]
         return since if len(since) >= 2 + AFTER else None

@@ -15,7 +15,7 @@ ROUND_S = 1.0
 
 def committed_with(host: Host, peer: str) -> list[Verdict]:
     """The committed rounds that this peer's work is in."""
-    verdicts = [one.verdict for one in host.facts() if isinstance(one, VerdictGiven) and one.verdict.committed]
+    verdicts = [one.verdict for one in host.journal_events() if isinstance(one, VerdictGiven) and one.verdict.committed]
     return [one for one in verdicts if one.plan is not None and peer in [member.peer for member in one.plan.members]]
 
 

@@ -7,7 +7,7 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.lives import Life
 from tests.fakes.swarm import TASKS_OF_A_MEMBER, Swarm
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 from shoal.swarm.sample_ranges import count
 
@@ -29,7 +29,7 @@ def check(run: Swarm, lives: list[Life], others: int) -> None:
 
 def check_verdicts(run: Swarm) -> None:
     """One a round, each after the one before, signed."""
-    verdicts = [one.verdict for one in run.coordinator.facts if isinstance(one, f.VerdictGiven)]
+    verdicts = [one.verdict for one in run.coordinator.events if isinstance(one, ev.VerdictGiven)]
     assert [one.round for one in verdicts] == list(range(len(verdicts)))
     chain = genesis(run.coordinator.run.hash)
     for verdict in verdicts:
@@ -66,8 +66,8 @@ def check_tokens(run: Swarm) -> None:
     leases = machine.leases
     assert machine.tokens_committed == leases.fresh - count(leases.pool) - leases.outstanding()
     total = 0
-    for one in run.coordinator.facts:
-        if isinstance(one, f.VerdictGiven) and one.verdict.committed:
+    for one in run.coordinator.events:
+        if isinstance(one, ev.VerdictGiven) and one.verdict.committed:
             assert one.verdict.plan is not None
             members = {member.peer: member.weight_tokens for member in one.verdict.plan.members}
             assert one.verdict.tokens == sum(weight for peer, weight in members.items() if peer not in one.lost)
@@ -81,13 +81,13 @@ def check_lost_work(run: Swarm) -> None:
     """Samples of a member that was given up in the round count only if all of its work is in the mean: nobody carries
     the rest, and nobody else trains on them."""
     gone: set[str] = set()
-    for one in run.coordinator.facts:
+    for one in run.coordinator.events:
         match one:
-            case f.RoundPlanned():
+            case ev.RoundPlanned():
                 gone = set()
-            case f.MemberLost():
+            case ev.MemberLost():
                 gone.add(one.peer)
-            case f.VerdictGiven() if one.verdict.committed:
+            case ev.VerdictGiven() if one.verdict.committed:
                 assert one.verdict.plan is not None
                 planned = {member.peer for member in one.verdict.plan.members}
                 for peer in (gone & planned) - set(one.lost):

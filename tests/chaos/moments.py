@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tests.chaos.attack import ATTACKED, GLOBAL, Attack
 from tests.fakes.memory_network import Step
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 
 if TYPE_CHECKING:
     from tests.chaos.scene import Scene
@@ -69,10 +69,10 @@ def _some_have(scene: "Scene", attack: Attack, step: Step) -> bool:
     )
 
 
-def is_due_now(scene: "Scene", attack: Attack, step: str, facts: Sequence[f.Fact]) -> bool:
-    """The same, at the coordinator: just before facts are journaled ("decided") or told ("journaled")."""
+def is_due_now(scene: "Scene", attack: Attack, step: str, events: Sequence[ev.JournalEvent]) -> bool:
+    """The same, at the coordinator: just before events are journaled ("decided") or told ("journaled")."""
     now = scene.run.coordinator.machine.round
-    ended = any(isinstance(one, f.VerdictGiven) and one.verdict.round == ATTACKED for one in facts)
+    ended = any(isinstance(one, ev.VerdictGiven) and one.verdict.round == ATTACKED for one in events)
     match attack.moment:
         case "after the report":
             anybody = attack.role in GLOBAL and now.reports

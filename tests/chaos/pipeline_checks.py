@@ -7,7 +7,7 @@ from tests.chaos.pipeline_scene import BATCH, ROUNDS, STAGES, Peer, Scene
 from tests.chaos.small_model import plain_loop
 from torch import Tensor
 
-from shoal.swarm.coordinator.events import Fact, InScope, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.events import InScope, JournalEvent, RoundPlanned, VerdictGiven
 from shoal.swarm.errors import RunEnded
 from shoal.swarm.sample_ranges import from_wire
 
@@ -18,43 +18,43 @@ def check(scene: Scene) -> None:
     for peer in scene.alive:
         if peer.thread.failure is not None and not isinstance(peer.thread.failure, RunEnded):
             raise AssertionError(f"{peer.process} failed") from peer.thread.failure
-    check_samples(scene.facts)
+    check_samples(scene.events)
     ours, plain = trained(scene.alive), plain_loop(ROUNDS, BATCH)
     assert ours.shape == plain.shape
     assert torch.linalg.vector_norm(ours - plain) < 1e-5 * torch.linalg.vector_norm(plain)
 
 
-def check_samples(facts: Sequence[Fact]) -> None:
+def check_samples(events: Sequence[JournalEvent]) -> None:
     """Every round is committed or aborted in all stages; of a committed one each sample counts once in each stage, and
     is the next of the run's sequence."""
     plans: dict[int, RoundPlanned] = {}
     ends: dict[int, list[tuple[bool, int]]] = {}
-    for fact in facts:
-        if not isinstance(fact, InScope):
+    for event in events:
+        if not isinstance(event, InScope):
             continue
-        if isinstance(fact.fact, RoundPlanned):
-            plans[fact.scope] = fact.fact
-        if isinstance(fact.fact, VerdictGiven):
-            verdict = fact.fact.verdict
+        if isinstance(event.event, RoundPlanned):
+            plans[event.scope] = event.event
+        if isinstance(event.event, VerdictGiven):
+            verdict = event.event.verdict
             ends.setdefault(verdict.round, []).append((verdict.committed, verdict.anchor_version))
             if verdict.committed:
-                ranges = [one for wire in plans[fact.scope].ranges for one in from_wire(wire)]
+                ranges = [one for wire in plans[event.scope].ranges for one in from_wire(wire)]
                 counted = sorted(sample for start, stop in ranges for sample in range(start, stop))
                 first = (verdict.anchor_version - 1) * BATCH
-                assert counted == list(range(first, first + BATCH)), f"stage {fact.scope - 1}"
+                assert counted == list(range(first, first + BATCH)), f"stage {event.scope - 1}"
     assert all(len(end) == STAGES and len(set(end)) == 1 for end in ends.values()), ends
     assert list(ends.values())[-1][0] == (True, ROUNDS)
 
 
-def aborted(facts: Sequence[Fact]) -> list[str]:
+def aborted(events: Sequence[JournalEvent]) -> list[str]:
     """Why, of each round that was."""
     return [
-        fact.fact.verdict.reason
-        for fact in facts
-        if isinstance(fact, InScope)
-        and fact.scope == 1
-        and isinstance(fact.fact, VerdictGiven)
-        and not fact.fact.verdict.committed
+        event.event.verdict.reason
+        for event in events
+        if isinstance(event, InScope)
+        and event.scope == 1
+        and isinstance(event.event, VerdictGiven)
+        and not event.event.verdict.committed
     ]
 
 

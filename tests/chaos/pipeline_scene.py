@@ -27,7 +27,7 @@ from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.pipeline.span import HeldSpan
 from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import service
-from shoal.swarm.coordinator.events import Fact
+from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.service import CoordinatorService
@@ -123,7 +123,7 @@ class Scene:
         self.loop = the_loop()
         self.nodes = MemoryNodes(self.loop)
         self.peers: list[Peer] = []
-        self.facts: list[Fact] = []
+        self.events: list[JournalEvent] = []
         self.on_step: Moment = lambda peer, step, number: None
         self.invite: Invite
         self.service: CoordinatorService
@@ -248,7 +248,7 @@ async def staged(folder: Path) -> AsyncIterator[Scene]:
 
         async def serve() -> None:
             async with CoordinatorService.serve(TOML, run, host, (HOST, 0), journal) as serving:
-                serving.observe(scene.facts.append)
+                serving.observe(scene.events.append)
                 started.set_result(serving)
                 await serving.wait(over)
 

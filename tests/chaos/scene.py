@@ -17,7 +17,7 @@ from tests.fakes.processes import context_of, run_processes, the_loop
 from tests.fakes.swarm import PATIENCE_S, Swarm, run_toml, swarm
 from tests.fakes.virtual_clock import until
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.rounds import RoundPlan
 
@@ -67,7 +67,7 @@ class Scene:
     def __post_init__(self) -> None:
         self.run.network.is_stopped = lambda peer: the_loop().is_stopped(peer)
         self.run.network.faults.append(self._on_step)
-        self.run.coordinator.watch = self._on_facts
+        self.run.coordinator.watch = self._on_events
 
     # Roles --------------------------------------------------------------------------------------------------
 
@@ -157,10 +157,10 @@ class Scene:
                 owner.die()
             raise LinkError("the connection was lost")
 
-    def _on_facts(self, step: str, facts: list[f.Fact]) -> None:
+    def _on_events(self, step: str, events: list[ev.JournalEvent]) -> None:
         if self.is_planned:
             for attack in self.attacks:
-                if attack not in self.fired and is_due_now(self, attack, step, facts):
+                if attack not in self.fired and is_due_now(self, attack, step, events):
                     self._fire(attack)
 
     def _fire(self, attack: Attack) -> None:
@@ -195,8 +195,8 @@ class Scene:
         """Of the attacked round."""
         (verdict,) = [
             one.verdict
-            for one in self.run.coordinator.facts
-            if isinstance(one, f.VerdictGiven) and one.verdict.round == ATTACKED
+            for one in self.run.coordinator.events
+            if isinstance(one, ev.VerdictGiven) and one.verdict.round == ATTACKED
         ]
         return verdict.digests.count(None)
 

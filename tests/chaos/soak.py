@@ -66,7 +66,7 @@ class Soak:
     kills: int = 0
     starts: int = 0
     memory: dict[int, Memory] = field(default_factory=dict)
-    _facts_seen: int = 0
+    _journal_seen: int = 0
     _events_seen: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -104,11 +104,11 @@ class Soak:
             events = member.all_events()
             self.parity.take_events(events[self._events_seen.get(member.label, 0) :])
             self._events_seen[member.label] = len(events)
-        facts = self.host.facts()
-        new = facts[self._facts_seen :]
-        self._facts_seen = len(facts)
+        decided = self.host.journal_events()
+        new = decided[self._journal_seen :]
+        self._journal_seen = len(decided)
         self.audit.take(new)
-        self.parity.take_facts(new)
+        self.parity.take_journal_events(new)
         self.parity.check()
         assert self.host.running, self.host.tail()
         for member in self.members:
@@ -155,9 +155,9 @@ class Soak:
 
     def check_at_end(self) -> None:
         """With nobody there any more to write."""
-        facts = self.host.facts()
-        self.audit.take(facts[self._facts_seen :])
-        self.parity.take_facts(facts[self._facts_seen :])
+        decided = self.host.journal_events()
+        self.audit.take(decided[self._journal_seen :])
+        self.parity.take_journal_events(decided[self._journal_seen :])
         for member in self.members:
             self.parity.take_events(member.all_events())
         self.parity.check()

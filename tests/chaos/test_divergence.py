@@ -11,7 +11,7 @@ from tests.fakes.processes import run_processes
 from tests.fakes.swarm import run_toml, swarm
 from tests.fakes.virtual_clock import until
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.protocol.types import DivergenceWord, KeptState
 
 BAD_VERSION = ATTACKED + 2
@@ -53,7 +53,7 @@ class Doubter(Keeper):
         await super().sync()
 
 
-async def play(doubters: int, saved: int) -> tuple[list[Doubter], list[f.VerdictGiven]]:
+async def play(doubters: int, saved: int) -> tuple[list[Doubter], list[ev.VerdictGiven]]:
     """``saved``: up to which version states get to the disks."""
     ledger, disks = Ledger(), {number: Disk() for number in range(1, MEMBERS + 1)}
     async with swarm(MEMBERS, run_toml(10 * MEMBERS), ELEMENTS, make=Doubter) as run, asyncio.TaskGroup() as tasks:
@@ -74,7 +74,7 @@ async def play(doubters: int, saved: int) -> tuple[list[Doubter], list[f.Verdict
             assert life.task is not None
             life.task.cancel()
         _check(run, list(lives))
-        return lives, [one for one in run.coordinator.facts if isinstance(one, f.VerdictGiven)]
+        return lives, [one for one in run.coordinator.events if isinstance(one, ev.VerdictGiven)]
 
 
 @pytest.mark.parametrize(("doubters", "saved"), [(2, 99), (3, 99), (3, BAD_VERSION - 2), (2, 0)])

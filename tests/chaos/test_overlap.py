@@ -8,7 +8,7 @@ from tests.chaos.test_more_faults import pairs
 from tests.chaos.test_one_fault import POSSIBLE
 from tests.fakes.processes import run_processes
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 
 
 @pytest.mark.parametrize("attack", POSSIBLE["group"], ids=str)
@@ -42,13 +42,15 @@ def test_everybody_works_on_under_the_exchange_of_the_attacked_round() -> None:
     async def main() -> None:
         async with staged([Attack("contributor", "SIGSTOP", "while contributing")], "group", OverlapLife) as scene:
             await scene.settle()
-            facts = scene.run.coordinator.facts
+            events = scene.run.coordinator.events
             (ended,) = [
                 index
-                for index, one in enumerate(facts)
-                if isinstance(one, f.VerdictGiven) and one.verdict.round == ATTACKED
+                for index, one in enumerate(events)
+                if isinstance(one, ev.VerdictGiven) and one.verdict.round == ATTACKED
             ]
-            ahead = {one.peer for one in facts[:ended] if isinstance(one, f.LeaseGranted) and one.round == ATTACKED + 1}
+            ahead = {
+                one.peer for one in events[:ended] if isinstance(one, ev.LeaseGranted) and one.round == ATTACKED + 1
+            }
             assert len(ahead) == 4
             assert all(isinstance(life, OverlapLife) and life.steps_ahead for life in scene.lives)
 

@@ -15,7 +15,7 @@ def test_without_faults_no_round_is_aborted(tmp_path: Path) -> None:
             scene.start(number, layers)
         await until_over(scene)
         check(scene)
-        assert aborted(scene.facts) == []
+        assert aborted(scene.events) == []
 
     play(tmp_path, act)
 

@@ -16,7 +16,7 @@ from tests.integration.audit import Audit
 from torch import Tensor
 
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.protocol.types import KeptState
 from shoal.swarm.protocol.verdict_chain import check_verdict
 
@@ -99,13 +99,13 @@ class Loss:
         self.run, (self.kind, self.step) = run, moment
         self.happened = False
         self.applied = 0
-        run.coordinator.watch = self._on_facts
+        run.coordinator.watch = self._on_events
         run.network.faults.append(self._on_step)
 
-    def _on_facts(self, step: str, facts: list[f.Fact]) -> None:
+    def _on_events(self, step: str, events: list[ev.JournalEvent]) -> None:
         now = self.run.coordinator.machine.round
-        names = {type(one).__name__ for one in facts}
-        ended = any(isinstance(one, f.VerdictGiven) and one.verdict.round == KILLED_ROUND for one in facts)
+        names = {type(one).__name__ for one in events}
+        ended = any(isinstance(one, ev.VerdictGiven) and one.verdict.round == KILLED_ROUND for one in events)
         if self.kind == "VerdictGiven":
             due = ended and step == self.step
         elif now.number != KILLED_ROUND or ended:
@@ -139,7 +139,7 @@ class Loss:
                 life.die()
 
 
-async def play(moment: tuple[str, str], saves: Callable[[int], bool], missing: int) -> list[f.VerdictGiven]:
+async def play(moment: tuple[str, str], saves: Callable[[int], bool], missing: int) -> list[ev.VerdictGiven]:
     """``saves``: which versions get to the disks; ``missing``: how many members do not come back."""
     ledger, disks = Ledger(), {number: Disk() for number in range(1, MEMBERS + 1)}
     async with swarm(MEMBERS, run_toml(10 * MEMBERS), ELEMENTS, make=Keeper) as run, asyncio.TaskGroup() as tasks:
@@ -155,7 +155,7 @@ async def play(moment: tuple[str, str], saves: Callable[[int], bool], missing: i
             life.start(tasks)
         await until(lambda: loss.happened, 0.01)
         await asyncio.sleep(1.0)
-        run.coordinator.watch = lambda step, facts: None
+        run.coordinator.watch = lambda step, events: None
         run.network.faults.clear()
         run.coordinator.restart()
         again: list[Keeper] = []
@@ -176,13 +176,13 @@ async def play(moment: tuple[str, str], saves: Callable[[int], bool], missing: i
             assert life.task is not None
             life.task.cancel()
         _check(run, again)
-        return [one for one in run.coordinator.facts if isinstance(one, f.VerdictGiven)]
+        return [one for one in run.coordinator.events if isinstance(one, ev.VerdictGiven)]
 
 
 def _check(run: Swarm, lives: list[Keeper]) -> None:
     """One verdict a round in one chain, every sample in one place, and parity by the means of what was not undone."""
     audit = Audit(run.coordinator.run)
-    audit.take(run.coordinator.facts)
+    audit.take(run.coordinator.events)
     for one in audit.verdicts:
         check_verdict(one.verdict, run.coordinator.identity.public_key)
     kept: list[int] = []

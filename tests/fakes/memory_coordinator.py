@@ -10,7 +10,7 @@ from tests.fakes.memory_network import MemoryEndpoint
 from tests.fakes.virtual_clock import now_s
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
-from shoal.swarm.coordinator.events import Fact, VerdictGiven
+from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
 from shoal.swarm.coordinator.journal import read_page
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours
@@ -54,7 +54,7 @@ def curve_keys(number: int) -> CurveKeys:
 class MemoryCoordinator:
     """``away``: it hears nothing. ``deaf_to``: messages of these classes are lost. ``stopped``: it does nothing, and
     hears later what came meanwhile. ``at``: the port that it is at; at ``deaf_ports`` connections are taken and nobody
-    answers. ``watch`` sees facts twice, before they are journaled and before they are told;
+    answers. ``watch`` sees events twice, before they are journaled and before they are told;
     when it stops or kills the coordinator then, they go no further. ``scopes``: who answers for each scope on the same
     channels (``add_scope``), as long as this one is there and hears."""
 
@@ -72,10 +72,10 @@ class MemoryCoordinator:
         self.at = 1
         self.deaf_ports: set[int] = set()
         self.unheard: list[tuple[MemoryChannel, Message]] = []
-        self.watch: Callable[[str, list[Fact]], None] = lambda step, facts: None
+        self.watch: Callable[[str, list[JournalEvent]], None] = lambda step, events: None
         self.pushes = True
         self.deaf_to: set[type[Message]] = set()
-        self.facts: list[Fact] = []
+        self.events: list[JournalEvent] = []
         self.members: dict[bytes, MemoryChannel] = {}
         self._verdicts: dict[bytes, bytes | None] = {}
         self._rosters: dict[bytes, int] = {}
@@ -95,7 +95,7 @@ class MemoryCoordinator:
 
     def _start(self) -> None:
         self.machine = PlainRun(self.run, self.identity.sign, now_s(), self._epoch)
-        self.machine.replay(list(self.facts), now_s())
+        self.machine.replay(list(self.events), now_s())
 
     def restart(self) -> None:
         """As after ``kill -9``: what was not journaled is forgotten."""
@@ -123,15 +123,15 @@ class MemoryCoordinator:
 
     def verdicts(self, first: int, limit: int, scope: int | None = None) -> list[VerdictGiven]:
         """As a journal's."""
-        return [fact for fact in self.facts if isinstance(fact, VerdictGiven)][first : first + limit]
+        return [event for event in self.events if isinstance(event, VerdictGiven)][first : first + limit]
 
     async def _flush(self) -> None:
-        facts = self.machine.take_facts()
-        self.watch("decided", facts)
+        events = self.machine.take_events()
+        self.watch("decided", events)
         if self.away:
             return
-        self.facts += facts
-        self.watch("journaled", facts)
+        self.events += events
+        self.watch("journaled", events)
         if self.away or self.stopped:
             return
         if self.machine.announcements != self._announced:

@@ -55,8 +55,8 @@ class StatefulMember(SimMember):
         return [member.peer for member in self.swarm.members if member is not self]
 
     async def verdicts_from(self, first: int) -> list[Verdict]:
-        facts = [fact for fact in self.swarm.coordinator.facts if isinstance(fact, VerdictGiven)]
-        return [fact.verdict for fact in facts if fact.verdict.round >= first]
+        events = [event for event in self.swarm.coordinator.events if isinstance(event, VerdictGiven)]
+        return [event.verdict for event in events if event.verdict.round >= first]
 
     def apply(self, mean: Tensor) -> None:
         """Later, with the verdict."""

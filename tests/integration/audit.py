@@ -1,4 +1,4 @@
-"""The books of a run, checked as they are written: fact by fact from the journal, digest by digest from members."""
+"""The books of a run, checked as they are written: event by event from the journal, digest by digest from members."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shoal.swarm.coordinator.events import Fact, ModelDescribed, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.events import JournalEvent, ModelDescribed, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.lease_ledger import LeaseLedger
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.protocol.run_file import RunFile
@@ -16,7 +16,7 @@ from shoal.swarm.sample_ranges import Ranges, count, from_wire, merge, subtract
 
 class Audit:
     """One verdict a round, an unbroken chain, weights that are the tokens of their samples and sum up, every sample
-    committed once, or leased once, or free. ``take`` the facts in the journal's order, each once."""
+    committed once, or leased once, or free. ``take`` the events in the journal's order, each once."""
 
     def __init__(self, run: RunFile) -> None:
         self._state = RoundScope(run, lambda data: data, 0.0, 0)
@@ -29,25 +29,25 @@ class Audit:
         self._plan: RoundPlanned | None = None
         self._tokens_per_sample = 1
 
-    def take(self, facts: Iterable[Fact]) -> None:
-        for fact in facts:
-            self._state.replay([fact], 0.0)
-            match fact:
+    def take(self, events: Iterable[JournalEvent]) -> None:
+        for event in events:
+            self._state.replay([event], 0.0)
+            match event:
                 case ModelDescribed():
-                    self._tokens_per_sample = fact.model.tokens_per_sample
+                    self._tokens_per_sample = event.model.tokens_per_sample
                 case RoundPlanned():
                     assert self._plan is None, "one plan a round"
-                    self._plan = fact
+                    self._plan = event
                 case VerdictGiven():
-                    self._take_verdict(fact)
+                    self._take_verdict(event)
                     self._check_ledger(self._state.leases)
 
-    def _take_verdict(self, fact: VerdictGiven) -> None:
-        verdict = fact.verdict
+    def _take_verdict(self, event: VerdictGiven) -> None:
+        verdict = event.verdict
         assert verdict.round == len(self.verdicts), "one verdict a round"
         assert verdict.previous_chain == self._chain, "an unbroken chain"
         self._chain = verdict.chain
-        self.verdicts.append(fact)
+        self.verdicts.append(event)
         if verdict.committed:
             assert self._plan is not None
             assert self._plan.plan == verdict.plan
@@ -55,7 +55,7 @@ class Audit:
             for member, wire in zip(self._plan.plan.members, self._plan.ranges, strict=True):
                 ranges = from_wire(wire)
                 assert member.weight_tokens == count(ranges) * self._tokens_per_sample, "weights are tokens"
-                if member.peer not in fact.lost:
+                if member.peer not in event.lost:
                     mine += ranges
                     tokens += member.weight_tokens
             assert verdict.tokens == tokens, "the committed weights sum up"
@@ -98,13 +98,13 @@ class Parity:
             if kind in ("committed", "aborted"):
                 self._ends[event["round"]].add(kind)
 
-    def take_facts(self, facts: Iterable[Fact]) -> None:
+    def take_journal_events(self, events: Iterable[JournalEvent]) -> None:
         """Of the coordinator."""
-        for fact in facts:
-            if isinstance(fact, RoundPlanned):
-                self._digests[fact.plan.anchor_version].add(fact.plan.state_digest.hex())
-            if isinstance(fact, VerdictGiven):
-                self._ends[fact.verdict.round].add("committed" if fact.verdict.committed else "aborted")
+        for event in events:
+            if isinstance(event, RoundPlanned):
+                self._digests[event.plan.anchor_version].add(event.plan.state_digest.hex())
+            if isinstance(event, VerdictGiven):
+                self._ends[event.verdict.round].add("committed" if event.verdict.committed else "aborted")
 
     def check(self) -> dict[int, str]:
         """Returns the digests by version."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.peer.cli.main import main
 from shoal.swarm import durable
-from shoal.swarm.coordinator.events import Fact
+from shoal.swarm.coordinator.events import JournalEvent
 from shoal.swarm.coordinator.journal import Journal
 
 Step = Callable[..., None]
@@ -34,10 +34,10 @@ def arm(when: str, step: str, file: str, first_round: int) -> None:
     write, done = Journal.write, getattr(durable, step)
     rounds = 0
 
-    def written(self: Journal, facts: Sequence[Fact]) -> None:
+    def written(self: Journal, events: Sequence[JournalEvent]) -> None:
         nonlocal rounds
         rounds = max(rounds, self.rounds)
-        write(self, facts)
+        write(self, events)
         rounds = self.rounds
 
     def fatal(*arguments: Any) -> None:

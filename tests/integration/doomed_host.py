@@ -1,7 +1,7 @@
-"""``shoal``, but it kills itself around a journal entry: ``doomed_host.py WHEN FACT ROUND host RUN.toml …``.
+"""``shoal``, but it kills itself around a journal entry: ``doomed_host.py WHEN EVENT ROUND host RUN.toml …``.
 
 ``WHEN`` is ``before`` (decided, not in the journal yet) or ``after`` (in the journal, nobody has heard of it);
-``FACT`` is the kind of fact and ``ROUND`` the first round in which it counts. The kind ``LeaseAhead`` is a
+``EVENT`` is the kind of event and ``ROUND`` the first round in which it counts. The kind ``LeaseAhead`` is a
 ``LeaseGranted`` for the round after the one that is open.
 """
 
@@ -11,20 +11,20 @@ import sys
 from collections.abc import Sequence
 
 from shoal.peer.cli.main import main
-from shoal.swarm.coordinator.events import Fact, LeaseGranted, RoundClosing, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.events import JournalEvent, LeaseGranted, RoundClosing, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
 
 
-def number_of(fact: Fact) -> int | None:
-    match fact:
+def number_of(event: JournalEvent) -> int | None:
+    match event:
         case RoundPlanned():
-            return fact.plan.round
+            return event.plan.round
         case VerdictGiven():
-            return fact.verdict.round
+            return event.verdict.round
         case RoundClosing():
-            return fact.round
+            return event.round
         case LeaseGranted():
-            return fact.round
+            return event.round
     return None
 
 
@@ -32,18 +32,18 @@ def arm(when: str, kind: str, first_round: int) -> None:
     real = Journal.write
     open_round = 0
 
-    def kind_of(fact: Fact) -> str:
-        ahead = isinstance(fact, LeaseGranted) and fact.round > open_round
-        return "LeaseAhead" if ahead else type(fact).__name__
+    def kind_of(event: JournalEvent) -> str:
+        ahead = isinstance(event, LeaseGranted) and event.round > open_round
+        return "LeaseAhead" if ahead else type(event).__name__
 
-    def write(self: Journal, facts: Sequence[Fact]) -> None:
+    def write(self: Journal, events: Sequence[JournalEvent]) -> None:
         nonlocal open_round
-        numbers = [number_of(fact) for fact in facts if kind_of(fact) == kind]
-        open_round = max([open_round, *(one.verdict.round + 1 for one in facts if isinstance(one, VerdictGiven))])
+        numbers = [number_of(event) for event in events if kind_of(event) == kind]
+        open_round = max([open_round, *(one.verdict.round + 1 for one in events if isinstance(one, VerdictGiven))])
         fatal = any(number is not None and number >= first_round for number in numbers)
         if fatal and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        real(self, facts)
+        real(self, events)
         if fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 

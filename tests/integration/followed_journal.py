@@ -1,12 +1,12 @@
-"""A journal as its facts are written, read from the outside while its coordinator compacts it."""
+"""A journal as its events are written, read from the outside while its coordinator compacts it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from shoal.swarm.coordinator.events import Fact
-from shoal.swarm.coordinator.journal import JOURNAL, SNAPSHOT, facts_of
+from shoal.swarm.coordinator.events import JournalEvent
+from shoal.swarm.coordinator.journal import JOURNAL, SNAPSHOT, events_of
 from shoal.swarm.coordinator.record_log import RecordFile
 
 
@@ -18,9 +18,9 @@ class FollowedJournal:
         self._file: RecordFile | None = None
         self._taken = self._transactions = 0
 
-    def take(self) -> list[Fact]:
-        """All facts that are new since the last call, without snapshots."""
-        facts: list[Fact] = []
+    def take(self) -> list[JournalEvent]:
+        """All events that are new since the last call, without snapshots."""
+        events: list[JournalEvent] = []
         while True:
             if self._file is None:
                 self._file, self._taken = RecordFile(self._path, "journal", writable=False), 0
@@ -29,10 +29,10 @@ class FollowedJournal:
             self._file._scan()  # what was appended since
             for number in range(self._taken, len(self._file.offsets)):
                 if self._file.kinds[number] != SNAPSHOT:
-                    facts += facts_of(self._file, number)
+                    events += events_of(self._file, number)
                     self._transactions += 1
             self._taken = len(self._file.offsets)
             if latest:
-                return facts
+                return events
             self._file.close()
             self._file = None

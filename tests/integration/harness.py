@@ -21,7 +21,7 @@ from tests.integration.audit import Audit, Parity
 from tests.integration.followed_journal import FollowedJournal
 from tests.integration.forked import Forked, can_fork
 
-from shoal.swarm.coordinator.events import Fact, VerdictGiven
+from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.run_file import load_run_file
@@ -253,7 +253,7 @@ class Host(Process):
     def __init__(self, label: str, command: Sequence[str], folder: Path, run_file: Path) -> None:
         self.run_file = run_file
         self.state = folder / "state" / load_run_file(run_file)[1].run.name
-        self._facts: list[Fact] = []
+        self._journal_events: list[JournalEvent] = []
         self._journal = FollowedJournal(self.state)
         super().__init__(label, command, folder / "log.txt", folder / "events.jsonl", folder)
 
@@ -262,10 +262,10 @@ class Host(Process):
         self.says("Invite", START_S)
         self.invite = (self.state / "invite.txt").read_text().strip()
 
-    def facts(self) -> list[Fact]:
+    def journal_events(self) -> list[JournalEvent]:
         """All of the run's, as far as they were seen before the journal was compacted twice."""
-        self._facts += self._journal.take()
-        return self._facts
+        self._journal_events += self._journal.take()
+        return self._journal_events
 
     def stop(self) -> None:
         """Ctrl-C; it must be clean."""
@@ -412,7 +412,7 @@ def check_parity(host: Host, members: Iterable[Member]) -> dict[int, str]:
     parity = Parity()
     for member in members:
         parity.take_events(member.all_events())
-    parity.take_facts(host.facts())
+    parity.take_journal_events(host.journal_events())
     return parity.check()
 
 
@@ -420,7 +420,7 @@ def check_journal(host: Host) -> list[VerdictGiven]:
     """As ``Audit``. Returns the verdicts."""
     _, run = load_run_file(host.run_file)
     audit = Audit(run)
-    audit.take(host.facts())
+    audit.take(host.journal_events())
     return audit.verdicts
 
 

@@ -115,7 +115,7 @@ def goes_on(host: Host, members: list[Member], pids: list[int], ended: int) -> l
     verdicts = finish(host, members)
     for member in members:
         assert member.events("resync") == [], "the restart cost nobody its work"
-    lost = [fact for fact in host.facts() if isinstance(fact, MemberLost) and fact.reason == "silent"]
+    lost = [event for event in host.journal_events() if isinstance(event, MemberLost) and event.reason == "silent"]
     assert lost == [], "the restart cost nobody its membership"
     return verdicts
 
@@ -123,15 +123,15 @@ def goes_on(host: Host, members: list[Member], pids: list[int], ended: int) -> l
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_coordinator_is_killed_as_it_writes(swarm: Swarm, when: str) -> None:
     # While members train, as they are told to stop, as they average, and at the end of it.
-    facts = ["LeaseGranted", "RoundClosing", "RoundPlanned", "VerdictGiven"]
-    host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, facts[0], "0"))
+    events = ["LeaseGranted", "RoundClosing", "RoundPlanned", "VerdictGiven"]
+    host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, events[0], "0"))
     members = swarm.members(host.invite, "a", "b")
     pids = [member.pid for member in members]
-    for next_fact in [*facts[1:], None]:
+    for next_event in [*events[1:], None]:
         assert host.exit_code(START_S + ROUNDS_S) == KILLED, host.tail()
         ended = max(member.last_round() for member in members)
         # Some rounds in between, so that each death finds the run at work.
-        restart(host, (*DOOMED_HOST, when, next_fact, str(ended + 3)) if next_fact else SHOAL)
+        restart(host, (*DOOMED_HOST, when, next_event, str(ended + 3)) if next_event else SHOAL)
     goes_on(host, members, pids, ended)
 
 

@@ -29,11 +29,11 @@ def check_verdicts(folder: Path, host: Host) -> list[VerdictGiven]:
     files.close()
     key = Identity.load_or_create(folder / "identity").public_key
     chain = genesis(run.hash)
-    for number, fact in enumerate(verdicts):
-        assert fact.verdict.round == number
-        assert fact.verdict.previous_chain == chain
-        check_verdict(fact.verdict, key)
-        chain = fact.verdict.chain
+    for number, event in enumerate(verdicts):
+        assert event.verdict.round == number
+        assert event.verdict.previous_chain == chain
+        check_verdict(event.verdict, key)
+        chain = event.verdict.chain
     return verdicts
 
 
@@ -51,7 +51,7 @@ def end(host: Host, members: list[Member], backup: Path | None = None) -> list[V
     parity = Parity()
     for member in members:
         parity.take_events(member.all_events())
-    parity.take_facts(verdicts)
+    parity.take_journal_events(verdicts)
     parity.check()
     return verdicts
 

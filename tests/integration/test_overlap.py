@@ -75,9 +75,9 @@ def test_the_coordinator_is_killed_when_members_work_ahead_and_one_of_them_with_
         if stands_still_until_gone(silent, host):
             break
     assert host.exit_code(ROUNDS_S) == KILLED, host.tail()
-    facts = host.facts()
-    ended = max(fact.verdict.round for fact in facts if isinstance(fact, VerdictGiven))
-    assert [fact for fact in facts if isinstance(fact, LeaseGranted) and fact.round == ended + 2]
+    events = host.journal_events()
+    ended = max(event.verdict.round for event in events if isinstance(event, VerdictGiven))
+    assert [event for event in events if isinstance(event, LeaseGranted) and event.round == ended + 2]
     silent.kill()
     host.command = [*SHOAL, *host.command[host.command.index("host") :]]
     host.start()

@@ -117,19 +117,19 @@ def check_samples(host: Host, committed: int = ROUNDS) -> None:
     each stage."""
     plans: dict[int, RoundPlanned] = {}
     ends: dict[int, list[bool]] = {}
-    for fact in host.facts():
-        if not isinstance(fact, InScope):
+    for event in host.journal_events():
+        if not isinstance(event, InScope):
             continue
-        if isinstance(fact.fact, RoundPlanned):
-            plans[fact.scope] = fact.fact
-        if isinstance(fact.fact, VerdictGiven):
-            verdict = fact.fact.verdict
+        if isinstance(event.event, RoundPlanned):
+            plans[event.scope] = event.event
+        if isinstance(event.event, VerdictGiven):
+            verdict = event.event.verdict
             ends.setdefault(verdict.round, []).append(verdict.committed)
             if verdict.committed:
-                ranges = [one for wire in plans[fact.scope].ranges for one in from_wire(wire)]
+                ranges = [one for wire in plans[event.scope].ranges for one in from_wire(wire)]
                 counted = sorted(sample for start, stop in ranges for sample in range(start, stop))
                 first = (verdict.anchor_version - 1) * BATCH
-                assert counted == list(range(first, first + BATCH)), f"stage {fact.scope - 1}"
+                assert counted == list(range(first, first + BATCH)), f"stage {event.scope - 1}"
     assert all(len(end) == STAGES and len(set(end)) == 1 for end in ends.values()), ends
     assert sum(end[0] for end in ends.values()) == committed
 
@@ -271,7 +271,9 @@ def test_a_replica_of_the_middle_stage_is_stopped_and_continued(swarm: Swarm) ->
     victim, others, armed = middle_of_five(swarm, host, "forward", 2)
     peer = victim.peer
     armed.write_text("SIGSTOP")
-    eventually("it is missed", lambda: MemberLost(peer=peer, reason="silent") in host.facts(), START_S + ROUNDS_S)
+    eventually(
+        "it is missed", lambda: MemberLost(peer=peer, reason="silent") in host.journal_events(), START_S + ROUNDS_S
+    )
     armed.unlink()
     victim.send(signal.SIGCONT)
     assert victim.exit_code(START_S + ROUNDS_S) in (0, RunEnded.exit_code), victim.tail()

@@ -33,11 +33,11 @@ def said(swarm: Swarm, label: str, source: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.text().splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("when", "fact"), [("after", "RoundPlanned"), ("before", "VerdictGiven")])
-def test_the_round_goes_on_at_the_second_address(swarm: Swarm, when: str, fact: str) -> None:
+@pytest.mark.parametrize(("when", "event"), [("after", "RoundPlanned"), ("before", "VerdictGiven")])
+def test_the_round_goes_on_at_the_second_address(swarm: Swarm, when: str, event: str) -> None:
     here, there = free_ports()
     both = ("--advertise", f"127.0.0.1:{here},127.0.0.1:{there}")
-    host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, fact, "2"), bind=f"127.0.0.1:{here}", extra=both)
+    host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, event, "2"), bind=f"127.0.0.1:{here}", extra=both)
     assert f"127.0.0.1:{here},127.0.0.1:{there}/" in host.invite
     members = swarm.members(host.invite, "a", "b")
     pids = [member.pid for member in members]

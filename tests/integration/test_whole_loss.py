@@ -16,8 +16,8 @@ def test_everybody_is_killed_at_the_verdict(swarm: Swarm, when: str) -> None:
     assert host.exit_code(2 * START_S + ROUNDS_S) == KILLED, host.tail()
     for member in members:
         member.kill()
-    facts = [one for one in host.facts() if isinstance(one, VerdictGiven)]
-    version, ended = facts[-1].verdict.anchor_version, facts[-1].verdict.round
+    events = [one for one in host.journal_events() if isinstance(one, VerdictGiven)]
+    version, ended = events[-1].verdict.anchor_version, events[-1].verdict.round
     assert (ended == 2) == (when == "before")
 
     host.command = [*SHOAL, *host.command[host.command.index("host") :]]

@@ -49,7 +49,7 @@ def put_aside(folder: Path) -> int:
 
 
 def told(run: Swarm) -> tuple[Verdict, ...]:
-    return tuple(fact.verdict for fact in run.coordinator.verdicts(0, 10**6))
+    return tuple(event.verdict for event in run.coordinator.verdicts(0, 10**6))
 
 
 @pytest.mark.parametrize("from_round", [0, 3])
@@ -143,9 +143,9 @@ def test_a_coordinator_that_has_lost_rounds_takes_none_from_us(tmp_path: Path) -
 async def all_start_anew(run: Swarm, lost: int) -> None:
     """The coordinator too, from a journal that ends before the verdict of so many rounds ago. Nobody remembers more
     than what is on disk."""
-    given = [number for number, fact in enumerate(run.coordinator.facts) if isinstance(fact, VerdictGiven)]
+    given = [number for number, event in enumerate(run.coordinator.events) if isinstance(event, VerdictGiven)]
     run.coordinator.away = True
-    del run.coordinator.facts[given[-lost] :]
+    del run.coordinator.events[given[-lost] :]
     run.coordinator.restart()
     for member in run.members:
         member.client._view = None

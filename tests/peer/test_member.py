@@ -63,7 +63,7 @@ def test_a_member_that_was_forgotten_before_it_said_what_it_trains_joins_again()
     async def main() -> None:
         coordinator = MemoryCoordinator(run_toml(4))
         async with a_member(coordinator) as member:
-            coordinator.facts.clear()
+            coordinator.events.clear()
             coordinator.restart()
             layout = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
             await member.describe(
@@ -78,7 +78,7 @@ def test_a_member_that_was_forgotten_outlives_a_coordinator_that_does_not_let_it
     async def main() -> None:
         coordinator = MemoryCoordinator(run_toml(4))
         async with a_member(coordinator) as member:
-            coordinator.facts.clear()
+            coordinator.events.clear()
             coordinator.restart()  # with another's journal: it knows nobody
             coordinator.deaf_to = {PeerToCoordinatorJoinRun}
             # As who joins does it: nothing would catch an error of it but the end of the process.

@@ -24,7 +24,7 @@ from shoal.swarm.averaging.allreduce import AllReduce
 from shoal.swarm.averaging.reduction import Reduction
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
-from shoal.swarm.coordinator.events import Fact, VerdictGiven
+from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan
@@ -271,11 +271,11 @@ def arm_host(process: Process) -> None:
     """When a verdict is in the journal and nobody has heard of it."""
     real = Journal.write
 
-    def write(journal: Journal, facts: Sequence[Fact]) -> None:
-        real(journal, facts)
-        for fact in facts:
-            if isinstance(fact, VerdictGiven) and fact.verdict.plan is not None:
-                process.plan = fact.verdict.plan
+    def write(journal: Journal, events: Sequence[JournalEvent]) -> None:
+        real(journal, events)
+        for event in events:
+            if isinstance(event, VerdictGiven) and event.verdict.plan is not None:
+                process.plan = event.verdict.plan
                 for order in process.orders.open():
                     if order.moment == "before the verdict is announced" and process.roles:
                         process.carry_out(order)

@@ -106,7 +106,7 @@ class Stage:
             planned = self.host.events("round_planned")
             if not planned or planned[-1]["round"] <= started_in or len(planned[-1]["members"]) < len(self.members):
                 return None
-            plan = [one.plan for one in self.host.facts() if isinstance(one, RoundPlanned)][-1]
+            plan = [one.plan for one in self.host.journal_events() if isinstance(one, RoundPlanned)][-1]
             if plan.round < planned[-1]["round"]:
                 return None
             owners = {plan.members[part.owner].peer for part in plan.parts}
@@ -155,9 +155,9 @@ class Stage:
         """After those faults, of one round: all train on together, from the same anchors, and the books are right."""
         assert len({about["round"] for about in done}) == 1, "all of them in one round"
         self._trains_on(done[0]["round"])
-        facts = self.host.facts()
-        self.audit.take(facts[self._audited :])
-        self._audited = len(facts)
+        events = self.host.journal_events()
+        self.audit.take(events[self._audited :])
+        self._audited = len(events)
         check_parity(self.host, [one for one in self.swarm.processes if isinstance(one, Member)])
 
     def spare_at_the_door(self, member: Member) -> Member:
@@ -193,7 +193,7 @@ class Stage:
             return any(one["event"] == "verdict" and one["round"] == number for one in self.host.all_events())
 
         eventually(f"round {number} ends", look, ROUNDS_S, self.swarm.tails)
-        given = [one for one in self.host.facts() if isinstance(one, VerdictGiven)]
+        given = [one for one in self.host.journal_events() if isinstance(one, VerdictGiven)]
         return next(one for one in given if one.verdict.round == number)
 
     def _trains_on(self, after: int) -> None:

@@ -47,9 +47,9 @@ def test_a_file_that_is_named_is_used(state: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rounds", [0, 1, 4])
 def test_only_the_keys_that_signed_the_verdicts_go_on_with_them(state: Path, rounds: int) -> None:
     journal = Journal(state, RUN.hash, "toml")
-    for facts, _ in story():
+    for events, _ in story():
         if journal.rounds < rounds:
-            journal.write(facts)
+            journal.write(events)
     assert journal.rounds == rounds
     check_keys(SIGNER, journal, state / "identity")
     if rounds:
@@ -65,8 +65,8 @@ def test_wrong_keys_change_nothing_in_the_backup(state: Path, tmp_path: Path) ->
     backup = Backup(tmp_path / "backup" / "reef")
     backup.keep("identity", b"the right keys", 0o600)
     journal = Journal(state, run.hash, text, backup)
-    for facts, _ in story():
-        journal.write(facts)
+    for events, _ in story():
+        journal.write(events)
     journal.close()
     options = HostOptions(tmp_path / "other", tmp_path / "state", ("127.0.0.1", 0), backup=tmp_path / "backup")
 

@@ -5,12 +5,12 @@ import json
 import pytest
 from tests.peer.terminal.test_reporter import DEVICE, PEERS, PLAN, VERDICT
 
-from shoal.peer.cli.host_events import describe_fact
+from shoal.peer.cli.host_events import describe_event
 from shoal.peer.terminal.events import sentence
 from shoal.peer.terminal.reporter import (
     plain_line,
 )
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.pipeline_state import PipelineState
 from shoal.swarm.coordinator.round_scope import RoundScope
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel
@@ -43,41 +43,41 @@ TOML = '[run]\nname = "whale"\n[recipe]\nname = "own"\n[round]\ntokens = 100\n'
 CAPABILITY = Capability(memory_bytes=2**30, holds_all=False, layer_s=(0.1,), bandwidth_bps=1e8, rtt_s=0.01)
 
 
-def pipeline_snapshot() -> f.PipelineSnapshot:
+def pipeline_snapshot() -> ev.PipelineSnapshot:
     taken = PipelineState(parse_run_file(TOML), lambda data: data, 0.0, 0).snapshot()
     assert taken is not None
     return taken
 
 
-FACTS: dict[str, f.Fact] = {
-    "ModelDescribed": f.ModelDescribed(
+EVENTS: dict[str, ev.JournalEvent] = {
+    "ModelDescribed": ev.ModelDescribed(
         model=PeerToCoordinatorDescribeModel(
             layout=(TensorSpec(name="w", shape=(20,), dtype="float32"),),
             corpus_digest=None,
             tokens_per_sample=1,
         )
     ),
-    "StateAgreed": f.StateAgreed(anchor_version=0, digest=bytes(32)),
-    "MemberJoined": f.MemberJoined(entry=entry(), device=DEVICE),
-    "MemberLost": f.MemberLost(peer=PEERS[0], reason="silent"),
-    "LeaseGranted": f.LeaseGranted(peer=PEERS[0], round=3, tokens_done=0, ranges=(SampleRange(start=0, stop=8),)),
-    "CoordinatorStarted": f.CoordinatorStarted(epoch=5),
+    "StateAgreed": ev.StateAgreed(anchor_version=0, digest=bytes(32)),
+    "MemberJoined": ev.MemberJoined(entry=entry(), device=DEVICE),
+    "MemberLost": ev.MemberLost(peer=PEERS[0], reason="silent"),
+    "LeaseGranted": ev.LeaseGranted(peer=PEERS[0], round=3, tokens_done=0, ranges=(SampleRange(start=0, stop=8),)),
+    "CoordinatorStarted": ev.CoordinatorStarted(epoch=5),
     "RunSnapshot": RoundScope(parse_run_file(TOML), lambda data: data, 0.0, 0).as_snapshot(),
-    "RoundClosing": f.RoundClosing(round=3),
-    "RoundReopened": f.RoundReopened(round=3),
-    "RoundPlanned": f.RoundPlanned(plan=PLAN, ranges=((), ()), loss=2.3456),
-    "VerdictGiven": f.VerdictGiven(verdict=VERDICT, elapsed_s=12.5, lost=()),
-    "StagesCut": f.StagesCut(boundaries=(0, 3, 5)),
-    "SpanAssigned": f.SpanAssigned(peer=PEERS[0], first=0, last=1),
-    "SpanTaken": f.SpanTaken(peer=PEERS[0]),
-    "LayersDescribed": f.LayersDescribed(layers=(LayerSize(parameters_bytes=1, activation_bytes=2, kept_bytes=3),)),
-    "CapabilityShown": f.CapabilityShown(peer=PEERS[0], capability=CAPABILITY),
-    "SamplesDriven": f.SamplesDriven(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),), done=()),
-    "SamplesClaimed": f.SamplesClaimed(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),)),
-    "SamplesReleased": f.SamplesReleased(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),)),
+    "RoundClosing": ev.RoundClosing(round=3),
+    "RoundReopened": ev.RoundReopened(round=3),
+    "RoundPlanned": ev.RoundPlanned(plan=PLAN, ranges=((), ()), loss=2.3456),
+    "VerdictGiven": ev.VerdictGiven(verdict=VERDICT, elapsed_s=12.5, lost=()),
+    "StagesCut": ev.StagesCut(boundaries=(0, 3, 5)),
+    "SpanAssigned": ev.SpanAssigned(peer=PEERS[0], first=0, last=1),
+    "SpanTaken": ev.SpanTaken(peer=PEERS[0]),
+    "LayersDescribed": ev.LayersDescribed(layers=(LayerSize(parameters_bytes=1, activation_bytes=2, kept_bytes=3),)),
+    "CapabilityShown": ev.CapabilityShown(peer=PEERS[0], capability=CAPABILITY),
+    "SamplesDriven": ev.SamplesDriven(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),), done=()),
+    "SamplesClaimed": ev.SamplesClaimed(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),)),
+    "SamplesReleased": ev.SamplesReleased(peer=PEERS[0], ranges=(SampleRange(start=0, stop=8),)),
     "PipelineSnapshot": pipeline_snapshot(),
-    "EpochsCovered": f.EpochsCovered(first=3, stop=4, samples=51_200, lost=64, undone=0),
-    "LossRose": f.LossRose(round=3, loss=31_138.0, usual=3.0),
+    "EpochsCovered": ev.EpochsCovered(first=3, stop=4, samples=51_200, lost=64, undone=0),
+    "LossRose": ev.LossRose(round=3, loss=31_138.0, usual=3.0),
 }
 
 QUIET = (
@@ -95,20 +95,20 @@ QUIET = (
 
 
 def test_what_happens_in_a_stage_names_it() -> None:
-    event = describe_fact(f.InScope(scope=3, fact=FACTS["RoundPlanned"]))
+    event = describe_event(ev.InScope(scope=3, event=EVENTS["RoundPlanned"]))
     assert event is not None
     assert event["stage"] == 2
     assert sentence(event).startswith("stage 2: ")
-    assert describe_fact(f.InScope(scope=3, fact=FACTS["LeaseGranted"])) is None
+    assert describe_event(ev.InScope(scope=3, event=EVENTS["LeaseGranted"])) is None
 
 
-def test_every_kind_of_fact_is_tried() -> None:
-    assert set(FACTS) == set(f.FACTS)
+def test_every_kind_of_event_is_tried() -> None:
+    assert set(EVENTS) == set(ev.EVENTS)
 
 
-@pytest.mark.parametrize("name", sorted(FACTS))
-def test_facts_become_json_and_one_line(name: str) -> None:
-    event = describe_fact(FACTS[name])
+@pytest.mark.parametrize("name", sorted(EVENTS))
+def test_events_become_json_and_one_line(name: str) -> None:
+    event = describe_event(EVENTS[name])
     if event is None:
         assert name in ("ModelDescribed", "StateAgreed", *QUIET)
         return
@@ -119,7 +119,7 @@ def test_facts_become_json_and_one_line(name: str) -> None:
 
 
 def test_verdicts_say_what_happened() -> None:
-    committed = describe_fact(FACTS["VerdictGiven"])
+    committed = describe_event(EVENTS["VerdictGiven"])
     assert committed is not None
     assert committed | {"time": 0} == {
         "time": 0,
@@ -136,7 +136,7 @@ def test_verdicts_say_what_happened() -> None:
         "chain": bytes(range(32)).hex(),
     }
     assert sentence(committed) == "round 3 committed · loss 2.346 · 2 peers · 1.23M tokens · chain 00010203"
-    aborted = describe_fact(f.VerdictGiven(verdict=ABORTED, elapsed_s=1.0, lost=()))
+    aborted = describe_event(ev.VerdictGiven(verdict=ABORTED, elapsed_s=1.0, lost=()))
     assert aborted is not None
     assert sentence(aborted) == "round 3 aborted for all: 1 of 2 parts arrived nowhere"
 
@@ -144,8 +144,8 @@ def test_verdicts_say_what_happened() -> None:
 def test_a_return_says_which_version_and_why() -> None:
     reason = "nobody holds anchor version 7 any more: back to version 5 (00010203)"
     verdict = ABORTED.model_copy(update={"reason": reason, "anchor_version": 5, "plan": None})
-    back = f.WentBack(from_version=7, digest=bytes(32), vouched_round=8, keepers=PEERS)
-    event = describe_fact(f.VerdictGiven(verdict=verdict, elapsed_s=1.0, lost=(), went_back=back))
+    back = ev.WentBack(from_version=7, digest=bytes(32), vouched_round=8, keepers=PEERS)
+    event = describe_event(ev.VerdictGiven(verdict=verdict, elapsed_s=1.0, lost=(), went_back=back))
     assert event is not None
     json.dumps(event)
     assert (event["event"], event["from_version"], event["anchor_version"], event["vouched_round"]) == (
@@ -173,20 +173,20 @@ def test_a_return_says_which_version_and_why() -> None:
     ],
 )
 def test_the_end_of_an_epoch_says_what_was_done_twice(fields: dict[str, int], words: str) -> None:
-    fact = f.EpochsCovered(**{"first": 3, "stop": 4, "samples": 51_200, "lost": 0, "undone": 0, **fields})
-    event = describe_fact(fact)
+    covered = ev.EpochsCovered(**{"first": 3, "stop": 4, "samples": 51_200, "lost": 0, "undone": 0, **fields})
+    event = describe_event(covered)
     assert event is not None
     assert plain_line(event).endswith(f"  {words}")
 
 
 def test_a_plan_carries_the_tokens_of_its_members() -> None:
-    planned = describe_fact(FACTS["RoundPlanned"])
+    planned = describe_event(EVENTS["RoundPlanned"])
     assert planned is not None
     assert (planned["members"], planned["tokens"], planned["parts"]) == (list(PEERS), [100, 101], 2)
 
 
 def test_names_cannot_move_the_cursor() -> None:
-    event = describe_fact(f.MemberJoined(entry=entry(name="\x1b[2J\nevil[/]"), device=DEVICE))
+    event = describe_event(ev.MemberJoined(entry=entry(name="\x1b[2J\nevil[/]"), device=DEVICE))
     assert event is not None
     line = plain_line(event)
     assert line.isprintable()

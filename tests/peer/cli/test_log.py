@@ -113,8 +113,8 @@ def test_the_history_of_another_run_is_a_broken_one(tmp_path: Path) -> None:
         world.tick(0.25)
     toml = '[run]\nname = "x"\n[recipe]\nname = "own"\n[round]\ntokens = 1\n'
     journal = Journal(tmp_path, run.hash, toml)
-    for fact in world.facts:
-        journal.write([fact])
+    for event in world.events:
+        journal.write([event])
     journal.close()
     (tmp_path / ORIGIN_FILE).write_bytes(pack_head(ORIGIN))
     assert "round 0 does not go on" in shown(tmp_path, fails=True)

@@ -16,7 +16,7 @@ from tests.swarm.network import swarm as strangers
 
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.client.coordinator_client import HEAD_START_S, CoordinatorClient, CoordinatorConnector
-from shoal.swarm.coordinator.events import Fact, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.events import JournalEvent, RoundPlanned, VerdictGiven
 from shoal.swarm.errors import DeadlineExceeded, LinkError, Unreachable, WrongKey
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.invite import Invite
@@ -50,8 +50,8 @@ def test_a_round_ends_once_though_the_coordinator_moves_in_it(moment: str, old_p
             coordinator = run.coordinator
             await play(run)
 
-            def die(step: str, facts: list[Fact]) -> None:
-                if step == "journaled" and moment in {type(fact).__name__ for fact in facts}:
+            def die(step: str, events: list[JournalEvent]) -> None:
+                if step == "journaled" and moment in {type(event).__name__ for event in events}:
                     coordinator.away = True
                     coordinator.at = 0
                     coordinator.deaf_ports = {1} if old_port_is_deaf else set()
@@ -59,7 +59,7 @@ def test_a_round_ends_once_though_the_coordinator_moves_in_it(moment: str, old_p
             coordinator.watch = die
             plays = asyncio.create_task(play(run))
             await until(lambda: coordinator.away, 0.05)
-            coordinator.watch = lambda step, facts: None
+            coordinator.watch = lambda step, events: None
             await asyncio.sleep(1.0)
             coordinator.at = 2
             coordinator.restart()
@@ -68,9 +68,9 @@ def test_a_round_ends_once_though_the_coordinator_moves_in_it(moment: str, old_p
             await plays
             assert now_s() - moved_s < 2 * PATIENCE_S
             await play(run)
-            verdicts = [fact.verdict for fact in coordinator.facts if isinstance(fact, VerdictGiven)]
+            verdicts = [event.verdict for event in coordinator.events if isinstance(event, VerdictGiven)]
             assert [(one.round, one.committed) for one in verdicts] == [(0, True), (1, True), (2, True)]
-            assert len([fact for fact in coordinator.facts if isinstance(fact, RoundPlanned)]) == 3
+            assert len([event for event in coordinator.events if isinstance(event, RoundPlanned)]) == 3
             assert {member.version for member in run.members} == {3}
             assert len({member.digest for member in run.members}) == 1
             assert not any(member.rejoined for member in run.members)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import NotAdmitted, StaleWork, WireError
@@ -28,7 +28,7 @@ def attributes_of(machine: Any, left_out: set[str]) -> dict[str, Any]:
 
 
 class JournaledWorld(Generic[MachineT]):
-    """``settle`` after every event, which takes its facts with ``written`` and checks what must always hold."""
+    """``settle`` after every event, which takes its events with ``written`` and checks what must always hold."""
 
     def __init__(self, run: RunFile) -> None:
         self.run = run
@@ -37,7 +37,7 @@ class JournaledWorld(Generic[MachineT]):
         """Its transactions."""
         self.short: list[list[bytes]] = []
         """The same, compacted at every verdict."""
-        self.facts: list[f.Fact] = []
+        self.events: list[ev.JournalEvent] = []
         self.machine = self.made()
         self.machine.begin()
 
@@ -54,19 +54,19 @@ class JournaledWorld(Generic[MachineT]):
     def settle(self) -> None:
         raise NotImplementedError
 
-    def written(self) -> Sequence[f.Fact]:
-        """The facts since the last time, written."""
-        facts = self.machine.take_facts()
-        packed = [f.pack_fact(fact) for fact in facts]
-        assert [f.unpack_fact(one) for one in packed] == facts
+    def written(self) -> Sequence[ev.JournalEvent]:
+        """The events since the last time, written."""
+        events = self.machine.take_events()
+        packed = [ev.pack_event(event) for event in events]
+        assert [ev.unpack_event(one) for one in packed] == events
         if packed:
             self.journal.append(packed)
             self.short.append(packed)
-            self.facts += facts
-        if f.verdicts_in(facts) and (snapshot := self.machine.snapshot()) is not None:
-            self.short = [[f.pack_fact(snapshot)]]
-            assert f.unpack_fact(self.short[0][0]) == snapshot
-        return facts
+            self.events += events
+        if ev.verdicts_in(events) and (snapshot := self.machine.snapshot()) is not None:
+            self.short = [[ev.pack_event(snapshot)]]
+            assert ev.unpack_event(self.short[0][0]) == snapshot
+        return events
 
     # Time and the coordinator -----------------------------------------------------------------------------
 
@@ -92,13 +92,13 @@ class JournaledWorld(Generic[MachineT]):
     def revive(self, *, compact: bool = True) -> None:
         self.epoch += 10**6
         self.machine = self.replayed(self.short if compact else self.journal)
-        assert self.machine.take_facts() == []
+        assert self.machine.take_events() == []
         self.machine.begin()
         self.settle()
 
     def replayed(self, journal: Sequence[Sequence[bytes]]) -> MachineT:
         machine = self.made()
-        machine.replay([f.unpack_fact(one) for transaction in journal for one in transaction], self.now_s)
+        machine.replay([ev.unpack_event(one) for transaction in journal for one in transaction], self.now_s)
         return machine
 
     def refused(self, event: Any, *arguments: Any, **keywords: Any) -> bool:

@@ -18,10 +18,10 @@ from tests.swarm.coordinator.world import (
     peer_name,
     report,
 )
-from tests.swarm.coordinator.world import NOT_FROM_FACTS as NOT_FROM_STAGE_FACTS
+from tests.swarm.coordinator.world import NOT_FROM_EVENTS as NOT_FROM_STAGE_EVENTS
 from tests.swarm.coordinator.world import journaled as journaled_stage
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.errors import NotAdmitted, StaleWork
@@ -174,12 +174,12 @@ def journaled(machine: PipelineRun) -> dict[str, Any]:
         "plan": (machine.layers, machine.capabilities, machine.boundaries, machine.spans, machine.former),
         "moves": (machine.moved_s, machine.rests),
         "versions": (machine.version, machine.anchor_version, machine.model),
-        "drives": machine.drives,
+        "micro_batches": machine.micro_batches,
         "stages": [journaled_stage(stage) for stage in machine.stages],
     }
 
 
-NOT_FROM_FACTS = {
+NOT_FROM_EVENTS = {
     "_sign",
     "_barrier",
     "_drove_s",
@@ -188,7 +188,7 @@ NOT_FROM_FACTS = {
     "_asked",
     "_proposed",
     "_cut_from_s",
-    "_places",
+    "_stall_detector",
     "_resting",
     "_looks_s",
     "_views",
@@ -199,19 +199,21 @@ NOT_FROM_FACTS = {
 
 def attributes(machine: Any) -> dict[str, Any]:
     """As of a run that is one scope, of all scopes."""
-    found = attributes_of(machine, NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS)
-    return found | {"stages": [attributes_of(stage, NOT_FROM_FACTS | NOT_FROM_STAGE_FACTS) for stage in machine.stages]}
+    found = attributes_of(machine, NOT_FROM_EVENTS | NOT_FROM_STAGE_EVENTS)
+    return found | {
+        "stages": [attributes_of(stage, NOT_FROM_EVENTS | NOT_FROM_STAGE_EVENTS) for stage in machine.stages]
+    }
 
 
 class PipelineWorld(JournaledWorld[PipelineRun]):
-    """Every event goes through here; ``settle`` after it takes the facts and checks what must always hold."""
+    """Every event goes through here; ``settle`` after it takes the events and checks what must always hold."""
 
     def __init__(self, run: RunFile, peers: int = 0) -> None:
         super().__init__(run)
         self._keys = self._turn = 0
         self.peers = [Peer(number) for number in range(10)]
-        self.verdicts: list[dict[int, f.VerdictGiven]] = []
-        self.planned: dict[int, f.RoundPlanned] = {}
+        self.verdicts: list[dict[int, ev.VerdictGiven]] = []
+        self.planned: dict[int, ev.RoundPlanned] = {}
         self.history: list[dict[int, Ranges]] = []
         """Of each committed round that was not undone, the samples of each scope."""
         self.archive = [{0: initial(stage)} for stage in range(STAGES)]
@@ -523,19 +525,19 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
 
     def settle(self) -> None:
         self.plan()
-        facts = self.written()
-        for fact in facts:
-            if isinstance(fact, f.InScope) and isinstance(fact.fact, f.RoundPlanned):
-                self.planned[fact.scope] = fact.fact
-        given = f.verdicts_in(facts)
+        events = self.written()
+        for event in events:
+            if isinstance(event, ev.InScope) and isinstance(event.event, ev.RoundPlanned):
+                self.planned[event.scope] = event.event
+        given = ev.verdicts_in(events)
         if given:
             self._check_verdicts(given)
         self.check()
 
-    def _check_verdicts(self, given: dict[int, f.VerdictGiven]) -> None:
+    def _check_verdicts(self, given: dict[int, ev.VerdictGiven]) -> None:
         """All stages at once, alike, each in its own unbroken chain, and all on exactly the batch."""
         assert list(given) == list(range(1, STAGES + 1)), "one write for all stages"
-        verdicts = [fact.verdict for fact in given.values()]
+        verdicts = [event.verdict for event in given.values()]
         one = verdicts[0]
         for scope, verdict in zip(given, verdicts, strict=True):
             before = self.verdicts[-1][scope].verdict.chain if self.verdicts else genesis(self.run.hash, scope)
@@ -566,7 +568,7 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
             self.archive = [
                 {at: digest for at, digest in states.items() if at <= one.anchor_version} for states in self.archive
             ]
-            assert all(fact.went_back is not None for fact in given.values())
+            assert all(event.went_back is not None for event in given.values())
         else:
             assert one.anchor_version == len(self.history)
         assert one.tokens_total == len(self.history) * self.run.round.tokens
@@ -584,7 +586,7 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
             self._check_stage(stage)
         batch = machine.batch()
         if batch is not None:
-            for ranges in [machine.drives.driven, *machine.drives.in_flight.values()]:
+            for ranges in [machine.micro_batches.driven, *machine.micro_batches.in_flight.values()]:
                 assert subtract(merge(ranges), batch.ranges) == []
         status = machine.status(self.now_s)
         assert len(status.stages) == len(machine.stages)

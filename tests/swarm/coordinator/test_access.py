@@ -310,7 +310,7 @@ def test_guests_have_places_of_their_own() -> None:
 def test_a_snapshot_keeps_the_networks_of_members() -> None:
     door = ScopeHandlers()
     peer = door.come(1, FAR)
-    door.machine.take_facts()
+    door.machine.take_events()
     kept = door.machine.snapshot()
     assert kept is not None
     other = World(run_file()).machine

@@ -36,8 +36,8 @@ class Place:
         """Open, write up to this transaction of the story, end."""
         journal = self.open()
         for number in range(journal.transactions, stop):
-            facts, snapshot = story()[number]
-            journal.write(facts)
+            events, snapshot = story()[number]
+            journal.write(events)
             if told is not None:
                 told.append(number + 1)
             if compact and snapshot is not None:
@@ -63,17 +63,17 @@ def place(tmp_path: Path) -> Place:
 def transactions(folder: Path) -> int:
     """How many another machine would go on from; all of them as they were."""
     journal = Journal(folder, RUN.hash, "toml")
-    facts, found = journal.read(), journal.transactions
+    events, found = journal.read(), journal.transactions
     journal.close()
-    assert state(facts) == state_after(found)
+    assert state(events) == state_after(found)
     return found
 
 
 def test_every_record_is_there_when_it_is_written(place: Place) -> None:
     journal = place.open()
     assert place.same()
-    for facts, snapshot in story():
-        journal.write(facts)
+    for events, snapshot in story():
+        journal.write(events)
         assert place.same()
         if snapshot is not None:
             journal.compact(snapshot)
@@ -93,8 +93,8 @@ def test_another_start_goes_on_with_it(place: Place, stop: int) -> None:
 
 def test_a_backup_that_begins_late(place: Place) -> None:
     journal = Journal(place.state, RUN.hash, "toml")
-    for facts, snapshot in story()[:SECOND]:
-        journal.write(facts)
+    for events, snapshot in story()[:SECOND]:
+        journal.write(events)
         if snapshot is not None:
             journal.compact(snapshot)
     journal.close()
@@ -128,21 +128,21 @@ def test_a_full_disk_does_not_stop_the_run_and_is_caught_up(
     journal = place.open()
     told = iter(story())
     for away in (False, True, False, True):
-        for facts, snapshot in [next(told), next(told), next(told)]:
+        for events, snapshot in [next(told), next(told), next(told)]:
             if away:
                 with full_disk(place.backup, written_bytes):
-                    journal.write(facts)
+                    journal.write(events)
                     if snapshot is not None:
                         journal.compact(snapshot)
                 assert not place.same()
                 assert "CANNOT BE WRITTEN" in caplog.text
                 assert str(place.backup) in caplog.text
             else:
-                journal.write(facts)
+                journal.write(events)
                 assert place.same()
-    for facts, snapshot in told:
+    for events, snapshot in told:
         with full_disk(place.backup):
-            journal.write(facts)
+            journal.write(events)
             if snapshot is not None:
                 journal.compact(snapshot)
     assert transactions_of_copy(place) < journal.transactions == ALL
@@ -174,8 +174,8 @@ def test_a_place_that_is_not_there_yet(place: Place, caplog: pytest.LogCaptureFi
 def test_a_place_that_is_gone_when_the_journal_is_compacted(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     journal = place.open()
     away = place.backup.with_name("away")
-    for number, (facts, snapshot) in enumerate(story()):
-        journal.write(facts)
+    for number, (events, snapshot) in enumerate(story()):
+        journal.write(events)
         if snapshot is not None and number + 1 == SECOND:
             place.backup.rename(away)
             place.backup.write_text("in the way")

@@ -3,8 +3,8 @@
 import pytest
 from tests.swarm.coordinator.world import MODEL, SIGNER, TOKENS_PER_SAMPLE, World, run_file
 
-from shoal.swarm.coordinator import events as f
-from shoal.swarm.coordinator.lease_ledger import Again, LeaseLedger, coverage_of, epochs_covered
+from shoal.swarm.coordinator import events as ev
+from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, coverage_of, epochs_covered
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.protocol.types import MAX_EPOCHS
 from shoal.swarm.sample_ranges import covers
@@ -37,17 +37,17 @@ def test_an_epoch_is_covered_when_all_of_it_is_committed(ledger: LeaseLedger, co
 
 
 def test_a_sample_counts_once_however_often_it_is_trained_on_again() -> None:
-    again = Again()
+    again = RetrainedSamples()
     again.lose([(5, 10), (0, 2)])
     again.lose([(8, 12)])
     again.undo([(9, 11)])
     assert again.within(0, 10) == (7, 1)
     again.forget(10)
-    assert again == Again([(10, 12)], [(10, 11)])
+    assert again == RetrainedSamples([(10, 12)], [(10, 11)])
 
 
-def covered(world: World) -> list[f.EpochsCovered]:
-    return [one for one in world.facts if isinstance(one, f.EpochsCovered)]
+def covered(world: World) -> list[ev.EpochsCovered]:
+    return [one for one in world.events if isinstance(one, ev.EpochsCovered)]
 
 
 def until_covered(world: World, epochs: int, members: int = 2) -> None:
@@ -72,14 +72,14 @@ def test_every_epoch_is_told_of_once_and_after_a_restart_goes_on() -> None:
 def test_an_epoch_that_a_verdict_taken_over_has_covered_is_told_of() -> None:
     world = World(run_file(), 2)
     until_covered(world, 1)
-    facts = [f.unpack_fact(one) for transaction in world.journal for one in transaction]
-    end = next(number for number, one in enumerate(facts) if isinstance(one, f.EpochsCovered))
-    given, told = facts[end - 1 : end + 1]
-    assert isinstance(given, f.VerdictGiven)
+    events = [ev.unpack_event(one) for transaction in world.journal for one in transaction]
+    end = next(number for number, one in enumerate(events) if isinstance(one, ev.EpochsCovered))
+    given, told = events[end - 1 : end + 1]
+    assert isinstance(given, ev.VerdictGiven)
     lacks = PlainRun(world.run, SIGNER.sign, 0.0, 0)
-    lacks.replay(facts[: end - 1], 0.0)
+    lacks.replay(events[: end - 1], 0.0)
     assert lacks.take_over(given.verdict, 0.0)
-    assert lacks.take_facts()[1:] == [told]
+    assert lacks.take_events()[1:] == [told]
 
 
 def test_who_dies_in_its_round_has_its_samples_counted_as_done_again() -> None:

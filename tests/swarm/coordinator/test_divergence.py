@@ -4,7 +4,7 @@ import pytest
 from tests.swarm.coordinator.test_machine import until
 from tests.swarm.coordinator.world import INITIAL, Worker, World, run_file
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.divergence import Setback
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
 from shoal.swarm.protocol.types import KeptState
@@ -47,7 +47,7 @@ def go_on(world: World) -> None:
             world.sync(worker)
 
 
-def back(world: World) -> f.WentBack | None:
+def back(world: World) -> ev.WentBack | None:
     return world.verdicts[-1].went_back if world.verdicts else None
 
 
@@ -295,7 +295,7 @@ def test_a_loss_that_rises_far_is_said_once_a_round() -> None:
     assert world.machine.status(world.now_s).warning == ""
     world.loss = 31_138.0
     committed(world, 2, 3)
-    rose = [fact for fact in world.facts if isinstance(fact, f.LossRose)]
+    rose = [event for event in world.events if isinstance(event, ev.LossRose)]
     assert [(one.loss, one.usual) for one in rose] == [(31_138.0, 2.5)], "while it rises"
     world.loss = 40_000.0
     committed(world, 1, 3)

@@ -36,7 +36,7 @@ def rounds(world: World, number: int) -> list[Verdict]:
         for worker in world.workers[:2]:
             world.behave(worker)
         world.tick(0.25)
-    return [fact.verdict for fact in world.verdicts]
+    return [event.verdict for event in world.verdicts]
 
 
 # Time and traffic -------------------------------------------------------------------------------------------

@@ -8,21 +8,21 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from tests.fakes.dying_disk import MOMENTS, MachineDied, disk, full_disk
-from tests.swarm.coordinator.stories import RUN, facts_in, state, state_after, story
+from tests.swarm.coordinator.stories import RUN, events_in, state, state_after, story
 from tests.swarm.coordinator.world import entry
 from tests.swarm.samples import records
 
 from shoal.swarm.coordinator.events import (
-    FACTS,
-    Fact,
+    EVENTS,
+    JournalEvent,
     LeaseGranted,
     MemberLost,
     RunSnapshot,
     VerdictGiven,
-    pack_fact,
-    unpack_fact,
+    pack_event,
+    unpack_event,
 )
-from shoal.swarm.coordinator.journal import FACTS as FACTS_KIND
+from shoal.swarm.coordinator.journal import EVENTS as EVENTS_KIND
 from shoal.swarm.coordinator.journal import JOURNAL, VERDICTS, Journal, JournalFiles
 from shoal.swarm.coordinator.record_log import pack_file
 from shoal.swarm.errors import RunFileError, StorageError
@@ -54,7 +54,7 @@ def journal(folder: Path) -> Iterator[Journal]:
     made.close()
 
 
-def reopened(folder: Path) -> list[Fact]:
+def reopened(folder: Path) -> list[JournalEvent]:
     journal = opened(folder)
     try:
         return journal.read()
@@ -64,25 +64,25 @@ def reopened(folder: Path) -> list[Fact]:
 
 def tell(journal: Journal, first: int = 0, stop: int | None = None, compact: bool = False) -> None:
     """Write these transactions of the story."""
-    for facts, snapshot in story()[first:stop]:
-        journal.write(facts)
+    for events, snapshot in story()[first:stop]:
+        journal.write(events)
         if compact and snapshot is not None:
             journal.compact(snapshot)
 
 
-def given_in(facts: list[Fact]) -> list[VerdictGiven]:
-    return [fact for fact in facts if isinstance(fact, VerdictGiven)]
+def given_in(events: list[JournalEvent]) -> list[VerdictGiven]:
+    return [event for event in events if isinstance(event, VerdictGiven)]
 
 
-# Facts ------------------------------------------------------------------------------------------------------
+# Events ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(FACTS) - {"RunSnapshot", "PipelineSnapshot"}))
-def test_every_fact_round_trips(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(set(EVENTS) - {"RunSnapshot", "PipelineSnapshot"}))
+def test_every_event_round_trips(name: str) -> None:
     @settings(max_examples=10, deadline=None)
-    @given(records(FACTS[name]))
-    def check(fact: Fact) -> None:
-        assert unpack_fact(pack_fact(fact)) == fact
+    @given(records(EVENTS[name]))
+    def check(event: JournalEvent) -> None:
+        assert unpack_event(pack_event(event)) == event
 
     check()
 
@@ -94,12 +94,12 @@ def test_every_fact_round_trips(name: str) -> None:
         b"\xc1",
         b"\x93\x01",
         b"noise" * 20,
-        pack_fact(lost(1))[:-1],
-        pack_fact(lost(1)) + b"\0",
+        pack_event(lost(1))[:-1],
+        pack_event(lost(1)) + b"\0",
         msgpack.packb(7),
         msgpack.packb(["MemberLost"]),
         msgpack.packb(["MemberLost", 7]),
-        msgpack.packb(["NoSuchFact", {}]),
+        msgpack.packb(["NoSuchEvent", {}]),
         msgpack.packb([["MemberLost"], {}]),
         msgpack.packb([{}, {}]),
         msgpack.packb(["MemberLost", {"peer": "x", "reason": ""}]),
@@ -108,9 +108,9 @@ def test_every_fact_round_trips(name: str) -> None:
         None,
     ],
 )
-def test_a_whole_record_that_is_no_fact(folder: Path, journal: Journal, data: object) -> None:
+def test_a_whole_record_that_is_no_event(folder: Path, journal: Journal, data: object) -> None:
     journal.write([lost(1)])
-    journal.journal.append([(FACTS_KIND, msgpack.packb([data]))])
+    journal.journal.append([(EVENTS_KIND, msgpack.packb([data]))])
     journal.close()
     with pytest.raises(StorageError, match=r"journal\.records: record 1 cannot be read"):
         reopened(folder)
@@ -120,13 +120,13 @@ def test_a_whole_record_that_is_no_fact(folder: Path, journal: Journal, data: ob
 
 
 def test_what_is_written_is_read_after_a_restart(folder: Path, journal: Journal) -> None:
-    facts: list[Fact] = [lost(1), granted(0), lost(2), granted(5)]
-    journal.write(facts[:1])
+    events: list[JournalEvent] = [lost(1), granted(0), lost(2), granted(5)]
+    journal.write(events[:1])
     journal.write([])
-    journal.write(facts[1:])
-    assert journal.read() == facts
+    journal.write(events[1:])
+    assert journal.read() == events
     journal.close()
-    assert reopened(folder) == facts
+    assert reopened(folder) == events
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -137,12 +137,12 @@ def test_a_run_comes_back_from_its_files(folder: Path, compact: bool) -> None:
         assert journal.transactions == number
         tell(journal, number, number + 1, compact)
         assert state(journal.read()) == state_after(number + 1)
-        assert journal.verdicts() == given_in(facts_in(number + 1))
+        assert journal.verdicts() == given_in(events_in(number + 1))
         journal.close()
 
 
 def test_verdicts_are_read_in_pages(folder: Path, journal: Journal) -> None:
-    told = given_in(facts_in(len(story())))
+    told = given_in(events_in(len(story())))
     compact_at = next(number for number, (_, snapshot) in enumerate(story()) if snapshot and snapshot.round == 2)
     tell(journal, 0, compact_at + 1, compact=True)
     tell(journal, compact_at + 1)
@@ -156,7 +156,7 @@ def test_verdicts_are_read_in_pages(folder: Path, journal: Journal) -> None:
 
 
 def test_others_read_while_it_is_written_and_compacted(folder: Path, journal: Journal) -> None:
-    told, done = given_in(facts_in(len(story()))), threading.Event()
+    told, done = given_in(events_in(len(story()))), threading.Event()
     wrong: list[object] = []
 
     def look() -> None:
@@ -180,8 +180,8 @@ def test_others_read_while_it_is_written_and_compacted(folder: Path, journal: Jo
 def test_a_journal_that_has_grown_is_compacted(journal: Journal) -> None:
     journal.compact_at_bytes = 6000
     compactions = 0
-    for facts, snapshot in story():
-        journal.write(facts)
+    for events, snapshot in story():
+        journal.write(events)
         before = journal.journal.size_bytes
         if snapshot and journal.has_grown:
             journal.compact(snapshot)
@@ -265,8 +265,8 @@ def test_a_full_disk(folder: Path, journal: Journal, written_bytes: int) -> None
 
 
 def test_a_disk_too_full_to_compact(folder: Path, journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
-    for facts, snapshot in story():
-        journal.write(facts)
+    for events, snapshot in story():
+        journal.write(events)
         if snapshot is not None:
             with full_disk(folder, 10):
                 journal.compact(snapshot)
@@ -309,14 +309,14 @@ def outcome(folder: Path, files: dict[str, bytes], counts: list[int]) -> int | N
         (folder / name).write_bytes(data)
     refusal = None
     try:
-        facts = reopened(folder)
+        events = reopened(folder)
     except (StorageError, RunFileError) as error:
         refusal = str(error)
     if refusal is not None:
         assert str(folder) in refusal
         assert {name: (folder / name).read_bytes() for name in files} == files
         return None
-    found = state(facts)
+    found = state(events)
     transactions = next((count for count in counts if found == state_after(count)), None)
     assert transactions is not None, "accepted, and changed"
     aside = [path.read_bytes() for path in folder.glob("*.damaged-*")]
@@ -410,8 +410,8 @@ def live(folder: Path) -> int:
     """Open, tell the rest of the story, compacting at each verdict; returns how many transactions were written."""
     journal = opened(folder)
     done.append(journal.transactions)
-    for facts, snapshot in story()[journal.transactions :]:
-        journal.write(facts)
+    for events, snapshot in story()[journal.transactions :]:
+        journal.write(events)
         done.append(done[-1] + 1)
         if snapshot is not None:
             journal.compact(snapshot)
@@ -434,12 +434,12 @@ def test_a_machine_dies_at_every_step(tmp_path: Path, moment: str) -> None:
             live(folder)
         written = done[-1] if done else 0
         let_go(folder)
-        facts = reopened(folder)
-        found = [count for count in (written, written + 1) if state(facts) == state_after(count)]
+        events = reopened(folder)
+        found = [count for count in (written, written + 1) if state(events) == state_after(count)]
         assert found, about
         live(folder)
         assert state(reopened(folder)) == state_after(len(story())), about
-        assert JournalFiles(folder).verdicts() == given_in(facts_in(len(story()))), about
+        assert JournalFiles(folder).verdicts() == given_in(events_in(len(story()))), about
 
 
 def let_go(folder: Path) -> None:
@@ -455,15 +455,15 @@ def test_a_journal_is_for_its_owner_and_readers(folder: Path, journal: Journal) 
 
 def test_a_snapshot_is_what_a_compacted_journal_begins_with(journal: Journal) -> None:
     tell(journal, compact=True)
-    assert [type(fact) for fact in journal.read()] == [RunSnapshot]
+    assert [type(event) for event in journal.read()] == [RunSnapshot]
 
 
 def test_a_record_that_went_bad_meanwhile_is_not_compacted_and_stops_nobody(
     journal: Journal, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = b""
-    for facts, snapshot in story():
-        journal.write(facts)
+    for events, snapshot in story():
+        journal.write(events)
         if snapshot is not None:
             whole = (folder / JOURNAL).read_bytes()
             (folder / JOURNAL).write_bytes(whole.replace(b"VerdictGiven", b"VerdictGiveN"))

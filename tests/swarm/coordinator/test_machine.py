@@ -15,7 +15,7 @@ from tests.swarm.coordinator.world import (
     run_file,
 )
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.admission import first_difference
 from shoal.swarm.errors import (
     CorpusError,
@@ -50,7 +50,7 @@ def averaging(world: World, members: int = 2) -> RoundPlan:
 
 
 def lost(world: World) -> list[tuple[str, str]]:
-    return [(fact.peer, fact.reason) for fact in world.facts if isinstance(fact, f.MemberLost)]
+    return [(event.peer, event.reason) for event in world.events if isinstance(event, ev.MemberLost)]
 
 
 def work(world: World, number: int, samples: int) -> None:
@@ -164,7 +164,7 @@ def test_many_have_come_and_gone() -> None:
         world.machine.join(other, CPU, world.now_s)
         world.machine.membership.members[name].rounds_committed = 1
         world.machine.leave(name, "", world.now_s)
-    world.machine.take_facts()
+    world.machine.take_events()
     members = world.machine.status(world.now_s).members
     assert len(members) == 4 * MAX_MEMBERS
     assert [one.peer for one in members if one.alive] == [peer_name(0)]
@@ -732,7 +732,7 @@ def test_lost_samples_reopen_the_round() -> None:
     until(world, "closing", 3)
     world.leave(world.workers[2])
     until(world, "averaging", 2)
-    assert [fact.round for fact in world.facts if isinstance(fact, f.RoundReopened)] == [0]
+    assert [event.round for event in world.events if isinstance(event, ev.RoundReopened)] == [0]
     plan = world.machine.round.plan
     assert plan is not None
     assert sum(one.weight_tokens for one in plan.members) == world.run.round.tokens
@@ -863,7 +863,7 @@ def test_a_reopened_round_keeps_its_limit() -> None:
     until(world, "closing", 3)
     opened_s = world.machine.round.opened_s
     world.leave(world.workers[2])
-    while not any(isinstance(fact, f.RoundReopened) for fact in world.facts):
+    while not any(isinstance(event, ev.RoundReopened) for event in world.events):
         world.behave(world.workers[0])
         world.behave(world.workers[1])
         world.tick(0.25)

@@ -3,7 +3,7 @@
 import pytest
 from tests.swarm.coordinator.world import TOKENS_PER_SAMPLE, Worker, World, run_file
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.sample_ranges import count, subtract
 
@@ -228,6 +228,6 @@ def test_rounds_go_on_and_on() -> None:
             world.behave(worker)
         world.tick(0.25)
     assert all(one.verdict.committed for one in world.verdicts)
-    rounds = [fact.round for fact in world.facts if isinstance(fact, f.LeaseGranted)]
+    rounds = [event.round for event in world.events if isinstance(event, ev.LeaseGranted)]
     assert rounds == sorted(rounds)
-    assert [fact for fact in world.facts if isinstance(fact, f.MemberLost)] == []
+    assert [event for event in world.events if isinstance(event, ev.MemberLost)] == []

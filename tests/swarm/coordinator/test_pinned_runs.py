@@ -89,7 +89,7 @@ def test_the_first_state_is_the_pinned_one_whatever_members_say(machine: PlainRu
 def test_a_restart_changes_nothing(machine: PlainRun) -> None:
     join(machine, 0)
     again = PlainRun(RUN, SIGNER.sign, 0.0, 2)
-    again.replay(machine.take_facts(), 0.0)
+    again.replay(machine.take_events(), 0.0)
     assert again.agreed_digest == RIGHT
     beat(again, 0, FORGED)
     assert again.agreed_digest == RIGHT

@@ -21,10 +21,10 @@ from tests.swarm.coordinator.pipeline_world import (
 )
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, peer_name
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
 from shoal.swarm.coordinator.placement import planner_of
-from shoal.swarm.coordinator.stage_scope import Batch, Drives
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import PeerToCoordinatorDrive, PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.types import Capability, LayerSize
@@ -81,7 +81,7 @@ def test_three_stages_over_five_peers() -> None:
     world = PipelineWorld(run_file(), 5)
     rounds(world, 3)
     assert [one[1].verdict.committed for one in world.verdicts] == [True] * 3
-    assert [fact.verdict.loss for fact in world.verdicts[0].values()] == [2.5] * STAGES, "the last stage's, for all"
+    assert [event.verdict.loss for event in world.verdicts[0].values()] == [2.5] * STAGES, "the last stage's, for all"
     assert world.machine.status(world.now_s).loss == 2.5
 
 
@@ -118,7 +118,7 @@ def test_chains_begin_each_with_its_own_genesis_and_each_covers_the_others() -> 
     given = world.verdicts[0]
     chains = {genesis(world.run.hash, scope) for scope in range(STAGES + 1)}
     assert len(chains) == STAGES + 1
-    verdicts = [fact.verdict for fact in given.values()]
+    verdicts = [event.verdict for event in given.values()]
     assert len({verdict.together for verdict in verdicts}) == 1
     other = verdicts[2].model_copy(update={"tokens": 1})
     assert tied_together([*verdicts[:2], other])[0].together != verdicts[0].together
@@ -132,8 +132,10 @@ def test_nothing_is_committed_when_one_stage_cannot_average() -> None:
         missing = (0,) if stage == 1 else ()
         world.report(holder(world, stage), stage, missing=missing)
     (given,) = world.verdicts
-    assert [fact.verdict.committed for fact in given.values()] == [False] * STAGES
-    assert {fact.verdict.reason for fact in given.values()} == {"stage 1: 1 of 1 parts did not arrive; a link was slow"}
+    assert [event.verdict.committed for event in given.values()] == [False] * STAGES
+    assert {event.verdict.reason for event in given.values()} == {
+        "stage 1: 1 of 1 parts did not arrive; a link was slow"
+    }
     assert all(stage.leases.held == {} for stage in world.machine.stages)
     rounds(world, 1)
 
@@ -199,9 +201,9 @@ def test_a_batch_that_is_not_done_in_time_is_done_anew() -> None:
         turn(world)
     assert reasons(world) == [f"stage 1 brought {BATCH - MICRO} of the batch's {BATCH} samples in 40 s"]
     assert ("kept samples from the others", late.name) in [
-        (one.fact.reason, one.fact.peer)
-        for one in world.facts
-        if isinstance(one, f.InScope) and isinstance(one.fact, f.MemberLost)
+        (one.event.reason, one.event.peer)
+        for one in world.events
+        if isinstance(one, ev.InScope) and isinstance(one.event, ev.MemberLost)
     ]
     rounds(world, 1)
 
@@ -211,8 +213,8 @@ def test_a_stage_that_dies_with_its_work_done_gives_it_back_before_the_plan() ->
     until(world, "closing")
     world.leave(holder(world, 1))
     rounds(world, 2)
-    facts = [one for one in world.facts if isinstance(one, f.InScope)]
-    assert [one.scope for one in facts if isinstance(one.fact, f.RoundReopened)][:STAGES] == [1, 2, 3]
+    events = [one for one in world.events if isinstance(one, ev.InScope)]
+    assert [one.scope for one in events if isinstance(one.event, ev.RoundReopened)][:STAGES] == [1, 2, 3]
     assert reasons(world) == []
 
 
@@ -225,7 +227,7 @@ def test_who_releases_what_it_had_offered_offers_anew() -> None:
     world.release(peer, 1, [CELLS[0]])
     assert peer.name not in world.machine.stages[1].round.ready
     rounds(world, 1)
-    assert "RoundReopened" in [type(one.fact).__name__ for one in world.facts if isinstance(one, f.InScope)]
+    assert "RoundReopened" in [type(one.event).__name__ for one in world.events if isinstance(one, ev.InScope)]
 
 
 @pytest.mark.parametrize("phase", ["closing", "averaging"])
@@ -372,7 +374,7 @@ def test_micro_batches_are_whole_and_the_last_one_may_be_smaller() -> None:
     batch = Batch(10, 17, 3)
     assert batch.cells([(10, 17)]) == [(10, 13), (13, 16), (16, 17)]
     assert batch.cells([(11, 12), (12, 14)]) == [(10, 13), (13, 16)]
-    drives = Drives()
+    drives = MicroBatchLedger()
     assert drives.choose(batch, [], [], 4) == [(10, 13), (13, 16)]
 
 
@@ -411,7 +413,7 @@ def test_an_empty_stage_is_refilled_by_a_move_in_the_middle_of_a_round() -> None
     world.claim(mover, 0, CELLS[:2])
     assert drive(world, mover, 4) == CELLS[:2]
     world.leave(holder(world, 1))
-    assert mover.name not in world.machine.drives.in_flight
+    assert mover.name not in world.machine.micro_batches.in_flight
     assert world.machine.spans[mover.name] == (1, 1)
     assert mover.name not in world.machine.stages[0].leases.held
     assert not world.admitted(mover, 1)
@@ -576,10 +578,10 @@ def test_on_disk_with_compaction_every_scope_has_its_verdicts(tmp_path: Path) ->
     machine = world.replayed([])
     compacted = 0
     for transaction in world.journal:
-        facts = [f.unpack_fact(one) for one in transaction]
-        journal.write(facts)
-        machine.replay(facts, 0.0)
-        snapshot = machine.snapshot() if f.verdicts_in(facts) else None
+        events = [ev.unpack_event(one) for one in transaction]
+        journal.write(events)
+        machine.replay(events, 0.0)
+        snapshot = machine.snapshot() if ev.verdicts_in(events) else None
         if journal.has_grown and snapshot is not None:
             journal.compact(snapshot)
             compacted += 1

@@ -14,7 +14,7 @@ from tests.swarm.network import HOST, LONG_S, Member
 from tests.swarm.transport.test_node import run
 
 from shoal.swarm.coordinator import service as service_module
-from shoal.swarm.coordinator.events import Fact, verdicts_in
+from shoal.swarm.coordinator.events import JournalEvent, verdicts_in
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.round_rules import Judgement
@@ -73,11 +73,11 @@ class Written(Journal):
 
     def __init__(self, folder: Path, run_hash: bytes, run_toml: str) -> None:
         super().__init__(folder, run_hash, run_toml)
-        self.written: list[Sequence[Fact]] = []
+        self.written: list[Sequence[JournalEvent]] = []
 
-    def write(self, facts: Sequence[Fact]) -> None:
-        super().write(facts)
-        self.written.append(facts)
+    def write(self, events: Sequence[JournalEvent]) -> None:
+        super().write(events)
+        self.written.append(events)
 
 
 class Peer:
@@ -207,7 +207,7 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
             await peer.ask(PeerToCoordinatorShowVerdict(verdict=verdict), Acknowledged, scope)
             verdicts.append(verdict)
         assert verdicts[0].together == verdicts[1].together is not None
-        given = [scope for facts in journal.written for scope in [list(verdicts_in(facts))] if scope]
+        given = [scope for events in journal.written for scope in [list(verdicts_in(events))] if scope]
         assert given == [[1, 2]], "in one write"
     journal.close()
     await member.stop()

@@ -3,7 +3,7 @@
 import pytest
 from tests.swarm.coordinator.world import INITIAL, Worker, World, next_state, peer_name, run_file
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS
 from shoal.swarm.coordinator.rollback import CommittedRound, History
 from shoal.swarm.errors import StorageError
@@ -33,7 +33,7 @@ def digest_of(version: int) -> bytes:
     return digest
 
 
-def returned(world: World) -> list[f.WentBack]:
+def returned(world: World) -> list[ev.WentBack]:
     return [one.went_back for one in world.verdicts if one.went_back is not None]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.swarm.coordinator.world import CPU, MODEL, entry, heartbeat
 
-from shoal.swarm.coordinator.events import Fact, LeaseGranted
+from shoal.swarm.coordinator.events import JournalEvent, LeaseGranted
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.service import CoordinatorService, _host_of
 from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError
@@ -30,14 +30,14 @@ class _Journal(Journal):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, parse_run_file(TOML).hash, TOML)
-        self.writes: list[Sequence[Fact]] = []
+        self.writes: list[Sequence[JournalEvent]] = []
         self.fails = False
 
-    def write(self, facts: Sequence[Fact]) -> None:
+    def write(self, events: Sequence[JournalEvent]) -> None:
         if self.fails:
             raise StorageError("the disk is full")
-        super().write(facts)
-        self.writes.append(facts)
+        super().write(events)
+        self.writes.append(events)
 
 
 async def leases(service: CoordinatorService, members: Sequence[int]) -> list[Any]:
@@ -63,8 +63,8 @@ def admit(service: CoordinatorService) -> None:
         service.machine.heartbeat(entry(number).peer, heartbeat(), service.machine.now_s)
 
 
-def granted(facts: Sequence[Fact]) -> int:
-    return sum(isinstance(fact, LeaseGranted) for fact in facts)
+def granted(events: Sequence[JournalEvent]) -> int:
+    return sum(isinstance(event, LeaseGranted) for event in events)
 
 
 def test_leases_that_are_asked_for_together_are_written_together_and_before_they_are_given(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_leases_that_are_asked_for_together_are_written_together_and_before_they
             answers = await leases(service, range(MEMBERS))
             assert all(isinstance(one, CoordinatorToPeerLease) and one.ranges for one in answers)
             assert sum(map(granted, journal.writes)) == MEMBERS
-            assert len([facts for facts in journal.writes if granted(facts)]) <= 3
+            assert len([events for events in journal.writes if granted(events)]) <= 3
             assert granted(journal.read()) == MEMBERS
         journal.close()
 

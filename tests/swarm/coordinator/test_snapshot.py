@@ -1,4 +1,4 @@
-"""A snapshot stands for all facts before it, with every attribute that they have made."""
+"""A snapshot stands for all events before it, with every attribute that they have made."""
 
 import pytest
 from hypothesis import given, settings

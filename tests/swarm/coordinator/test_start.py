@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.swarm.coordinator.world import CPU, MODEL, SIGNER, entry, heartbeat, peer_name, run_file
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.errors import ModelMismatch
@@ -94,10 +94,10 @@ def test_it_says_what_it_waits_for(desk: Desk) -> None:
 
 def test_a_journal_brings_it_back(desk: Desk) -> None:
     desk.join(0)
-    facts = desk.machine.take_facts()
-    assert not any(isinstance(fact, f.StateAgreed) for fact in facts)
+    events = desk.machine.take_events()
+    assert not any(isinstance(event, ev.StateAgreed) for event in events)
     again = PlainRun(RUN, SIGNER.sign, 0.0, 2)
-    again.replay(facts, 0.0)
+    again.replay(events, 0.0)
     assert again.agreed_digest == desk.digests[RIGHT]
     snapshot = again.snapshot()
     assert snapshot is not None

@@ -9,7 +9,7 @@ from tests.swarm.coordinator.test_rounds import PLAN, A, B, C, plan
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, Worker, World, entry, peer_name, report, run_file
 
 from shoal.swarm.averaging.chunk_header import holders
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS, Member, weightiest, witnesses
 from shoal.swarm.coordinator.round_rules import Judgement, Round, judge, lost_work
 from shoal.swarm.coordinator.trust import (
@@ -428,7 +428,7 @@ def test_accusations_outlive_the_coordinator() -> None:
         world.report(worker)
     world.machine.report(world.workers[2].peer, lies, world.now_s)
     (verdict,) = [one for one in world.verdicts if one.accusations] or [world.go_on(1) and world.verdicts[SOON]]
-    assert verdict.accusations == (f.Accusation(by=C, of=A, round=SOON),)
+    assert verdict.accusations == (ev.Accusation(by=C, of=A, round=SOON),)
     world.restart()
     (next_one, *_) = world.go_on(1)
     assert next_one.plan is not None

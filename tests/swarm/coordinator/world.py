@@ -10,7 +10,7 @@ from typing import Any
 from tests.swarm.coordinator.journaled_world import JournaledWorld, attributes_of
 
 from shoal.swarm.averaging.norm_claims import pack, ranges
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.errors import NotAdmitted, StaleWork
 from shoal.swarm.protocol.identity import Identity
@@ -179,7 +179,7 @@ def journaled(machine: PlainRun) -> dict[str, Any]:
         "verdict": (machine.chain, machine.verdict, machine.loss),
         "history": machine.history,
         "counts": (machine.rounds_aborted, machine.tokens_committed, machine.rounds_undone, machine.tokens_undone),
-        "again": machine.again,
+        "retrained": machine.retrained,
         "accusations": machine.accusations,
         "setback": machine.setback,
         "members": {
@@ -209,7 +209,7 @@ def journaled(machine: PlainRun) -> dict[str, Any]:
     }
 
 
-NOT_FROM_FACTS = {
+NOT_FROM_EVENTS = {
     "access",
     "_sign",
     "_ready_delays",
@@ -224,11 +224,11 @@ NOT_FROM_FACTS = {
 
 
 def attributes(machine: PlainRun) -> dict[str, Any]:
-    return attributes_of(machine, NOT_FROM_FACTS)
+    return attributes_of(machine, NOT_FROM_EVENTS)
 
 
 class World(JournaledWorld[PlainRun]):
-    """Every event goes through here; ``settle`` after it takes the facts and checks what must always hold."""
+    """Every event goes through here; ``settle`` after it takes the events and checks what must always hold."""
 
     def __init__(self, run: RunFile, members: int = 0) -> None:
         super().__init__(run)
@@ -236,12 +236,12 @@ class World(JournaledWorld[PlainRun]):
         self.workers = [Worker(number) for number in range(8)]
         self.loss = 2.5
         self.committed: Ranges = []
-        self.verdicts: list[f.VerdictGiven] = []
+        self.verdicts: list[ev.VerdictGiven] = []
         self.archive = {0: INITIAL}
         """Of which version there is a state to be had, on disks or from others, and with which digest."""
         self.history: list[tuple[bytes, Ranges]] = []
         """Of each committed round that was not undone: the state that it was planned on, and its samples."""
-        self.again: tuple[set[int], set[int]] = (set(), set())
+        self.retrained: tuple[set[int], set[int]] = (set(), set())
         """Samples that have to be trained on again: their contributor died, or their round was undone."""
         self._phase = "open"
         self._planned: Ranges = []
@@ -463,49 +463,49 @@ class World(JournaledWorld[PlainRun]):
     # What must hold ---------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        for fact in self.written():
-            self._follow(fact)
+        for event in self.written():
+            self._follow(event)
         self.check()
 
-    def _follow(self, fact: f.Fact) -> None:
-        """The story that the facts tell must be one story."""
+    def _follow(self, event: ev.JournalEvent) -> None:
+        """The story that the events tell must be one story."""
         machine = self.machine
-        match fact:
-            case f.MemberJoined():
-                assert fact.entry.role == "trainer", "observers leave no traces"
-            case f.RoundClosing():
+        match event:
+            case ev.MemberJoined():
+                assert event.entry.role == "trainer", "observers leave no traces"
+            case ev.RoundClosing():
                 assert self._phase == "open"
-                assert fact.round == len(self.verdicts)
-                if machine.round.phase == "closing" and machine.round.number == fact.round:
+                assert event.round == len(self.verdicts)
+                if machine.round.phase == "closing" and machine.round.number == event.round:
                     lead_s = 0 if self.run.algorithm == "virtual_batch" else machine.deadlines.announce_s / 2
                     assert machine.round.closes_s >= self.now_s + lead_s
                 self._phase = "closing"
-            case f.RoundReopened():
-                assert (self._phase, fact.round) == ("closing", len(self.verdicts))
+            case ev.RoundReopened():
+                assert (self._phase, event.round) == ("closing", len(self.verdicts))
                 self._phase = "open"
-            case f.RoundPlanned():
+            case ev.RoundPlanned():
                 assert self._phase == "closing"
-                self._check_plan(fact)
+                self._check_plan(event)
                 self._phase = "averaging"
-            case f.VerdictGiven():
-                self._check_verdict(fact)
+            case ev.VerdictGiven():
+                self._check_verdict(event)
                 self._phase = "open"
-            case f.EpochsCovered():
-                stop = fact.stop * fact.samples
-                assert fact.samples == MODEL.samples
+            case ev.EpochsCovered():
+                stop = event.stop * event.samples
+                assert event.samples == MODEL.samples
                 assert self.committed[0][0] == 0
                 assert self.committed[0][1] >= stop, "all are committed"
-                bounds = range(fact.first * fact.samples, stop)
-                assert [fact.lost, fact.undone] == [len(one.intersection(bounds)) for one in self.again]
-                self.again = tuple(one.difference(range(stop)) for one in self.again)  # type: ignore[assignment]
+                bounds = range(event.first * event.samples, stop)
+                assert [event.lost, event.undone] == [len(one.intersection(bounds)) for one in self.retrained]
+                self.retrained = tuple(one.difference(range(stop)) for one in self.retrained)  # type: ignore[assignment]
 
-    def _check_plan(self, fact: f.RoundPlanned) -> None:
-        plan, machine = fact.plan, self.machine
+    def _check_plan(self, event: ev.RoundPlanned) -> None:
+        plan, machine = event.plan, self.machine
         self.archive[plan.anchor_version] = plan.state_digest
         peers = [one.peer for one in plan.members]
         assert plan.round == len(self.verdicts)
         assert peers == sorted(set(peers))
-        self._ranges = {peer: from_wire(one) for peer, one in zip(peers, fact.ranges, strict=True)}
+        self._ranges = {peer: from_wire(one) for peer, one in zip(peers, event.ranges, strict=True)}
         for one in plan.members:
             assert one.peer in machine.round.ready or machine.round.number != plan.round
             assert one.weight_tokens == count(self._ranges[one.peer]) * TOKENS_PER_SAMPLE
@@ -521,8 +521,8 @@ class World(JournaledWorld[PlainRun]):
             forced = self.now_s >= machine.round.opened_s + machine.goal().max_s
             assert tokens == self.run.round.tokens or (tokens < self.run.round.tokens and forced)
 
-    def _check_verdict(self, fact: f.VerdictGiven) -> None:
-        verdict = fact.verdict
+    def _check_verdict(self, event: ev.VerdictGiven) -> None:
+        verdict = event.verdict
         chain = self.verdicts[-1].verdict.chain if self.verdicts else genesis(self.run.hash)
         before = len(self.history)
         assert verdict.round == len(self.verdicts)
@@ -533,9 +533,9 @@ class World(JournaledWorld[PlainRun]):
             assert verdict.plan is not None
             assert len(verdict.digests) == len(verdict.plan.parts)
             assert verdict.anchor_version == before + 1
-            fresh = [one for peer, ranges in self._ranges.items() if peer not in fact.lost for one in ranges]
-            lost = [one for peer in fact.lost for one in self._ranges[peer]]
-            self.again[0].update(sample for bounds in lost for sample in range(*bounds))
+            fresh = [one for peer, ranges in self._ranges.items() if peer not in event.lost for one in ranges]
+            lost = [one for peer in event.lost for one in self._ranges[peer]]
+            self.retrained[0].update(sample for bounds in lost for sample in range(*bounds))
             assert count(subtract(merge(fresh), self.committed)) == count(fresh), "committed twice"
             self.committed = merge([*self.committed, *fresh])
             self.history.append((verdict.plan.state_digest, fresh))
@@ -544,14 +544,14 @@ class World(JournaledWorld[PlainRun]):
         else:
             assert verdict.reason
             assert verdict.tokens == 0
-        if fact.went_back is not None:
-            self._check_return(fact.went_back, verdict)
+        if event.went_back is not None:
+            self._check_return(event.went_back, verdict)
         elif not verdict.committed:
             assert verdict.anchor_version == before
         assert verdict.tokens_total == count(self.committed) * TOKENS_PER_SAMPLE
-        self.verdicts.append(fact)
+        self.verdicts.append(event)
 
-    def _check_return(self, back: f.WentBack, verdict: Verdict) -> None:
+    def _check_return(self, back: ev.WentBack, verdict: Verdict) -> None:
         """To a version with the digest that a round was planned on that has been committed and not undone since."""
         assert not verdict.committed
         assert self._phase == "open" or back.diverged
@@ -565,7 +565,7 @@ class World(JournaledWorld[PlainRun]):
         assert (vouching.plan.anchor_version, vouching.plan.state_digest) == (verdict.anchor_version, digest)
         assert back.keepers
         undone = [one for _, ranges in self.history[verdict.anchor_version :] for one in ranges]
-        self.again[1].update(sample for bounds in undone for sample in range(*bounds))
+        self.retrained[1].update(sample for bounds in undone for sample in range(*bounds))
         self.committed = subtract(self.committed, merge(undone))
         self.history = self.history[: verdict.anchor_version]
         self.archive = {at: one for at, one in self.archive.items() if at <= verdict.anchor_version}

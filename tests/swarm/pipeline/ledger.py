@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shoal.swarm.coordinator.stage_scope import fair_samples
+from shoal.swarm.coordinator.micro_batch_ledger import fair_samples
 from shoal.swarm.pipeline.engine.effects import AskToDrive, Claim, Release
 from shoal.swarm.sample_ranges import Ranges, merge
 

@@ -5,7 +5,7 @@ from tests.swarm.coordinator.pipeline_world import SMALL, STAGES, Peer, Pipeline
 from tests.swarm.coordinator.test_pipeline import holder, rounds, training
 from tests.swarm.coordinator.world import CPU, entry
 
-from shoal.swarm.coordinator import events as f
+from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.stall_detector import _span_s
 from shoal.swarm.protocol.start_section import StartSection, StartTensor
 
@@ -20,11 +20,11 @@ def turn(world: PipelineWorld, seconds: float = 0.25) -> None:
     world.tick(seconds)
 
 
-def until_taken(world: PipelineWorld, within_s: float = 120.0) -> tuple[f.SpanTaken, float]:
+def until_taken(world: PipelineWorld, within_s: float = 120.0) -> tuple[ev.SpanTaken, float]:
     """The next span that is taken from somebody, and after which time."""
-    began_s, seen = world.now_s, len(world.facts)
+    began_s, seen = world.now_s, len(world.events)
     while True:
-        taken = [one for one in world.facts[seen:] if isinstance(one, f.SpanTaken) and one.reason]
+        taken = [one for one in world.events[seen:] if isinstance(one, ev.SpanTaken) and one.reason]
         if taken:
             return taken[0], world.now_s - began_s
         assert world.now_s < began_s + within_s, f"{world.machine.say_outlook()!r} for ever"
@@ -82,7 +82,7 @@ def test_rests_outlive_the_coordinator() -> None:
         taken, _ = until_taken(world)
         rounds(world, 1)
         world.restart(compact=compact)
-        assert world.machine.rests[late.name] == f.Rest(until_s=taken.until_s, reason=taken.reason, times=1)
+        assert world.machine.rests[late.name] == ev.Rest(until_s=taken.until_s, reason=taken.reason, times=1)
         turn(world)
         assert late.name not in world.machine.spans
 
@@ -157,7 +157,7 @@ def test_nobody_is_blamed_for_a_state_that_nobody_has() -> None:
         world.start(peer)
     while world.machine.anchor_version == 2:
         turn(world)
-    assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
+    assert [one for one in world.events if isinstance(one, ev.SpanTaken)] == []
     assert world.machine.anchor_version == 0
 
 
@@ -179,8 +179,8 @@ def test_nobody_is_blamed_while_nobody_has_what_the_run_starts_from() -> None:
             world.beat(peer)
         world.machine.tick(world.now_s)
         world.now_s += 0.25
-        world.facts += world.machine.take_facts()
-    assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
+        world.events += world.machine.take_events()
+    assert [one for one in world.events if isinstance(one, ev.SpanTaken)] == []
 
 
 def test_a_transfer_over_a_slow_link_is_no_idling() -> None:
@@ -260,12 +260,12 @@ def test_who_got_its_stage_again_before_it_has_rested_keeps_it() -> None:
     stage = next(number for number in range(STAGES) if len(world.machine.holders(number)) == 1)
     alone = holder(world, stage).name
     span, unix_s = world.machine.spans[alone], world.machine.unix_s
-    world.machine.record(f.SpanTaken(peer=alone, at_s=unix_s, reason="hung", until_s=unix_s + 1000.0))
-    world.machine.record(f.SpanAssigned(peer=alone, first=span[0], last=span[1], at_s=unix_s))
+    world.machine.record(ev.SpanTaken(peer=alone, at_s=unix_s, reason="hung", until_s=unix_s + 1000.0))
+    world.machine.record(ev.SpanAssigned(peer=alone, first=span[0], last=span[1], at_s=unix_s))
     turn(world)
-    seen = len(world.facts)
+    seen = len(world.events)
     rounds(world, 6)
-    assert [one for one in world.facts[seen:] if isinstance(one, f.SpanTaken | f.SpanAssigned)] == []
+    assert [one for one in world.events[seen:] if isinstance(one, ev.SpanTaken | ev.SpanAssigned)] == []
     assert world.machine.spans[alone] == span
 
 
@@ -278,7 +278,7 @@ def test_slow_computing_is_no_idling() -> None:
         until_s = world.now_s + 0.8 * world.machine.deadlines.idle_s(0.2)
         while world.now_s < until_s and not world.verdicts:
             turn(world)
-    assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
+    assert [one for one in world.events if isinstance(one, ev.SpanTaken)] == []
 
 
 def test_who_waits_for_an_empty_stage_is_not_blamed() -> None:
@@ -286,4 +286,4 @@ def test_who_waits_for_an_empty_stage_is_not_blamed() -> None:
     world.leave(holder(world, 1))
     for _ in range(100):
         turn(world)
-    assert [one for one in world.facts if isinstance(one, f.SpanTaken)] == []
+    assert [one for one in world.events if isinstance(one, ev.SpanTaken)] == []

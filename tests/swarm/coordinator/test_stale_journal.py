@@ -6,11 +6,11 @@ import pytest
 import torch
 from tests.fakes.swarm import Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual
-from tests.swarm.coordinator.stories import RUN, facts_in, story
+from tests.swarm.coordinator.stories import RUN, events_in, story
 from tests.swarm.coordinator.world import SIGNER, attributes
 
 from shoal.swarm.averaging.outcome import Committed
-from shoal.swarm.coordinator.events import Fact, RoundPlanned, VerdictGiven
+from shoal.swarm.coordinator.events import JournalEvent, RoundPlanned, VerdictGiven
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import WireError
@@ -18,19 +18,19 @@ from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.verdict_chain import chain_hash, signed_bytes
 
-FACTS = facts_in(len(story()))
-GIVEN = [number for number, fact in enumerate(FACTS) if isinstance(fact, VerdictGiven)]
+EVENTS = events_in(len(story()))
+GIVEN = [number for number, event in enumerate(EVENTS) if isinstance(event, VerdictGiven)]
 
 
 def verdict(round_number: int) -> Verdict:
-    fact = FACTS[GIVEN[round_number]]
-    assert isinstance(fact, VerdictGiven)
-    return fact.verdict
+    event = EVENTS[GIVEN[round_number]]
+    assert isinstance(event, VerdictGiven)
+    return event.verdict
 
 
-def machine(facts: list[Fact]) -> PlainRun:
+def machine(events: list[JournalEvent]) -> PlainRun:
     made = PlainRun(RUN, SIGNER.sign, 0.0, 0)
-    made.replay(facts, 0.0)
+    made.replay(events, 0.0)
     return made
 
 
@@ -46,10 +46,10 @@ def forged(signer: Identity, of: Verdict, **changes: Any) -> Verdict:
 @pytest.mark.parametrize("round_number", range(4))
 def test_the_open_rounds_verdict_is_taken_over(round_number: int) -> None:
     end = GIVEN[round_number]
-    lacks = machine(FACTS[:end])
+    lacks = machine(EVENTS[:end])
     assert lacks.take_over(verdict(round_number), 0.0)
-    assert [type(fact) for fact in lacks.take_facts()] == [VerdictGiven]
-    found, wanted = attributes(lacks), attributes(machine(FACTS[: end + 1]))
+    assert [type(event) for event in lacks.take_events()] == [VerdictGiven]
+    found, wanted = attributes(lacks), attributes(machine(EVENTS[: end + 1]))
     for attributed in (found, wanted):
         attributed["history"] = [one._replace(took_s=0.0) for one in attributed["history"].rounds]
     untold = {"elapsed_before_s", "announcements"}
@@ -58,30 +58,30 @@ def test_the_open_rounds_verdict_is_taken_over(round_number: int) -> None:
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_what_is_known_changes_nothing(behind: int) -> None:
-    knows = machine(FACTS[: GIVEN[3] + 1])
+    knows = machine(EVENTS[: GIVEN[3] + 1])
     assert knows.take_over(verdict(4 - behind), 0.0)
-    assert knows.take_facts() == []
+    assert knows.take_events() == []
 
 
 @pytest.mark.parametrize("lacks_plan", [False, True])
 def test_a_journal_that_lacks_more_is_too_old(lacks_plan: bool) -> None:
-    plan = max(number for number in range(GIVEN[3]) if isinstance(FACTS[number], RoundPlanned))
-    old = machine(FACTS[:plan] if lacks_plan else FACTS[: GIVEN[2]])
+    plan = max(number for number in range(GIVEN[3]) if isinstance(EVENTS[number], RoundPlanned))
+    old = machine(EVENTS[:plan] if lacks_plan else EVENTS[: GIVEN[2]])
     assert not old.take_over(verdict(3), 0.0)
-    assert old.take_facts() == []
+    assert old.take_events() == []
 
 
 def test_an_aborted_round_needs_no_plan() -> None:
-    plan = max(number for number in range(GIVEN[3]) if isinstance(FACTS[number], RoundPlanned))
+    plan = max(number for number in range(GIVEN[3]) if isinstance(EVENTS[number], RoundPlanned))
     aborted = forged(SIGNER, verdict(3), committed=False, reason="so", digests=(), tokens=0, anchor_version=3)
-    old = machine(FACTS[:plan])
+    old = machine(EVENTS[:plan])
     assert old.take_over(aborted, 0.0)
     assert (old.round.number, old.anchor_version, old.rounds_aborted) == (4, 3, 1)
 
 
 @pytest.mark.parametrize("changes", [{"tokens": 10}, {"anchor_version": 9}, {"previous_chain": bytes(32)}])
 def test_a_verdict_that_does_not_follow_is_not_taken_over(changes: dict[str, Any]) -> None:
-    assert not machine(FACTS[: GIVEN[3]]).take_over(forged(SIGNER, verdict(3), **changes), 0.0)
+    assert not machine(EVENTS[: GIVEN[3]]).take_over(forged(SIGNER, verdict(3), **changes), 0.0)
 
 
 def test_nobody_else_can_make_up_a_verdict() -> None:
@@ -105,9 +105,9 @@ async def play(run: Swarm) -> None:
 
 async def forget(run: Swarm, rounds: int) -> None:
     """Start again from a journal that ends before the verdict of so many rounds ago."""
-    given = [number for number, fact in enumerate(run.coordinator.facts) if isinstance(fact, VerdictGiven)]
+    given = [number for number, event in enumerate(run.coordinator.events) if isinstance(event, VerdictGiven)]
     run.coordinator.away = True
-    del run.coordinator.facts[given[-rounds] :]
+    del run.coordinator.events[given[-rounds] :]
     run.coordinator.restart()
 
 
@@ -118,7 +118,7 @@ def test_members_bring_back_the_verdict_that_was_lost() -> None:
             await play(run)
             await forget(run, 1)
             await play(run)
-            given = [fact.verdict for fact in run.coordinator.facts if isinstance(fact, VerdictGiven)]
+            given = [event.verdict for event in run.coordinator.events if isinstance(event, VerdictGiven)]
             assert [one.round for one in given] == [0, 1, 2]
             assert all(one.committed for one in given)
             assert {one.digest for one in run.members} == {run.members[0].digest}
@@ -138,6 +138,6 @@ def test_a_coordinator_that_lacks_more_stops() -> None:
                 await one.client.wait_for(lambda view: False, 2 * one.client.deadlines.heartbeat_s)
                 assert one.view.round == 3, "members do not go back"
             assert run.coordinator.is_outdated
-            assert sum(isinstance(fact, VerdictGiven) for fact in run.coordinator.facts) == 1
+            assert sum(isinstance(event, VerdictGiven) for event in run.coordinator.events) == 1
 
     run_virtual(main())
