@@ -64,7 +64,7 @@ class Unsplit:
 
     def train(self, batches: Sequence[Tensor]) -> None:
         """One micro-batch after the other."""
-        self._work.restart(self._vector.read())
+        self._work.restart_from(self._vector.read())
         for batch in batches:
             self._loop.backward(moved(batch, self._device))
             self._work.step(len(batch), 1.0)
@@ -139,7 +139,7 @@ class TwoStages:
         is_done = False
         try:
             with side.staging.computing():
-                side.stage.work.restart(side.vector.read())
+                side.stage.work.restart_from(side.vector.read())
                 way(side, samples, send)
             is_done = True
         finally:

@@ -44,13 +44,13 @@ class _Summed:
     def contribution(self, anchor: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def forget_steps(self) -> None:
+    def reset_optimizer(self) -> None:
         raise NotImplementedError
 
-    def restart(self, anchor: Tensor) -> None:
+    def restart_from(self, anchor: Tensor) -> None:
         raise NotImplementedError
 
-    def go_on(self, anchor: Tensor) -> None:
+    def continue_from(self, anchor: Tensor) -> None:
         raise NotImplementedError
 
 

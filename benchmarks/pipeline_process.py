@@ -92,7 +92,7 @@ def note_computing(notes: Notes) -> None:
 
     noted("_forward", "forward")
     noted("_backward", "backward")
-    end = SpanTraining.end_round
+    end = SpanTraining.close_round
 
     def ended(self: SpanTraining) -> bool:
         began_s = time.time()
@@ -100,7 +100,7 @@ def note_computing(notes: Notes) -> None:
         notes.write("round_end", began_s=began_s, goes_on=goes_on)
         return goes_on
 
-    SpanTraining.end_round = ended  # type: ignore[method-assign]
+    SpanTraining.close_round = ended  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -126,18 +126,18 @@ class _Peer:
 
     def _hold(self, version: int) -> None:
         """Stands for the state that everybody has at this anchor version."""
-        self._member.hold(AnchorState.of(torch.zeros(1, 1), version))
+        self._member.hold_state(AnchorState.of(torch.zeros(1, 1), version))
 
     async def _work(self) -> tuple[SampleRange, ...]:
         """Lease one sample, say that it is done, and wait for the end of the announced closing."""
         client, member = self._client, self._member
         number = (await client.wait_for(lambda view: view.phase == "training")).round
         member.progress.round, member.progress.tokens_done = number, 0
-        await member.beat()
+        await member.send_heartbeat()
         while not (ranges := await member.lease(1)):
             await member.wait_for_change(client.deadlines.heartbeat_s / 4)
         member.progress.tokens_done = 1
-        await member.beat()
+        await member.send_heartbeat()
         view = await client.wait_for(lambda view: view.phase == "closing")
         assert view.round == number, (view.round, number)
         closes_at_s = client.closes_at_s

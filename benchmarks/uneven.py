@@ -83,7 +83,7 @@ class Trainer:
 
     def train(self, anchor: Tensor, run: RunFile, tokens: int, round_tokens: int) -> tuple[Tensor, int]:
         """A round's work from the anchor: the contribution, (n,) float32, and its tokens."""
-        self.work.restart(anchor)
+        self.work.restart_from(anchor)
         assert run.run.tokens is not None
         data, jitter = self.recipe.training_data(), 0.7 + 0.6 * float(torch.rand((), generator=self.draws))
         steps = max(1, round(self.speed * SLOWEST_STEPS * jitter))

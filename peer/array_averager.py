@@ -56,16 +56,16 @@ class _Given:
         """See ``LocalWork.contribution``."""
         return torch.zeros_like(anchor) if self.values is None else self.values.clone()
 
-    def forget_steps(self) -> None:
+    def reset_optimizer(self) -> None:
         """There are none here: who gives the arrays has them."""
 
-    def restart(self, anchor: Tensor) -> None:
+    def restart_from(self, anchor: Tensor) -> None:
         """Keep the given arrays: they are offered until they have been in a mean."""
         self._vector.write(anchor)
 
-    def go_on(self, anchor: Tensor) -> None:
-        """See ``restart``."""
-        self.restart(anchor)
+    def continue_from(self, anchor: Tensor) -> None:
+        """See ``restart_from``."""
+        self.restart_from(anchor)
 
 
 class ArrayAverager:
@@ -120,7 +120,7 @@ class ArrayAverager:
             elif samples.next_batch(missing) is None:
                 session.fetch_lease(missing)
             else:
-                samples.finish(torch.tensor(math.nan))
+                samples.finish_batch(torch.tensor(math.nan))
                 session.report_progress()
         return self._named(self._mean, arrays)
 

@@ -58,9 +58,9 @@ class NetworkThread(Generic[R]):
         """Run it in the loop and wait. Raises what it raises, or what ended the network thread meanwhile.
 
         ``interruptible``: whether ``interrupt`` may end the wait, or a function that says whether it may now."""
-        return self.finish(self.begin(coroutine), interruptible=interruptible)
+        return self.wait_for(self.submit(coroutine), interruptible=interruptible)
 
-    def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run it in the loop beside the training thread, which has to ``finish`` it. Raises what ended the thread."""
         with self._lock:
             loop = self._loop
@@ -71,7 +71,7 @@ class NetworkThread(Generic[R]):
             self._calls.add(future)
         return future
 
-    def finish(self, future: concurrent.futures.Future[T], *, interruptible: bool | Callable[[], bool] = False) -> T:
+    def wait_for(self, future: concurrent.futures.Future[T], *, interruptible: bool | Callable[[], bool] = False) -> T:
         """The second half of ``call``."""
         try:
             return self._wait(future, interruptible)
@@ -98,7 +98,7 @@ class NetworkThread(Generic[R]):
             wait_s = _INTERRUPT_POLL_S
         return future.result()
 
-    def tell(self, callback: Callable[[], object]) -> None:
+    def post(self, callback: Callable[[], object]) -> None:
         """Run a plain function in the loop, soon; does nothing once the thread has ended."""
         with self._lock:
             if self._loop is not None:
@@ -113,7 +113,7 @@ class NetworkThread(Generic[R]):
         """Leave the context and join the thread."""
         stop = self._stop
         if stop is not None:
-            self.tell(stop.set)
+            self.post(stop.set)
         self._thread.join()
 
     def _main(self) -> None:

@@ -100,8 +100,8 @@ class Session:
             )
         connection = self._connection
         self._replica_or_none = connection.replica(self._member, setup, connection.folder, self._emit)
-        self._replica.take_part(setup.data)
-        self._replica.sync()
+        self._replica.register(setup.data)
+        self._replica.sync_state()
 
     @property
     def samples(self) -> LeasedSamples:
@@ -141,14 +141,14 @@ class Session:
         ``loss``: () the mean over the batch, any device.
         """
         replica = self._replica
-        samples = replica.samples.finish(loss)
+        samples = replica.samples.finish_batch(loss)
         view = self.view
         factor = run_lr_factor(self.run_file, view.tokens_committed + view.tokens_in_round)
         replica.step(samples, factor)
         self._timer.stop(samples * replica.tokens_per_sample)
         self.report_progress()
         if replica.verdict_is_known:
-            self._act(replica.conclude)
+            self._act(replica.conclude_round)
         if self._is_due(self._timer.step_s):
             self._act(replica.close_round)
 
@@ -176,7 +176,7 @@ class Session:
     def _close(self, error: BaseException | None) -> None:
         try:
             if self._replica_or_none is not None and self._network.failure is None:
-                self._replica.save()
+                self._replica.save_checkpoint()
                 self._say_goodbye(self._replica)
         finally:
             self._connection.close(error)
@@ -188,7 +188,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self._replica_or_none is not None and self._replica.exchanging:
-            self._act(self._replica.conclude)  # the others count on what was offered
+            self._act(self._replica.conclude_round)  # the others count on what was offered
         self._close(error)
 
     # Work ---------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Session:
         again."""
         view, replica = self.view, self._replica
         if replica.verdict_is_known or (replica.exchanging and (self._stopping or view.phase == "ended")):
-            return self._act(replica.conclude)
+            return self._act(replica.conclude_round)
         rejoined = self._member.rejoined
         match attention([view], lambda _: self._is_due(self._least_s()), rejoined=rejoined, stopping=self._stopping):
             case Attention.ENDED:
@@ -218,9 +218,7 @@ class Session:
                 self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
                 return Readiness.OVER
             case Attention.AFRESH:
-                replica.start_afresh(
-                    "the coordinator had given this peer up" if rejoined else "its state is not the run's"
-                )
+                replica.resync("the coordinator had given this peer up" if rejoined else "its state is not the run's")
                 return Readiness.NOT_YET
             case Attention.ROUND:
                 return self._act(replica.close_round)
@@ -232,7 +230,7 @@ class Session:
             follows = self.options.role == "validator"
             leased = () if follows else self._network.call(self._member.lease(samples), interruptible=True)
             for one in leased:
-                self._replica.samples.add(one.start, one.stop)
+                self._replica.samples.add_lease(one.start, one.stop)
             if not leased:
                 self._set_activity("following" if follows else "waiting")
                 self.wait_for_change()

@@ -143,7 +143,7 @@ class CheckpointKeeper:
         fresh pages cost more than the copy."""
         if not self._is_prepared:
             self._is_prepared = True
-            self._preparing = self._network.begin(in_thread(self._snapshots.prepare, self._own()))
+            self._preparing = self._network.submit(in_thread(self._snapshots.prepare, self._own()))
 
     def find(self, version: int, digest: bytes | None) -> Checkpoint | None:
         """The checkpoint of the run's present state, else the newest whole one of this model; None without any."""
@@ -187,17 +187,17 @@ class CheckpointKeeper:
     def _begin(self, state: AnchorState, verdict: Verdict) -> None:
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
-            self._network.finish(preparing)
+            self._network.wait_for(preparing)
         about, own = self._subject.about(state.version, state.digest, verdict), self._snapshots.take(self._own())
         upto = next((at for at, one in enumerate(self._verdicts) if one.chain == verdict.chain), -1)
         contents = Contents(about, state, own, self._verdicts[: upto + 1] or (verdict,))
-        self._writing = self._network.begin(self._write(contents))
+        self._writing = self._network.submit(self._write(contents))
 
     def _settle(self) -> None:
         """Wait for what is being written."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            self._network.finish(writing)
+            self._network.wait_for(writing)
 
     async def _write(self, contents: Contents) -> None:
         """A disk that refuses is a warning: others hold the state too, and the next try may do."""

@@ -81,7 +81,7 @@ class RunConnection:
         slots, silent_s = outer_of(self.run_file.outer).slots, client.deadlines.patience_s / 2
         found = RunStart(start, slots, files, node, lambda: witnesses(node.trainers(), self.peer), silent_s)
         if files is not None:
-            self.network.tell(found.offer)
+            self.network.post(found.offer)
         return found
 
     @property
@@ -90,7 +90,7 @@ class RunConnection:
         return self.options.folder(self.run_file, self.peer)
 
     def replica(self, member: LocalMember, setup: TrainingSetup, folder: Path, emit: Emit) -> TrainingReplica:
-        """Make this peer's replica of the run, or of a stage: ``TrainingReplica.take_part`` comes next.
+        """Make this peer's replica of the run, or of a stage: ``TrainingReplica.register`` comes next.
 
         ``member``: of the same; ``folder``: where its checkpoints, records and history are. The checkpoints are copied
         to where the options say from now on, also once a stage is not held any more.
@@ -131,10 +131,10 @@ class RunConnection:
         the others to know."""
         if error is not None:
             client = self.members.run.client
-            self.network.tell(lambda: setattr(client, "farewell", _farewell(error)))
+            self.network.post(lambda: setattr(client, "farewell", _farewell(error)))
         self.network.stop()
         for copies in self._copies:
-            copies.tell(copies.resource.finish)
+            copies.post(copies.resource.finish)
         for copies in self._copies:
             copies.stop()
             if copies.failure is not None:

@@ -170,7 +170,7 @@ class LocalMember:
         while True:
             self._beat_now.clear()
             try:
-                await self.beat()
+                await self.send_heartbeat()
             except (Superseded, RunEnded):
                 raise
             except LinkError as error:
@@ -196,11 +196,11 @@ class LocalMember:
             return f"{self.progress.activity} {done:.0%}"
         return (self._averager.activity if self._averager else "") or self.progress.activity
 
-    def beat_soon(self) -> None:
+    def request_heartbeat(self) -> None:
         """Something has changed that the coordinator waits for."""
         self._beat_now.set()
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Tell the coordinator how we are, now. A coordinator that forgot us gets us anew, without our work."""
         progress, state, averager, meter = self.progress, self.state, self._averager, self.node.meter
         sent_bytes, received_bytes = meter.of(self.client.scope)
@@ -262,11 +262,11 @@ class LocalMember:
             try:
                 await self.client.ask(model, CoordinatorToPeerModelAccepted)
             except NotAdmitted:  # it has been started again meanwhile, from a journal without us
-                await self.beat()
+                await self.send_heartbeat()
             else:
                 return
 
-    def hold(self, state: AnchorState) -> None:
+    def hold_state(self, state: AnchorState) -> None:
         """This is our state now: offer it to joiners and tell the coordinator."""
         self._donor.offer(state)
         self.state, self._earlier = state, None
@@ -295,14 +295,14 @@ class LocalMember:
             self._download.close()
             self._download = None
 
-    def let_go(self) -> None:
+    def drop_state(self) -> None:
         """Hold no state any more: the one held is not the run's."""
         self.state = None
 
-    async def tell(self, kept: tuple[KeptState, ...]) -> None:
+    async def report_kept(self, kept: tuple[KeptState, ...]) -> None:
         """Say what we could go back to: it may be that nobody has anything newer."""
         self._kept = kept
-        await self.beat()
+        await self.send_heartbeat()
 
     async def await_word(self, bad: KeptState, kept: Callable[[], tuple[KeptState, ...]]) -> DivergenceWord:
         """Say that local work from that state on is of no use, and what we could go back to (``kept``, which reads and
@@ -311,7 +311,7 @@ class LocalMember:
         self._diverged = bad
         try:
             while True:
-                await self.beat()
+                await self.send_heartbeat()
                 if self.client.view.divergence:
                     return self.client.view.divergence
                 await self.client.wait_for(lambda view: view.divergence != "", self.client.deadlines.heartbeat_s)

@@ -74,7 +74,7 @@ class LocalState:
         if own is None or checkpoint.manifest.peer != self._member.client.peer:
             return False
         restore_own(own, self._optimizer, self._model)
-        self._samples.count_on(own)
+        self._samples.restore_counters(own)
         carried = carried_of(own, state.anchor.numel())
         if carried is None or state is not checkpoint.state or self._member.client.view.plan is not None:
             return False
@@ -119,7 +119,7 @@ class _Exchange:
 
 
 class TrainingReplica:
-    """``take_part`` before anything else. ``round`` is the round that the local work is for: with ``overlap`` the one
+    """``register`` before anything else. ``round`` is the round that the local work is for: with ``overlap`` the one
     after the round that is being averaged."""
 
     def __init__(
@@ -167,15 +167,15 @@ class TrainingReplica:
 
     @property
     def state(self) -> AnchorState | None:
-        """The state held now; None before ``sync``."""
+        """The state held now; None before ``sync_state``."""
         return getattr(self, "_state", None)
 
-    def take_part(self, data: DataAbout | None) -> None:
-        """Agree with the run on the model, and begin to keep its history; once, ``sync`` comes next.
+    def register(self, data: DataAbout | None) -> None:
+        """Agree with the run on the model, and begin to keep its history; once, ``sync_state`` comes next.
 
         Raises as ``describe``."""
         self.describe(data)
-        self._network.tell(lambda: self._member.keep_history(self._folder / HISTORY_FILE))
+        self._network.post(lambda: self._member.keep_history(self._folder / HISTORY_FILE))
         self._member.prepare_averaging(self.vector.layout)
 
     def describe(self, data: DataAbout | None) -> None:
@@ -194,7 +194,7 @@ class TrainingReplica:
         except CorpusError as error:
             raise CorpusError(f"{error}\n  here: {data.about if data else 'no data'}") from error
 
-    def sync(self, *, afresh: bool = False) -> None:
+    def sync_state(self, *, afresh: bool = False) -> None:
         """Get the run's current state: what we hold if it is that, else by the rounds that we missed, else from others.
         Raises ``Interrupted``."""
         self._member.progress.activity = "syncing"
@@ -212,7 +212,7 @@ class TrainingReplica:
         if view.verdict is not None:
             self._heard(view.verdict)
         carries = found is not None and self._own.take_up(found, self._state)
-        self.work.restart(self._state.anchor)
+        self.work.restart_from(self._state.anchor)
         self._enter_round(view.round)
         self._emit(
             "synced",
@@ -223,28 +223,28 @@ class TrainingReplica:
             caught_up=self._missed.rounds - rounds_before,
         )
 
-    def start_afresh(self, reason: str, bad: KeptState | None = None) -> None:
+    def resync(self, reason: str, bad: KeptState | None = None) -> None:
         """Drop the local work and begin again from the run's current state, once a round under way has ended. ``bad``:
-        a state that nothing comes of; the others are asked first, see ``begin_anew``."""
-        if self.exchanging and not self.conclude():
+        a state that nothing comes of; the others are asked first, see ``recover_from_divergence``."""
+        if self.exchanging and not self.conclude_round():
             return
         log.warning("starting again from the anchor: %s", reason)
         self._emit("resync", reason=reason)
-        self.samples.forget()
+        self.samples.drop_all()
         self._network.call(self._member.start_afresh(), interruptible=True)
         if bad is not None:
             self._await_word(bad)
-        self.sync(afresh=True)
+        self.sync_state(afresh=True)
 
-    def begin_anew(self, reason: str) -> None:
-        """``start_afresh``, as the local work is of no use to anybody. When that was so several times in a row, the
+    def recover_from_divergence(self, reason: str) -> None:
+        """``resync``, as the local work is of no use to anybody. When that was so several times in a row, the
         others are asked first: raises ``Diverged`` unless the run goes back, and ``Interrupted``."""
         number = self._stage.number if self._stage is not None else None
-        bad = self._divergence.spoilt(number, self._state, reason)
+        bad = self._divergence.note_failure(number, self._state, reason)
         if bad is not None and self._stage is not None:  # stages go back together, and no one of them has a say in that
-            raise self._divergence.error("")
-        self.work.forget_steps()
-        self.start_afresh(reason, bad)
+            raise self._divergence.as_error("")
+        self.work.reset_optimizer()
+        self.resync(reason, bad)
 
     def _await_word(self, bad: KeptState) -> None:
         """Returns when the run has gone back behind that state; raises ``Diverged`` where it does not."""
@@ -256,8 +256,8 @@ class TrainingReplica:
         own = self._candidates(is_first=False)
         word = self._network.call(self._member.await_word(bad, own.kept_states), interruptible=True)
         if word != "go on":
-            raise self._divergence.error(word)
-        self._divergence.counted()
+            raise self._divergence.as_error(word)
+        self._divergence.clear()
         self._member.averager.forget_residual()  # what it has of the rounds that are undone may be as bad as those
 
     def step(self, samples: int, lr_factor: float) -> None:
@@ -266,9 +266,9 @@ class TrainingReplica:
         if self._keeper is not None:
             self._keeper.prepare()
 
-    def trained(self, start: int, stop: int, loss: Tensor | None) -> None:
+    def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
         """In a pipeline: the gradients of these samples are in ``work``."""
-        self.samples.trained(start, stop, loss)
+        self.samples.count_trained(start, stop, loss)
         if self._keeper is not None:
             self._keeper.prepare()
 
@@ -281,43 +281,43 @@ class TrainingReplica:
 
     @property
     def verdict_is_known(self) -> bool:
-        """Whether ``conclude`` would not wait."""
+        """Whether ``conclude_round`` would not wait."""
         return self._exchange is not None and self._exchange.outcome.done()
 
     def close_round(self) -> None:
-        """Offer the local work, and ``conclude``; with ``overlap`` that is due later, and work for the next round may
-        go on. Raises ``Interrupted``, ``Diverged``."""
-        if self.offer() and not self._run.averaging.overlap:
-            self.conclude()
+        """Contribute the local work to the round and conclude it. With ``averaging.overlap`` only the exchange begins;
+        the caller concludes it later and trains for the next round meanwhile. Raises ``Interrupted``, ``Diverged``."""
+        if self.begin_exchange() and not self._run.averaging.overlap:
+            self.conclude_round()
 
-    def offer(self) -> bool:
+    def begin_exchange(self) -> bool:
         """The first half of ``close_round``: who holds several stages offers them all before it concludes any, as their
         rounds end together. False when the local work was lost instead, and there is nothing to conclude."""
-        if self.exchanging and not self.conclude():
+        if self.exchanging and not self.conclude_round():
             return False
         self._member.progress.activity = "ready"
         contribution = self.work.contribution(self._state.anchor)
         norms = norms_of(contribution, ranges(contribution.numel()))
         if not math.isfinite(math.fsum(norms)):
-            self.begin_anew("the local work had become infinite or not a number")
+            self.recover_from_divergence("the local work had become infinite or not a number")
             return False
         tokens, samples, loss = self.samples.tokens_done, self.samples.done_ranges(), self.samples.mean_loss()
         state = self._state
         offer = RoundOffer(self.round, state.version, state.digest, contribution, norms, tokens, samples, loss)
-        self._exchange = _Exchange(self.round, self._network.begin(self._member.average(offer)))
-        self.samples.offer()
+        self._exchange = _Exchange(self.round, self._network.submit(self._member.average(offer)))
+        self.samples.offer_to_round()
         if self._run.averaging.overlap:
             self._enter_round(self.round + 1)
         return True
 
-    def conclude(self) -> bool:
+    def conclude_round(self) -> bool:
         """Await the verdict of the closed round and act on it; False when that cost the local work. Raises
         ``Interrupted``, and ``NotAdmitted`` for a stage that is not this peer's any more."""
         exchange, self._exchange = self._exchange, None
         assert exchange is not None, "close_round() comes first"
         try:
             # Without a coordinator there may be no verdict for a long time: who wants to go, need not wait for it.
-            outcome = self._network.finish(exchange.outcome, interruptible=self._coordinator_is_away)
+            outcome = self._network.wait_for(exchange.outcome, interruptible=self._coordinator_is_away)
         except (Interrupted, NotAdmitted):
             self._carry_on(exchange.round, Aborted("stopped"))
             raise
@@ -327,9 +327,9 @@ class TrainingReplica:
             case Aborted():
                 self._carry_on(exchange.round, outcome)
             case Resync(is_unusable=True):
-                self.begin_anew(outcome.reason)
+                self.recover_from_divergence(outcome.reason)
             case Resync():
-                self.start_afresh(outcome.reason)
+                self.resync(outcome.reason)
         return not isinstance(outcome, Resync)
 
     def _carry_on(self, offered_round: int, outcome: Aborted) -> None:
@@ -338,8 +338,8 @@ class TrainingReplica:
             self._enter_round(offered_round)
         else:
             if self._run.pipeline is not None:  # every round has a batch of its own, which is given out anew
-                self.samples.forget()
-                self.work.restart(self._state.anchor)
+                self.samples.drop_all()
+                self.work.restart_from(self._state.anchor)
             self._heard(outcome.verdict)
             self._enter_round(outcome.verdict.round + 1)
             self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
@@ -347,16 +347,16 @@ class TrainingReplica:
     def _apply(self, outcome: Committed) -> None:
         verdict = outcome.verdict
         self._state = self._steps.after(self._state, verdict, outcome.mean)
-        self.work.go_on(self._state.anchor)
+        self.work.continue_from(self._state.anchor)
         if outcome.included:
-            self.samples.committed()
-            self._divergence.counted()
+            self.samples.drop_offered()
+            self._divergence.clear()
         else:
             self.samples.take_back()
         if self._on_mean is not None:
             self._on_mean(outcome.mean, outcome.included)
         self._enter_round(verdict.round + 1)
-        self._network.tell(lambda: self._member.hold(self._state))
+        self._network.post(lambda: self._member.hold_state(self._state))
         self._verdict = verdict
         self._heard(verdict)
         if self._keeper is not None and not self._divergence.is_doubtful:  # older ones may be what the run goes back to
@@ -385,7 +385,7 @@ class TrainingReplica:
 
     # Checkpoints --------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
+    def save_checkpoint(self) -> None:
         """Have a checkpoint of the state on disk, and drop what is on its way."""
         if self._exchange is not None:
             self._exchange.outcome.cancel()

@@ -141,7 +141,7 @@ class PipelinePeer:
             return
         self._next_check_s = now_s + _LOOK_S
         if self._telling is not None:
-            self._network.finish(self._telling)
+            self._network.wait_for(self._telling)
             self._telling = None
         one, is_guess = self._capability()
         if self._updates.is_due(one, now_s, is_guess=is_guess):
@@ -151,7 +151,7 @@ class PipelinePeer:
                 one.bandwidth_bps / 1e6,
                 1000 * one.rtt_s,
             )
-            self._telling = self._network.begin(self._tell())
+            self._telling = self._network.submit(self._tell())
 
     async def _tell(self) -> None:
         one, is_guess = self._capability()
@@ -232,12 +232,12 @@ class PipelinePeer:
         """Until these stages are not ours any more, the run ends, or this peer stops."""
         made: ComputeResult | None = None
         try:
-            held.begin()
+            held.begin_training()
             while not self._stopping:
                 task = held.next_task(made)
                 made = None
                 if not isinstance(task, AttentionTask):
-                    made = held.training.do(task)
+                    made = held.training.execute(task)
                     self._members.run.progress.computed += made is not None
                     held.training.report_progress(self._members)
                     self._slowdown = held.speed.factor or self._slowdown
@@ -253,12 +253,12 @@ class PipelinePeer:
         """Attend to ``reason``; False if nothing more is to be computed on these stages."""
         match reason:
             case Attention.ROUND:
-                held.begin_round(goes_on=held.training.end_round())
+                held.open_round(goes_on=held.training.close_round())
             case Attention.AFRESH:
                 return self._start_afresh(held)
             case Attention.SPOILT:
-                held.training.begin_anew(held.runner.trouble)
-                held.begin_round(goes_on=False)
+                held.training.recover_from_divergence(held.runner.trouble)
+                held.open_round(goes_on=False)
             case Attention.ENDED:
                 # Others may still need results that we hold.
                 run = self._members.run
@@ -276,8 +276,8 @@ class PipelinePeer:
         place = assigned_span(self._members.run.client.view, self._members.run.client.peer)
         if place is None or place.span != held.span:
             return False
-        held.training.start_afresh("the coordinator had given this peer up, or its state is not the run's")
-        held.begin_round(goes_on=False)
+        held.training.resync("the coordinator had given this peer up, or its state is not the run's")
+        held.open_round(goes_on=False)
         return True
 
     # Around it ------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class HeldSpan:
                 )
                 folder, emit = stage_folder(work.connection.folder, stage), partial(work.connection.emit, stage=stage)
                 replicas[stage] = work.connection.replica(member, setup, folder, emit)
-                replicas[stage].take_part(work.about)
+                replicas[stage].register(work.about)
                 progress.prepared = len(replicas) / len(stages)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
         except BaseException:
@@ -144,13 +144,13 @@ class HeldSpan:
         runner = StageRunner(members, engine, shapes, work.staging)
         return cls(network, members, span, training, runner, speed)
 
-    def begin(self) -> None:
+    def begin_training(self) -> None:
         """With the state of every stage in place: take part in the round."""
-        self.training.sync()
-        self._running = self._network.begin(self.runner.run())
+        self.training.sync_state()
+        self._running = self._network.submit(self.runner.run())
         self._network.call(self.runner.open_round(self.training.round))
 
-    def begin_round(self, *, goes_on: bool) -> None:
+    def open_round(self, *, goes_on: bool) -> None:
         """After the end of one; ``goes_on``: it is the same, with the work that was done."""
         if not goes_on:
             self._network.call(self.runner.end_round())
@@ -160,7 +160,7 @@ class HeldSpan:
         """What is to be done after what was ``made``, as soon as there is something. Raises ``Interrupted``."""
         task = self.runner.next_at_once(made)
         if made is not None:
-            self._network.tell(self.runner.wake)
+            self._network.post(self.runner.wake)
         return task or self._network.call(self.runner.next_task(), interruptible=True)
 
     # What others see ------------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ class HeldSpan:
         """Give back what is not done, and go; others may hold these stages from now on."""
         _nothing_is_ready(self._members.run.progress)  # saving may take a while
         try:
-            self.training.save()
+            self.training.save_checkpoints()
         finally:
             if self._running is not None:
-                self._network.tell(self.runner.close)
-                self._network.finish(self._running)
+                self._network.post(self.runner.close)
+                self._network.wait_for(self._running)
             with suppress(LinkError):
                 self._network.call(self._members.leave_all())
 

@@ -90,7 +90,7 @@ class SpanTraining:
 
     # Computing ------------------------------------------------------------------------------------------------
 
-    def do(self, task: ForwardTask | BackwardTask | ForgetTask) -> ComputeResult | None:
+    def execute(self, task: ForwardTask | BackwardTask | ForgetTask) -> ComputeResult | None:
         """One task; what came of it, None for what gives nothing."""
         match task:
             case ForwardTask():
@@ -128,7 +128,7 @@ class SpanTraining:
         made = None if back.input_gradient is None else ComputedTensor.here(back.input_gradient)
         self.backwards += 1
         for stage in sorted(task.compute.accumulate):
-            self.replicas[stage].trained(micro_batch.start, micro_batch.stop, back.loss)
+            self.replicas[stage].count_trained(micro_batch.start, micro_batch.stop, back.loss)
         forward_s = self._forward_s.pop(job)
         if len(task.compute.accumulate) == len(range(from_stage, max(self.replicas) + 1)):
             self._took(from_stage, forward_s + time.perf_counter() - began_s)
@@ -150,23 +150,23 @@ class SpanTraining:
         """That the work is for. All stages are in the same, but for those that are still to catch up."""
         return min(replica.round for replica in self.replicas.values())
 
-    def sync(self) -> None:
+    def sync_state(self) -> None:
         """Get the state of every stage. Raises ``Interrupted``."""
         for replica in self.replicas.values():
-            replica.sync()
+            replica.sync_state()
 
-    def end_round(self) -> bool:
+    def close_round(self) -> bool:
         """Offer what every stage has, and conclude them all; returns whether the work for the round goes on, as it was
         reopened. Raises ``Interrupted``, ``NotAdmitted``, ``Diverged``."""
         number = self.round
         # A stage that was synced while a round ended is behind the others, and catches up.
         taking_part = [replica for replica in self.replicas.values() if replica.round == number]
-        offered = [replica for replica in taking_part if replica.offer()]
+        offered = [replica for replica in taking_part if replica.begin_exchange()]
         is_whole = len(offered) == len(taking_part)
         lost: NotAdmitted | None = None
         for replica in offered:
             try:
-                is_whole = replica.conclude() and is_whole
+                is_whole = replica.conclude_round() and is_whole
             except NotAdmitted as error:  # the others may still be ours, and nobody else may have their new state
                 lost = error
         if lost is not None:
@@ -175,26 +175,26 @@ class SpanTraining:
         if goes_on and not is_whole:
             # A micro-batch counts in all our stages or is claimed anew in all.
             for replica in goes_on:
-                replica.start_afresh("the work on another stage was lost")
+                replica.resync("the work on another stage was lost")
         self._finished.clear()
         return bool(goes_on) and is_whole
 
-    def start_afresh(self, reason: str) -> None:
+    def resync(self, reason: str) -> None:
         """Give back all that was claimed in any stage and begin again from the run's state."""
         for replica in self.replicas.values():
-            replica.start_afresh(reason)
+            replica.resync(reason)
         self._finished.clear()
 
-    def begin_anew(self, reason: str) -> None:
-        """``start_afresh``, as what was computed is of no use to anybody. Raises ``Diverged``."""
+    def recover_from_divergence(self, reason: str) -> None:
+        """``resync``, as what was computed is of no use to anybody. Raises ``Diverged``."""
         for replica in self.replicas.values():
-            replica.begin_anew(reason)
+            replica.recover_from_divergence(reason)
         self._finished.clear()
 
-    def save(self) -> None:
+    def save_checkpoints(self) -> None:
         """Have a checkpoint of every stage on disk."""
         for replica in self.replicas.values():
-            replica.save()
+            replica.save_checkpoint()
 
     def report_progress(self, members: Memberships) -> None:
         """Let the next heartbeats tell what is done."""

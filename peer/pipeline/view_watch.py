@@ -58,7 +58,7 @@ class ViewWatch:
     def tell_progress(self) -> None:
         """Send the stages' next heartbeats soon."""
         for member in self._stages:
-            member.beat_soon()
+            member.request_heartbeat()
 
     # Replicas -------------------------------------------------------------------------------------------------
 

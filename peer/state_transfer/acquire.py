@@ -131,13 +131,13 @@ class StateHolder(Protocol):
 
     client: CoordinatorClient
 
-    def hold(self, state: AnchorState) -> None: ...
+    def hold_state(self, state: AnchorState) -> None: ...
 
-    def let_go(self) -> None: ...
+    def drop_state(self) -> None: ...
 
-    async def tell(self, kept: tuple[KeptState, ...]) -> None: ...
+    async def report_kept(self, kept: tuple[KeptState, ...]) -> None: ...
 
-    async def beat(self) -> None: ...
+    async def send_heartbeat(self) -> None: ...
 
 
 class CurrentDownload:
@@ -255,7 +255,7 @@ async def acquire_state(
             if waited_for != view.anchor_version:
                 waited_for = view.anchor_version
                 log.info("%s", _waiting_message(waited_for, kept))
-            await holder.tell(kept)
+            await holder.report_kept(kept)
             await _wait_for_state(holder.client, view.anchor_version)
             continue
         newest = WantedState(view.anchor_version, view.state_digest, shape)
@@ -275,7 +275,7 @@ async def acquire_state(
             if str(error) != last_error:  # logged once, and not at every attempt
                 last_error = str(error)
                 log.info("version %d of the state cannot be fetched now: %s", wanted.version, error)
-            await holder.tell(await in_thread(candidates.kept_states))
+            await holder.report_kept(await in_thread(candidates.kept_states))
             if wanted != newest:
                 await download.drop()
         await asyncio.sleep(_POLL_S)
@@ -298,10 +298,10 @@ async def _wait_for_state(client: CoordinatorClient, version: int) -> None:
 
 async def _hold_if_current(holder: StateHolder, state: AnchorState) -> bool:
     """Hold and announce ``state``; return whether it is the run's, and let it go again where it is not."""
-    holder.hold(state)
-    await holder.beat()
+    holder.hold_state(state)
+    await holder.send_heartbeat()
     view = holder.client.view
     if (view.anchor_version, view.state_digest) == (state.version, state.digest):
         return True
-    holder.let_go()
+    holder.drop_state()
     return False

@@ -23,13 +23,13 @@ class LocalWork(Protocol):
     def contribution(self, anchor: Tensor) -> Tensor:
         """(n,) float32 on the CPU, a new tensor; zeros when nothing was done."""
 
-    def restart(self, anchor: Tensor) -> None:
+    def restart_from(self, anchor: Tensor) -> None:
         """Forget the work and begin again from ``anchor``."""
 
-    def forget_steps(self) -> None:
+    def reset_optimizer(self) -> None:
         """The work was infinite or not a number: so may be what the inner optimizer remembers of its steps."""
 
-    def go_on(self, anchor: Tensor) -> None:
+    def continue_from(self, anchor: Tensor) -> None:
         """A round that the last contribution was made for is committed: go on from its ``anchor``, with the work that
         was done since, if any may be."""
 
@@ -55,15 +55,15 @@ class PseudoGradient:
         local = self._vector.read()
         return torch.sub(anchor, local, out=local)
 
-    def forget_steps(self) -> None:
+    def reset_optimizer(self) -> None:
         self._optimizer.state.clear()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def restart(self, anchor: Tensor) -> None:
+    def restart_from(self, anchor: Tensor) -> None:
         self._vector.write(anchor)
 
-    def go_on(self, anchor: Tensor) -> None:
-        self.restart(anchor)
+    def continue_from(self, anchor: Tensor) -> None:
+        self.restart_from(anchor)
 
 
 class OverlappedPseudoGradient(PseudoGradient):
@@ -79,11 +79,11 @@ class OverlappedPseudoGradient(PseudoGradient):
         self._offered = self._vector.read()
         return torch.sub(anchor, self._offered, out=empty_aligned(anchor.numel()))
 
-    def restart(self, anchor: Tensor) -> None:
+    def restart_from(self, anchor: Tensor) -> None:
         self._offered = None
-        super().restart(anchor)
+        super().restart_from(anchor)
 
-    def go_on(self, anchor: Tensor) -> None:
+    def continue_from(self, anchor: Tensor) -> None:
         assert self._offered is not None, "contribution() comes first"
         # In this order, so that whoever did nothing meanwhile is exactly at the anchor.
         self._vector.write(self._vector.read().sub_(self._offered).add_(anchor))
@@ -109,15 +109,15 @@ class AccumulatedGradient:
             return torch.zeros_like(anchor)
         return (self._sum / float(self._samples)).to("cpu", copy=True)
 
-    def forget_steps(self) -> None:
+    def reset_optimizer(self) -> None:
         """There are none between two rounds."""
 
-    def restart(self, anchor: Tensor) -> None:
+    def restart_from(self, anchor: Tensor) -> None:
         self._sum, self._samples = None, 0
         self._vector.write(anchor)
 
-    def go_on(self, anchor: Tensor) -> None:
-        self.restart(anchor)
+    def continue_from(self, anchor: Tensor) -> None:
+        self.restart_from(anchor)
 
 
 def local_work(run: RunFile, vector: ParameterVector, inner: Optimizer | None) -> LocalWork:

@@ -108,7 +108,7 @@ class LeasedSamples:
         """Counters that go on over restarts."""
         return {"steps": self.steps, "tokens_trained": self.tokens_trained}
 
-    def count_on(self, counters: Mapping[str, Any]) -> None:
+    def restore_counters(self, counters: Mapping[str, Any]) -> None:
         """From the ``counters`` of a process before."""
         steps, tokens = counters.get("steps"), counters.get("tokens_trained")
         if isinstance(steps, int) and isinstance(tokens, int):
@@ -131,7 +131,7 @@ class LeasedSamples:
     def tokens_done(self) -> int:
         return self.in_round * self._tokens_per_sample
 
-    def add(self, start: int, stop: int) -> None:
+    def add_lease(self, start: int, stop: int) -> None:
         """A new lease."""
         self._left.append((start, stop))
 
@@ -149,15 +149,15 @@ class LeasedSamples:
         self._in_hand = (start, stop)
         return self._in_hand
 
-    def finish(self, loss: Tensor) -> int:
+    def finish_batch(self, loss: Tensor) -> int:
         """The batch in hand is done, with that mean loss; returns its samples."""
         assert self._in_hand is not None, "step() without a batch of batches()"
         start, stop = self._in_hand
         self._in_hand = None
-        self.trained(start, stop, loss)
+        self.count_trained(start, stop, loss)
         return stop - start
 
-    def trained(self, start: int, stop: int, loss: Tensor | None) -> None:
+    def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
         """These samples are done, leased or claimed; with that mean loss, where it is known."""
         self._done.add([(start, stop)], None if loss is None else loss.detach().float() * (stop - start))
         self.tokens_trained += (stop - start) * self._tokens_per_sample
@@ -179,12 +179,12 @@ class LeasedSamples:
     def done_ranges(self) -> tuple[SampleRange, ...]:
         return to_wire(self._done.ranges)
 
-    def offer(self) -> None:
+    def offer_to_round(self) -> None:
         """Offer the samples done to a round; those done from now on are for the next one."""
         assert not self._offered.ranges, "one round after the other"
         self._offered, self._done = self._done, _Done()
 
-    def committed(self) -> None:
+    def drop_offered(self) -> None:
         """Drop the offered samples, which are part of the anchor now; those done since and those left stay ours."""
         self._offered = _Done()
 
@@ -193,7 +193,7 @@ class LeasedSamples:
         self._done.add(self._offered.ranges, self._offered.loss_sum)
         self._offered = _Done()
 
-    def forget(self) -> None:
+    def drop_all(self) -> None:
         """None of it is ours any more."""
         self._left, self._in_hand = [], None
         self._done, self._offered = _Done(), _Done()

@@ -34,12 +34,12 @@ class Divergence:
         """Whether nothing of ours has counted since local work was of no use: nobody may be able to go on from here."""
         return bool(self._times)
 
-    def counted(self) -> None:
+    def clear(self) -> None:
         """A round was committed with our work in it, or the run has gone back."""
         self._times.clear()
         self._first.clear()
 
-    def spoilt(self, stage: int | None, state: AnchorState, reason: str) -> KeptState | None:
+    def note_failure(self, stage: int | None, state: AnchorState, reason: str) -> KeptState | None:
         """The work of ``stage``, None without stages, came to nothing; it began at ``state``. Returns where that began,
         when it is of no use to try again: the third time since something of ours counted, or at once where the anchor
         itself is infinite or not a number, for every peer alike."""
@@ -53,7 +53,7 @@ class Divergence:
         self._found = f"the local work from version {version} of {where} was {times} times in a row of no use: {reason}"
         return first if times >= TRIES else None
 
-    def error(self, word: DivergenceWord) -> Diverged:
+    def as_error(self, word: DivergenceWord) -> Diverged:
         """Make the error that ends this peer, by the coordinator's word if there is one."""
         at_fault = "this machine is at fault: look at its memory and its driver, and join again"
         match word:

@@ -33,13 +33,13 @@ def lie_about(what: str) -> None:
                         parameter.mul_(1000)
                 return model
 
-            async def insist(holder: acquire.Holder, state: Any) -> bool:
-                holder.hold(state)
-                await holder.beat()
+            async def insist(holder: acquire.StateHolder, state: Any) -> bool:
+                holder.hold_state(state)
+                await holder.send_heartbeat()
                 return True
 
             GptRecipe.build_model = poisoned  # type: ignore[method-assign]
-            acquire._is_agreed = insist
+            acquire._hold_if_current = insist
 
 
 if __name__ == "__main__":

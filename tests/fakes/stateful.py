@@ -64,10 +64,10 @@ class StatefulMember(SimMember):
     async def average(self, contribution: Tensor) -> Outcome:
         outcome = await super().average(contribution)
         if isinstance(outcome, Committed):
-            self.hold(self.steps.after(self.state, outcome.verdict, outcome.mean))
+            self.hold_state(self.steps.after(self.state, outcome.verdict, outcome.mean))
         return outcome
 
-    def hold(self, state: AnchorState) -> None:
+    def hold_state(self, state: AnchorState) -> None:
         self.state, self.anchor, self.version = state, state.anchor, state.version
         self.states.append(state)
 

@@ -118,7 +118,7 @@ class SharedLoop(NetworkThread[R]):
     def stop(self) -> None:
         assert self._running is not None
         if self._stop is not None:
-            self.tell(self._stop.set)
+            self.post(self._stop.set)
         TrainingThread.current().wait_for(self._running)
 
     def _ended(self, running: futures.Future[None]) -> None:
@@ -131,6 +131,6 @@ class SharedLoop(NetworkThread[R]):
         TrainingThread.current().wait_for(future)
         return future.result()
 
-    def tell(self, callback: Callable[[], object]) -> None:
+    def post(self, callback: Callable[[], object]) -> None:
         if self._loop is not None:
             self._test_loop.call_soon_threadsafe(callback, context=copy_context())

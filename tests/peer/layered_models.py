@@ -155,7 +155,7 @@ class Line:
         self.weights.clear()
         for stages in self.peers:
             for stage in stages:
-                stage.work.restart(anchors[stage.number])
+                stage.work.restart_from(anchors[stage.number])
 
     def _sent(self, tensor: Tensor) -> Tensor:
         return self._staging.unpacked(self._staging.packed(ComputedTensor.here(tensor)), TensorHeader.of(tensor))

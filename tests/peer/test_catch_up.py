@@ -44,7 +44,7 @@ def test_a_member_that_was_cut_off_catches_up(tmp_path: Path, rounds: int, codec
             assert (found.version, found.digest) == (others[0].version, others[0].digest)
             assert late.missed.rounds == rounds
             assert {step.blob.kind for step in run.network.log} == {"result"}
-            late.hold(found)
+            late.hold_state(found)
             await play_rounds(members, 1, SAMPLES, contribution)
             # What it fetched it has itself now, and offers it as the others do.
             assert late.keeper.records.numbers() == others[0].keeper.records.numbers() == list(range(rounds + 2))

@@ -64,16 +64,16 @@ class Holder:
         view = SimpleNamespace(anchor_version=self.version, state_digest=state_of(self.version).digest)
         return SimpleNamespace(view=view)
 
-    def hold(self, state: AnchorState) -> None:
+    def hold_state(self, state: AnchorState) -> None:
         """Said with the next beat."""
 
-    def let_go(self) -> None:
+    def drop_state(self) -> None:
         """Said with the next beat."""
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """It is heard."""
 
-    async def tell(self, kept: Any) -> None:
+    async def report_kept(self, kept: Any) -> None:
         self.told += 1
 
     # As a download --------------------------------------------------------------------------------------------

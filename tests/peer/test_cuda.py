@@ -85,7 +85,7 @@ def test_bfloat16_training_moves_the_parameters_down_the_loss() -> None:
     assert contribution.device.type == "cpu"
     assert torch.isfinite(contribution).all()
     assert contribution.abs().max() > 0
-    work.restart(anchor)
+    work.restart_from(anchor)
     assert torch.equal(vector.read(), anchor)
 
 

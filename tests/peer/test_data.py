@@ -18,7 +18,7 @@ LOSS = torch.tensor(2.0)
 def samples(*leases: tuple[int, int], tokens: int = 10) -> LeasedSamples:
     made = LeasedSamples(tokens)
     for lease in leases:
-        made.add(*lease)
+        made.add_lease(*lease)
     return made
 
 
@@ -28,7 +28,7 @@ def test_batches_come_from_one_lease_at_a_time_and_in_order() -> None:
     while (bounds := work.next_batch(2)) is not None:
         assert work.in_hand
         taken.append(bounds)
-        assert work.finish(LOSS) == bounds[1] - bounds[0]
+        assert work.finish_batch(LOSS) == bounds[1] - bounds[0]
     assert taken == [(0, 2), (2, 4), (4, 5), (20, 22)]
     assert from_wire(work.done_ranges()) == [(0, 5), (20, 22)]
     assert (work.left, work.in_hand, work.tokens_done, work.tokens_trained) == (0, False, 70, 70)
@@ -47,7 +47,7 @@ def test_no_sample_is_lost_or_done_twice(sizes: list[int], steps: list[tuple[int
         if bounds is None:
             break
         if finishes:
-            work.finish(LOSS)
+            work.finish_batch(LOSS)
             done.append(bounds)
     in_hand = 0 if not work.in_hand else sum(sizes) - work.left - count(done)
     assert work.left + in_hand + count(done) == sum(sizes)
@@ -59,35 +59,35 @@ def test_a_batch_that_was_not_finished_comes_again() -> None:
     work = samples((0, 8))
     assert work.next_batch(4) == (0, 4)
     assert work.next_batch(3) == (0, 3)
-    work.finish(LOSS)
+    work.finish_batch(LOSS)
     assert work.next_batch(9) == (3, 4)
-    work.finish(LOSS)
+    work.finish_batch(LOSS)
     assert work.next_batch(9) == (4, 8)
 
 
 def test_what_is_done_under_an_exchange_is_for_the_next_round() -> None:
     work = samples((0, 8))
     work.next_batch(4)
-    work.finish(torch.tensor(2.0))
-    work.offer()
+    work.finish_batch(torch.tensor(2.0))
+    work.offer_to_round()
     assert (work.tokens_done, work.done_ranges(), work.mean_loss()) == (0, (), None)
     work.next_batch(2)
-    work.finish(torch.tensor(5.0))
-    work.committed()
+    work.finish_batch(torch.tensor(5.0))
+    work.drop_offered()
     assert (from_wire(work.done_ranges()), work.mean_loss()) == ([(4, 6)], 5.0)
 
 
 def test_what_a_round_did_without_goes_into_the_next_one_with_what_is_done_since() -> None:
     work = samples((0, 8))
     work.next_batch(4)
-    work.finish(torch.tensor(2.0))
-    work.offer()
+    work.finish_batch(torch.tensor(2.0))
+    work.offer_to_round()
     work.next_batch(2)
-    work.finish(torch.tensor(5.0))
+    work.finish_batch(torch.tensor(5.0))
     work.take_back()
     assert (from_wire(work.done_ranges()), work.tokens_done, work.mean_loss()) == ([(0, 6)], 60, 3.0)
-    work.offer()
-    work.committed()
+    work.offer_to_round()
+    work.drop_offered()
     work.take_back()
     assert work.in_round == 0, "committed is committed"
 
@@ -95,13 +95,13 @@ def test_what_a_round_did_without_goes_into_the_next_one_with_what_is_done_since
 def test_a_commit_keeps_what_is_left_and_a_fresh_start_keeps_nothing() -> None:
     work = samples((0, 8))
     work.next_batch(4)
-    work.finish(LOSS)
-    work.offer()
-    work.committed()
+    work.finish_batch(LOSS)
+    work.offer_to_round()
+    work.drop_offered()
     assert (work.left, work.tokens_done, work.done_ranges(), work.mean_loss()) == (4, 0, (), None)
     assert work.tokens_trained == 40
     work.next_batch(2)
-    work.forget()
+    work.drop_all()
     assert (work.left, work.in_hand, work.tokens_done, work.next_batch(1)) == (0, False, 0, None)
 
 
@@ -111,7 +111,7 @@ def test_losses_are_weighted_by_samples() -> None:
     assert work.recent_loss() is None
     for size, loss in ((3, 1.0), (1, 5.0)):
         work.next_batch(size)
-        work.finish(torch.tensor(loss, requires_grad=True))
+        work.finish_batch(torch.tensor(loss, requires_grad=True))
     assert work.mean_loss() == 2.0
     assert work.recent_loss() == 1.0
 
@@ -120,14 +120,14 @@ def test_losses_are_weighted_by_samples() -> None:
 def test_a_loss_that_is_not_finite_is_none(loss: float) -> None:
     work = samples((0, 4))
     work.next_batch(4)
-    work.finish(torch.tensor(loss))
+    work.finish_batch(torch.tensor(loss))
     assert work.mean_loss() is None
     assert work.recent_loss() is None
 
 
 def test_a_step_needs_a_batch() -> None:
     with pytest.raises(AssertionError):
-        samples((0, 4)).finish(LOSS)
+        samples((0, 4)).finish_batch(LOSS)
 
 
 # Whose data it is ---------------------------------------------------------------------------------------------

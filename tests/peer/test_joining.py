@@ -58,16 +58,16 @@ class World:
         await asyncio.sleep(timeout_s)
         return self.view
 
-    def hold(self, state: AnchorState) -> None:
+    def hold_state(self, state: AnchorState) -> None:
         self.held.append(state.version)
 
-    def let_go(self) -> None:
+    def drop_state(self) -> None:
         self.held.append(-1)
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         pass
 
-    async def tell(self, kept: Any) -> None:
+    async def report_kept(self, kept: Any) -> None:
         self.told += 1
 
     def report(self, event: str, **fields: Any) -> None:

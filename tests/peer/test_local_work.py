@@ -32,7 +32,7 @@ def test_a_pseudo_gradient_is_the_way_back_to_the_anchor() -> None:
     assert torch.equal(moved, anchor - vector.read())
     assert bool(moved.any())
     assert all(parameter.grad is None for parameter in model.parameters())
-    work.restart(anchor)
+    work.restart_from(anchor)
     assert torch.equal(vector.read(), anchor)
 
 
@@ -44,8 +44,8 @@ def test_what_the_inner_optimizer_remembers_can_be_forgotten() -> None:
     work = PseudoGradient(vector, torch.optim.AdamW(model.parameters(), lr=0.1), None)
     backward(model, DATA, math.nan)
     work.step(12, 1.0)
-    work.forget_steps()
-    work.restart(anchor)
+    work.reset_optimizer()
+    work.restart_from(anchor)
     backward(model, DATA)
     work.step(12, 1.0)
     assert bool(work.contribution(anchor).isfinite().all())
@@ -73,7 +73,7 @@ def test_work_done_under_an_exchange_is_in_the_next_contribution_in_full() -> No
     done_since = at_offer - vector.read()
     assert bool(done_since.any())
     anchor = anchor - 0.7 * offered + 0.25
-    work.go_on(anchor)
+    work.continue_from(anchor)
     torch.testing.assert_close(work.contribution(anchor), done_since)
 
 
@@ -83,7 +83,7 @@ def test_whoever_did_nothing_under_an_exchange_is_exactly_at_the_anchor() -> Non
     train(model, work, 2)
     work.contribution(anchor)
     anchor = anchor * 1.1 + 0.3
-    work.go_on(anchor)
+    work.continue_from(anchor)
     assert torch.equal(vector.read(), anchor)
 
 
@@ -97,7 +97,7 @@ def test_an_aborted_rounds_work_is_in_the_next_contribution_with_what_is_done_si
     assert torch.equal(both, anchor - vector.read())
     train(model, work, 1)
     last = vector.read()
-    work.go_on(anchor)
+    work.continue_from(anchor)
     torch.testing.assert_close(vector.read(), anchor + (last - (anchor - both)))
 
 
@@ -108,7 +108,7 @@ def test_an_offer_is_not_changed_by_what_is_done_since() -> None:
     offered = work.contribution(anchor)
     as_offered = offered.clone()
     train(model, work, 2)
-    work.go_on(anchor * 2)
+    work.continue_from(anchor * 2)
     assert torch.equal(offered, as_offered)
 
 
@@ -176,7 +176,7 @@ def test_a_restart_forgets() -> None:
     backward(model, DATA)
     work.step(12, 1.0)
     anchor = torch.arange(4.0)
-    work.restart(anchor)
+    work.restart_from(anchor)
     assert torch.equal(vector.read(), anchor)
     assert torch.equal(work.contribution(anchor), torch.zeros(4))
     backward(model, DATA[:3])

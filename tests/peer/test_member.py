@@ -46,7 +46,7 @@ def test_no_state_is_served_while_a_round_is_averaged_here() -> None:
     async def main() -> None:
         async with a_member(MemoryCoordinator(run_toml(4))) as member:
             member.prepare_averaging((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),))
-            member.hold(AnchorState.of(torch.zeros(2, ELEMENTS), 3))
+            member.hold_state(AnchorState.of(torch.zeros(2, ELEMENTS), 3))
             node: Any = member.node
             served = node.blobs[Blob(kind="state", number=3)]
             member.averager.on_exchange(True)
@@ -82,7 +82,7 @@ def test_a_member_that_was_forgotten_outlives_a_coordinator_that_does_not_let_it
             coordinator.restart()  # with another's journal: it knows nobody
             coordinator.deaf_to = {PeerToCoordinatorJoinRun}
             # As who joins does it: nothing would catch an error of it but the end of the process.
-            beat = asyncio.create_task(member.tell(()))
+            beat = asyncio.create_task(member.report_kept(()))
             await asyncio.sleep(120.0)
             assert not beat.done()
             coordinator.deaf_to = set()
@@ -125,7 +125,7 @@ async def waits_to_say_what_it_trains(member: LocalMember) -> None:
         raise NotAdmitted("not a member of this stage")
 
     member.client.ask = refused  # type: ignore[method-assign]
-    member.beat = lambda: asyncio.sleep(1.0)  # type: ignore[method-assign]
+    member.send_heartbeat = lambda: asyncio.sleep(1.0)  # type: ignore[method-assign]
     await member.describe(MODEL)
 
 

@@ -99,14 +99,14 @@ def test_stopping_leaves_the_context() -> None:
     network.stop()
     with pytest.raises(RuntimeError, match="not running"):
         network.call(add(1, 1))
-    network.tell(lambda: pytest.fail("nobody is there to do it"))
+    network.post(lambda: pytest.fail("nobody is there to do it"))
 
 
 @pytest.mark.parametrize("interruptible", [False, True])
 def test_a_failing_root_task_wakes_callers(interruptible: bool) -> None:
     network = NetworkThread(opened)
     resource = network.start()
-    timer = later(0.05, lambda: network.tell(resource.failing.set))
+    timer = later(0.05, lambda: network.post(resource.failing.set))
     with pytest.raises(ConnectionError, match="root task"):
         network.call(asyncio.sleep(60), interruptible=interruptible)
     timer.join()
@@ -133,7 +133,7 @@ def test_no_call_is_left_hanging_whenever_the_end_comes() -> None:
         caller = threading.Thread(target=keep_calling, daemon=True)
         caller.start()
         time.sleep(0.002)
-        network.tell(resource.failing.set)
+        network.post(resource.failing.set)
         caller.join(10)
         assert not caller.is_alive()
         assert isinstance(outcomes[-1], ConnectionError)
@@ -164,7 +164,7 @@ def test_a_call_that_came_too_late_to_begin_is_not_left_hanging() -> None:
         loop.close = close  # type: ignore[method-assign]
 
     futures: list[Any] = []
-    network.tell(end_at_once)
+    network.post(end_at_once)
     network._thread.join(10)
     assert futures
     assert futures[0].done()
@@ -203,7 +203,7 @@ def test_what_was_told_is_done_in_the_loop(network: NetworkThread[Resource]) -> 
         where.append(threading.get_ident())
         done.set()
 
-    network.tell(note)
+    network.post(note)
     assert done.wait(10)
     assert where == [network.resource.thread]
 
@@ -212,7 +212,7 @@ def test_the_loop_may_tell_itself(network: NetworkThread[Resource]) -> None:
     done = threading.Event()
 
     async def tell() -> None:
-        network.tell(done.set)
+        network.post(done.set)
 
     network.call(tell())
     assert done.wait(10)

@@ -104,16 +104,16 @@ class Run:
         self.held: AnchorState | None = None
         self.told: list[tuple[KeptState, ...]] = []
 
-    def hold(self, held: AnchorState) -> None:
+    def hold_state(self, held: AnchorState) -> None:
         self.held = held
 
-    def let_go(self) -> None:
+    def drop_state(self) -> None:
         self.held = None
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """The view is as it is."""
 
-    async def tell(self, told: tuple[KeptState, ...]) -> None:
+    async def report_kept(self, told: tuple[KeptState, ...]) -> None:
         assert self.held is None
         self.told.append(told)
 

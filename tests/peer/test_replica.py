@@ -77,7 +77,7 @@ class FakeMember:
         self.bad.append(bad)
         return self.word
 
-    def hold(self, state: AnchorState) -> None:
+    def hold_state(self, state: AnchorState) -> None:
         self.held.append(state)
 
     async def average(self, offer: RoundOffer) -> Outcome:
@@ -96,7 +96,7 @@ class FakeNetwork:
     def call(self, coroutine: Coroutine[Any, Any, Any], interruptible: object = False) -> Any:
         return asyncio.run(coroutine)
 
-    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         result, future = asyncio.run(coroutine), Future[Any]()
         if isinstance(result, Aborted):
             self.exchange = future
@@ -104,12 +104,12 @@ class FakeNetwork:
             future.set_result(result)
         return future
 
-    def finish(self, future: Future[Outcome], interruptible: object = False) -> Outcome:
+    def wait_for(self, future: Future[Outcome], interruptible: object = False) -> Outcome:
         if self.trouble is not None:
             raise self.trouble
         return future.result(timeout=0)
 
-    def tell(self, callback: Callable[[], object]) -> None:
+    def post(self, callback: Callable[[], object]) -> None:
         callback()
 
 
@@ -135,14 +135,14 @@ class Side:
             None,
             lambda event, **_: self.events.append(event),
         )
-        self.replica.sync()
-        self.replica.samples.add(0, 100)
+        self.replica.sync_state()
+        self.replica.samples.add_lease(0, 100)
 
     def train(self, samples: int = 2) -> None:
         self.replica.samples.next_batch(samples)
         loss = self.model(torch.ones(1, 4)).square().mean()
         loss.backward()
-        self.replica.step(self.replica.samples.finish(loss), 1.0)
+        self.replica.step(self.replica.samples.finish_batch(loss), 1.0)
 
     @property
     def local(self) -> Tensor:
@@ -155,7 +155,7 @@ class Side:
 
     def ends(self, outcome: Outcome) -> bool:
         self.network.exchange.set_result(outcome)
-        return self.replica.conclude()
+        return self.replica.conclude_round()
 
     def ranges(self, offer: int = -1) -> list[tuple[int, int]]:
         return [(one.start, one.stop) for one in self.member.offers[offer].ranges]
@@ -279,10 +279,10 @@ def spoil(side: Side) -> None:
 def test_work_that_is_never_finite_is_given_up_in_the_end(side: Side) -> None:
     for times in range(1, TRIES):
         spoil(side)
-        assert not side.replica.offer()
+        assert not side.replica.begin_exchange()
         assert (side.member.afresh, side.replica.samples.tokens_done) == (times, 0)
         assert torch.equal(side.local, side.anchor)
-        side.replica.samples.add(0, 100)
+        side.replica.samples.add_lease(0, 100)
     spoil(side)
     with pytest.raises(Diverged, match=r"3 times in a row .* lower learning rate"):
         side.replica.close_round()
@@ -294,7 +294,7 @@ def test_work_that_cannot_be_packed_counts_as_well(side: Side) -> None:
         side.train()
         side.replica.close_round()
         assert not side.ends(Resync("too large for float16", is_unusable=True))
-        side.replica.samples.add(0, 100)
+        side.replica.samples.add_lease(0, 100)
     side.train()
     side.replica.close_round()
     with pytest.raises(Diverged, match="too large for float16"):
@@ -304,8 +304,8 @@ def test_work_that_cannot_be_packed_counts_as_well(side: Side) -> None:
 def test_work_that_counted_makes_up_for_what_was_of_no_use_before(side: Side) -> None:
     for number in range(2 * TRIES):
         spoil(side)
-        assert not side.replica.offer()
-        side.replica.samples.add(0, 100)
+        assert not side.replica.begin_exchange()
+        side.replica.samples.add_lease(0, 100)
         side.train()
         side.replica.close_round()
         side.member.client.view.round = number + 1
@@ -321,7 +321,7 @@ def test_an_anchor_that_is_not_finite_is_named(side: Side) -> None:
     bad = KeptState(anchor_version=1, digest=side.replica.state.digest)
     side.train()
     with pytest.raises(Diverged, match="version 1 is itself infinite"):
-        side.replica.offer()
+        side.replica.begin_exchange()
     assert side.member.bad == [bad], "asked at once: another try from there would be the same"
 
 
@@ -330,15 +330,15 @@ def test_the_others_are_asked_about_the_first_state_that_nothing_came_of(side: S
     first, side.member.word = side.replica.state, "go on"
     for number in range(TRIES):
         spoil(side)
-        assert not side.replica.offer()
+        assert not side.replica.begin_exchange()
         assert len(side.member.bad) == (number == TRIES - 1)
         side.member.held.append(AnchorState.make(torch.ones(4), torch.zeros(1, 4), number + 1))
-        side.replica.sync(afresh=True)
-        side.replica.samples.add(0, 100)
+        side.replica.sync_state(afresh=True)
+        side.replica.samples.add_lease(0, 100)
     assert side.member.bad == [KeptState(anchor_version=0, digest=first.digest)]
     assert "diverged" in side.events
     spoil(side)
-    assert not side.replica.offer()
+    assert not side.replica.begin_exchange()
     assert len(side.member.bad) == 1, "the run has gone back: counted anew"
     assert side.member.forgotten == 1, "what rounds left that are undone"
 
@@ -351,7 +351,7 @@ def test_what_undone_rounds_left_is_forgotten_and_nothing_else(side: Side) -> No
     for version, forgotten in ((2, 0), (2, 0), (1, 1)):
         state = side.replica.state if version == side.replica.state.version else None
         side.member.held.append(state or AnchorState.make(torch.ones(4), torch.zeros(1, 4), version))
-        side.replica.start_afresh("for the test")
+        side.replica.resync("for the test")
         assert side.member.forgotten == forgotten
 
 
@@ -360,18 +360,18 @@ def test_the_coordinators_word_ends_a_peer_that_cannot_go_on(side: Side, word: D
     side.member.word = word
     for _ in range(1, TRIES):
         spoil(side)
-        side.replica.offer()
-        side.replica.samples.add(0, 100)
+        side.replica.begin_exchange()
+        side.replica.samples.add_lease(0, 100)
     spoil(side)
     with pytest.raises(Diverged, match=advice):
-        side.replica.offer()
+        side.replica.begin_exchange()
 
 
 def test_a_fresh_start_waits_for_the_verdict_of_what_is_offered(side: Side) -> None:
     side.train()
     side.replica.close_round()
     side.network.exchange.set_result(committed())
-    side.replica.start_afresh("for the test")
+    side.replica.resync("for the test")
     assert (side.events[-2], side.member.afresh) == ("resync", 1)
     assert "committed" in side.events
     assert not side.replica.exchanging
@@ -394,13 +394,13 @@ def test_who_stops_waiting_has_its_work_still(side: Side, why: Exception) -> Non
     side.replica.close_round()
     side.network.trouble = why
     with pytest.raises(type(why)):
-        side.replica.conclude()
+        side.replica.conclude_round()
     assert (side.replica.exchanging, side.replica.samples.tokens_done, side.replica.round) == (False, 2 * TOKENS, 0)
 
 
 def test_without_overlap_the_verdict_is_awaited_at_once(tmp_path: Path) -> None:
     side = Side(tmp_path, overlap=False)
-    side.network.begin = lambda coroutine: (coroutine.close(), _done(committed()))[1]  # type: ignore[method-assign]
+    side.network.submit = lambda coroutine: (coroutine.close(), _done(committed()))[1]  # type: ignore[method-assign]
     side.train()
     side.replica.close_round()
     assert not side.replica.exchanging
@@ -421,7 +421,7 @@ def test_a_run_may_go_back_to_what_it_began_with(tmp_path: Path) -> None:
     side.train()
     assert not torch.equal(side.local, torch.ones(4))
     side.member.held.clear()
-    side.replica.start_afresh("the run has gone back")
+    side.replica.resync("the run has gone back")
     assert torch.equal(side.local, torch.ones(4))
     assert torch.equal(side.anchor, torch.ones(4))
 

@@ -110,8 +110,8 @@ class Life:
             lambda event, **fields: self.events.append({"event": event, **fields}),
         )
         self.model = model
-        self.replica.sync()
-        self.replica.samples.add(0, 10_000)
+        self.replica.sync_state()
+        self.replica.samples.add_lease(0, 10_000)
 
     def train(self) -> None:
         for _ in range(STEPS):
@@ -119,7 +119,7 @@ class Life:
             x = torch.randn(8, 4)
             loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
             loss.backward()  # type: ignore[no-untyped-call]
-            self.replica.step(self.replica.samples.finish(loss), 1.0)
+            self.replica.step(self.replica.samples.finish_batch(loss), 1.0)
 
     def round(self, committed: bool = True) -> None:
         self.train()
@@ -135,7 +135,7 @@ class Life:
         return Aborted("for the test", verdict)
 
     def stop(self) -> None:
-        self.replica.save()
+        self.replica.save_checkpoint()
 
     @property
     def digest(self) -> bytes:
@@ -150,7 +150,7 @@ class Life:
 class Network(FakeNetwork):
     """Every coroutine is done at once."""
 
-    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         done: Future[Any] = Future()
         done.set_result(asyncio.run(coroutine))
         return done
@@ -264,7 +264,7 @@ def test_while_one_is_written_the_next_is_skipped(tmp_path: Path) -> None:
     keeper.prepare()
     pending: Future[None] = Future()
     keeper._network = SimpleNamespace(  # type: ignore[assignment]
-        begin=lambda coroutine: (begun.append(coroutine), pending)[1], finish=lambda future: future.result(timeout=0)
+        submit=lambda coroutine: (begun.append(coroutine), pending)[1], wait_for=lambda future: future.result(timeout=0)
     )
     for _ in range(3):
         life.round()

@@ -19,12 +19,12 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
     connection.network = SimpleNamespace(failure=None, stop=lambda: ended.append("network"))
     finishing = SimpleNamespace(finish=lambda: ended.append("finish"))
     copies: Any = SimpleNamespace(
-        failure=None, resource=finishing, tell=lambda call: call(), stop=lambda: ended.append("copies")
+        failure=None, resource=finishing, post=lambda call: call(), stop=lambda: ended.append("copies")
     )
     connection._copies = [copies]
     session: Any = Session.__new__(Session)
     session._connection, session._network = connection, connection.network
-    session._replica_or_none = SimpleNamespace(save=fail)
+    session._replica_or_none = SimpleNamespace(save_checkpoint=fail)
     with pytest.raises(RuntimeError, match="for the test"):
         session.close()
     assert ended == ["network", "finish", "copies"]
@@ -43,7 +43,7 @@ def test_others_are_told_why_a_session_ends(error: BaseException | None, said: t
     connection: Any = RunConnection.__new__(RunConnection)
     client = SimpleNamespace(farewell=("done", ""))
     connection.members = SimpleNamespace(run=SimpleNamespace(client=client))
-    connection.network = SimpleNamespace(tell=lambda call: call(), stop=lambda: None)
+    connection.network = SimpleNamespace(post=lambda call: call(), stop=lambda: None)
     connection._copies = []
     session: Any = Session.__new__(Session)
     session._connection, session._replica_or_none = connection, None
@@ -56,9 +56,7 @@ def test_a_session_whose_state_is_not_the_runs_starts_afresh(phase: str) -> None
     reasons: list[str] = []
     session: Any = Session.__new__(Session)
     session._network, session._stopping = SimpleNamespace(failure=None), False
-    session._replica_or_none = SimpleNamespace(
-        verdict_is_known=False, exchanging=False, round=3, start_afresh=reasons.append
-    )
+    session._replica_or_none = SimpleNamespace(verdict_is_known=False, exchanging=False, round=3, resync=reasons.append)
     view = SimpleNamespace(round=3, phase=phase, must_resync=True)
     session._member = SimpleNamespace(client=SimpleNamespace(view=view, closes_at_s=None), rejoined=False)
     assert session.settle() is Readiness.NOT_YET

@@ -91,8 +91,8 @@ async def test_stages_are_entered_and_left_at_any_time() -> None:
             assert trainers(coordinator) == {0: 1, 1: 1, 2: 0}
             assert members.run.client._clients == [members.run.client, first.client]
             assert {scope for scope, _ in members.run.node.control._handlers} == {0, 1}
-            await first.beat()
-            await members.run.beat()
+            await first.send_heartbeat()
+            await members.run.send_heartbeat()
             await members.enter(1)
             assert trainers(coordinator) == {0: 1, 1: 1, 2: 1}
         assert trainers(coordinator) == {0: 0, 1: 0, 2: 0}
@@ -118,7 +118,7 @@ async def test_a_stage_that_cannot_be_joined_is_its_callers_error_and_nobody_els
         with pytest.raises(WireError, match="scope 2"):
             await members.enter(1)
         assert list(members.stages) == [0]
-        await held.beat()
+        await held.send_heartbeat()
         await members.leave(0)
         await members.enter(0)
 
@@ -169,8 +169,8 @@ async def test_each_stage_has_its_own_state_from_its_own_donors() -> None:
         for stage in range(STAGES):
             member = await donor.enter(stage)
             await describe_model(member)
-            member.hold(states(stage))
-            await member.beat()
+            member.hold_state(states(stage))
+            await member.send_heartbeat()
         for stage in reversed(range(STAGES)):
             member = await joiner.enter(stage)
             await describe_model(member)
@@ -216,21 +216,21 @@ class Holding:
             store,
             lambda event, **_: self.events.append(event),
         )
-        self.replica.take_part(about)
-        self.replica.sync()
+        self.replica.register(about)
+        self.replica.sync_state()
 
     def train(self) -> None:
         """As many samples as everybody does in a round."""
         samples = self.replica.samples
         while samples.tokens_done < SAMPLES:
             for one in self.network.call(self.member.lease(SAMPLES - samples.tokens_done)):
-                samples.add(one.start, one.stop)
+                samples.add_lease(one.start, one.stop)
             while (bounds := samples.next_batch(1)) is not None:
                 loss = self.layer.loss(*bounds)
                 loss.backward()  # type: ignore[no-untyped-call]
-                self.replica.step(samples.finish(loss), 1.0)
+                self.replica.step(samples.finish_batch(loss), 1.0)
             self.member.progress.tokens_done = samples.tokens_done
-            self.network.call(self.member.beat())
+            self.network.call(self.member.send_heartbeat())
 
     @property
     def digest(self) -> bytes:
@@ -256,11 +256,11 @@ def rounds(holdings: list[list[Holding]], number: int = ROUNDS) -> None:
                 holding.train()
         for held in holdings:
             for holding in held:
-                assert holding.replica.offer()
+                assert holding.replica.begin_exchange()
         for held in holdings:
             for holding in held:
                 assert holding.replica.exchanging
-                assert holding.replica.conclude()
+                assert holding.replica.conclude_round()
 
 
 def separately(stage: int, folder: Path) -> bytes:
@@ -301,8 +301,8 @@ def test_replicas_of_several_stages_in_one_process_are_averaged_as_runs_of_their
                 assert held[0][stage].events == ["synced"] + ROUNDS * ["committed"]
             first, second = held[0]
             # The second stage is left, the first one goes on; then whoever left it comes back to it.
-            first.replica.save()
-            second.replica.save()
+            first.replica.save_checkpoint()
+            second.replica.save_checkpoint()
             one.call(one.resource.leave(1))
             rounds([[first], held[1][:1]], 1)
             (digest,) = {first.digest, held[1][0].digest}

@@ -228,7 +228,7 @@ def tasks_of_channels(node: Any) -> int:
 
 def arm_member(process: Process, levels: Path) -> None:
     """What it asks of the coordinator, and how much it holds after each round."""
-    ask, beat, hold = CoordinatorClient.ask, CoordinatorClient.heartbeat, LocalMember.hold
+    ask, beat, hold = CoordinatorClient.ask, CoordinatorClient.heartbeat, LocalMember.hold_state
 
     async def asked(client: Any, message: Any, reply: Any) -> Any:
         process.node, process.coordinator_key, process.coordinator_port = (
@@ -264,7 +264,7 @@ def arm_member(process: Process, levels: Path) -> None:
 
     CoordinatorClient.ask = asked  # type: ignore[method-assign]
     CoordinatorClient.heartbeat = beaten  # type: ignore[method-assign]
-    LocalMember.hold = held  # type: ignore[method-assign]
+    LocalMember.hold_state = held  # type: ignore[method-assign]
 
 
 def arm_host(process: Process) -> None:

@@ -27,12 +27,12 @@ class FakeNetwork:
     def call(self, coroutine: Coroutine[Any, Any, Any], interruptible: object = False) -> Any:
         return asyncio.run(coroutine)
 
-    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(asyncio.run(coroutine))
         return future
 
-    def finish(self, future: Future[Any]) -> Any:
+    def wait_for(self, future: Future[Any]) -> Any:
         return future.result(timeout=0)
 
 
@@ -107,7 +107,7 @@ class Side:
             self.log.append(f"leaves {place.span.first}")
             self.client.look()
 
-        return SimpleNamespace(begin=begin, leave=leave, next_task=next_task)
+        return SimpleNamespace(begin_training=begin, leave=leave, next_task=next_task)
 
 
 def test_who_waits_for_a_state_of_a_stage_that_is_taken_away_goes_where_it_is_wanted(
@@ -123,8 +123,8 @@ def test_results_that_are_not_finite_are_begun_anew_and_the_round_with_them(monk
     side, done = Side([(0, 0), None], monkeypatch), []
     held: Any = SimpleNamespace(
         runner=SimpleNamespace(trouble="an activation cannot be sent"),
-        training=SimpleNamespace(begin_anew=done.append),
-        begin_round=lambda *, goes_on: done.append(goes_on),
+        training=SimpleNamespace(recover_from_divergence=done.append),
+        open_round=lambda *, goes_on: done.append(goes_on),
     )
     assert side.peer._settle(held, Attention.SPOILT)
     assert done == ["an activation cannot be sent", False]

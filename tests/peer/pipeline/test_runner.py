@@ -186,7 +186,7 @@ class FakeReplica:
         self.work = AccumulatedGradient(vector)
         self.ranges: Ranges = []
 
-    def trained(self, start: int, stop: int, loss: Tensor | None) -> None:
+    def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
         assert not overlap(self.ranges, [(start, stop)]), "counted twice"
         self.ranges = merge([*self.ranges, (start, stop)])
 
@@ -205,7 +205,7 @@ class Peer:
                 client=Client(coordinator, name, scope),
                 rejoined=False,
                 node=node,
-                beat_soon=lambda: None,
+                request_heartbeat=lambda: None,
                 progress=Progress(),
             )
             for scope in range(STAGES + 1)
@@ -259,7 +259,7 @@ class Peer:
                 if self.hangs or self.name in self.coordinator.dead:
                     await asyncio.Event().wait()
                 with self.staging.computing():
-                    made = self.training.do(task)
+                    made = self.training.execute(task)
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ def test_while_it_saves_them_nothing_of_them_counts_as_ready_for_the_next() -> N
     progress, said = Progress(prepared=1.0, has_work=True), []
     run = SimpleNamespace(progress=progress)
     members: Any = SimpleNamespace(run=run, stages={1: object()}, leave_all=lambda: None)
-    training: Any = SimpleNamespace(save=lambda: said.append((progress.prepared, progress.has_work)))
+    training: Any = SimpleNamespace(save_checkpoints=lambda: said.append((progress.prepared, progress.has_work)))
     network: Any = FakeNetwork()
     nothing: Any = None
     HeldSpan(network, members, StageSpan(1, 1), training, nothing, nothing).leave()

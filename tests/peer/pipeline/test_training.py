@@ -18,18 +18,18 @@ class FakeReplica:
         self.round = round_number
         self._log, self._name, self._ends, self._offers = log, name, ends, offers
 
-    def offer(self) -> bool:
+    def begin_exchange(self) -> bool:
         self._log.append(f"{self._name} offers")
         return self._offers
 
-    def conclude(self) -> bool:
+    def conclude_round(self) -> bool:
         self._log.append(f"{self._name} concludes")
         if self._ends == TAKEN:
             raise NotAdmitted("it is not ours any more")
         self.round, kept = self._ends
         return kept
 
-    def start_afresh(self, reason: str) -> None:
+    def resync(self, reason: str) -> None:
         self._log.append(f"{self._name} starts afresh")
 
 
@@ -43,7 +43,7 @@ def end(*ends: tuple[int, bool], rounds: tuple[int, ...] = (), offers: bool = Tr
         for number, one in enumerate(ends)
     }
     training._finished = []
-    return training.end_round(), log
+    return training.close_round(), log
 
 
 def test_all_stages_offer_before_any_concludes() -> None:
@@ -81,9 +81,9 @@ def test_a_stage_that_lags_behind_catches_up_alone(lost: bool) -> None:
 def test_what_is_of_no_use_is_begun_anew_in_all_stages() -> None:
     training: Any = SpanTraining.__new__(SpanTraining)
     begun: list[str] = []
-    training.replicas = {stage: SimpleNamespace(begin_anew=begun.append) for stage in range(2)}
+    training.replicas = {stage: SimpleNamespace(recover_from_divergence=begun.append) for stage in range(2)}
     training._finished = []
-    training.begin_anew("not a number")
+    training.recover_from_divergence("not a number")
     assert begun == ["not a number"] * 2
 
 
@@ -92,5 +92,5 @@ def test_a_stage_that_was_taken_away_does_not_keep_the_others_from_their_verdict
     log: list[str] = []
     training.replicas = {0: FakeReplica(log, "a", 5, TAKEN), 1: FakeReplica(log, "b", 5, (6, True))}
     with pytest.raises(NotAdmitted):
-        training.end_round()
+        training.close_round()
     assert log == ["a offers", "b offers", "a concludes", "b concludes"]

@@ -49,7 +49,7 @@ class TorchMember(SimMember):
 
     def apply(self, mean: Tensor) -> None:
         self.anchor, self.outer = OUTER.step(self.anchor, self.outer, mean, self.version)
-        self.work_done.restart(self.anchor)
+        self.work_done.restart_from(self.anchor)
 
     async def train(self, start: int, stop: int) -> None:
         loss = loss_of(self.model, start, stop)
