@@ -12,7 +12,6 @@ from shoal.peer.event_schema import Event
 
 if TYPE_CHECKING:
     from shoal.peer.checkpoints.remote.upload import CopyTo
-    from shoal.swarm.protocol.identity import Identity
     from shoal.swarm.protocol.run_file import RunFile
     from shoal.swarm.protocol.types import Role
 
@@ -28,11 +27,11 @@ STOPPED_AT_ONCE = 130
 class StartFrom:
     """Where the checkpoint is that a new run starts from.
 
-    ``folder``: with a checkpoint, or any above; ``reader``: opens sealed ones; ``only_parameters``: schedule, order of
-    the samples and outer optimizer begin anew."""
+    ``folder``: with a checkpoint, or any above; ``identity``: file with the keys that open sealed ones;
+    ``only_parameters``: schedule, order of the samples and outer optimizer begin anew."""
 
     folder: Path
-    reader: Identity | None = None
+    identity: Path | None = None
     only_parameters: bool = False
 
 

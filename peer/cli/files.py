@@ -200,12 +200,10 @@ def _reader(identity: Path) -> Identity | None:
 
 
 def start_of(folder: Path | None, identity: Path | None, *, only_parameters: bool) -> StartFrom | None:
-    """The checkpoint to start from, by the host's options.
-
-    ``identity``: the file with a reader's keys, for sealed checkpoints.
-    Raises ``UserError``."""
+    """The checkpoint to start from, by the host's options. Raises ``UserError``."""
     if folder is None:
         if only_parameters:
             raise UserError("--parameters-only says what to take from a checkpoint: give that with --from FOLDER")
         return None
-    return StartFrom(folder, _reader(identity or SHOAL_HOME / "identity"), only_parameters)
+    keys = identity or SHOAL_HOME / "identity"
+    return StartFrom(folder, keys if keys.exists() else None, only_parameters)

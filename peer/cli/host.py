@@ -28,6 +28,7 @@ from shoal.swarm.errors import (
     ModelMismatch,
     RecipeError,
     RunFileError,
+    SealedForOthers,
     ShoalError,
     StateFileError,
     StorageError,
@@ -61,9 +62,10 @@ _CANNOT = (
     "defines the run's model, data and first state."
 )
 _ERRORS: tuple[type[ShoalError], ...] = (
-    *(RunFileError, RecipeError, CorpusError, ModelMismatch, DeviceError, StateFileError, StorageError),
+    *(RunFileError, RecipeError, CorpusError, ModelMismatch, DeviceError, StateFileError, SealedForOthers),
+    *(StorageError, IdentityError),
 )
-"""Errors that the process that prepares a run may end with."""
+"""Errors that a command of ``_run_command`` may end with."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ async def host(
     text, run = load_run_file(run_path)
     state = options.state / run.run.name
     if options.start_from is not None:
-        text, run = await asyncio.to_thread(started_run_file, run_path, state, options.start_from)
+        text, run = await started_run_file(run_path, state, options.start_from)
     text, run = await pinned_run_file(text, run, state, pin=options.pin, folders=options.data)
     if options.backup is not None and options.backup.resolve() == options.state.resolve():
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
@@ -188,20 +190,26 @@ def _hosted_run_file(kept: Path) -> tuple[str, RunFile] | None:
     return load_run_file(kept / RUN_FILE) if (kept / JOURNAL).exists() and (kept / RUN_FILE).exists() else None
 
 
-def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tuple[str, RunFile]:
-    """The run file at ``path`` with its ``[start]``: text, and validated. Where the run is being hosted already, in the
-    folder ``kept``, its section stays what it is, and the checkpoint is not needed any more. Blocks.
+async def started_run_file(path: Path, kept: Path, start_from: StartFrom) -> tuple[str, RunFile]:
+    """The run file at ``path`` with its ``[start]``: text, and validated.
+
+    A process of its own reads the checkpoint. Where the run is being hosted already, in the folder ``kept``, its
+    section stays what it is, and the checkpoint is not needed any more.
 
     Raises ``StateFileError``, ``RunFileError``, and ``ModelMismatch`` for a checkpoint of another model."""
-    text, run = load_run_file(path)
+    _, run = load_run_file(path)
     hosted = _hosted_run_file(kept)
     if hosted is not None:
         before = hosted[1]
         if before.start is not None and before.model_copy(update={"start": None, "pins": run.pins}) == run:
             return hosted
-    from shoal.peer.cli.start_section import started  # it reads tensors, with torch
-
-    return started(text, run, start_from, str(path))
+    with tempfile.TemporaryDirectory(prefix="shoal-start-") as folder:
+        out = Path(folder) / RUN_FILE
+        arguments = ["start-section", str(path), "--out", str(out), "--from", str(start_from.folder)]
+        arguments += ["--identity", str(start_from.identity)] if start_from.identity is not None else []
+        arguments += ["--parameters-only"] if start_from.only_parameters else []
+        await _run_command(arguments)
+        return load_run_file(out)
 
 
 async def pinned_run_file(
@@ -227,10 +235,21 @@ async def pinned_run_file(
 
 
 async def _prepare_apart(given: Path, out: Path, folders: Sequence[Path]) -> None:
-    """`shoal prepare` as a process of its own, which tells how far it is; its error is ours."""
-    arguments = ["-m", "shoal.peer", "prepare", str(given), "--out", str(out)]
+    """Run `shoal prepare`. Raises its error, with what else can be done, under the run file's usual name."""
+    arguments = ["prepare", str(given), "--out", str(out)]
     arguments += [word for folder in folders for word in ("--data", str(folder))]
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stderr=asyncio.subprocess.PIPE)
+    try:
+        await _run_command(arguments)
+    except ShoalError as error:
+        raise type(error)(_CANNOT.format(str(error).replace(str(given), RUN_FILE))) from error
+
+
+async def _run_command(arguments: Sequence[str]) -> None:
+    """Run a ``shoal`` command as a process of its own, so that the memory it takes is free when it ends.
+
+    It prints to our output how far it is. Raises the error that it ended with."""
+    command = [sys.executable, "-m", "shoal.peer", *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
         _, told = await process.communicate()
     finally:
@@ -238,10 +257,10 @@ async def _prepare_apart(given: Path, out: Path, folders: Sequence[Path]) -> Non
             process.kill()
             await process.wait()
     if process.returncode:
-        lines = told.decode(errors="replace").replace(str(given), RUN_FILE).strip().splitlines()
+        lines = told.decode(errors="replace").strip().splitlines()
         name, _, words = (lines[-1] if lines else "").partition(": ")
         kind = next((one for one in _ERRORS if one.__name__ == name), ShoalError)
-        raise kind(_CANNOT.format(words or f"`shoal prepare` ended with {process.returncode} {name}".rstrip()))
+        raise kind(words or f"`shoal {arguments[0]}` ended with {process.returncode} {name}".rstrip())
 
 
 def say_pins(pins: PinsSection | None) -> str:

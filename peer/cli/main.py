@@ -19,7 +19,7 @@ from rich.console import Console
 from shoal.peer.cli.command import UNSUPERVISED
 from shoal.peer.cli.files import IdentityOption, console, start_of
 from shoal.peer.cli.files import app as file_commands
-from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE
+from shoal.peer.options import DEFAULT_PORT, SHOAL_HOME, STOPPED_AT_ONCE, StartFrom
 from shoal.swarm.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -145,6 +145,22 @@ def prepare_command(
 
     prepared = prepare(run, out, console.print, data or ())
     console.print(f"Pins    {say_pins(prepared.pins)}", soft_wrap=True)
+
+
+@app.command("start-section", hidden=True)
+def start_section_command(
+    run: Path,
+    out: Annotated[Path, typer.Option()],
+    start_from: Annotated[Path, typer.Option("--from")],
+    identity: Annotated[Path | None, typer.Option()] = None,
+    parameters_only: Annotated[bool, typer.Option()] = False,
+) -> None:
+    """Write a run file with the [start] of a checkpoint; `shoal host --from` runs this as a process of its own."""
+    from shoal.peer.cli.start_section import write_started
+    from shoal.peer.terminal.reporter import setup_logging
+
+    setup_logging(console, verbose=False)
+    write_started(run, out, StartFrom(start_from, identity, parameters_only))
 
 
 @app.command("join")

@@ -1,4 +1,6 @@
-"""``[start]`` of a run file, made of a checkpoint: `shoal host --from`."""
+"""``[start]`` of a run file, made of a checkpoint: `shoal host --from`.
+
+A host has this done by a process of its own, so that it never holds a model, or torch, itself."""
 
 from __future__ import annotations
 
@@ -17,21 +19,28 @@ from shoal.peer.recipes.model_memory import check_start_fits
 from shoal.peer.state_transfer.start import hash_of, run_of, whole_checkpoints
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.errors import DeviceError, ModelMismatch, RecipeError, RunFileError, StateFileError
+from shoal.swarm import durable
+from shoal.swarm.errors import DeviceError, ModelMismatch, RecipeError, RunFileError, StateFileError, StorageError
 from shoal.swarm.protocol.identity import Identity
-from shoal.swarm.protocol.run_file import RunFile, parse_run_file
+from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
 from shoal.swarm.protocol.start_section import StartSection, StartTensor
 
 log = logging.getLogger(__name__)
 
 
-def started(text: str, run: RunFile, start_from: StartFrom, where: str) -> tuple[str, RunFile]:
-    """The text of a run file with a new ``[start]``, and validated; ``where``: what errors call the file. Blocks.
+def write_started(run_path: Path, out: Path, start_from: StartFrom) -> None:
+    """Write the run file with a new ``[start]`` to ``out``. Blocks.
 
-    Raises ``StateFileError``, ``RunFileError``, and ``ModelMismatch`` for a checkpoint of another model."""
+    Raises ``StateFileError``, ``RunFileError``, ``StorageError``, and ``ModelMismatch`` for a checkpoint of another
+    model."""
+    text, run = load_run_file(run_path)
     section = start_section(start_from, run)
     _check_model(run, section)
-    return with_section(text, section, where)
+    started, _ = with_section(text, section, str(run_path))
+    try:
+        durable.put(out, started.encode())
+    except OSError as error:
+        raise StorageError(f"{out}: cannot be written: {error}") from error
 
 
 def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
@@ -41,7 +50,8 @@ def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
     same outer optimizer.
 
     Raises ``StateFileError``."""
-    found = _newest_first(start_from.folder, start_from.reader)
+    reader = Identity.load_or_create(start_from.identity) if start_from.identity is not None else None
+    found = _newest_first(start_from.folder, reader)
     for source, manifest in found:
         try:
             section, spoilt = _section_of(source, manifest, start_from, run)

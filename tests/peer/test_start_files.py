@@ -1,12 +1,13 @@
 """The start of a run from another one's checkpoint: whole, in three stages, in two; always the same bits."""
 
+import asyncio
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from tests.peer.checkpoints.making import IDENTITY, verdict_chain
+from tests.peer.checkpoints.making import verdict_chain
 from tests.peer.layered_models import Key, Line, gpt, mean_gradient
 from tests.peer.starts import (
     put_together,
@@ -39,6 +40,7 @@ from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
 from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import ModelMismatch, RunFileError, SealedForOthers, StateFileError, UserError
+from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
 
 LAYERED = gpt().layers(1)
@@ -254,7 +256,7 @@ def test_a_host_refuses_a_checkpoint_of_another_model(place: Path, tmp_path: Pat
     path = tmp_path / "run.toml"
     path.write_text(run_toml("next", 3).replace("width = 32", "width = 64"))
     with pytest.raises(ModelMismatch, match="in the checkpoint"):
-        started_run_file(path, tmp_path / "state", StartFrom(place))
+        asyncio.run(started_run_file(path, tmp_path / "state", StartFrom(place)))
 
 
 def test_a_stages_checkpoint_is_no_start(tmp_path: Path) -> None:
@@ -263,7 +265,7 @@ def test_a_stages_checkpoint_is_no_start(tmp_path: Path) -> None:
     state = random_state(sum(spec.elements for spec in layout))
     about = StageAbout(number=1, stages=3)
     write_checkpoint(tmp_path, parse_run_file(toml), toml, layout, state, stage=about)
-    with pytest.raises(StateFileError, match=r"no checkpoint of a whole model here.*is of one stage: put all together"):
+    with pytest.raises(StateFileError, match=r"no checkpoint of a whole model here.*is of one stage: join all stages"):
         start_section(StartFrom(tmp_path), parse_run_file(run_toml("next")))
 
 
@@ -310,7 +312,9 @@ def test_a_sealed_checkpoint_needs_its_reader(tmp_path: Path) -> None:
     toml = run_toml("closed")
     run = parse_run_file(toml)
     plain = write_checkpoint(tmp_path / "plain", run, toml, LAYOUT, WHOLE)
-    store = CheckpointStore(tmp_path / "sealed", run.hash, IDENTITY, Retention(), ())
+    keys = tmp_path / "identity"
+    reader = Identity.load_or_create(keys)
+    store = CheckpointStore(tmp_path / "sealed", run.hash, reader, Retention(), ())
     found = read(plain)
     about = {name: getattr(found.manifest, name) for name in type(found.manifest).model_fields}
     for name in ("format", "files", "identity_key", "signature"):
@@ -319,9 +323,9 @@ def test_a_sealed_checkpoint_needs_its_reader(tmp_path: Path) -> None:
     with pytest.raises(SealedForOthers):
         start_section(StartFrom(sealed), parse_run_file(run_toml("next")))
     text = run_toml("next")
-    section = start_section(StartFrom(sealed, IDENTITY), parse_run_file(text))
+    section = start_section(StartFrom(sealed, keys), parse_run_file(text))
     assert section == start_section(StartFrom(plain), parse_run_file(text))
-    files = StartFiles.find(sealed, section, IDENTITY)
+    files = StartFiles.find(sealed, section, reader)
     assert same_bits(files.rows(LAYOUT[3].name, 3), StartFiles.find(plain, section, None).rows(LAYOUT[3].name, 3))
 
 
@@ -331,15 +335,15 @@ def test_a_sealed_checkpoint_needs_its_reader(tmp_path: Path) -> None:
 def test_a_host_goes_on_with_the_start_that_it_wrote(place: Path, tmp_path: Path) -> None:
     path, kept = tmp_path / "run.toml", tmp_path / "state"
     path.write_text(run_toml("next", 3))
-    text, run = started_run_file(path, kept, StartFrom(place))
+    text, run = asyncio.run(started_run_file(path, kept, StartFrom(place)))
     assert text.startswith(path.read_text().rstrip("\n"))
     assert parse_run_file(text) == run
     Journal(kept, run.hash, text).close()
     (kept / "run.toml").write_text(text)
-    assert started_run_file(path, kept, StartFrom(tmp_path / "is gone")) == (text, run)
+    assert asyncio.run(started_run_file(path, kept, StartFrom(tmp_path / "is gone"))) == (text, run)
     path.write_text(run_toml("next", 2))
     with pytest.raises(StateFileError):
-        started_run_file(path, kept, StartFrom(tmp_path / "is gone"))
+        asyncio.run(started_run_file(path, kept, StartFrom(tmp_path / "is gone")))
 
 
 def test_what_to_take_needs_something_to_take_it_from(place: Path, tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
-"""What the command line imports before it has something to compute: neither torch nor numba."""
+"""Imports of the command line: commands that compute nothing themselves import neither torch nor numba."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.peer.layered_models import gpt
+from tests.peer.starts import random_state, run_toml, write_checkpoint
+
+from shoal.swarm.protocol.run_file import load_run_file, parse_run_file
 
 HEAVY = ("torch", "numba")
 PROGRAM = f"""
@@ -14,7 +19,7 @@ sys.argv[0] = "shoal"
 
 
 def run_python(program: str, *arguments: str) -> tuple[int, str, list[str]]:
-    """Exit code, all that was said, and which of the heavy modules were imported."""
+    """Run a program; return its exit code, its output, and which of the heavy modules it imported."""
     done = subprocess.run([sys.executable, "-c", PROGRAM + program, *arguments], capture_output=True, text=True)
     said, _, heavy = done.stderr.rpartition("HEAVY")
     return done.returncode, done.stdout + said, heavy.split()
@@ -42,6 +47,36 @@ def test_help_and_errors_need_no_torch(arguments: list[str], code: int, words: s
     found, said, heavy = run_python("from shoal.peer.cli.main import main; main()", *arguments)
     assert words in said
     assert found == code
+    assert heavy == []
+
+
+STOP_WHEN_HOSTING = """
+import os, pathlib, signal, threading, time
+def stop():
+    while not list(pathlib.Path({state!r}).glob("*/invite.txt")):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=stop, daemon=True).start()
+from shoal.peer.cli.main import main; main()
+"""
+
+
+def test_a_host_that_starts_from_a_checkpoint_needs_no_torch(tmp_path: Path) -> None:
+    """Processes of their own read the checkpoint, and build the model to pin it."""
+    toml = run_toml("finished")
+    layout = gpt().layers(1).layout
+    elements = sum(spec.elements for spec in layout)
+    write_checkpoint(tmp_path / "peer", parse_run_file(toml), toml, layout, random_state(elements))
+    path, state = tmp_path / "next.toml", tmp_path / "state"
+    path.write_text(run_toml("next"))
+    arguments = ["host", str(path), "--from", str(tmp_path / "peer"), "--state", str(state), "--bind", "127.0.0.1:0"]
+    found, said, heavy = run_python(STOP_WHEN_HOSTING.format(state=str(state)), *arguments)
+    assert found == 0, said
+    assert "of finished-" in said.partition("Start ")[2]
+    _, hosted = load_run_file(state / "next" / "run.toml")
+    assert hosted.start is not None
+    assert hosted.start.run.startswith("finished-")
+    assert hosted.pins is not None
     assert heavy == []
 
 
