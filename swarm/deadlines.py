@@ -55,7 +55,8 @@ class Deadlines:
 
     @property
     def partial_s(self) -> float:
-        """Without a chunk of a row's sum from its relay, until its members are asked: it waits for them itself."""
+        """Without a chunk of a partial sum from its row reducer, until its members are asked: it waits for them
+        itself."""
         return 1.5 * self.patience_s
 
     @property
@@ -65,12 +66,12 @@ class Deadlines:
 
     @property
     def grid_result_s(self) -> float:
-        """The same in a grid: it may be waiting for a relay, and then for the members of that one's row."""
+        """The same in a grid: it may be waiting for a row reducer, and then for the members of that one's row."""
         return 3 * self.patience_s
 
     @property
-    def relayed_s(self) -> float:
-        """Without a chunk of a result from our row's relay: it may be waiting for the owner."""
+    def row_result_s(self) -> float:
+        """Without a chunk of a result from our row reducer: it may be waiting for the owner."""
         return 3.5 * self.patience_s
 
     @property

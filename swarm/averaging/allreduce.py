@@ -2,8 +2,8 @@
 
 Each owner pulls its part from every member and reduces it; every member pulls every other part's results from
 their owners, or from stand-ins (reduce-scatter and all-gather, overlapping chunk by chunk). In a grid, an owner does so
-within its row, a relay does in every other row, and the owner pulls their sums, the relays its results. Nothing is
-applied here: results are kept until the coordinator's verdict.
+within its row, a row reducer does in every other row, and the owner pulls their sums, the row reducers its results.
+Nothing is applied here: results are kept until the coordinator's verdict.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ costs about as much as a small chunk."""
 
 @dataclass
 class ExchangeResult:
-    """Result of an exchange on one member: ``dropped`` members in what we reduced; owners and relays that ``failed``
-    to give us what they had to; ``undelivered`` contributions in what we reduced as owner or relay; and why a part is
-    missing."""
+    """Result of an exchange on one member: ``dropped`` members in what we reduced; owners and row reducers that
+    ``failed`` to give us what they had to; ``undelivered`` contributions in what we reduced as owner or row reducer;
+    and why a part is missing."""
 
     dropped: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
@@ -109,7 +109,9 @@ class AllReduce:
             taken = prefetch.context
             self._context = replace(self._context, prefetched=taken.prefetched, meters=taken.meters)
         self._as_owner = Reduction(self._context, store.group, store.put, feedback.summands, feedback.error_buffer)
-        self._as_relay = Reduction(self._context, store.group.row(self._row), self._partials.put, feedback.summands)
+        self._as_row_reducer = Reduction(
+            self._context, store.group.row(self._row), self._partials.put, feedback.summands
+        )
         self._as_stand_in: list[Reduction] = []
         for part in plan.parts:
             if part.owner == self._me:
@@ -125,13 +127,13 @@ class AllReduce:
             async with asyncio.TaskGroup() as tasks:
                 for part in self._rotated():
                     tasks.create_task(self._bring(part))
-                    if part.owner != self._me and self._me in self._plan.relays(part):
-                        tasks.create_task(self._as_relay.run(self._store.chunks_of(part)))
+                    if part.owner != self._me and self._me in self._plan.row_reducers(part):
+                        tasks.create_task(self._as_row_reducer.run(self._store.chunks_of(part)))
             guard.cancel()
         for reduction in (self._as_owner, *self._as_stand_in):
             self._exchange.dropped |= reduction.dropped
             self._exchange.failed |= reduction.failed - {self._me}
-        self._exchange.undelivered = self._as_owner.dropped | self._as_relay.dropped
+        self._exchange.undelivered = self._as_owner.dropped | self._as_row_reducer.dropped
         return self._exchange
 
     async def close(self) -> None:
@@ -148,10 +150,10 @@ class AllReduce:
         """After ``decoder.finish`` of a committed verdict: what the mean left out of ours is the next round's.
 
         Unless not to ``keep``, because others have our samples by now: then only the residual of before stays. Runs in
-        a worker thread. What an owner reduced itself went in as it was; so did what a relay did, where its partial was
-        used; what a stand-in did, and everything else, as it was encoded. What the plan's factor cuts of ours is not
-        carried on, nor of what encoding lost. The error of encoding a mean, or a partial, is carried by whoever made
-        the bytes that were committed, or are in them: whole, as the next round's factor is its own.
+        a worker thread. What an owner reduced itself went in as it was; so did what a row reducer did, where its
+        partial was used; what a stand-in did, and everything else, as it was encoded. What the plan's factor cuts of
+        ours is not carried on, nor of what encoding lost. The error of encoding a mean, or a partial, is carried by
+        whoever made the bytes that were committed, or are in them: whole, as the next round's factor is its own.
         """
         leave_out = self._feedback.keep_chunk if keep else self._feedback.withdraw_chunk
         for index in range(self._store.chunks):
@@ -203,16 +205,17 @@ class AllReduce:
         self.decoder.decode(self._store.chunks_of(part))
 
     async def _own(self, part: Part) -> None:
-        await self._as_owner.run(self._store.chunks_of(part), self._relays(part))
+        await self._as_owner.run(self._store.chunks_of(part), self._row_reducers(part))
 
-    def _relays(self, part: Part) -> list[int | None]:
+    def _row_reducers(self, part: Part) -> list[int | None]:
         """Whose partials its reduction takes: every row's but the owner's, which has none."""
-        relays = self._plan.relays(part) or (part.owner,)
-        return [None if relay == part.owner else relay for relay in relays]
+        row_reducers = self._plan.row_reducers(part) or (part.owner,)
+        return [None if row_reducer == part.owner else row_reducer for row_reducer in row_reducers]
 
     async def _gather(self, part: Part) -> None:
-        """The part's results from our row's relay or its owner, else from the first stand-in that has or makes them."""
-        trouble, responsible = "", {part.owner, *self._plan.relays(part)[self._row : self._row + 1]}
+        """The part's results from our row reducer or its owner, else from the first stand-in that has or makes
+        them."""
+        trouble, responsible = "", {part.owner, *self._plan.row_reducers(part)[self._row : self._row + 1]}
         for holder in holders(self._plan, part, self._me):
             peer = self._members[holder]
             try:
@@ -239,7 +242,7 @@ class AllReduce:
         deadlines = self._context.deadlines
         if not self._plan.columns:
             return deadlines.result_s
-        return deadlines.grid_result_s if holder == part.owner else deadlines.relayed_s
+        return deadlines.grid_result_s if holder == part.owner else deadlines.row_result_s
 
     async def _stand_in(self, part: Part) -> None:
         """Adopt what others agree on of a failed owner's results, and make the rest anew."""
@@ -250,12 +253,12 @@ class AllReduce:
             without = frozenset((part.owner,))
             reduction = Reduction(self._context, self._store.group, self._store.put, without=without)
             self._as_stand_in.append(reduction)
-            await reduction.run(run, self._relays(part))
+            await reduction.run(run, self._row_reducers(part))
 
     def _used_partial(self, index: int, header: ChunkHeader) -> Reduced | None:
         """Our row's partial of a chunk, if it went into the mean."""
-        made = self._as_relay.made.get(index)
-        return made if made is not None and made.error is not None and self._row in header.relayed else None
+        made = self._as_row_reducer.made.get(index)
+        return made if made is not None and made.error is not None and self._row in header.reduced_rows else None
 
     def _committed(self, index: int, header: ChunkHeader) -> Reduced | None:
         """The mean of a chunk, if the bytes that count are ours, and their error is ours to carry.

@@ -15,11 +15,11 @@ _OTHERS_FIRST = 2
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """``included``: the members in the mean, in the plan's order; ``relayed``: the rows that came into it as their
-    relay's partial, its own contribution as it was."""
+    """``included``: the members in the mean, in the plan's order; ``reduced_rows``: the rows that came into it as their
+    row reducer's partial, its own contribution as it was."""
 
     included: list[int] = field(default_factory=list)
-    relayed: list[int] = field(default_factory=list)
+    reduced_rows: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Group:
     """Members whose contributions make one mean, row by row, as indices of the plan: all of it, or one of its rows.
 
     ``weights`` are those of all members of the plan. A header has one bit a member and, if there are several rows, one
-    a row after them, whether that was relayed; the lowest bit of the first byte is the first member's.
+    a row after them, whether it is in ``reduced_rows``; the lowest bit of the first byte is the first member's.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -60,7 +60,7 @@ class Group:
     def pack_header(self, header: ChunkHeader) -> bytes:
         place = {member: bit for bit, member in enumerate(self.members)}
         bits = sum(1 << place[member] for member in header.included)
-        bits |= sum(1 << len(place) + row for row in header.relayed)
+        bits |= sum(1 << len(place) + row for row in header.reduced_rows)
         return bits.to_bytes(self.header_bytes, "little")
 
     def header(self, data: memoryview) -> ChunkHeader:
@@ -82,8 +82,8 @@ def holders(plan: RoundPlan, part: Part, me: int) -> list[int]:
 
     ``me`` among the stand-ins stands for making them oneself. Of those that the plan leads this member round by
     ``detours``, others get the results all the same: they are asked before, and only then those, and oneself."""
-    relays = plan.relays(part)
-    first = relays[plan.members[me].row] if relays else part.owner
+    row_reducers = plan.row_reducers(part)
+    first = row_reducers[plan.members[me].row] if row_reducers else part.owner
     usual = list(dict.fromkeys([*([first] if first != me else []), part.owner, *part.stand_ins]))
     avoided = [one for one in usual if one in plan.members[me].detours]
     if not avoided or usual[0] not in avoided:
@@ -98,4 +98,4 @@ def may_hold(plan: RoundPlan, part: Part) -> list[int]:
     """Return the members that get a part's results from its owner: the row reducers, and all of the owner's row."""
     row = plan.members[part.owner].row
     served = [index for index, member in enumerate(plan.members) if member.row == row]
-    return list(dict.fromkeys([*plan.relays(part), *served]))
+    return list(dict.fromkeys([*plan.row_reducers(part), *served]))

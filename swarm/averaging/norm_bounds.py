@@ -44,12 +44,13 @@ class NormBounds:
         return _with_slack(claim, 1.0, stop - start)
 
     def partial_sum(self, included: Sequence[int], start: int, stop: int) -> float:
-        """Of a row's mean of these members, as its relay packs it."""
+        """Of a row's mean of these members, as its row reducer packs it."""
         return self._mean(included, start, stop, 1)
 
-    def mean(self, included: Sequence[int], start: int, stop: int, *, relayed: bool) -> float:
-        """Of a mean of these members as its owner packs it. ``relayed``: some of them came as a packed partial."""
-        return self._mean(included, start, stop, 1 + relayed)
+    def mean(self, included: Sequence[int], start: int, stop: int, *, with_partial_sums: bool) -> float:
+        """Of a mean of these members as its owner packs it. ``with_partial_sums``: some of them came as a packed
+        partial sum."""
+        return self._mean(included, start, stop, 1 + with_partial_sums)
 
     def _mean(self, included: Sequence[int], start: int, stop: int, times_packed: int) -> float:
         who = list(included)

@@ -227,7 +227,7 @@ class ResultStore(ChunkStore):
         header, (start, stop) = self.group.header(data), self.bounds(chunk)
         if not header.included:
             return
-        bound = self.norm_bounds.mean(header.included, start, stop, relayed=bool(header.relayed))
+        bound = self.norm_bounds.mean(header.included, start, stop, with_partial_sums=bool(header.reduced_rows))
         try:
             square = self.codec(chunk).squared_norm(data[self.group.header_bytes :], stop - start)
         except CodecError as error:

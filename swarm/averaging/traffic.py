@@ -19,7 +19,7 @@ class Traffic:
         # By the members that collect it, one in each row: of how much each owner makes the mean.
         self._collected: dict[tuple[int, ...], Counter[int]] = {}
         for part in plan.parts:
-            collectors = plan.relays(part) or (part.owner,)
+            collectors = plan.row_reducers(part) or (part.owner,)
             self._collected.setdefault(collectors, Counter())[part.owner] += part.stop - part.start
 
     def shares(self, me: int) -> dict[int, float]:

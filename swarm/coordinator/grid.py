@@ -1,10 +1,10 @@
 """Two-level all-reduce for groups that would be too large: rows that reduce by themselves, joined down columns.
 
 A grid of R rows gives the exact mean over all N members in one round with about 2 sqrt(N) connections a member: each
-row reduces every part at one of its members, the part's *relay* there; one of the relays of a part, its owner, adds up
-the rows' sums and gives the mean back to them. Each member moves the same bytes as in one flat group, 2 (N - 1) / N of
-its contribution. After the 2D-torus all-reduce of Mikami et al. 2018, "Massively Distributed SGD: ImageNet/ResNet-50
-Training in a Flash" (arXiv:1811.05233), here with rows of unequal size.
+row reduces every part at one of its members, the part's *row reducer* there; one of the row reducers of a part, its
+owner, adds up the rows' sums and gives the mean back to them. Each member moves the same bytes as in one flat group, 2
+(N - 1) / N of its contribution. After the 2D-torus all-reduce of Mikami et al. 2018, "Massively Distributed SGD:
+ImageNet/ResNet-50 Training in a Flash" (arXiv:1811.05233), here with rows of unequal size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal.swarm.coordinator.partition import owner_shares, split
 
 @dataclass(frozen=True)
 class GridPart:
-    """Elements ``start <= i < stop``: ``owner``, one of its column's relays, makes the mean; ``stand_ins``, in this
-    order, are the others."""
+    """Elements ``start <= i < stop``: ``owner``, one of its column's row reducers, makes the mean; ``stand_ins``, in
+    this order, are the others."""
 
     owner: int
     stand_ins: tuple[int, ...]
@@ -31,7 +31,7 @@ class GridPart:
 
 @dataclass(frozen=True)
 class Grid:
-    """``columns``: of each, its relay in every row. ``parts``: in the order of their elements."""
+    """``columns``: of each, its row reducer in every row. ``parts``: in the order of their elements."""
 
     columns: tuple[tuple[int, ...], ...]
     parts: tuple[GridPart, ...]
@@ -68,9 +68,9 @@ def plan_parts(
 ) -> Grid:
     """The columns and parts of a round; parts on the grid of chunks.
 
-    In each row the j-th fastest of those that can own is column j's relay, so that fast members meet fast ones; a row
-    with fewer of them than there are columns takes some twice, one with none takes everybody. A column's share is that
-    of its slowest relay; within it each of those that can own makes the mean of an equal share.
+    In each row the j-th fastest of those that can own is column j's row reducer, so that fast members meet fast ones; a
+    row with fewer of them than there are columns takes some twice, one with none takes everybody. A column's share is
+    that of its slowest row reducer; within it each of those that can own makes the mean of an equal share.
     """
     fastest = []
     for row in rows:
@@ -80,7 +80,7 @@ def plan_parts(
     slowest = [_slowest([bandwidths_bps[member] for member in column]) for column in of_column]
     parts = []
     for column, start, stop in split(elements, owner_shares(slowest, [True] * len(of_column)), chunk):
-        owners = [relay for relay in of_column[column] if can_own[relay]] or list(of_column[column])
+        owners = [row_reducer for row_reducer in of_column[column] if can_own[row_reducer]] or list(of_column[column])
         for number, first, last in split(stop - start, [1 / len(owners)] * len(owners), chunk):
             # Rotated, so that the remainders of all columns do not fall on the first row.
             at = (number + column) % len(owners)

@@ -30,8 +30,8 @@ class Rules:
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan's shape, with members as indices: each one's row; of each column its relay in every row, none in a flat
-    group; and the parts."""
+    """A plan's shape, with members as indices: each one's row; of each column its row reducer in every row, none in a
+    flat group; and the parts."""
 
     chunk_elements: int
     row_of: tuple[int, ...]

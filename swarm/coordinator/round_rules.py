@@ -149,8 +149,8 @@ def left_out(
 @dataclass(frozen=True)
 class Judgement:
     """How the round ends: with digests when committed (None: a void part), with a reason when aborted. ``failed``: the
-    owners and relays that others did not get from what they had to; ``missing``: the members whose contributions did
-    not come; ``accused_by``: by member, of which owners and relays it says so."""
+    owners and row reducers that others did not get from what they had to; ``missing``: the members whose contributions
+    did not come; ``accused_by``: by member, of which owners and row reducers it says so."""
 
     digests: tuple[bytes | None, ...] = ()
     reason: str = ""

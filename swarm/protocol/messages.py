@@ -149,7 +149,7 @@ class PeerToCoordinatorRoundReport(Message):
     """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
 
     ``dropped`` are the members (indices of the plan) that some chunk of the results that we hold does without;
-    ``failed`` the owners and relays that did not give us what they had to; ``undelivered`` the members whose
+    ``failed`` the owners and row reducers that did not give us what they had to; ``undelivered`` the members whose
     contributions are missing in what we reduced ourselves; ``deliveries`` what others' links gave."""
 
     round: Count

@@ -56,7 +56,7 @@ class PlanMember(Record):
 
 class Part(Record):
     """Elements ``start <= i < stop`` of the contribution, reduced by ``members[owner]``; when that fails, by the
-    first of ``stand_ins`` that can. ``column``: whose relays collect for the owner, in a grid."""
+    first of ``stand_ins`` that can. ``column``: whose row reducers collect for the owner, in a grid."""
 
     owner: Index
     stand_ins: Annotated[tuple[Index, ...], Field(max_length=MAX_STAND_INS)] = ()
@@ -70,8 +70,9 @@ class RoundPlan(Record):
     of chunks.
 
     ``rho``: the usual norm of a contribution of one token, by which all are bounded; 0 while nobody has claimed any.
-    ``columns``: none in a flat group; in a grid, of each column its relay in every row: the member of that row that
-    sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a column."""
+    ``columns``: none in a flat group; in a grid, of each column its row reducer in every row: the member of that row
+    that sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a
+    column."""
 
     round: Count
     anchor_version: Count
@@ -95,14 +96,16 @@ class RoundPlan(Record):
         if set(row_of) != set(rows) or bool(self.columns) != (len(rows) > 1):
             raise ValueError("a plan of several rows has members in each of them, and columns")
         if any([row_of[one] if one < len(row_of) else None for one in column] != rows for column in self.columns):
-            raise ValueError("a column has one relay in every row, in their order")
+            raise ValueError("a column has one row reducer in every row, in their order")
         owners = [set(column) for column in self.columns] or [set(range(len(row_of)))]
         for part in self.parts:
             if part.column >= len(owners) or not {part.owner, *part.stand_ins} <= owners[part.column]:
-                raise ValueError("owners and stand-ins are relays of the part's column, or members of the flat group")
+                raise ValueError(
+                    "owners and stand-ins are row reducers of the part's column, or members of the flat group"
+                )
         return self
 
-    def relays(self, part: Part) -> tuple[int, ...]:
+    def row_reducers(self, part: Part) -> tuple[int, ...]:
         """Of each row, who collects it for this part; the owner for its own row. None in a flat group."""
         return self.columns[part.column] if self.columns else ()
 

@@ -319,14 +319,14 @@ class MemberStatus(Record):
 class Blob(Record):
     """The name of chunked bytes that a member offers.
 
-    ``contribution``: what it brings to the round; ``partial``: a relay's means of its row, for the owners; ``result``:
-    means of a round, each as soon as it is held here; ``held``: the same as they are now, empty where there is none
-    yet; ``state``: anchor and outer optimizer state of an anchor version; ``state_lossless``: the same, packed;
+    ``contribution``: what it brings to the round; ``partial``: a row reducer's means of its row, for the owners;
+    ``result``: means of a round, each as soon as it is held here; ``held``: the same as they are now, empty where there
+    is none yet; ``state``: anchor and outer optimizer state of an anchor version; ``state_lossless``: the same, packed;
     ``state_digests``: those of its chunks; ``anchor_bfloat16`` and its digests: the anchor rounded; ``probe``: random
     bytes, to learn what a link carries; ``activation`` and ``gradient``: a tensor that was offered for a micro-batch;
-    ``start``: a tensor that the run starts from, by its place among all names in alphabetical order.
-    ``grid``: of a contribution, how many elements a chunk has: it may have been cut for a plan that did not come.
-    ``scope``: whose; a run and its stages have rounds and anchor versions of the same numbers.
+    ``start``: a tensor that the run starts from, by its place among all names in alphabetical order. ``grid``: of a
+    contribution, how many elements a chunk has: it may have been cut for a plan that did not come. ``scope``: whose; a
+    run and its stages have rounds and anchor versions of the same numbers.
     """
 
     kind: Literal[

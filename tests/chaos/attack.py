@@ -9,7 +9,7 @@ ATTACKED = 1
 
 ROLES = {
     "group": ("contributor", "owner", "stand-in", "coordinator"),
-    "grid": ("contributor", "relay", "owner", "stand-in"),
+    "grid": ("contributor", "row reducer", "owner", "stand-in"),
 }
 """By topology: what the coordinator does is the same in all of them."""
 

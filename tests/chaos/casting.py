@@ -21,19 +21,19 @@ def _cast_group(plan: RoundPlan) -> dict[str, int]:
 
 
 def _cast_grid(plan: RoundPlan) -> dict[str, int]:
-    """Of two rows, the contributor is in the one that is not the owner's, as the relay, who is the stand-in."""
+    """Of two rows, the contributor is in the one that is not the owner's, as the row reducer, who is the stand-in."""
     part = plan.parts[0]
-    relays = {relay for one in plan.parts for relay in plan.relays(one)}
+    row_reducers = {row_reducer for one in plan.parts for row_reducer in plan.row_reducers(one)}
     row = plan.members[part.owner].row
     rows = [[index for index, one in enumerate(plan.members) if one.row == number] for number in (row, 1 - row)]
-    (relay,) = set(plan.relays(part)) - {part.owner}
-    (contributor,) = set(rows[1]) - relays
-    (witness,) = set(rows[0]) & relays - {part.owner}
-    (laggard,) = set(rows[0]) - relays
+    (row_reducer,) = set(plan.row_reducers(part)) - {part.owner}
+    (contributor,) = set(rows[1]) - row_reducers
+    (witness,) = set(rows[0]) & row_reducers - {part.owner}
+    (laggard,) = set(rows[0]) - row_reducers
     return {
         "owner": part.owner,
-        "relay": relay,
-        "stand-in": relay,
+        "row reducer": row_reducer,
+        "stand-in": row_reducer,
         "contributor": contributor,
         "witness": witness,
         "laggard": laggard,
@@ -44,8 +44,8 @@ def other_end(plan: RoundPlan, attack: Attack) -> str:
     """Whose link with the victim is attacked, where it is one link: the role of somebody it gives or gets much."""
     match attack.role:
         case "contributor":
-            return "relay" if plan.columns else "owner"
-        case "relay":
+            return "row reducer" if plan.columns else "owner"
+        case "row reducer":
             # To the owner it sends results of its own, too: if these are wrong, they are what it has made.
             return "contributor" if attack.fault == "corrupted bytes to one" else "owner"
     return "witness"

@@ -58,7 +58,7 @@ def _some_have(scene: "Scene", attack: Attack, step: Step) -> bool:
         return False
     if attack.role == "contributor" and step.to != scene.victim(attack):
         return False
-    if attack.role in ("owner", "relay", "stand-in") and step.holder != scene.victim(attack):
+    if attack.role in ("owner", "row reducer", "stand-in") and step.holder != scene.victim(attack):
         return False
     last = -(-scene.planned.parts[0].stop // scene.planned.chunk_elements) - 1
     return any(

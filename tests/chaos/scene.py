@@ -37,8 +37,8 @@ TOPOLOGIES = {
     "group": Topology(members=4, slow=1, elements=6 * 4096 + 17),
     "grid": Topology(members=6, slow=2, elements=11 * 4096 + 17, group_size=3, seed=1),
 }
-"""Seven chunks, for three owners. And twelve, in two columns of two relays, which own three each; with that seed there
-is one slow member in each row of the attacked round."""
+"""Seven chunks, for three owners. And twelve, in two columns of two row reducers, which own three each; with that seed
+there is one slow member in each row of the attacked round."""
 
 FURTHER_ROUNDS = 2
 _ASK_S = 0.1

@@ -18,7 +18,7 @@ def pairs(topology: str) -> list[tuple[Attack, Attack]]:
     drawn: list[tuple[Attack, Attack]] = []
     while len(drawn) < PAIRS[topology]:
         one, other = draw.sample(POSSIBLE[topology], 2)
-        is_one = {one.role, other.role} in ({one.role}, {"relay", "stand-in"})
+        is_one = {one.role, other.role} in ({one.role}, {"row reducer", "stand-in"})
         if not is_one and (one, other) not in drawn:
             drawn.append((one, other))
     return drawn
@@ -45,7 +45,7 @@ def test_most_second_faults_happen() -> None:
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("fault", COMEBACKS)
 @pytest.mark.parametrize(
-    ("topology", "role"), [("group", "contributor"), ("group", "owner"), ("group", "stand-in"), ("grid", "relay")]
+    ("topology", "role"), [("group", "contributor"), ("group", "owner"), ("group", "stand-in"), ("grid", "row reducer")]
 )
 def test_a_killed_peer_that_comes_back_within_the_round(topology: str, role: str, fault: str, moment: str) -> None:
     attack = Attack(role, fault, moment)
@@ -84,7 +84,7 @@ def test_a_part_of_which_everybody_has_other_bytes_is_void(other: str, topology:
 @pytest.mark.parametrize("moment", ["before contributing", "while reducing"])
 @pytest.mark.parametrize(
     ("role", "topology"),
-    [("contributor", "group"), ("owner", "group"), ("contributor", "grid"), ("relay", "grid"), ("owner", "grid")],
+    [("contributor", "group"), ("owner", "group"), ("contributor", "grid"), ("row reducer", "grid"), ("owner", "grid")],
 )
 def test_values_that_nobody_claimed_go_into_no_mean(role: str, topology: str, moment: str) -> None:
     """Who sends them is left out, or has failed, and everybody else's work is averaged, with no part void."""

@@ -53,18 +53,20 @@ def sent_bytes(plan: RoundPlan, codec_map: CodecMap) -> list[int]:
     """What each member sends in a round without failures, of contributions, partials and results."""
     sent, group = [0] * len(plan.members), Group.of(plan)
     for part in plan.parts:
-        relays = plan.relays(part) or (part.owner,)
+        row_reducers = plan.row_reducers(part) or (part.owner,)
         for start in range(part.start, part.stop, plan.chunk_elements):
             stop = min(start + plan.chunk_elements, part.stop)
             contribution = codec_map.contribution(start, stop).packed_bytes(stop - start)
             result = group.result_bytes(codec_map.result(start, stop, len(group.members)), stop - start)
-            for row, relay in enumerate(relays):
+            for row, row_reducer in enumerate(row_reducers):
                 those = group.row(row)
                 for member in those.members:
-                    if member != relay:
+                    if member != row_reducer:
                         sent[member] += contribution
-                        sent[relay] += result
-                if relay != part.owner:
-                    sent[relay] += those.result_bytes(codec_map.result(start, stop, len(those.members)), stop - start)
+                        sent[row_reducer] += result
+                if row_reducer != part.owner:
+                    sent[row_reducer] += those.result_bytes(
+                        codec_map.result(start, stop, len(those.members)), stop - start
+                    )
                     sent[part.owner] += result
     return sent

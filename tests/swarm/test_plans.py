@@ -21,8 +21,8 @@ def refused(plan: dict[str, Any], **changes: Any) -> str:
 
 def test_plans_that_fit() -> None:
     grid, flat = RoundPlan.model_validate(GRID), RoundPlan.model_validate(FLAT)
-    assert {grid.relays(part) for part in grid.parts} == set(grid.columns)
-    assert {flat.relays(part) for part in flat.parts} == {()}
+    assert {grid.row_reducers(part) for part in grid.parts} == set(grid.columns)
+    assert {flat.row_reducers(part) for part in flat.parts} == {()}
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def test_plans_that_fit() -> None:
     [((0,),), ((1, 0),), ((0, 2),), ((0, 1, 3),), ((0, 6),), ((0, 1), (2, 2))],
     ids=["a row without", "another order", "none of the row", "too many", "nobody", "the second one"],
 )
-def test_columns_have_a_relay_in_every_row(columns: tuple[tuple[int, ...], ...]) -> None:
-    assert "one relay in every row" in refused(GRID, columns=columns)
+def test_columns_have_a_row_reducer_in_every_row(columns: tuple[tuple[int, ...], ...]) -> None:
+    assert "one row reducer in every row" in refused(GRID, columns=columns)
 
 
 def test_rows_and_columns_go_together() -> None:
@@ -41,8 +41,8 @@ def test_rows_and_columns_go_together() -> None:
     assert "members in each of them" in refused(GRID, members=gap)
 
 
-def test_a_relay_that_is_nobody_beside_good_ones() -> None:
-    assert "one relay in every row" in refused(GRID, columns=((99, 0, 1), *GRID["columns"][1:]))
+def test_a_row_reducer_that_is_nobody_beside_good_ones() -> None:
+    assert "one row reducer in every row" in refused(GRID, columns=((99, 0, 1), *GRID["columns"][1:]))
 
 
 def test_members_are_ordered_and_named_once() -> None:
@@ -91,4 +91,4 @@ def test_parts_begin_with_a_chunk() -> None:
 def test_parts_are_of_members_of_their_column(plan: dict[str, Any], change: dict[str, Any]) -> None:
     assert plan is FLAT or (plan["parts"][0]["column"], plan["columns"][0]) == (0, (0, 1))
     parts = (plan["parts"][0] | change, *plan["parts"][1:])
-    assert "relays of the part's column" in refused(plan, parts=parts)
+    assert "row reducers of the part's column" in refused(plan, parts=parts)

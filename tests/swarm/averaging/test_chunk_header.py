@@ -18,10 +18,10 @@ def groups(draw: st.DrawFn) -> Group:
 def test_headers_round_trip(group: Group, data: st.DataObject) -> None:
     included = sorted(data.draw(st.sets(st.sampled_from(group.members))))
     flags = st.sets(st.sampled_from(range(len(group.rows))))
-    relayed = sorted(data.draw(flags)) if len(group.rows) > 1 else []
-    packed = group.pack_header(ChunkHeader(included, relayed))
+    reduced_rows = sorted(data.draw(flags)) if len(group.rows) > 1 else []
+    packed = group.pack_header(ChunkHeader(included, reduced_rows))
     assert len(packed) == group.header_bytes
-    assert group.header(memoryview(packed + b"\xff\xff")) == ChunkHeader(included, relayed)
+    assert group.header(memoryview(packed + b"\xff\xff")) == ChunkHeader(included, reduced_rows)
 
 
 @given(groups(), st.data())
@@ -54,7 +54,7 @@ PLAN = plan_of([1] * 6, [[0, 2, 4], [1, 3, 5]])
 @pytest.mark.parametrize("member", range(6))
 def test_results_are_asked_for_where_they_are_likely_to_be(member: int) -> None:
     for part in PLAN.parts:
-        mine, other = PLAN.relays(part)[member % 2], PLAN.relays(part)[1 - member % 2]
+        mine, other = PLAN.row_reducers(part)[member % 2], PLAN.row_reducers(part)[1 - member % 2]
         asked = holders(PLAN, part, member)
         if member == mine:
             assert asked[0] == part.owner

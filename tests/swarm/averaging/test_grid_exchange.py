@@ -167,37 +167,37 @@ def test_what_the_means_lack_is_in_the_residuals(codec: str) -> None:
 
 
 def test_whose_partial_was_not_used_is_in_the_mean_as_everybody() -> None:
-    """The owner says so in the results: the relay then carries no error of its partial."""
+    """The owner says so in the results: the row reducer then carries no error of its partial."""
 
     async def main() -> None:
         network, plan = MemoryNetwork(), grid(UNEVEN)
-        part, relay = a_part(plan)
-        network.faults.append(changed("partial", PEERS[relay], lambda data: b"\xff" * len(data)))
+        part, row_reducer = a_part(plan)
+        network.faults.append(changed("partial", PEERS[row_reducer], lambda data: b"\xff" * len(data)))
         sides = make_sides(network, plan, "int8")
         await run_all(sides)
         means = [await side.commit() for side in sides]
         header = sides[0].store.header(sides[0].store.chunks_of(part).start)
-        assert plan.members[relay].row not in header.relayed
-        assert relay not in header.included
+        assert plan.members[row_reducer].row not in header.reduced_rows
+        assert row_reducer not in header.included
         assert sides[part.owner].outcome is not None
-        assert sides[part.owner].outcome.failed == {relay}
+        assert sides[part.owner].outcome.failed == {row_reducer}
         conserved(sides, means[0])
 
     run_virtual(main())
 
 
-def test_a_relay_that_is_in_a_mean_by_itself_is_in_it_as_it_was_encoded() -> None:
+def test_a_row_reducer_that_is_in_a_mean_by_itself_is_in_it_as_it_was_encoded() -> None:
     """Whoever made the bytes may have asked it, too: only the flag tells."""
 
     async def main() -> None:
         plan = grid(UNEVEN)
-        part, relay = a_part(plan)
+        part, row_reducer = a_part(plan)
         sides = make_sides(MemoryNetwork(), plan, "int8")
         await run_all(sides)
-        side, chunk = sides[relay], part.start // plan.chunk_elements
+        side, chunk = sides[row_reducer], part.start // plan.chunk_elements
         group, result = side.store.group, side.store[chunk]
         header = group.header(result)
-        assert plan.members[relay].row in header.relayed
+        assert plan.members[row_reducer].row in header.reduced_rows
         unflagged = group.pack_header(ChunkHeader(header.included)) + bytes(result[group.header_bytes :])
         await side.store.put(chunk, memoryview(unflagged))
         start, stop = side.store.bounds(chunk)
@@ -213,9 +213,9 @@ def test_a_relay_that_is_in_a_mean_by_itself_is_in_it_as_it_was_encoded() -> Non
 
 
 def a_part(plan: RoundPlan, number: int = 0) -> tuple[Part, int]:
-    """A part, and its relay in another row than its owner's."""
+    """A part, and its row reducer in another row than its owner's."""
     part = plan.parts[number]
-    return part, next(relay for relay in plan.relays(part) if relay != part.owner)
+    return part, next(row_reducer for row_reducer in plan.row_reducers(part) if row_reducer != part.owner)
 
 
 def living(sides: Sequence[Side], *dead: int) -> list[Side]:
@@ -231,7 +231,7 @@ def row_mate(plan: RoundPlan, member: int) -> int:
 def first_sent(plan: RoundPlan, kind: str, member: int, part: Part) -> int:
     """The chunk that a member's death begins with: of that part, or, of its contribution, of one that another of its
     row collects."""
-    parts = [part] if kind != "contribution" else [one for one in plan.parts if member not in plan.relays(one)]
+    parts = [part] if kind != "contribution" else [one for one in plan.parts if member not in plan.row_reducers(one)]
     return parts[0].start // plan.chunk_elements
 
 
@@ -300,18 +300,18 @@ def check_means(plan: RoundPlan, alive: Sequence[Side], means: Sequence[Tensor])
 
 @pytest.mark.parametrize("rows", [SQUARE, UNEVEN], ids=["4x4", "3+2+2"])
 @pytest.mark.parametrize("kind", ["contribution", "partial", "result"])
-def test_a_relay_that_dies_costs_its_row_nothing(kind: str, rows: list[list[int]]) -> None:
+def test_a_row_reducer_that_dies_costs_its_row_nothing(kind: str, rows: list[list[int]]) -> None:
     plan = grid(rows)
-    part, relay = a_part(plan)
-    alive, means, took_s = fails(plan, part, **{kind: relay})
+    part, row_reducer = a_part(plan)
+    alive, means, took_s = fails(plan, part, **{kind: row_reducer})
     check_means(plan, alive, means)
     included = alive[0].store.header(part.start // plan.chunk_elements).included
-    assert set(included) >= set(range(len(plan.members))) - {relay}
+    assert set(included) >= set(range(len(plan.members))) - {row_reducer}
     assert took_s < 1.5 * PATIENCE_S
 
 
 @pytest.mark.parametrize("kind", ["contribution", "result"])
-def test_a_relay_of_another_row_stands_in_for_a_dead_owner(kind: str) -> None:
+def test_a_row_reducer_of_another_row_stands_in_for_a_dead_owner(kind: str) -> None:
     plan = grid(UNEVEN)
     part, _ = a_part(plan)
     alive, means, _ = fails(plan, part, **{kind: part.owner})
@@ -320,29 +320,29 @@ def test_a_relay_of_another_row_stands_in_for_a_dead_owner(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("contribution", "result"), ("result", "contribution"), ("result", "partial")])
-def test_owner_and_relay_at_once(kinds: tuple[str, str]) -> None:
+def test_owner_and_row_reducer_at_once(kinds: tuple[str, str]) -> None:
     plan = grid(UNEVEN)
-    part, relay = a_part(plan)
-    alive, means, _ = fails(plan, part, **{kinds[0]: part.owner, kinds[1]: relay})
+    part, row_reducer = a_part(plan)
+    alive, means, _ = fails(plan, part, **{kinds[0]: part.owner, kinds[1]: row_reducer})
     check_means(plan, alive, means)
     included = alive[0].store.header(part.start // plan.chunk_elements).included
-    assert set(included) >= set(range(7)) - {part.owner, relay}
+    assert set(included) >= set(range(7)) - {part.owner, row_reducer}
 
 
-def test_results_that_a_relay_has_outlive_their_owner() -> None:
+def test_results_that_a_row_reducer_has_outlive_their_owner() -> None:
     """They are adopted, so that the dead owner's own work is in them."""
     plan = grid(UNEVEN)
-    part, relay = a_part(plan)
+    part, row_reducer = a_part(plan)
     chunks = range(part.start // plan.chunk_elements, -(-part.stop // plan.chunk_elements))
 
     async def main() -> None:
         network = MemoryNetwork()
         sides = make_sides(network, plan, "int8")
-        for other in set(range(7)) - {relay, part.owner}:
+        for other in set(range(7)) - {row_reducer, part.owner}:
             network.faults.append(stalled("result", PEERS[part.owner], chunks.start, to=PEERS[other]))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(side.run()) for side in sides]
-            await until(lambda: sides[relay].store.has(part))
+            await until(lambda: sides[row_reducer].store.has(part))
             network.kill(PEERS[part.owner])
             tasks[part.owner].cancel()
         for side in living(sides, part.owner):
@@ -354,8 +354,8 @@ def test_results_that_a_relay_has_outlive_their_owner() -> None:
 def test_a_silent_contributor_is_dropped_once_for_all() -> None:
     async def main() -> None:
         plan = grid(UNEVEN)
-        part, relay = a_part(plan)
-        silent = row_mate(plan, relay)
+        part, row_reducer = a_part(plan)
+        silent = row_mate(plan, row_reducer)
         network = MemoryNetwork()
         network.faults.append(stalled("contribution", PEERS[silent], 0))
         sides = make_sides(network, plan)
@@ -379,16 +379,16 @@ def test_a_silent_contributor_is_dropped_once_for_all() -> None:
 def test_a_corrupted_partial_is_not_used(garbage: Callable[[bytes], bytes]) -> None:
     async def main() -> None:
         plan = grid(UNEVEN)
-        part, relay = a_part(plan)
+        part, row_reducer = a_part(plan)
         network = MemoryNetwork()
-        network.faults.append(changed("partial", PEERS[relay], garbage, to=PEERS[part.owner]))
+        network.faults.append(changed("partial", PEERS[row_reducer], garbage, to=PEERS[part.owner]))
         sides = make_sides(network, plan)
         await run_all(sides)
         means = [await side.commit() for side in sides]
         for chunk in sides[0].store.chunks_of(part):
-            assert sides[0].store.header(chunk).included == [index for index in range(7) if index != relay]
+            assert sides[0].store.header(chunk).included == [index for index in range(7) if index != row_reducer]
         assert sides[part.owner].outcome is not None
-        assert sides[part.owner].outcome.failed == {relay}
+        assert sides[part.owner].outcome.failed == {row_reducer}
         conserved(sides, means[0])
 
     run_virtual(main())
@@ -399,14 +399,14 @@ def test_partials_that_go_bad_on_the_way() -> None:
 
     async def main() -> None:
         plan = plan_of([1] * 4, [[0, 1], [2, 3]], elements=64 * 4096)
-        part, relay = a_part(plan)
+        part, row_reducer = a_part(plan)
         chunks = range(part.start // plan.chunk_elements, -(-part.stop // plan.chunk_elements))
         bad = chunks[2]
         network = MemoryNetwork()
 
         async def fault(step: object, payload: bytes) -> bytes:
             kind, chunk = step.blob.kind, step.chunk  # type: ignore[attr-defined]
-            if kind == "partial" and step.holder == PEERS[relay] and chunk > bad:  # type: ignore[attr-defined]
+            if kind == "partial" and step.holder == PEERS[row_reducer] and chunk > bad:  # type: ignore[attr-defined]
                 await asyncio.Event().wait()
             return b"\xff" * len(payload) if (kind, chunk) == ("partial", bad) else payload
 
@@ -416,36 +416,38 @@ def test_partials_that_go_bad_on_the_way() -> None:
         assert now_s() < PATIENCE_S, "nobody waits for more of them"
         means = [await side.commit() for side in sides]
         headers = [sides[0].store.header(chunk) for chunk in chunks]
-        row = plan.members[relay].row
-        assert [row in header.relayed for header in headers] == [chunk < bad for chunk in chunks]
-        assert [relay in header.included for header in headers] == [chunk < bad for chunk in chunks]
-        assert all(set(header.included) >= set(range(4)) - {relay} for header in headers)
+        row = plan.members[row_reducer].row
+        assert [row in header.reduced_rows for header in headers] == [chunk < bad for chunk in chunks]
+        assert [row_reducer in header.included for header in headers] == [chunk < bad for chunk in chunks]
+        assert all(set(header.included) >= set(range(4)) - {row_reducer} for header in headers)
         conserved(sides, means[0])
 
     run_virtual(main())
 
 
-def test_a_relay_that_is_silent_is_named_by_its_owners_and_its_row() -> None:
+def test_a_row_reducer_that_is_silent_is_named_by_its_owners_and_its_row() -> None:
     async def main() -> None:
         plan = grid(SQUARE)
-        part, relay = a_part(plan)
+        part, row_reducer = a_part(plan)
         network = MemoryNetwork()
-        network.faults.append(stalled("partial", PEERS[relay], 0))
-        network.faults.append(stalled("result", PEERS[relay], 0))
+        network.faults.append(stalled("partial", PEERS[row_reducer], 0))
+        network.faults.append(stalled("result", PEERS[row_reducer], 0))
         sides = make_sides(network, plan)
         await run_all(sides)
-        others = living(sides, relay)
+        others = living(sides, row_reducer)
         assert all(digests(side) == digests(others[0]) for side in others)
-        row = plan.members[relay].row
-        named = {index for index, side in enumerate(sides) if side.outcome is not None and relay in side.outcome.failed}
+        row = plan.members[row_reducer].row
+        named = {
+            index for index, side in enumerate(sides) if side.outcome is not None and row_reducer in side.outcome.failed
+        }
         assert part.owner in named
-        assert {index for index, member in enumerate(plan.members) if member.row == row} - {relay} <= named
+        assert {index for index, member in enumerate(plan.members) if member.row == row} - {row_reducer} <= named
 
     run_virtual(main())
 
 
-def test_whoever_waits_for_a_relay_waits_longer_than_that_one() -> None:
+def test_whoever_waits_for_a_row_reducer_waits_longer_than_that_one() -> None:
     deadlines = Deadlines(PATIENCE_S)
     assert deadlines.contribution_s < deadlines.partial_s
     assert deadlines.partial_s + deadlines.contribution_s < deadlines.grid_result_s
-    assert deadlines.grid_result_s < deadlines.relayed_s < deadlines.report_s
+    assert deadlines.grid_result_s < deadlines.row_result_s < deadlines.report_s

@@ -66,7 +66,7 @@ def dying(run: Swarm, member: SimMember, task: list[asyncio.Task[Any]]) -> None:
     task[0].cancel()
 
 
-def test_a_whole_batch_in_a_grid_survives_a_relay() -> None:
+def test_a_whole_batch_in_a_grid_survives_a_row_reducer() -> None:
     """It dies after it has sent its partials, so that all of its batch is in the mean."""
 
     async def main() -> None:
@@ -87,7 +87,7 @@ def test_a_whole_batch_in_a_grid_survives_a_relay() -> None:
     run_virtual(main())
 
 
-def test_a_relay_that_does_not_deliver_relays_no_more() -> None:
+def test_a_row_reducer_that_does_not_deliver_is_row_reducer_no_more() -> None:
     async def main() -> None:
         async with swarm(MEMBERS, run_toml(60, group_size=3, seed=1), ELEMENTS) as run:
             silent = run[1]
@@ -102,8 +102,8 @@ def test_a_relay_that_does_not_deliver_relays_no_more() -> None:
             plan = outcomes[0].verdict.plan
             assert plan is not None
             assert plan.columns
-            relays = {plan.members[relay].peer for column in plan.columns for relay in column}
-            assert silent.peer not in relays
+            row_reducers = {plan.members[row_reducer].peer for column in plan.columns for row_reducer in column}
+            assert silent.peer not in row_reducers
             assert in_step(*run.members)
 
     run_virtual(main())

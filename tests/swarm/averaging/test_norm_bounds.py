@@ -298,20 +298,22 @@ def test_an_owners_mean_above_the_bound_is_nobodys(factor: float) -> None:
     run_virtual(main())
 
 
-def test_a_relays_partial_above_the_bound_is_not_used() -> None:
+def test_a_row_reducers_partial_above_the_bound_is_not_used() -> None:
     async def main() -> None:
         network, plan = MemoryNetwork(), plan_of(WEIGHTS, [[0, 2], [1, 3]], ELEMENTS)
         part = plan.parts[0]
-        relay = next(one for one in plan.relays(part) if one != part.owner)
-        row = Group.of(plan).row(plan.members[relay].row)
-        network.faults.append(changed("partial", PEERS[relay], enlarged(row, get_codec("float32"), 1e6)))
+        row_reducer = next(one for one in plan.row_reducers(part) if one != part.owner)
+        row = Group.of(plan).row(plan.members[row_reducer].row)
+        network.faults.append(changed("partial", PEERS[row_reducer], enlarged(row, get_codec("float32"), 1e6)))
         sides = make_sides(network, plan)
         await run_all(sides)
         mean = sides[0].store.mean()
         outcome = sides[part.owner].outcome
         assert outcome is not None
-        assert relay in outcome.failed
-        others = [one for one in range(4) if one != relay]  # who passes on such a partial is not asked for its own
+        assert row_reducer in outcome.failed
+        others = [
+            one for one in range(4) if one != row_reducer
+        ]  # who passes on such a partial is not asked for its own
         expected = sum(WEIGHTS[one] * sides[one].brought.double() for one in others)
         assert isinstance(expected, Tensor)
         expected /= sum(WEIGHTS[one] for one in others)
@@ -388,13 +390,15 @@ def test_bounds_of_means_follow_who_is_in_them() -> None:
     bounds = NormBounds(claiming(flat(), claims, [1.0, 0.5, 1.0, 0.0]), get_codec_map("float32"))
 
     def norm(included: list[int]) -> float:
-        return math.sqrt(bounds.mean(included, 0, 4096, relayed=False))
+        return math.sqrt(bounds.mean(included, 0, 4096, with_partial_sums=False))
 
     assert norm([0, 1, 2, 3]) == pytest.approx((4 + 1 + 12 + 0) / 10, rel=0.01)
     assert norm([1]) == pytest.approx(1.0, rel=0.01)
     assert norm([3]) == 0.0
     lax = NormBounds(claiming(flat(), claims), get_codec_map("int4"))
-    flat_mean = lax.mean([0], 0, 4096, relayed=False)
-    assert lax.mean([0], 0, 4096, relayed=True) > flat_mean > bounds.mean([0], 0, 4096, relayed=False)
+    flat_mean = lax.mean([0], 0, 4096, with_partial_sums=False)
+    assert (
+        lax.mean([0], 0, 4096, with_partial_sums=True) > flat_mean > bounds.mean([0], 0, 4096, with_partial_sums=False)
+    )
     assert lax.partial_sum([0], 0, 4096) == flat_mean
     assert math.sqrt(flat_mean) == pytest.approx(get_codec("int4").growth ** 2, rel=0.01)

@@ -249,23 +249,23 @@ def test_slow_links_are_waited_for(slow: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("partial",), ("result",), ("partial", "result")])
-def test_a_relay_that_drips_costs_its_row_nothing(kinds: tuple[str, ...]) -> None:
+def test_a_row_reducer_that_drips_costs_its_row_nothing(kinds: tuple[str, ...]) -> None:
     async def main() -> None:
         plan = plan_of([1] * 9, [(0, 1, 2), (3, 4, 5), (6, 7, 8)], 9 * 20 * 4096, chunk=4096)
         part = plan.parts[0]
-        relay = next(one for one in plan.relays(part) if one != part.owner)
+        row_reducer = next(one for one in plan.row_reducers(part) if one != part.owner)
         network = UplinkNetwork(100 * FAST_BPS)
         every_s = {"partial": 0.9 * DEADLINES.partial_s, "result": 0.9 * DEADLINES.grid_result_s}
         for kind in kinds:
-            network.faults.append(dripping(kind, PEERS[relay], every_s[kind]))
+            network.faults.append(dripping(kind, PEERS[row_reducer], every_s[kind]))
         sides = make_sides(network, plan)
         await run_all(sides)
-        others = [side for index, side in enumerate(sides) if index != relay]
-        owned = [one.owner == relay for one in plan.parts]
+        others = [side for index, side in enumerate(sides) if index != row_reducer]
+        owned = [one.owner == row_reducer for one in plan.parts]
         for held in zip(*map(digests, others), owned, strict=True):
             assert None not in held
             assert held[-1] or len(set(held[:-1])) == 1, "only what it reduced itself may have been made twice"
-        assert {relay} == set().union(*(side.outcome.failed for side in others if side.outcome))
+        assert {row_reducer} == set().union(*(side.outcome.failed for side in others if side.outcome))
         assert now_s() < 12 * PATIENCE_S
 
     run_virtual(main())

@@ -210,17 +210,17 @@ def test_a_newcomer_starts_with_its_probe_but_not_above_what_the_others_have_sho
     assert believed == pytest.approx({A: 1e8, B: 1e8, C: 1e7, D: 1e8, E: 3e7})
 
 
-def test_in_a_grid_the_relays_of_its_row_are_the_witnesses() -> None:
+def test_in_a_grid_the_row_reducers_of_its_row_are_the_witnesses() -> None:
     layout = lay_out(2**20, [None] * 16, [True] * 16, Rules(4, 1))
     members = tuple(PlanMember(peer=peer_name(one), weight_tokens=1, row=layout.row_of[one]) for one in range(16))
     plan = FIVE.model_copy(update={"members": members, "parts": layout.parts, "columns": layout.columns})
-    relays = {column[layout.row_of[0]] for column in layout.columns} - {0}
-    assert len(relays) == 3
-    strangers = set(range(1, 16)) - relays
+    row_reducers = {column[layout.row_of[0]] for column in layout.columns} - {0}
+    assert len(row_reducers) == 3
+    strangers = set(range(1, 16)) - row_reducers
     bandwidths = Bandwidths()
     bandwidths.learn(plan, said(plan, {one: {0: 1e9} for one in strangers}))
     assert bandwidths.believed({A: 1e12}) == {A: 1e12}
-    bandwidths.learn(plan, said(plan, {one: {0: 5.0 if one in relays else 1e9} for one in range(1, 16)}))
+    bandwidths.learn(plan, said(plan, {one: {0: 5.0 if one in row_reducers else 1e9} for one in range(1, 16)}))
     # 8 of the 30 sixteenths of the vector that it sends: contributions, and means of its own column.
     assert bandwidths.believed({A: 1e12}) == {A: 5.0 * 30 / 8}
 

@@ -53,7 +53,9 @@ def test_who_shares_a_row_depends_on_the_seed() -> None:
 
 
 @given(SIZES, st.data())
-def test_parts_tile_all_elements_with_one_relay_a_row(case: tuple[list[bool], int, int], data: st.DataObject) -> None:
+def test_parts_tile_all_elements_with_one_row_reducer_a_row(
+    case: tuple[list[bool], int, int], data: st.DataObject
+) -> None:
     able, group_size, seed = case
     members = len(able)
     elements = data.draw(st.integers(1, 2**26))
@@ -65,8 +67,8 @@ def test_parts_tile_all_elements_with_one_relay_a_row(case: tuple[list[bool], in
     assert grid.parts[-1].stop == elements
     assert all(one.stop == other.start for one, other in itertools.pairwise(grid.parts))
     for column in grid.columns:
-        assert [relay in row for relay, row in zip(column, rows, strict=True)] == [True] * len(rows)
-        assert all(able[relay] for relay in column) or not any(able)
+        assert [row_reducer in row for row_reducer, row in zip(column, rows, strict=True)] == [True] * len(rows)
+        assert all(able[row_reducer] for row_reducer in column) or not any(able)
     for part in grid.parts:
         assert part.start < part.stop
         assert part.start % chunk == 0
@@ -75,7 +77,7 @@ def test_parts_tile_all_elements_with_one_relay_a_row(case: tuple[list[bool], in
 
 def test_who_cannot_own_may_have_to_collect_its_row_and_makes_no_mean() -> None:
     grid = plan_parts([[0, 1], [2, 3]], [None] * 4, [True, True, False, False], 2**20, 2**12)
-    assert {relay for column in grid.columns for relay in column} == {0, 1, 2, 3}
+    assert {row_reducer for column in grid.columns for row_reducer in column} == {0, 1, 2, 3}
     assert {part.owner for part in grid.parts} == {0, 1}
     assert {part.stand_ins for part in grid.parts} == {()}
 
@@ -84,12 +86,12 @@ def connections(rows: list[list[int]], members: int, elements: int, chunk: int) 
     peers: dict[int, set[int]] = {member: set() for member in range(members)}
     grid = plan_parts(rows, [None] * members, [True] * members, elements, chunk)
     for part in grid.parts:
-        for relay, row in zip(grid.columns[part.column], rows, strict=True):
+        for row_reducer, row in zip(grid.columns[part.column], rows, strict=True):
             for member in row:
-                peers[member].add(relay)
-                peers[relay].add(member)
-            peers[relay].add(part.owner)
-            peers[part.owner].add(relay)
+                peers[member].add(row_reducer)
+                peers[row_reducer].add(member)
+            peers[row_reducer].add(part.owner)
+            peers[part.owner].add(row_reducer)
     return [len(others - {member}) for member, others in peers.items()]
 
 

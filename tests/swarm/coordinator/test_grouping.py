@@ -51,13 +51,13 @@ def test_what_a_codec_packs_into_a_chunk_is_one() -> None:
     assert lay_out(2**27, [4e8] * 4, able, Rules(16, 0, 2**22)).chunk_elements <= 2**20, "a link is busy with it"
 
 
-def test_more_make_a_grid_whose_stand_ins_are_the_other_relays() -> None:
+def test_more_make_a_grid_whose_stand_ins_are_the_other_row_reducers() -> None:
     made = plan(17, 16)
     assert sorted(rows(made).count(row) for row in range(4)) == [4, 4, 4, 5]
     assert len(made.columns) == 5
     assert RoundPlan.model_validate(made.model_dump()) == made
     for part in made.parts:
-        assert {part.owner, *part.stand_ins} == set(made.relays(part))
+        assert {part.owner, *part.stand_ins} == set(made.row_reducers(part))
     assert made.parts[0].start == 0
     assert made.parts[-1].stop == 2_000_000
 
@@ -68,11 +68,11 @@ def test_any_two_runs_of_the_planner_agree_and_every_round_has_another_grid() ->
     assert len({str(rows(plan(16, 8, seed=seed))) for seed in range(20)}) == 20
 
 
-def test_who_cannot_deliver_relays_nothing() -> None:
+def test_who_cannot_deliver_reduces_no_row() -> None:
     for seed in range(10):
         made = plan(12, 4, seed=seed, slow=frozenset((0, 1, 2, 3)))
         slow = {index for index, member in enumerate(made.members) if member.peer in map(peer_name, range(4))}
-        assert not slow & {relay for column in made.columns for relay in column}
+        assert not slow & {row_reducer for column in made.columns for row_reducer in column}
         assert not slow & {part.owner for part in made.parts}
 
 
