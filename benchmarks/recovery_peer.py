@@ -28,7 +28,7 @@ from shoal.peer.options import SessionOptions
 from shoal.peer.session import Session
 from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.types import Blob, Role
-from shoal.swarm.transport.link import Sink
+from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.source import ChunkSource
 
@@ -72,7 +72,7 @@ def note_first_byte(journal: Journal) -> None:
     fetch = Node.fetch
 
     def noted(
-        self: Node, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
+        self: Node, peer: str, blob: Blob, chunks: range, sink: ChunkSink, progress_s: float
     ) -> AsyncGenerator[int, None]:
         def place(chunk: int, size: int) -> memoryview:
             journal.note("state_chunk")

@@ -35,7 +35,7 @@ from shoal.swarm.protocol.messages import (
 )
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.types import Blob, DeviceInfo, Message, SampleRange, TensorSpec
-from shoal.swarm.transport.link import Sink
+from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Node
 
 _PROBE_STEP = 4099
@@ -83,7 +83,9 @@ class _Node(Node):
 
     partners: set[str]
 
-    def fetch(self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float) -> AsyncGenerator[int, None]:
+    def fetch(
+        self, peer: str, blob: Blob, chunks: range, sink: ChunkSink, progress_s: float
+    ) -> AsyncGenerator[int, None]:
         self.partners.add(peer)
         return super().fetch(peer, blob, chunks, sink, progress_s)
 

@@ -203,7 +203,7 @@ class LocalMember:
     async def send_heartbeat(self) -> None:
         """Tell the coordinator how we are, now. A coordinator that forgot us gets us anew, without our work."""
         progress, state, averager, meter = self.progress, self.state, self._averager, self.node.meter
-        sent_bytes, received_bytes = meter.of(self.client.scope)
+        sent_bytes, received_bytes = meter.totals(self.client.scope)
         heartbeat = PeerToCoordinatorHeartbeat(
             round=progress.round,
             activity=self.activity,

@@ -111,12 +111,12 @@ class StateSource:
         self._donor = donor
         self._format = chunk_format
 
-    def begin(self, reader: bytes) -> None:
+    def begin_reading(self, reader: bytes) -> None:
         self.last_read_s = asyncio.get_running_loop().time()  # before ``Busy``: a refused reader asks again
         self._donor.admit(reader)
         self.streams += 1
 
-    def end(self, reader: bytes) -> None:
+    def end_reading(self, reader: bytes) -> None:
         self._donor.release(reader)
         self.streams -= 1
         self.last_read_s = asyncio.get_running_loop().time()

@@ -290,12 +290,12 @@ class _TensorSource:
         self._rows: Tensor | None = None
         self._reading = asyncio.Lock()
 
-    def begin(self, reader: bytes) -> None:
+    def begin_reading(self, reader: bytes) -> None:
         if not self._readers:
             self._run.begin_serving()
         self._readers += 1
 
-    def end(self, reader: bytes) -> None:
+    def end_reading(self, reader: bytes) -> None:
         self._readers -= 1
         if not self._readers:
             self._rows = None

@@ -22,7 +22,7 @@ from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import LinkError, ShoalError, WireError
 from shoal.swarm.protocol.types import MAX_DELIVERIES, Blob, Delivery
-from shoal.swarm.transport.link import Sink
+from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Endpoint
 from shoal.swarm.transport.source import ChunkSource
 
@@ -136,7 +136,7 @@ class MemberMeters(dict[str, DeliveryMeter]):
 
 
 async def receive_chunks(
-    fetch: Callable[[Sink], AsyncGenerator[int, None]], room: Callable[[int, int], memoryview], meter: StreamMeter
+    fetch: Callable[[ChunkSink], AsyncGenerator[int, None]], room: Callable[[int, int], memoryview], meter: StreamMeter
 ) -> Chunks:
     """Yield each chunk of a stream as it arrives, measured by ``meter``. Raises ``ShoalError``, the sender's too.
 
@@ -324,7 +324,7 @@ class ExchangeContext:
                 yield chunk, data
 
     def _stream(self, member: int, request: StreamRequest, chunks: range, meter: StreamMeter) -> Chunks:
-        def fetch(sink: Sink) -> AsyncGenerator[int, None]:
+        def fetch(sink: ChunkSink) -> AsyncGenerator[int, None]:
             if member == self.me:
                 return _own(self.sources[request.blob], chunks, sink)
             return self.endpoint.fetch(self.members[member], request.blob, chunks, sink, request.wait_s)
@@ -337,7 +337,7 @@ class ExchangeContext:
         return receive_chunks(fetch, room, meter)
 
 
-async def _own(source: ChunkSource, chunks: range, sink: Sink) -> AsyncGenerator[int, None]:
+async def _own(source: ChunkSource, chunks: range, sink: ChunkSink) -> AsyncGenerator[int, None]:
     for chunk in chunks:
         data = await source.chunk(chunk)
         sink(chunk, data.nbytes)[:] = data

@@ -1,8 +1,7 @@
-"""The data plane: streams of sealed chunks over plain TCP sockets, with credit, resumption and no copies.
+"""The data plane: streams of sealed chunks over plain TCP sockets, with credit and without copies.
 
-The receiver pulls: it opens a stream of a blob's chunks with a message over the link, grants credit as it consumes,
-and chunks are decrypted straight into the memory where they belong (``io_thread.py``). Frames of unknown links, without
-credit or under other keys are dropped before any work is done with them.
+The receiver pulls: it opens a stream of a blob's chunks with a stream control message and grants credit as it consumes
+them. Chunks are decrypted straight into the memory where they belong (``io_thread.py``).
 """
 
 from __future__ import annotations
@@ -39,51 +38,54 @@ from shoal.swarm.transport.frame_crypto import SealedLink, preferred_cipher
 from shoal.swarm.transport.io_thread import MAX_CONNECTIONS_PER_LINK, IoThread
 from shoal.swarm.transport.link import (
     CREDIT,
+    MAX_CREDIT,
     MAX_STREAMS_PER_LINK,
-    MOST_CREDIT,
+    ChunkSink,
     Frame,
-    Incoming,
+    IncomingStream,
     Link,
-    Meter,
-    Outgoing,
-    Sink,
+    OutgoingStream,
 )
-from shoal.swarm.transport.shared_memory import Offered, open_shared
+from shoal.swarm.transport.shared_memory import OfferedMemory, open_shared
 from shoal.swarm.transport.sockets import connect, is_on_this_machine, listen
 from shoal.swarm.transport.source import ChunkSource, reading
+from shoal.swarm.transport.traffic_meter import TrafficMeter
 
 log = logging.getLogger(__name__)
 
-_SOON_S = 0.5
-_MOST_SAID = 500  # letters, of why a stream has ended
-_URGENT = ("contribution", "partial", "activation", "gradient")  # what it is reduced with, or a stage, waits for it
+_PUBLISH_WAIT_S = 0.5
+_MAX_REASON = 500
+"""Characters of the reason for which a stream ended."""
+
+_URGENT = ("contribution", "partial", "activation", "gradient")
+"""Kinds of blobs that a reduction or a stage waits for."""
 
 
 class DataPlane:
-    """All links of one process; ``node.py`` connects it with the control plane."""
+    """All links of one process, and the blobs that it offers. ``node.py`` connects it with the control plane."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.meter = Meter()
+        self.meter = TrafficMeter()
         self.connections_per_link = 1
-        """TCP connections of each link that we open: more carry more over long, fast ways, where one is held back."""
+        """TCP connections of each link that this side opens; over long, fast paths several carry more than one."""
         self._tasks = tasks
         self._links: dict[bytes, Link] = {}
         self._sources: dict[Blob, ChunkSource] = {}
-        self._published = asyncio.Event()  # another one after each
-        self._io_thread = IoThread(self._links, self.meter, self.close_link, self._hear)
+        self._published = asyncio.Event()  # replaced after each publication
+        self._io_thread = IoThread(self._links, self.meter, self.close_link, self._handle_stream_control)
 
     def start(self) -> None:
-        """From now on links can be opened from here."""
+        """Start the I/O thread; links can be opened from now on."""
         self._io_thread.start()
-        self._tasks.create_task(self._watch())
+        self._tasks.create_task(self._watch_io_thread())
 
     def bind(self, host: str, port: int) -> int:
-        """Accept links, too; returns the port. Raises ``Unreachable`` when the address is taken or not ours."""
+        """Accept links that others open; returns the port. Raises ``Unreachable`` when it cannot listen there."""
         listener = listen(host, port)
         self._io_thread.listen(listener)
         return int(listener.getsockname()[1])
 
-    async def _watch(self) -> None:
+    async def _watch_io_thread(self) -> None:
         await self._io_thread.ended
 
     def stop(self) -> None:
@@ -98,7 +100,7 @@ class DataPlane:
         self._published = asyncio.Event()
 
     def retract(self, blob: Blob) -> None:
-        """Stop offering a blob; streams of it that are under way still finish."""
+        """Stop offering a blob; its streams that are in progress still finish."""
         self._sources.pop(blob, None)
 
     def leave(self, scope: int) -> None:
@@ -113,7 +115,7 @@ class DataPlane:
         address: tuple[str, int],
         agree: Callable[[PeerToPeerOpenLink], Awaitable[PeerToPeerLinkOpened]],
     ) -> Link:
-        """Agree on keys through ``agree`` (the control channel), then attach data connections.
+        """Agree on keys through ``agree`` (a request over the control channel), then attach data connections.
 
         Raises ``Unreachable``, and what ``agree`` raises."""
         name = secrets.token_bytes(8)
@@ -121,10 +123,10 @@ class DataPlane:
         answer = await agree(ask)
         sealed = SealedLink(name, ask.secret + answer.secret, answer.cipher, opener=True)
         connections = await self._connect(address)
-        if name in self._links:  # the other side has heard the name before, and opened one of that name
+        if name in self._links:  # the other side knew the name already, and opened a link of that name towards us
             for socket in connections:
                 socket.close()
-            raise LinkClosed("somebody else opened a link of that name")
+            raise LinkClosed("the other side opened another link of the same name")
         link = self._links[name] = Link(sealed, remote_key, is_ours=True)
         for socket in connections:
             self._io_thread.attach(link, socket)
@@ -150,47 +152,46 @@ class DataPlane:
         return opened
 
     def accept_link(self, remote_key: bytes, ask: PeerToPeerOpenLink) -> PeerToPeerLinkOpened:
-        """The acceptor's half; the link is usable once the opener's hello frame has arrived."""
+        """Accept a link; it is usable once the opener's hello frame has arrived."""
         cipher = ask.cipher if ask.cipher == "chacha20-poly1305" else preferred_cipher()
         secret = secrets.token_bytes(32)
         if ask.link in self._links:
-            raise WireError("that link id cannot be used")
+            raise WireError("a link of that name exists already")
         for link in self.links_with(remote_key):
             if not link.is_ours:
-                self.close_link(link)  # who opens another has given up the one before
+                self.close_link(link)  # whoever opens a new link has given up the previous one
         sealed = SealedLink(ask.link, ask.secret + secret, cipher, opener=False)
         self._links[ask.link] = Link(sealed, remote_key, is_ours=False)
         return PeerToPeerLinkOpened(secret=secret, cipher=cipher)
 
     def links_with(self, remote_key: bytes) -> list[Link]:
-        """Those in use with the holder of that key; first the one that both ends prefer: what goes one way over it
-        carries the receipts of what goes the other way."""
+        """Links with the holder of a key. The first is the one that both ends prefer, as on a shared connection the
+        traffic of one direction carries the acknowledgements of the other."""
         links = [link for link in self._links.values() if link.remote_key == remote_key]
         return sorted(links, key=lambda link: link.sealed.link)
 
     def close_link(self, link: Link) -> None:
-        """Forget its keys and stop its streams; those that receive resume on another link."""
+        """Forget a link's keys and end its streams; receivers resume on another link."""
         if self._links.get(link.sealed.link) is link:
             del self._links[link.sealed.link]
         link.close()
         self._io_thread.close(link)
 
-    # Memory between processes of one machine -----------------------------------------------------------------
+    # Shared memory between processes of one machine -----------------------------------------------------------
 
     def _offer_memory(self, link: Link) -> None:
         try:
-            link.offered = offered = Offered()
+            link.offered = offered = OfferedMemory()
         except OSError as error:
-            log.debug("no memory to share: %s", error)
+            log.debug("a link without shared memory: %s", error)
             return
         link.memory = offered.memory
-        self._say(
-            link, PeerToPeerOfferMemory(process=offered.process, descriptor=offered.descriptor, token=offered.token)
-        )
+        offer = PeerToPeerOfferMemory(process=offered.process, descriptor=offered.descriptor, token=offered.token)
+        self._send_stream_control(link, offer)
 
     def _open_memory(self, link: Link, offer: PeerToPeerOfferMemory) -> None:
         if link.is_ours or link.was_offered:
-            raise WireError("an offer of memory that is out of turn")
+            raise WireError("an unexpected offer of memory")
         link.was_offered = True
         connections = list(link.connections)
         try:
@@ -198,34 +199,34 @@ class DataPlane:
                 raise LinkError("the other end is on another machine")
             link.memory = open_shared(offer.process, offer.descriptor, offer.token)
         except LinkError as error:
-            log.info("a link goes without shared memory: %s", error)
-        self._say(link, PeerToPeerMemoryOpened(is_open=link.memory is not None))
+            log.info("a link without shared memory: %s", error)
+        self._send_stream_control(link, PeerToPeerMemoryOpened(is_open=link.memory is not None))
 
     def _use_memory(self, link: Link, answer: PeerToPeerMemoryOpened) -> None:
         if link.memory is None or link.offered is None:
-            raise WireError("an answer to no offer of memory")
-        link.withdraw()
+            raise WireError("an answer to an offer of memory that was not made")
+        link.withdraw_memory()
         link.memory.is_shared = answer.is_open
         if not answer.is_open:
             link.memory = None
 
-    # Messages about streams -----------------------------------------------------------------------------
+    # Stream control messages ----------------------------------------------------------------------------
 
-    def _say(self, link: Link, message: Message) -> None:
+    def _send_stream_control(self, link: Link, message: Message) -> None:
         if self._links.get(link.sealed.link) is link:
-            self._io_thread.order(link, encode(Envelope("notice", 0, message)))
+            self._io_thread.send_stream_control(link, encode(Envelope("notice", 0, message)))
 
-    def _hear(self, link: Link) -> None:
-        for order in link.orders():
+    def _handle_stream_control(self, link: Link) -> None:
+        for control in link.pop_stream_controls():
             if self._links.get(link.sealed.link) is not link:
-                return  # closed, here or by what came before
+                return  # closed by this side, or because of an earlier message
             try:
-                match decode(order).message:
+                match decode(control).message:
                     case PeerToPeerOpenStream() as ask:
-                        self._serve(link, ask)
+                        self._begin_stream(link, ask)
                     case PeerToPeerCloseStream(stream=number):
-                        link.close_stream(number)
-                        self._io_thread.forget(link, number)
+                        link.close_outgoing(number)
+                        self._io_thread.drop_stream(link, number)
                     case PeerToPeerStreamEnded(stream=number) as end:
                         if (incoming := link.incoming.get(number)) is not None:
                             incoming.fail(remote_error(end.code, end.message))
@@ -234,81 +235,85 @@ class DataPlane:
                     case PeerToPeerMemoryOpened() as answer:
                         self._use_memory(link, answer)
                     case other:
-                        raise WireError(f"{type(other).__name__} is not about a stream")
+                        raise WireError(f"{type(other).__name__} is not a stream control message")
             except LinkError as error:
-                log.warning("closed a link: %s", error)
+                log.warning("closed a link because of a bad stream control message: %s", error)
                 self.close_link(link)
 
     # Sending --------------------------------------------------------------------------------------------
 
-    def _serve(self, link: Link, ask: PeerToPeerOpenStream) -> None:
-        """Begin to send. Raises ``WireError`` for a number that is taken."""
+    def _begin_stream(self, link: Link, ask: PeerToPeerOpenStream) -> None:
+        """Begin to send a stream. Raises ``WireError`` for a number that is in use."""
         if ask.stream in link.outgoing:
-            raise WireError("that stream number is taken")
+            raise WireError(f"stream number {ask.stream} is in use")
         if len(link.outgoing) >= MAX_STREAMS_PER_LINK:
-            self._end(link, ask, BlobUnavailable("too many streams on this link"))
+            self._end_stream(link, ask, BlobUnavailable("too many streams on this link"))
             return
-        stream = link.outgoing[ask.stream] = Outgoing(min(ask.credit, MOST_CREDIT))
+        stream = link.outgoing[ask.stream] = OutgoingStream(min(ask.credit, MAX_CREDIT))
         stream.task = self._tasks.create_task(self._send_stream(link, stream, ask))
 
-    async def _send_stream(self, link: Link, stream: Outgoing, ask: PeerToPeerOpenStream) -> None:
+    async def _send_stream(self, link: Link, stream: OutgoingStream, ask: PeerToPeerOpenStream) -> None:
         try:
-            source = self._sources.get(ask.blob) or await self._soon(ask.blob)
+            source = self._sources.get(ask.blob) or await self._await_source(ask.blob)
             if ask.stop > source.chunks or ask.first > ask.stop:
-                raise BlobUnavailable(f"{ask.blob.kind} of {ask.blob.number} has only {source.chunks} chunks")
+                raise BlobUnavailable(f"{ask.blob.kind} {ask.blob.number} has only {source.chunks} chunks")
             with reading(source, link.remote_key):
                 await self._send_chunks(link, stream, ask, source)
         except ShoalError as error:
             log.debug("stream of %s ended early: %s", ask.blob, error)
-            self._end(link, ask, error)
+            self._end_stream(link, ask, error)
         finally:
             if link.outgoing.get(ask.stream) is stream:
                 del link.outgoing[ask.stream]
 
-    async def _send_chunks(self, link: Link, stream: Outgoing, ask: PeerToPeerOpenStream, source: ChunkSource) -> None:
+    async def _send_chunks(
+        self, link: Link, stream: OutgoingStream, ask: PeerToPeerOpenStream, source: ChunkSource
+    ) -> None:
         for index in range(ask.first, ask.stop):
-            await stream.take()
+            await stream.use_credit()
             chunk = await source.chunk(index)
             frame = Frame(ask.stream, index, chunk, ask.blob.scope)
             self._io_thread.send(link, frame, urgent=ask.blob.kind in _URGENT)
 
-    async def _soon(self, blob: Blob) -> ChunkSource:
-        """Who asks has heard of a round a moment before us, more often than not."""
+    async def _await_source(self, blob: Blob) -> ChunkSource:
+        """Wait a moment for a blob to be published: the other side often hears of a round slightly before us."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_SOON_S):
+            async with asyncio.timeout(_PUBLISH_WAIT_S):
                 while blob not in self._sources:
                     await self._published.wait()
         source = self._sources.get(blob)
         if source is None:
-            raise BlobUnavailable(f"no {blob.kind} of {blob.number} here")
+            raise BlobUnavailable(f"{blob.kind} {blob.number} is not offered here")
         return source
 
-    def _end(self, link: Link, ask: PeerToPeerOpenStream, why: ShoalError) -> None:
-        message = words_for_others(why)[:_MOST_SAID]
-        self._say(link, PeerToPeerStreamEnded(stream=ask.stream, code=type(why).__name__, message=message))
+    def _end_stream(self, link: Link, ask: PeerToPeerOpenStream, why: ShoalError) -> None:
+        message = words_for_others(why)[:_MAX_REASON]
+        self._send_stream_control(
+            link, PeerToPeerStreamEnded(stream=ask.stream, code=type(why).__name__, message=message)
+        )
 
     def share_uplink(self, shares: Mapping[bytes, float]) -> None:
-        """Of what we send, the holder of each key is to get that share from now on; none: as TCP sees fit."""
+        """Pace what we send so that the holder of each key gets its share of the uplink; empty ends the pacing."""
         self._io_thread.share_uplink(shares)
 
     # Receiving ------------------------------------------------------------------------------------------
 
-    def open_stream(self, link: Link, blob: Blob, chunks: range, sink: Sink) -> tuple[int, Incoming]:
-        """Have the other side send those chunks; returns the stream's number too.
+    def open_stream(self, link: Link, blob: Blob, chunks: range, sink: ChunkSink) -> tuple[int, IncomingStream]:
+        """Ask the other side for chunks; returns the stream's number and the stream.
 
-        When it has none of them (any more), ``Incoming.next`` raises what it says: ``BlobUnavailable``, ``Busy``."""
+        When the other side refuses, ``next_chunk`` raises its reason: ``BlobUnavailable``, ``Busy``."""
         number, incoming = link.open_incoming(chunks, sink, blob.scope)
         ask = PeerToPeerOpenStream(stream=number, blob=blob, first=chunks.start, stop=chunks.stop, credit=CREDIT)
-        self._say(link, ask)
+        self._send_stream_control(link, ask)
         return number, incoming
 
-    def grant(self, link: Link, number: int, incoming: Incoming, in_use: int = 0) -> None:
-        """Let more of a stream come, if it is time to; ``in_use`` of the chunks that were taken still are."""
-        if credit := incoming.grant(in_use):
+    def grant(self, link: Link, number: int, incoming: IncomingStream, in_use: int = 0) -> None:
+        """Grant credit for a stream, if enough is free; ``in_use`` of the consumed chunks still occupy their memory."""
+        if credit := incoming.new_credit(in_use):
             self._io_thread.grant(link, number, credit)
 
     def close_stream(self, link: Link, number: int, *, finished: bool) -> None:
-        """Take no more of a stream; unless it is ``finished``, the other side is told to send no more."""
+        """Close a stream; unless it is ``finished``, tell the other side to stop sending it."""
         link.close_incoming(number)
         if not finished:
-            self._say(link, PeerToPeerCloseStream(stream=number))
+            self._send_stream_control(link, PeerToPeerCloseStream(stream=number))

@@ -1,8 +1,8 @@
-"""Sealed bulk frames: AEAD under keys of one link and direction, counter nonces, replays refused.
+"""Sealing of bulk frames: AEAD with a key for each link and direction, counter nonces, and replay protection.
 
-Keys come from two secrets that travelled inside the CURVE channel (HKDF, RFC 5869); the cipher is AES-256-GCM
-(NIST SP 800-38D), or ChaCha20-Poly1305 (RFC 8439) where either side has no AES hardware. The header travels
-in the clear as associated data. Nothing here touches a socket.
+The keys are derived (HKDF, RFC 5869) from two secrets that were exchanged inside the CURVE channel. The cipher is
+AES-256-GCM (NIST SP 800-38D), or ChaCha20-Poly1305 (RFC 8439) where either side has no AES hardware. The header is sent
+in the clear, as associated data.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from shoal.swarm.errors import WireError
 
 Cipher = Literal["aes-256-gcm", "chacha20-poly1305"]
-CHUNK, CREDIT, ORDER, HELLO = range(4)
-"""Kinds of frames: a chunk of a stream; an empty one that grants credit for as many chunks as its header's ``chunk``; a
-message about a stream; the empty one with which a data connection attaches to its link."""
+CHUNK, CREDIT, STREAM_CONTROL, HELLO = range(4)
+"""Kinds of frames: a chunk of a stream; credit for as many chunks as the header's ``chunk`` says, without a body; a
+stream control message; and, without a body, the first frame of a data connection, which attaches it to its link."""
 
 TAG_BYTES = 16
 _HEADER = struct.Struct("!8sQBHII")
 HEADER_BYTES = _HEADER.size
 _WINDOW = 2**16
-"""Wide: a frame of a slow consumer may wait while gigabytes of other streams of its link go past."""
+"""Frames. Wide, as a frame may wait for its slow consumer while gigabytes of other streams of the link overtake it."""
 
 _SEEN_MASK = (1 << _WINDOW) - 1
 
 
 class Header(NamedTuple):
-    """Plain, authenticated: which link, its frame counter, what kind of frame, whose blob (a scope), which stream,
-    which chunk of it."""
+    """Header of a frame, authenticated but not encrypted. ``scope``: of the blob that the stream belongs to."""
 
     link: bytes
     counter: int
@@ -51,15 +50,15 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header:
-        """Raises ``WireError`` for another length."""
+        """Parse a header. Raises ``WireError`` for a wrong length."""
         if len(data) != HEADER_BYTES:
-            raise WireError("bulk frame without a header")
+            raise WireError(f"a bulk frame's header has {HEADER_BYTES} bytes, this one {len(data)}")
         return cls(*_HEADER.unpack(data))
 
 
 @cache
 def preferred_cipher() -> Cipher:
-    """The faster of the two here, measured once on 256 KiB: without AES hardware ChaCha20 wins clearly."""
+    """The faster cipher on this machine, measured once on 256 KiB; without AES hardware ChaCha20 is clearly faster."""
 
     def seconds(cipher: AESGCM | ChaCha20Poly1305) -> float:
         data = bytes(2**18)
@@ -73,7 +72,7 @@ def preferred_cipher() -> Cipher:
 
 
 class ReplayWindow:
-    """Accepts every counter once; what is older than the window counts as seen (RFC 6479's idea)."""
+    """Window that accepts every counter once and refuses counters older than itself (as in RFC 6479)."""
 
     def __init__(self) -> None:
         self._highest = -1
@@ -93,10 +92,10 @@ class ReplayWindow:
 
 
 class SealedLink:
-    """Both directions of one link. ``seal`` and ``open`` may run in worker threads; the GIL is released."""
+    """Ciphers of both directions of a link. ``seal`` and ``open`` may run in any thread and release the GIL."""
 
     def __init__(self, link: bytes, secrets: bytes, cipher: Cipher, *, opener: bool) -> None:
-        """``secrets``: the opener's 32 bytes, then the acceptor's."""
+        """``secrets``: the opener's 32 bytes followed by the acceptor's."""
         keys = HKDF(hashes.SHA256(), 64, link, b"shoal bulk frames, version 4").derive(secrets)
         make = AESGCM if cipher == "aes-256-gcm" else ChaCha20Poly1305
         first, second = make(keys[:32]), make(keys[32:])
@@ -110,11 +109,11 @@ class SealedLink:
         return Header(self.link, next(self._counter), kind, scope, stream, chunk).pack()
 
     def seal(self, header: bytes, payload: memoryview, out: memoryview) -> None:
-        """Write ciphertext and tag: ``out`` is ``TAG_BYTES`` longer than ``payload``."""
+        """Write ciphertext and tag to ``out``, which is ``TAG_BYTES`` longer than ``payload``."""
         self._send.encrypt_into(bytes(4) + header[8:16], payload, header, out)
 
     def open(self, header: bytes, sealed: memoryview, out: memoryview) -> None:
-        """Decrypt into ``out``, ``TAG_BYTES`` shorter. Raises ``WireError`` on a forgery or replay."""
+        """Decrypt into ``out``, which is ``TAG_BYTES`` shorter. Raises ``WireError`` for a forgery or a replay."""
         counter = int.from_bytes(header[8:16], "big")
         with self._lock:
             if not self._window.is_fresh(counter):
@@ -123,7 +122,7 @@ class SealedLink:
             self._receive.decrypt_into(bytes(4) + header[8:16], sealed, header, out)
         except (InvalidTag, ValueError) as error:
             raise WireError("forged bulk frame") from error
-        with self._lock:  # only now is the counter known to be genuine; another thread may have had the same
+        with self._lock:  # only now the counter is known to be genuine; another thread may have opened the same frame
             if not self._window.is_fresh(counter):
                 raise WireError("replayed bulk frame")
             self._window.mark(counter)

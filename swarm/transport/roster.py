@@ -1,4 +1,4 @@
-"""Rosters of the run and of the stages that this process is a member of, by scope: the peers that may talk to us."""
+"""Rosters of the members of each scope (a run or a stage) that this process is a member of."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ _Address = tuple[bytes, tuple[Address, ...]]
 
 
 class Rosters:
-    """The rosters of all scopes; a peer on any of them is known."""
+    """The rosters of all scopes. Every peer on any of them may connect to this process."""
 
     def __init__(self) -> None:
         self._by_scope: dict[int, dict[str, RosterEntry]] = {}
         self._peers_by_key: dict[bytes, str] = {}
 
     def update(self, roster: tuple[RosterEntry, ...], scope: int) -> set[bytes]:
-        """Replace a scope's; returns the keys to part from: of those who are on none any more, or elsewhere.
+        """Replace a scope's roster; entries with a wrong certificate are left out.
 
-        Entries whose certificate is wrong are left out."""
+        Returns the keys to disconnect: of peers that left all rosters or have new addresses."""
         return self._replace({**self._by_scope, scope: {entry.peer: entry for entry in self._checked(roster)}})
 
     def leave(self, scope: int) -> set[bytes]:
-        """Forget a scope's; returns the keys to part from."""
+        """Forget a scope's roster; returns the keys to disconnect."""
         return self._replace({of: entries for of, entries in self._by_scope.items() if of != scope})
 
     def entry(self, peer: str, scope: int) -> RosterEntry | None:
-        """As that scope knows it, else as another one does, the run's first."""
+        """A peer's entry in this scope's roster, otherwise in any other's, the run's first."""
         own = self._by_scope.get(scope, {}).get(peer)
         return own or next((entries[peer] for entries in self._in_order() if peer in entries), None)
 
     def peer_with(self, curve_key: bytes) -> str | None:
-        """Who holds that key, if it is known."""
+        """The member of any scope that holds a transport key."""
         return self._peers_by_key.get(curve_key)
 
     def trainers(self, scope: int) -> list[str]:
-        """The members that train, in the roster's order: who has been here longest first."""
+        """The members that train, in the roster's order: the longest-standing first."""
         entries = self._by_scope.get(scope, {})
         return [peer for peer, entry in entries.items() if entry.role in ("trainer", "contributor")]
 
     def processes(self, scope: int) -> dict[str, bytes]:
-        """By member, the key that its process has."""
+        """The transport key of each member's process."""
         return {peer: entry.certificate.curve_key for peer, entry in self._by_scope.get(scope, {}).items()}
 
     def __contains__(self, peer: str) -> bool:
@@ -56,14 +56,14 @@ class Rosters:
         return [self._by_scope[scope] for scope in sorted(self._by_scope)]
 
     def _checked(self, roster: tuple[RosterEntry, ...]) -> Iterator[RosterEntry]:
-        # Known certificates are not checked again: 256 of them take a while.
+        # Known certificates are not verified again, which would take long for hundreds of members.
         known = {entry.peer: entry.certificate for entries in self._by_scope.values() for entry in entries.values()}
         for entry in roster:
             try:
                 if known.get(entry.peer) == entry.certificate or verify_certificate(entry.certificate) == entry.peer:
                     yield entry
             except NotAdmitted as error:
-                log.warning("roster entry %s left out: %s", entry.peer, error)
+                log.warning("ignored %s, which the roster lists with a bad certificate: %s", entry.peer, error)
 
     def _replace(self, by_scope: dict[int, dict[str, RosterEntry]]) -> set[bytes]:
         earlier = self._addresses()

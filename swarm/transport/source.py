@@ -1,4 +1,4 @@
-"""Chunk sources: the interface of what a member offers to others in chunks."""
+"""Chunk sources: the interface through which a member offers bytes to other members in chunks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 
 
 class ChunkSource(Protocol):
-    """Chunked bytes that a member offers; ``chunk`` waits until that one exists.
+    """Bytes in chunks. ``chunk`` waits until the chunk exists.
 
-    It raises ``BlobUnavailable`` (or another ``ShoalError``) when it never will; that ends the stream.
-    """
+    ``chunk`` raises ``BlobUnavailable`` (or another ``ShoalError``) if the chunk will never exist, which ends the
+    stream."""
 
     @property
     def chunks(self) -> int: ...
@@ -21,22 +21,23 @@ class ChunkSource(Protocol):
 
 @runtime_checkable
 class CountedSource(ChunkSource, Protocol):
-    """A source that knows who is reading it. ``begin`` raises ``Busy`` for a stream that it does not want to serve
-    now; each other one is ended. ``reader``: the other side's key."""
+    """A source that counts its readers. ``reader`` is the transport key of the receiving member.
 
-    def begin(self, reader: bytes) -> None: ...
+    ``begin_reading`` raises ``Busy`` to refuse a stream for now; ``end_reading`` follows each accepted one."""
 
-    def end(self, reader: bytes) -> None: ...
+    def begin_reading(self, reader: bytes) -> None: ...
+
+    def end_reading(self, reader: bytes) -> None: ...
 
 
 @contextmanager
 def reading(source: ChunkSource, reader: bytes) -> Iterator[None]:
-    """Raises what the source's ``begin`` raises."""
+    """Count a reader while a stream is being sent. Raises what ``begin_reading`` raises."""
     if not isinstance(source, CountedSource):
         yield
         return
-    source.begin(reader)
+    source.begin_reading(reader)
     try:
         yield
     finally:
-        source.end(reader)
+        source.end_reading(reader)

@@ -12,7 +12,7 @@ from tests.fakes.virtual_clock import now_s, until
 
 from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Unreachable
 from shoal.swarm.protocol.types import Blob
-from shoal.swarm.transport.link import Sink
+from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.source import ChunkSource, CountedSource
 
 
@@ -117,7 +117,7 @@ class MemoryEndpoint:
         self.blobs.pop(blob, None)
 
     async def fetch(
-        self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
+        self, peer: str, blob: Blob, chunks: range, sink: ChunkSink, progress_s: float
     ) -> AsyncGenerator[int, None]:
         assert peer != self.peer, "nobody has a link with itself"
         following, progress, trouble = chunks.start, now_s(), LinkError(f"{peer} sent nothing")
@@ -138,7 +138,7 @@ class MemoryEndpoint:
                 await asyncio.sleep(0.25)
 
     async def _attempt(
-        self, peer: str, blob: Blob, chunks: range, sink: Sink, wait_s: float
+        self, peer: str, blob: Blob, chunks: range, sink: ChunkSink, wait_s: float
     ) -> AsyncGenerator[int, None]:
         if self.roster is not None and peer not in self.roster:
             raise MemberGone(f"{peer} is not a member of the run (any more)")
@@ -156,17 +156,17 @@ class MemoryEndpoint:
         if chunks.stop > source.chunks:
             raise BlobUnavailable("not so many chunks")
         if isinstance(source, CountedSource):
-            source.begin(self.peer.encode())
+            source.begin_reading(self.peer.encode())
         try:
             async with aclosing(self._receive(peer, blob, chunks, source, sink, wait_s)) as stream:
                 async for chunk in stream:
                     yield chunk
         finally:
             if isinstance(source, CountedSource):
-                source.end(self.peer.encode())
+                source.end_reading(self.peer.encode())
 
     async def _receive(
-        self, peer: str, blob: Blob, chunks: range, source: ChunkSource, sink: Sink, wait_s: float
+        self, peer: str, blob: Blob, chunks: range, source: ChunkSource, sink: ChunkSink, wait_s: float
     ) -> AsyncGenerator[int, None]:
         latency_s, bandwidth_bps = self._network.link(peer, self.peer)
         free_s = math.inf

@@ -21,9 +21,10 @@ from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
 from shoal.swarm.transport.inflow import Inflow
-from shoal.swarm.transport.link import Meter, Sink
+from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Node
 from shoal.swarm.transport.source import ChunkSource
+from shoal.swarm.transport.traffic_meter import TrafficMeter
 from shoal.swarm.transport.zap_auth import Admit
 
 HOST = "127.0.0.1"
@@ -193,7 +194,7 @@ class _Bulk:
     """What a node wants of its data plane."""
 
     endpoint: MemoryEndpoint
-    meter: Meter
+    meter: TrafficMeter
     connections_per_link: int = 1
 
     def publish(self, blob: Blob, source: ChunkSource) -> None:
@@ -219,20 +220,20 @@ class MemoryNode(Node):
         self.admit = admit
         self._nodes = nodes
         self._endpoint = nodes.chunks.endpoint(self.process)
-        super().__init__(self.plane, _Bulk(self._endpoint, Meter()))  # type: ignore[arg-type]
+        super().__init__(self.plane, _Bulk(self._endpoint, TrafficMeter()))  # type: ignore[arg-type]
         self.control_port = self.data_port = port
         self.plane.handle(PeerToPeerPing, _pong)
 
-    def _part_from(self, keys: set[bytes]) -> None:
+    def _disconnect(self, keys: set[bytes]) -> None:
         """Fetches from whoever is not known any more end with their attempt."""
-        super()._part_from(keys)
+        super()._disconnect(keys)
         known = self._nodes.by_port.values()
         self._endpoint.roster = {node.process for node in known if self.knows_key(node.plane.keys.public)}
 
     async def fetch(
-        self, peer: str, blob: Blob, chunks: range, sink: Sink, progress_s: float
+        self, peer: str, blob: Blob, chunks: range, sink: ChunkSink, progress_s: float
     ) -> AsyncGenerator[int, None]:
-        entry, _ = self._known(peer, blob.scope)
+        entry, _ = self._channel_to(peer, blob.scope)
         there = self._nodes.with_key(entry.certificate.curve_key)
         if there is None:
             raise Unreachable(f"nothing answers at {peer}")

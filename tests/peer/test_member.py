@@ -21,7 +21,7 @@ from shoal.swarm.errors import Busy, ModelMismatch, NotAdmitted
 from shoal.swarm.protocol.messages import PeerToCoordinatorDescribeModel, PeerToCoordinatorJoinRun
 from shoal.swarm.protocol.rounds import RunView
 from shoal.swarm.protocol.types import Blob, TensorSpec
-from shoal.swarm.transport.link import Meter
+from shoal.swarm.transport.traffic_meter import TrafficMeter
 
 ELEMENTS = 4096
 READER = b"a joiner"
@@ -32,7 +32,7 @@ async def a_member(
     coordinator: MemoryCoordinator, is_ours: Callable[[RunView], bool] | None = None
 ) -> AsyncIterator[LocalMember]:
     node: Any = MemoryNetwork().endpoint(identity(1).peer_id)
-    node.meter = Meter()
+    node.meter = TrafficMeter()
     client, _ = make_client(coordinator, node, identity(1), curve_keys(1), 0.01)
     await client.join()
     async with asyncio.TaskGroup() as tasks:
@@ -51,10 +51,10 @@ def test_no_state_is_served_while_a_round_is_averaged_here() -> None:
             served = node.blobs[Blob(kind="state", number=3)]
             member.averager.on_exchange(True)
             with pytest.raises(Busy):
-                served.begin(READER)
+                served.begin_reading(READER)
             member.averager.on_exchange(False)
-            served.begin(READER)
-            served.end(READER)
+            served.begin_reading(READER)
+            served.end_reading(READER)
 
     run_virtual(main())
 

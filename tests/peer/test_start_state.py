@@ -214,14 +214,14 @@ def test_few_tensors_are_in_memory_for_others(place: Path, monkeypatch: pytest.M
         one, other = (blobs[world.me.blob(name)] for name in ("embed", "b.9"))
         assert isinstance(one, CountedSource)
         assert isinstance(other, CountedSource)
-        one.begin(b"x")
-        one.begin(b"y")
+        one.begin_reading(b"x")
+        one.begin_reading(b"y")
         with pytest.raises(Busy):
-            other.begin(b"y")
-        one.end(b"x")
-        one.end(b"y")
-        other.begin(b"y")
-        other.end(b"y")
+            other.begin_reading(b"y")
+        one.end_reading(b"x")
+        one.end_reading(b"y")
+        other.begin_reading(b"y")
+        other.end_reading(b"y")
         states = [asyncio.ensure_future(fetched(world.of(peer, None).state_of(LAYOUT))) for peer in "xyz"]
         for state in await asyncio.gather(*states):
             check(state, WHOLE.values)

@@ -106,13 +106,13 @@ def test_one_older_state_stays_while_somebody_downloads_it() -> None:
         shelf = Shelf()
         for version in range(3):
             shelf.donor.offer(make_state(version, size=10))
-        shelf.source(1).begin(b"joiner")
+        shelf.source(1).begin_reading(b"joiner")
         shelf.donor.offer(make_state(3, size=10))
         assert shelf.offered == {1, 2, 3}
-        shelf.source(2).begin(b"another")
+        shelf.source(2).begin_reading(b"another")
         shelf.donor.offer(make_state(4, size=10))
         assert shelf.offered == {1, 3, 4}, "one, not two"
-        shelf.source(1).end(b"joiner")
+        shelf.source(1).end_reading(b"joiner")
         shelf.donor.offer(make_state(5, size=10))
         assert shelf.offered == {1, 4, 5}, "its joiner may just be about to ask for more"
         shelf.source(1).last_read_s -= KEEP_S
@@ -128,7 +128,7 @@ def test_who_is_told_to_ask_again_still_finds_that_state() -> None:
         shelf.donor.offer(make_state(0, size=10))
         shelf.donor.pause(True)
         with pytest.raises(Busy, match="round"):
-            shelf.source(0).begin(b"joiner")
+            shelf.source(0).begin_reading(b"joiner")
         for version in range(1, 4):
             shelf.donor.offer(make_state(version, size=10))
         assert shelf.offered == {0, 2, 3}
@@ -140,7 +140,7 @@ def test_chunks_wait_while_a_round_is_averaged() -> None:
     async def main() -> None:
         shelf = Shelf()
         shelf.donor.offer(make_state())
-        shelf.source(3).begin(b"joiner")
+        shelf.source(3).begin_reading(b"joiner")
         shelf.donor.pause(True)
         reading = asyncio.ensure_future(shelf.source(3).chunk(0))
         for _ in range(10):
@@ -148,7 +148,7 @@ def test_chunks_wait_while_a_round_is_averaged() -> None:
         assert not reading.done()
         shelf.donor.pause(False)
         assert len(await reading) == 2**20
-        shelf.source(3).begin(b"joiner")
+        shelf.source(3).begin_reading(b"joiner")
 
     asyncio.run(main())
 
@@ -160,16 +160,16 @@ def test_so_many_joiners_are_served_at_once() -> None:
         shelf.donor.offer(make_state(4, size=10))
         readers = [bytes([number]) for number in range(MAX_READERS)]
         for number, reader in enumerate(readers):
-            shelf.source(3 + number % 2).begin(reader)
+            shelf.source(3 + number % 2).begin_reading(reader)
         with pytest.raises(Busy, match="others"):
-            shelf.source(4).begin(b"one more")
+            shelf.source(4).begin_reading(b"one more")
         for _ in range(MAX_STREAMS_PER_READER - 1):
-            shelf.source(3).begin(readers[0])
+            shelf.source(3).begin_reading(readers[0])
         with pytest.raises(Busy, match="go to you"):
-            shelf.source(3).begin(readers[0])
-        shelf.source(4).end(readers[1])
-        shelf.source(4).begin(b"one more")
+            shelf.source(3).begin_reading(readers[0])
+        shelf.source(4).end_reading(readers[1])
+        shelf.source(4).begin_reading(b"one more")
         with pytest.raises(Busy):
-            shelf.source(4).begin(readers[1])
+            shelf.source(4).begin_reading(readers[1])
 
     asyncio.run(main())

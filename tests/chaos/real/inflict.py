@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
-from shoal.swarm.transport.io_thread import Intake, IoThread
+from shoal.swarm.transport.io_thread import FrameReceiver, IoThread
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 _AGAIN_S = 0.05
@@ -67,7 +67,8 @@ class Silence:
     def install(self) -> None:
         """Around the planes' ways in and out, above the connections themselves: TCP sees nothing."""
         send, dispatch = Channel.send, ControlPlane._dispatch
-        send_chunk, grant, order, take = IoThread.send, IoThread.grant, IoThread.order, Intake.take
+        send_chunk, grant = IoThread.send, IoThread.grant
+        send_control, receive = IoThread.send_stream_control, FrameReceiver.receive
 
         async def quiet_send(channel: Any, envelope: Any) -> None:
             if not self._muted(channel.remote_key):
@@ -85,20 +86,20 @@ class Silence:
             if not self._muted(link.remote_key):
                 grant(pump, link, *rest)
 
-        def quiet_order(pump: Any, link: Any, *rest: Any) -> None:
+        def quiet_send_control(pump: Any, link: Any, *rest: Any) -> None:
             if not self._muted(link.remote_key):
-                order(pump, link, *rest)
+                send_control(pump, link, *rest)
 
-        def quiet_take(intake: Any, link: Any, *rest: Any) -> None:
+        def quiet_receive(receiver: Any, link: Any, *rest: Any) -> None:
             if not self._muted(link.remote_key):
-                take(intake, link, *rest)
+                receive(receiver, link, *rest)
 
         Channel.send = quiet_send  # type: ignore[method-assign]
         ControlPlane._dispatch = quiet_dispatch  # type: ignore[method-assign]
         IoThread.send = quiet_send_chunk  # type: ignore[method-assign]
         IoThread.grant = quiet_grant  # type: ignore[method-assign]
-        IoThread.order = quiet_order  # type: ignore[method-assign]
-        Intake.take = quiet_take  # type: ignore[method-assign]
+        IoThread.send_stream_control = quiet_send_control  # type: ignore[method-assign]
+        FrameReceiver.receive = quiet_receive  # type: ignore[method-assign]
 
 
 class Corruption:

@@ -11,7 +11,7 @@ from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.results import ResultDecoder, ResultStore, chunks_of
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.types import MAX_MEMBERS
-from shoal.swarm.transport.link import MAX_CHUNK_BYTES
+from shoal.swarm.transport.data_connection import MAX_CHUNK_BYTES
 
 ELEMENTS = 5 * 64 + 7
 CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])

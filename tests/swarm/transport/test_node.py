@@ -46,24 +46,22 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.transport import control, io_thread
+from shoal.swarm.transport.data_connection import MAX_CHUNK_BYTES, PREFIX_BYTES, DataConnection
 from shoal.swarm.transport.frame_crypto import CREDIT as CREDIT_FRAME
-from shoal.swarm.transport.frame_crypto import HELLO, ORDER, TAG_BYTES, SealedLink
+from shoal.swarm.transport.frame_crypto import HELLO, STREAM_CONTROL, TAG_BYTES, SealedLink
 from shoal.swarm.transport.io_thread import IoThread
 from shoal.swarm.transport.link import (
     CREDIT,
-    MAX_CHUNK_BYTES,
+    MAX_CREDIT,
     MAX_STREAMS_PER_LINK,
-    MOST_CREDIT,
-    PREFIX_BYTES,
-    Connection,
     Frame,
     FrameQueue,
-    Incoming,
+    IncomingStream,
     Link,
-    Meter,
-    Outgoing,
+    OutgoingStream,
 )
 from shoal.swarm.transport.node import Node
+from shoal.swarm.transport.traffic_meter import TrafficMeter
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -376,12 +374,12 @@ async def test_a_caller_that_connects_anew_replaces_its_earlier_channel() -> Non
 
 def test_what_a_link_has_shown_outlasts_a_round_with_little_to_do() -> None:
     """Or whoever was given a small part, and so had less to send and to receive, would claim less for the next one."""
-    meter, now_s = Meter(), 0.0
+    meter, now_s = TrafficMeter(), 0.0
     for seconds, bps in ((4.0, 1.5e8), (6.0, 5e7), (600.0, 5e7)):
         shown_bps, until_s = meter.bandwidth_bps, now_s + seconds
         while now_s < until_s:
             now_s += 0.01
-            meter.received(int(bps * 0.01 / 8), now_s)
+            meter.count_received(int(bps * 0.01 / 8), now_s)
         if seconds == 6.0:
             assert meter.bandwidth_bps > 0.75 * shown_bps > 1e8
     assert meter.bandwidth_bps == pytest.approx(5e7, rel=0.1), "a link that has become worse shows at last"
@@ -575,7 +573,7 @@ async def test_several_streams_share_a_link() -> None:
         assert len(a.node._data._links) == len(b.node._data._links) == 1
 
 
-@pytest.mark.parametrize(("size_bytes", "most"), [(2**19, CREDIT), (2**17, 4 * CREDIT), (100, MOST_CREDIT)])
+@pytest.mark.parametrize(("size_bytes", "most"), [(2**19, CREDIT), (2**17, 4 * CREDIT), (100, MAX_CREDIT)])
 @run
 async def test_sender_is_never_further_ahead_than_its_credit(size_bytes: int, most: int) -> None:
     async with swarm() as (a, b):
@@ -599,7 +597,7 @@ async def test_sender_is_never_further_ahead_than_its_credit(size_bytes: int, mo
         assert max(ahead) > most // 2
 
 
-@pytest.mark.parametrize(("size_bytes", "most"), [(2**19, CREDIT), (2**17, 4 * CREDIT), (100, MOST_CREDIT)])
+@pytest.mark.parametrize(("size_bytes", "most"), [(2**19, CREDIT), (2**17, 4 * CREDIT), (100, MAX_CREDIT)])
 @run
 async def test_who_is_long_about_the_first_chunk_is_sent_a_window_of_its_size(size_bytes: int, most: int) -> None:
     """A long way would stand still else: what comes ahead of a round's plan is not taken before it is there."""
@@ -615,10 +613,11 @@ async def test_who_is_long_about_the_first_chunk_is_sent_a_window_of_its_size(si
 
 
 def test_credit_does_not_pile_up() -> None:
-    stream = Outgoing(CREDIT)
+    stream = OutgoingStream(CREDIT)
     for _ in range(100):
-        stream.add(1024)
-    assert stream.credit == MOST_CREDIT
+        stream.receive_credit(1024)
+        stream.notify()
+    assert stream.credit == MAX_CREDIT
 
 
 @pytest.mark.parametrize("lost", [0, 5, 19])
@@ -646,9 +645,9 @@ async def test_resumes_after_a_damaged_frame_without_a_hole(monkeypatch: pytest.
     async with swarm() as (a, b):
         source, sink = Source(20), Sink()
         b.node.publish(STATE, source)
-        put, damaged = Connection.put, False
+        put, damaged = DataConnection.seal, False
 
-        def damage(self: Connection, link: Link, frame: Frame) -> int:
+        def damage(self: DataConnection, link: Link, frame: Frame) -> int:
             nonlocal damaged
             size = put(self, link, frame)
             if not damaged and frame.chunk == 5:
@@ -656,7 +655,7 @@ async def test_resumes_after_a_damaged_frame_without_a_hole(monkeypatch: pytest.
                 self._unsent[PREFIX_BYTES + 3] ^= 1
             return size
 
-        monkeypatch.setattr(Connection, "put", damage)
+        monkeypatch.setattr(DataConnection, "seal", damage)
         assert await fetch(a, b, sink, range(20)) == list(range(20))
         assert damaged
         assert sink.holds(source, range(20))
@@ -686,13 +685,13 @@ async def test_resumes_when_one_of_several_connections_breaks() -> None:
 async def test_chunks_without_credit_end_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm() as (a, b):
 
-        async def at_once(self: Outgoing) -> None:
+        async def at_once(self: OutgoingStream) -> None:
             return
 
-        monkeypatch.setattr(Outgoing, "take", at_once)
+        monkeypatch.setattr(OutgoingStream, "use_credit", at_once)
         b.node.publish(STATE, Source(40, 2**19))
         sink = Sink()
-        with pytest.raises(LinkError, match="out of turn"):  # noqa: PT012
+        with pytest.raises(LinkError, match="without credit"):  # noqa: PT012
             async with aclosing(a.node._attempt(b.peer, STATE, range(40), sink, LONG_S)) as attempt:
                 async for _ in attempt:
                     await until(lambda: not b.node._data._links or len(sink.chunks) >= CREDIT)
@@ -703,7 +702,7 @@ async def test_chunks_without_credit_end_the_stream(monkeypatch: pytest.MonkeyPa
 @run
 async def test_a_closed_stream_writes_to_no_sink_any_more() -> None:
     begun, proceed = threading.Event(), threading.Event()
-    incoming = Incoming(range(5), Sink())
+    incoming = IncomingStream(range(5), Sink())
     written = bytearray(8)
 
     def slowly(place: memoryview) -> None:
@@ -767,13 +766,13 @@ async def test_an_absent_blob_may_still_come(monkeypatch: pytest.MonkeyPatch) ->
         assert time.monotonic() - start >= 2.0
         source, sink = Source(5), Sink()
         requests: list[PeerToPeerOpenStream] = []
-        serve = b.node._data._serve
+        serve = b.node._data._begin_stream
 
         def counting(link: Link, ask: PeerToPeerOpenStream) -> None:
             requests.append(ask)
             serve(link, ask)
 
-        monkeypatch.setattr(b.node._data, "_serve", counting)
+        monkeypatch.setattr(b.node._data, "_begin_stream", counting)
         async with asyncio.TaskGroup() as tasks:
             fetching = tasks.create_task(fetch(a, b, sink, range(5)))
             await asyncio.sleep(0.1)
@@ -951,7 +950,7 @@ async def test_a_member_has_one_link_and_few_streams() -> None:
         b.node.publish(STATE, Source(5, held_at=0))
         opened = [a.node._data.open_stream(link, STATE, range(5), Sink()) for _ in range(1 + MAX_STREAMS_PER_LINK)]
         with pytest.raises(BlobUnavailable, match="too many"):
-            await opened[-1][1].next(LONG_S)
+            await opened[-1][1].next_chunk(LONG_S)
         assert theirs.outgoing.keys() == {number for number, _ in opened[:-1]}
         for number, _ in opened:
             a.node._data.close_stream(link, number, finished=False)
@@ -969,7 +968,7 @@ async def linked(a: Member, b: Member) -> Link:
 
 async def call(a: Member, b: Member) -> None:
     """Have a open a link to b, as a fetch would."""
-    entry, channel = a.node._known(b.peer, 0)
+    entry, channel = a.node._channel_to(b.peer, 0)
     await a.node._link(entry, channel, LONG_S)
 
 
@@ -1000,22 +999,24 @@ async def test_nonsense_about_streams_costs_the_link(monkeypatch: pytest.MonkeyP
         link = await linked(a, b)
         (theirs,) = b.node._data._links.values()
         b.node.publish(STATE, Source(5, held_at=0))
-        hear = b.node._data._hear
-        monkeypatch.setattr(b.node._data._io_thread._intake, "_on_orders", lambda link: None)
+        hear = b.node._data._handle_stream_control
+        monkeypatch.setattr(b.node._data._io_thread._receiver, "_on_stream_control", lambda link: None)
         for message in messages:
-            link.queue.put(Frame(0, 0, memoryview(message), kind=ORDER), FrameQueue.ORDER)  # without the sender's check
+            link.queue.put(
+                Frame(0, 0, memoryview(message), kind=STREAM_CONTROL), FrameQueue.STREAM_CONTROL
+            )  # without the sender's check
         a.node._data._io_thread._flush_soon(link)
         if len(messages) == 600 or len(messages[0]) > 2**12:  # before anybody has listened
             await until(lambda: not b.node._data._links)
         else:
-            await until(lambda: len(theirs._orders) == len(messages))
+            await until(lambda: len(theirs._controls) == len(messages))
             hear(theirs)
             assert not b.node._data._links
             assert not theirs.outgoing
         await until(lambda: not a.node._data._links)
         assert not theirs.outgoing
         b.node.publish(STATE, Source(5))
-        monkeypatch.setattr(b.node._data._io_thread._intake, "_on_orders", hear)
+        monkeypatch.setattr(b.node._data._io_thread._receiver, "_on_stream_control", hear)
         assert await fetch(a, b, Sink(), range(5)) == [0, 1, 2, 3, 4]
 
 
@@ -1065,13 +1066,13 @@ async def test_both_ways_go_over_one_link(monkeypatch: pytest.MonkeyPatch) -> No
         assert a.node._data._links.keys() == b.node._data._links.keys()
         used = []
         for member, other in ((a, b), (b, a)):
-            say = member.node._data._say
+            say = member.node._data._send_stream_control
 
             def saying(link: Link, message: Message, say: Callable[[Link, Message], None] = say) -> None:
                 used.append(link.sealed.link)
                 say(link, message)
 
-            monkeypatch.setattr(member.node._data, "_say", saying)
+            monkeypatch.setattr(member.node._data, "_send_stream_control", saying)
             await fetch(member, other, Sink(), range(5))
         assert used == [min(a.node._data._links)] * 2
 
@@ -1140,7 +1141,15 @@ async def test_a_data_connection_has_to_prove_its_link(monkeypatch: pytest.Monke
         flipped = good[:-1] + bytes([good[-1] ^ 1])
         unknown = good[:4] + bytes(8) + good[12:]
         backwards = hello(theirs)  # under the key of the other direction
-        for bad in (flipped, unknown, backwards, hello(link, ORDER), b"\0\0\0\x11" + good[4:], b"\xff" * 45, bytes(45)):
+        for bad in (
+            flipped,
+            unknown,
+            backwards,
+            hello(link, STREAM_CONTROL),
+            b"\0\0\0\x11" + good[4:],
+            b"\xff" * 45,
+            bytes(45),
+        ):
             assert await speak(b.ports[1], bad) == b""  # and they hung up
         assert len(theirs.connections) == 1
 
@@ -1156,7 +1165,7 @@ async def test_a_data_connection_has_to_prove_its_link(monkeypatch: pytest.Monke
 
 @run
 async def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_thread, "_GREETING_S", 0.0)
+    monkeypatch.setattr(io_thread, "_HELLO_S", 0.0)
     async with swarm(1) as (a,):
         assert await speak(a.ports[1], b"\0\0") == b""
 
@@ -1266,9 +1275,9 @@ def test_frames_are_put_together_from_whatever_pieces() -> None:
     sizes = [0, 1, 1000, 0, 70_000, 16, 5]
     recorder, other = socket.socketpair()
     with recorder, other:
-        writer, frames = Connection(recorder, opener, 0.0), bytearray()
+        writer, frames = DataConnection(recorder, opener, 0.0), bytearray()
         for chunk, size in enumerate(sizes):
-            writer.put(opener, Frame(3, chunk, memoryview(bytes([chunk]) * size)))
+            writer.seal(opener, Frame(3, chunk, memoryview(bytes([chunk]) * size)))
             frames += writer._unsent
     rng = random.Random(1)
     for most in (1, 7, 50, 5000, 10**6):
@@ -1276,7 +1285,7 @@ def test_frames_are_put_together_from_whatever_pieces() -> None:
         with ours, theirs:
             acceptor.sealed = SealedLink(bytes(8), secrets, "aes-256-gcm", opener=False)
             theirs.setblocking(False)
-            reader, got, at = Connection(theirs, acceptor, 0.0), [], 0
+            reader, got, at = DataConnection(theirs, acceptor, 0.0), [], 0
             while len(got) < len(sizes):
                 size = rng.randint(1, most)
                 ours.sendall(frames[at : at + size])
@@ -1309,7 +1318,7 @@ async def test_connections_that_break_together_while_they_are_blocked() -> None:
         (ours,), (theirs,) = a.node._data._links.values(), b.node._data._links.values()
         await until(lambda: len(theirs.connections) == 4 and all(one.is_blocked for one in theirs.connections))
         serving = b.node._data._io_thread
-        serving._order(lambda: time.sleep(0.2))  # so that it hears of all of them at once
+        serving._post(lambda: time.sleep(0.2))  # so that it hears of all of them at once
         for connection in ours.connections:
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             os.close(connection.socket.detach())
@@ -1335,7 +1344,7 @@ async def test_no_descriptor_left_for_a_caller(monkeypatch: pytest.MonkeyPatch) 
             return accept(self)
 
         monkeypatch.setattr(socket.socket, "accept", exhausted)
-        b.node._data._io_thread._order(lambda: time.sleep(0.2))
+        b.node._data._io_thread._post(lambda: time.sleep(0.2))
         first[1].write(b"\0")  # and it has something to say in the same turn
         second = await asyncio.open_connection(HOST, b.ports[1])
         async with asyncio.timeout(LONG_S):
@@ -1368,12 +1377,12 @@ async def test_who_opens_a_link_of_the_name_that_we_are_opening(monkeypatch: pyt
         assert squatted
         links = list(a.node._data._links.values())
         connected = [key.data for key in a.node._data._io_thread._selector.get_map().values() if key.data is not None]
-        assert sum(isinstance(one, Connection) for one in connected) == sum(len(one.connections) for one in links)
+        assert sum(isinstance(one, DataConnection) for one in connected) == sum(len(one.connections) for one in links)
 
 
 @run
 async def test_who_asks_for_ever_more_and_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_thread, "_MOST_WAITING_BYTES", 2**24)
+    monkeypatch.setattr(io_thread, "_MAX_WAITING_BYTES", 2**24)
     async with swarm() as (a, b):
         b.node.publish(STATE, Source(10_000, 2**20))
         hold = threading.Event()
@@ -1388,7 +1397,8 @@ async def test_who_asks_for_ever_more_and_reads_nothing_is_cut_off(monkeypatch: 
         await until(lambda: bool(theirs.outgoing))
         while theirs.connections:
             for outgoing in list(theirs.outgoing.values()):
-                outgoing.add(CREDIT)
+                outgoing.receive_credit(CREDIT)
+                outgoing.notify()
             await asyncio.sleep(0.001)
         assert theirs.queue.waiting_bytes <= 2**24
         hold.set()
@@ -1428,11 +1438,14 @@ def test_dropped_frames_count_no_more() -> None:
         queue.put(Frame(chunk % 2, chunk, memoryview(bytes(10))), FrameQueue.USUAL)
     queue.put(Frame(1, 9, memoryview(bytes(5))), FrameQueue.URGENT)
     queue.put(Frame(1, 2, memoryview(b""), kind=CREDIT_FRAME), FrameQueue.CREDIT)
-    queue.put(Frame(0, 0, memoryview(bytes(3)), kind=ORDER), FrameQueue.ORDER)
+    queue.put(Frame(0, 0, memoryview(bytes(3)), kind=STREAM_CONTROL), FrameQueue.STREAM_CONTROL)
     queue.drop(1)
     assert queue.waiting_bytes == 23
-    assert [frame and frame.kind for frame in (queue.take(orders=False), queue.take())] == [CREDIT_FRAME, ORDER]
-    assert [queue.take(), queue.take(), queue.take()][2] is None
+    assert [frame and frame.kind for frame in (queue.pop(with_stream_control=False), queue.pop())] == [
+        CREDIT_FRAME,
+        STREAM_CONTROL,
+    ]
+    assert [queue.pop(), queue.pop(), queue.pop()][2] is None
     assert queue.waiting_bytes == 0
 
 

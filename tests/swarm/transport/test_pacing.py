@@ -9,8 +9,9 @@ import time
 import pytest
 from tests.swarm.network import HOST, STATE, Sink, Source, fetch, swarm, until
 
-from shoal.swarm.transport.link import Connection, Link
-from shoal.swarm.transport.pacing import TICK_S, Pacing, Uplink, portions
+from shoal.swarm.transport.data_connection import DataConnection
+from shoal.swarm.transport.link import Link
+from shoal.swarm.transport.pacing import TICK_S, Pacing, Uplink, divide_pace
 from shoal.swarm.transport.sockets import acked_bytes, pace, renew_model, shortest_round_trip_s, tune_stream
 
 MBIT = 1e6
@@ -20,11 +21,11 @@ def a_round(uplink: Uplink, link_bps: float, seconds: float = 3.0, noise: float 
     """The link carries what it can, or its pace if that is less."""
     draw, arrived, now_s = random.Random(seed), 0.0, 100.0
     while now_s < 100.0 + seconds:
-        uplink.saw(now_s, int(arrived), is_waiting=True)
+        uplink.record(now_s, int(arrived), is_waiting=True)
         rate = min(link_bps, uplink.pace_bps or link_bps) * (1 - noise * draw.random())
         arrived += rate / 8 * TICK_S
         now_s += TICK_S
-    uplink.end()
+    uplink.end_round()
 
 
 def settled(link_bps: float, noise: float = 0.0) -> Uplink:
@@ -116,9 +117,9 @@ def test_a_link_that_is_not_too_fast_any_more_is_paced() -> None:
 def test_only_moments_in_which_more_was_waiting_tell_of_the_link() -> None:
     uplink, arrived = Uplink(), 0
     for step in range(100):  # two tenths of a second of work, and then a pause
-        uplink.saw(step * TICK_S, arrived, is_waiting=step % 4 < 2)
+        uplink.record(step * TICK_S, arrived, is_waiting=step % 4 < 2)
         arrived += 1000
-    uplink.end()
+    uplink.end_round()
     assert uplink.pace_bps is None
 
 
@@ -135,24 +136,24 @@ THIRDS = {A: 1 / 3, B: 1 / 3, C: 1 / 3}
 @pytest.mark.parametrize("link_bps", [2 * MBIT, 100 * MBIT, 900 * MBIT])
 def test_what_arrives_lies_for_a_moment_only(link_bps: float) -> None:
     uplink = Uplink()
-    assert uplink.rest_s == 0.0
+    assert uplink.sleep_s == 0.0
     a_round(uplink, link_bps)
-    assert 0 < uplink.rest_s <= 0.003
-    assert uplink.rest_s * link_bps / 8 <= 2**17 / 4
+    assert 0 < uplink.sleep_s <= 0.003
+    assert uplink.sleep_s * link_bps / 8 <= 2**17 / 4
 
 
 def test_a_link_that_is_faster_than_processors_gives_no_rest() -> None:
     uplink = Uplink()
     a_round(uplink, 5e9)
-    assert uplink.rest_s == 0.0
+    assert uplink.sleep_s == 0.0
 
 
 def test_all_is_shared_by_those_to_whom_there_is_more_to_send() -> None:
     arrived = {A: 1000, B: 1000, C: 1000}
-    assert portions(90 * MBIT, THIRDS, arrived, [A, B, C]) == pytest.approx(dict.fromkeys(THIRDS, 30 * MBIT))
-    assert portions(90 * MBIT, THIRDS, arrived, [A, B]) == pytest.approx({A: 45 * MBIT, B: 45 * MBIT, C: 30 * MBIT})
+    assert divide_pace(90 * MBIT, THIRDS, arrived, [A, B, C]) == pytest.approx(dict.fromkeys(THIRDS, 30 * MBIT))
+    assert divide_pace(90 * MBIT, THIRDS, arrived, [A, B]) == pytest.approx({A: 45 * MBIT, B: 45 * MBIT, C: 30 * MBIT})
     uneven = {A: 0.5, B: 0.3, C: 0.2}
-    given = portions(90 * MBIT, uneven, {A: 500, B: 300, C: 200}, [A, B, C])
+    given = divide_pace(90 * MBIT, uneven, {A: 500, B: 300, C: 200}, [A, B, C])
     assert given == pytest.approx({key: share * 90 * MBIT for key, share in uneven.items()})
 
 
@@ -160,14 +161,14 @@ def test_a_connection_that_stood_still_makes_it_up_and_the_others_give_it_what_t
     arrived = dict.fromkeys(THIRDS, 3750000.0)  # of a second, at 30 Mbit/s
     arrived[C] -= 0.3 * 3.75e6
     for _ in range(200):
-        given = portions(90 * MBIT, THIRDS, {key: int(size) for key, size in arrived.items()}, [A, B, C])
+        given = divide_pace(90 * MBIT, THIRDS, {key: int(size) for key, size in arrived.items()}, [A, B, C])
         assert sum(given.values()) == pytest.approx(90 * MBIT)
         arrived = {key: arrived[key] + given[key] * TICK_S / 8 for key in arrived}
     assert max(arrived.values()) - min(arrived.values()) < 1e-3 * min(arrived.values())
 
 
 def test_a_way_that_is_slower_than_our_link_takes_nothing_from_the_others() -> None:
-    given = portions(90 * MBIT, THIRDS, {A: 11_250_000, B: 11_250_000, C: 1_000_000}, [A, B, C])
+    given = divide_pace(90 * MBIT, THIRDS, {A: 11_250_000, B: 11_250_000, C: 1_000_000}, [A, B, C])
     assert given == pytest.approx(dict.fromkeys(THIRDS, 30 * MBIT))
 
 
@@ -271,19 +272,19 @@ def test_every_connection_of_a_round_gets_its_share() -> None:
             b.node.publish(STATE, source)
             await fetch(a, b, Sink(), range(4))
             (link,) = a.node._data._links.values()
-            pacing = Pacing(short_way_s=0.0)
+            pacing = Pacing(local_trip_s=0.0)
             for number in range(2):  # one round to learn, one to pace
-                pacing.share({link.remote_key: 0.25})
+                pacing.begin_round({link.remote_key: 0.25})
                 for step in range(20):
-                    pacing._uplink.saw(step * TICK_S, step * 125_000, is_waiting=True)  # 10 Mbit/s
-                pacing.look(1000.0 * number, {link.sealed.link: link})
-                assert (pacing.rest_s > 0.0) == (number > 0)
+                    pacing._uplink.record(step * TICK_S, step * 125_000, is_waiting=True)  # 10 Mbit/s
+                pacing.update(1000.0 * number, {link.sealed.link: link})
+                assert (pacing.sleep_s > 0.0) == (number > 0)
             limits = {limit_bytes_s(connection.socket) for connection in link.connections}
             assert len(link.connections) == 2
             (limit,) = limits
             assert 10 * MBIT / 8 * 0.25 / 2 <= limit <= 2 * 10 * MBIT / 8 * 0.25 / 2
-            pacing.share({})
-            assert pacing.rest_s == 0.0
+            pacing.begin_round({})
+            assert pacing.sleep_s == 0.0
             assert {limit_bytes_s(connection.socket) for connection in link.connections} == {2**32 - 1}
 
     asyncio.run(scenario())
@@ -299,16 +300,16 @@ def test_ways_within_a_house_are_not_paced() -> None:
             await fetch(a, b, Sink(), range(4))
             (link,) = b.node._data._links.values()
             pacing = Pacing()
-            pacing.share({link.remote_key: 1.0})
+            pacing.begin_round({link.remote_key: 1.0})
             for step in range(20):
-                pacing._uplink.saw(step * TICK_S, step * 125_000, is_waiting=True)  # 10 Mbit/s
-            pacing.share({link.remote_key: 1.0})
+                pacing._uplink.record(step * TICK_S, step * 125_000, is_waiting=True)  # 10 Mbit/s
+            pacing.begin_round({link.remote_key: 1.0})
             assert pacing._uplink.pace_bps is not None
-            pacing.look(1000.0, {link.sealed.link: link})
+            pacing.update(1000.0, {link.sealed.link: link})
             (connection,) = link.connections
             assert 0 < shortest_round_trip_s(connection.socket) < 0.001
             assert limit_bytes_s(connection.socket) == 2**32 - 1
-            assert pacing.rest_s == 0.0
+            assert pacing.sleep_s == 0.0
 
     asyncio.run(scenario())
 
@@ -316,16 +317,16 @@ def test_ways_within_a_house_are_not_paced() -> None:
 @on_linux
 def test_a_thread_that_rests_reads_whatever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     rests: list[float] = []
-    monkeypatch.setattr(Pacing, "rest_s", 0.002)
+    monkeypatch.setattr(Pacing, "sleep_s", 0.002)
     monkeypatch.setattr("shoal.swarm.transport.io_thread.time.sleep", rests.append)
     marks: list[int] = []
-    receive = Connection.receive
+    receive = DataConnection.receive
 
-    def marked(connection: Connection, low_water_bytes: int) -> tuple[bytes, memoryview]:
+    def marked(connection: DataConnection, low_water_bytes: int) -> tuple[bytes, memoryview]:
         marks.append(low_water_bytes)
         return receive(connection, low_water_bytes)
 
-    monkeypatch.setattr(Connection, "receive", marked)
+    monkeypatch.setattr(DataConnection, "receive", marked)
 
     async def scenario() -> None:
         async with swarm() as (a, b):

@@ -13,8 +13,9 @@ from shoal.swarm.errors import BlobUnavailable, Busy, LinkError, MemberGone, Wir
 from shoal.swarm.protocol.messages import Acknowledged, PeerToPeerPing, PeerToPeerPong, RequestFailed
 from shoal.swarm.protocol.types import Blob, Message
 from shoal.swarm.transport import control
+from shoal.swarm.transport.data_connection import PREFIX_BYTES, DataConnection
 from shoal.swarm.transport.frame_crypto import HEADER_BYTES, TAG_BYTES
-from shoal.swarm.transport.link import PREFIX_BYTES, Connection, Frame, Link
+from shoal.swarm.transport.link import Frame, Link
 from shoal.swarm.transport.node import ScopedEndpoint
 
 
@@ -191,9 +192,9 @@ async def test_blobs_of_the_same_kind_and_number_do_not_mix() -> None:
         assert len(a.node._data._links) == 1, "all over one link"
         for scope in sources:
             frames = 12 * (1000 + 8 * scope + PREFIX_BYTES + TAG_BYTES)
-            assert a.node.meter.received_in[scope] == b.node.meter.sent_in[scope] == frames
-        assert a.node.meter.of(1) == (0, a.node.meter.received_in[1])
-        assert a.node.meter.of(0) == (0, sum(a.node.meter.received_in.values()))
+            assert a.node.meter.received_by_scope[scope] == b.node.meter.sent_by_scope[scope] == frames
+        assert a.node.meter.totals(1) == (0, a.node.meter.received_by_scope[1])
+        assert a.node.meter.totals(0) == (0, sum(a.node.meter.received_by_scope.values()))
 
 
 @run
@@ -237,16 +238,16 @@ async def test_a_frame_of_another_scope_does_not_reach_the_stream(monkeypatch: p
 async def test_the_scope_of_a_frame_cannot_be_changed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm() as (a, b):
         b.node.publish(of_scope(2), Source(3))
-        put = Connection.put
+        put = DataConnection.seal
         at = PREFIX_BYTES - HEADER_BYTES + 16
 
-        def relabelled(self: Connection, link: Link, frame: Frame) -> int:
+        def relabelled(self: DataConnection, link: Link, frame: Frame) -> int:
             size = put(self, link, frame._replace(scope=1 if frame.scope else 0))
             if frame.scope:  # as if it had been sealed for the scope that the other side waits for
                 self._unsent[at : at + 2] = frame.scope.to_bytes(2, "big")
             return size
 
-        monkeypatch.setattr(Connection, "put", relabelled)
+        monkeypatch.setattr(DataConnection, "seal", relabelled)
         with pytest.raises(LinkError):
             await fetch(a, b, Sink(), range(3), progress_s=0.5, blob=of_scope(2))
 

@@ -24,9 +24,10 @@ from shoal.swarm.protocol.types import Message
 from shoal.swarm.protocol.wire import Envelope, encode
 from shoal.swarm.transport import data_plane as bulk
 from shoal.swarm.transport import shared_memory
+from shoal.swarm.transport.data_connection import DataConnection
 from shoal.swarm.transport.frame_crypto import TAG_BYTES, SealedLink
-from shoal.swarm.transport.link import Connection, Frame, Link
-from shoal.swarm.transport.shared_memory import Offered, Place, RingReader, RingWriter, SharedMemory, open_shared
+from shoal.swarm.transport.link import Frame, Link
+from shoal.swarm.transport.shared_memory import OfferedMemory, Place, RingReader, RingWriter, SharedMemory, open_shared
 from shoal.swarm.transport.sockets import is_on_this_machine
 
 PAGE = 4096
@@ -144,8 +145,8 @@ def test_a_counter_that_the_other_end_has_made_up(counter: int) -> None:
 
 
 @pytest.fixture
-def offered() -> Iterator[Offered]:
-    made = Offered()
+def offered() -> Iterator[OfferedMemory]:
+    made = OfferedMemory()
     yield made
     made.close()
 
@@ -159,7 +160,7 @@ def exchange(one: SharedMemory, other: SharedMemory, content: bytes) -> None:
 
 
 @needs_memfd
-def test_both_ways(offered: Offered) -> None:
+def test_both_ways(offered: OfferedMemory) -> None:
     theirs = open_shared(offered.process, offered.descriptor, offered.token)
     assert theirs.is_shared
     assert not offered.memory.is_shared, "before the other end has said so"
@@ -169,7 +170,7 @@ def test_both_ways(offered: Offered) -> None:
 
 
 @needs_memfd
-def test_another_process_finds_it(offered: Offered) -> None:
+def test_another_process_finds_it(offered: OfferedMemory) -> None:
     code = (
         "import sys; from shoal.swarm.transport.shared_memory import open_shared\n"
         "memory = open_shared(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3]))\n"
@@ -225,8 +226,8 @@ def test_nothing_else_is_opened(make: Callable[[], int]) -> None:
 
 
 @needs_memfd
-def test_only_who_knows_the_token_has_it(offered: Offered) -> None:
-    with pytest.raises(LinkError, match="another link's"):
+def test_only_who_knows_the_token_has_it(offered: OfferedMemory) -> None:
+    with pytest.raises(LinkError, match="another link"):
         open_shared(offered.process, offered.descriptor, bytes(32))
     offered.close()
     with pytest.raises(LinkError, match=r"cannot open|no memory"):
@@ -237,7 +238,7 @@ def test_only_who_knows_the_token_has_it(offered: Offered) -> None:
 
 
 @needs_memfd
-def test_its_size_stays(offered: Offered) -> None:
+def test_its_size_stays(offered: OfferedMemory) -> None:
     for size in (0, PAGE, 2**30):
         with pytest.raises(PermissionError):
             os.ftruncate(offered.descriptor, size)
@@ -247,7 +248,7 @@ def test_its_size_stays(offered: Offered) -> None:
 def test_a_python_that_does_not_name_the_seals(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("F_ADD_SEALS", "F_GET_SEALS", "F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW"):
         monkeypatch.delattr(fcntl, name)
-    made = Offered()
+    made = OfferedMemory()
     exchange(made.memory, open_shared(made.process, made.descriptor, made.token), b"hello")
     with pytest.raises(PermissionError):
         os.ftruncate(made.descriptor, 0)
@@ -263,10 +264,10 @@ def test_not_where_a_first_touch_may_end_the_process(
     if setting is not None:
         (tmp_path / "overcommit_memory").write_text(setting)
     if setting == "2\n":
-        with pytest.raises(OSError, match="touched"):
-            Offered()
+        with pytest.raises(OSError, match="first access"):
+            OfferedMemory()
     else:
-        Offered().close()
+        OfferedMemory().close()
 
 
 @needs_memfd
@@ -277,7 +278,7 @@ def test_no_memory_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(OSError, match="out of memory"):
-        Offered()
+        OfferedMemory()
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -289,14 +290,14 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.placed: dict[bool, int] = {True: 0, False: 0}
-        put = Connection._put_in_memory
+        put = DataConnection._seal_in_shared_memory
 
-        def counting(connection: Connection, link: Link, header: bytes, payload: memoryview) -> bool:
+        def counting(connection: DataConnection, link: Link, header: bytes, payload: memoryview) -> bool:
             is_placed = put(connection, link, header, payload)
             self.placed[is_placed] += 1
             return is_placed
 
-        monkeypatch.setattr(Connection, "_put_in_memory", counting)
+        monkeypatch.setattr(DataConnection, "_seal_in_shared_memory", counting)
 
 
 @pytest.fixture
@@ -474,7 +475,7 @@ async def test_without_it_all_goes_over_the_connection(
         await until(lambda: ours.memory is None and ours.offered is None)
         assert theirs.memory is None
         assert watched.placed == {True: 0, False: 20}
-    assert ("goes without shared memory" in caplog.text) == (where in ("open", "their address"))
+    assert ("a link without shared memory" in caplog.text) == (where in ("open", "their address"))
 
 
 OFFER = PeerToPeerOfferMemory(process=1, descriptor=3, token=bytes(32))
@@ -492,7 +493,7 @@ async def test_a_word_out_of_turn_costs_the_link(
         opened: list[int] = []
         monkeypatch.setattr(bulk, "open_shared", lambda *numbers: opened.append(numbers))
         sender, link = (a, ours) if by_opener else (b, theirs)
-        sender.node._data._io_thread.order(link, encode(Envelope("notice", 0, message)))
+        sender.node._data._io_thread.send_stream_control(link, encode(Envelope("notice", 0, message)))
         await until(lambda: not a.node._data._links and not b.node._data._links)
         assert not opened
         monkeypatch.setattr(bulk, "open_shared", open_shared)
@@ -527,7 +528,7 @@ async def test_a_link_without_connections_is_of_no_machine(monkeypatch: pytest.M
         monkeypatch.setattr(a.node._data, "_offer_memory", lambda link: None)
         b.node.publish(STATE, Source(1))
         assert await fetch(a, b, Sink(), range(1)) == [0]
-        theirs, made = await link_of(b), Offered()
+        theirs, made = await link_of(b), OfferedMemory()
         theirs.connections, kept = [], theirs.connections
         offer = PeerToPeerOfferMemory(process=made.process, descriptor=made.descriptor, token=made.token)
         b.node._data._open_memory(theirs, offer)
@@ -573,8 +574,8 @@ def test_it_goes_with_the_link() -> None:
                 if answered:
                     await shared(a, b)
                 else:
-                    b.node._data._io_thread._intake._on_orders = lambda link: None
-                    await a.node._link(*a.node._known(b.peer, 0), LONG_S)
+                    b.node._data._io_thread._receiver._on_stream_control = lambda link: None
+                    await a.node._link(*a.node._channel_to(b.peer, 0), LONG_S)
                     assert (await link_of(a)).offered is not None
                 assert shared_now()
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
@@ -585,7 +586,7 @@ def test_it_goes_with_the_link() -> None:
 
 def two_ends() -> tuple[Link, Link]:
     """Of a link with memory that both ends have."""
-    made, secrets = Offered(), bytes(64)
+    made, secrets = OfferedMemory(), bytes(64)
     opener = Link(SealedLink(bytes(8), secrets, "aes-256-gcm", opener=True), b"", is_ours=True)
     acceptor = Link(SealedLink(bytes(8), secrets, "aes-256-gcm", opener=False), b"", is_ours=False)
     opener.memory, opener.memory.is_shared = made.memory, True
@@ -602,12 +603,12 @@ def test_a_frame_and_its_place_in_pieces() -> None:
     ours, theirs = socket.socketpair()
     sizes = [5, 2**16, 2**16, 100, 2**20, 0, 2**15]
     with recorder, other, ours, theirs:
-        writer, reader = Connection(recorder, opener, 0.0), Connection(theirs, acceptor, 0.0)
+        writer, reader = DataConnection(recorder, opener, 0.0), DataConnection(theirs, acceptor, 0.0)
         opener.connections.append(writer)
         theirs.setblocking(False)
         sent = bytearray()
         for chunk, size in enumerate(sizes):
-            writer.put(opener, Frame(3, chunk, memoryview(bytes([chunk]) * size)))
+            writer.seal(opener, Frame(3, chunk, memoryview(bytes([chunk]) * size)))
             sent += writer._unsent
         assert len(sent) < 2000, "the large ones lie in memory"
         got = []
@@ -631,9 +632,9 @@ def test_only_one_connection_says_places_and_only_when_both_ends_have_the_memory
     assert opener.memory is not None
     frame, (recorder, other) = Frame(3, 0, memoryview(bytes(2**16))), socket.socketpair()
     with recorder, other:
-        first, second = (Connection(recorder, opener, 0.0) for _ in range(2))
+        first, second = (DataConnection(recorder, opener, 0.0) for _ in range(2))
         opener.connections += [first, second]
         for connection, is_shared, is_placed in [(first, True, True), (second, True, False), (first, False, False)]:
             opener.memory.is_shared = is_shared
-            assert connection.put(opener, frame) > 2**16
+            assert connection.seal(opener, frame) > 2**16
             assert (len(connection._unsent) < 100) == is_placed

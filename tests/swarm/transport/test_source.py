@@ -20,13 +20,13 @@ class Counted(Source):
         self.begun: Counter[bytes] = Counter()
         self.streams = 0
 
-    def begin(self, reader: bytes) -> None:
+    def begin_reading(self, reader: bytes) -> None:
         if self.streams >= self.most:
             raise Busy("enough of you")
         self.begun[reader] += 1
         self.streams += 1
 
-    def end(self, reader: bytes) -> None:
+    def end_reading(self, reader: bytes) -> None:
         assert self.begun[reader]
         self.streams -= 1
 
