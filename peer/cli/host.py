@@ -19,7 +19,7 @@ from shoal.peer.history.chain import Origin, pack_head
 from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import JournalEvent
-from shoal.swarm.coordinator.journal import JOURNAL, Backup, Journal, JournalFiles
+from shoal.swarm.coordinator.local_journal import JOURNAL, Backup, JournalFiles, LocalJournal
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.errors import (
     CorpusError,
@@ -124,7 +124,8 @@ async def host(
         raise UserError(f"--backup {options.backup}: is the --state folder itself; give one on another disk or machine")
     identity, pem = host_identity(options.identity, state)
     backup = Backup(options.backup / run.run.name) if options.backup else None
-    journal = Journal(state, run.hash, text, backup)
+    journal = LocalJournal(state, run.hash, text, backup)
+    epoch = journal.lease()
     try:
         check_keys(identity, journal, options.identity or state / IDENTITY_FILE)
     except BaseException:
@@ -139,7 +140,7 @@ async def host(
         loop.add_signal_handler(number, stop.set)
     try:
         address = (options.bind[0], options.bind[1] or _earlier_port(state))
-        async with CoordinatorService.serve(text, run, identity, address, journal) as service:
+        async with CoordinatorService.serve(text, run, identity, address, journal, epoch) as service:
             port = service.node.control_port
             advertised = options.advertise or ((_own_address(options.bind[0]), port),)
             addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
@@ -300,7 +301,7 @@ def host_identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
         raise StorageError(f"{path}: cannot be used as identity file: {error}") from error
 
 
-def check_keys(identity: Identity, journal: Journal, path: Path) -> None:
+def check_keys(identity: Identity, journal: LocalJournal, path: Path) -> None:
     """Raises ``IdentityError`` when the journal's newest verdict has another host's signature."""
     for event in journal.verdicts(max(0, journal.rounds - 1), 1):
         try:

@@ -52,9 +52,6 @@ class SentBytes:
         return taken
 
 
-_EPOCH_STEP = 2**30
-"""At least so much the epoch grows: the versions of as many rosters fit in between."""
-
 _MAX_ELEMENTS = 2**40
 _EXACT_DTYPES = ("float32", "float64")
 """Parameters of these types hold every value of a float32 anchor."""
@@ -77,7 +74,7 @@ class MemberScope:
     (``record``, ``replay``), but for what heartbeats say and for moments."""
 
     def __init__(self, run: RunFile, now_s: float, epoch: int) -> None:
-        """``epoch`` grows from start to start; roster versions go on from it, as observers are not journaled."""
+        """``epoch``: of the lease on the journal; roster versions go on from it, as observers are not journaled."""
         self.run = run
         self.epoch = epoch
         self.deadlines = Deadlines(run.round.patience_s)
@@ -144,7 +141,6 @@ class MemberScope:
                 for peer in self.membership.forget_strangers(self.left_traces):
                     self.sent_bytes.forget(peer)
             case ev.CoordinatorStarted():
-                self.epoch = max(self.epoch, event.epoch + _EPOCH_STEP)
                 self.membership.roster_version = max(self.membership.roster_version, self.epoch)
             case _:
                 raise AssertionError(f"no rule for {type(event).__name__}")

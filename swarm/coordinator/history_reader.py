@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 from shoal.swarm.aio import in_thread
-from shoal.swarm.coordinator.journal import Verdicts, read_page
+from shoal.swarm.coordinator.journal import VerdictSource, read_page
 from shoal.swarm.errors import TryLater
 from shoal.swarm.protocol.messages import CoordinatorToPeerVerdicts
 
@@ -24,7 +24,7 @@ class HistoryReader:
     Guests, of whom anybody with the invite is one, wait for each other and leave most of the time to others, so that
     however much they ask costs the run a fraction of a core."""
 
-    def __init__(self, journal: Verdicts) -> None:
+    def __init__(self, journal: VerdictSource) -> None:
         self._journal = journal
         self._members, self._guests = asyncio.Lock(), asyncio.Lock()
         self._waiting: Counter[str] = Counter()

@@ -207,7 +207,6 @@ class PipelineState(MemberScope):
         )
 
     def _restore(self, event: ev.PipelineSnapshot) -> None:
-        self.epoch = max(self.epoch, event.epoch)
         self.model, self.layers, self.boundaries, self.version = (
             event.model,
             event.layers,

@@ -1,13 +1,13 @@
-"""A file of records that is only ever appended to, each record checked and chained to the one before.
+"""File of records that is only ever appended to; each record is checked and chained to the one before it.
 
 ::
 
     file    title line, head record, records …
     record  mark (4 bytes)  payload's length (4)  kind (1)  check of the record before (16)  payload  check (16)
 
-The check is the SHA-256 of everything before it in the record, cut to 16 bytes. As a record names its predecessor's
-check it can be recognised by itself, so damage in the middle, which has good records after it, is told apart from a
-damaged end, which a crash leaves behind.
+The check is the SHA-256 of everything before it in the record, cut to 16 bytes. A record can be recognised by itself.
+So damage in the middle of a file, with good records after it, can be distinguished from the damaged end that a crash
+leaves behind: the former is refused, the latter is cut off.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHECK_BYTES = 16
 NO_CHECK = bytes(CHECK_BYTES)
 HEAD = 0
 _FORMAT = 1
-_MARK = b"\xf5rec"  # no text has this first byte (UTF-8), so nobody can write a record into a record
+_MARK = b"\xf5rec"  # no UTF-8 text has the first byte, so a text inside a record cannot look like a record
 _HEADER = struct.Struct("<4sIB16s")
 _BUFFER_BYTES = 2**20
 RESTORE = (
@@ -44,13 +44,13 @@ RESTORE = (
 
 
 def pack_record(kind: int, previous: bytes, payload: bytes) -> bytes:
-    """The bytes of one record; ``previous``: the check of the one before, its last 16 bytes."""
+    """Return the bytes of one record. ``previous``: the check of the record before it, which is its last 16 bytes."""
     body = _HEADER.pack(_MARK, len(payload), kind, previous) + payload
     return body + hashlib.sha256(body).digest()[:CHECK_BYTES]
 
 
 def pack_file(name: str, head: dict[str, Any], records: list[tuple[int, bytes]]) -> bytes:
-    """A whole file of the format ``name``: title, head, and (kind, payload) of its first records."""
+    """Return the bytes of a whole file of the format ``name``. ``records``: kind and payload of each."""
     parts, check = [_title(name)], NO_CHECK
     for kind, payload in [(HEAD, msgpack.packb(head)), *records]:
         parts.append(pack_record(kind, check, payload))
@@ -64,7 +64,7 @@ def _title(name: str) -> bytes:
 
 @dataclass
 class _Damage:
-    """The first record that is not what was written."""
+    """First record that is not whole, or not what was written."""
 
     offset_bytes: int
     number: int
@@ -72,14 +72,15 @@ class _Damage:
 
 
 class RecordFile:
-    """One file, checked from end to end as it is opened. All methods raise ``StorageError``.
+    """One file, checked from beginning to end when it is opened. All methods raise ``StorageError``.
 
-    ``offsets[i]`` is where record i begins, the head not counted; ``kinds`` their kinds; ``check`` the last one's."""
+    ``offsets[i]``: where record i begins, not counting the head; ``kinds[i]``: its kind; ``check``: that of the last
+    record; ``size_bytes``: the length of the good records."""
 
     def __init__(self, path: Path, name: str, *, writable: bool, least: int = 0) -> None:
-        """``least``: so many records are known to have been there; with fewer the file is refused.
+        """``least``: number of records that the file is known to have had; it is refused if it has fewer.
 
-        A damaged end is overlooked until ``repair``; before that nothing may be written."""
+        A damaged end is left out. Before anything can be appended, ``repair`` has to cut it off."""
         self.path = path
         self.offsets = array("Q")
         self.kinds = bytearray()
@@ -114,7 +115,7 @@ class RecordFile:
         self.size_bytes = len(title)
 
     def _scan(self) -> _Damage | None:
-        """Read on until the end, or the first damage.
+        """Read on until the end, or until the first damage.
 
         The end is where the file ended when the scan began. A record that another process is appending just then is a
         damaged end, although the file may have the whole of it, and more records, when the scan is over."""
@@ -136,11 +137,11 @@ class RecordFile:
                     return _Damage(at, number, "it does not match its check")
                 if previous != self.check or (kind == HEAD) != (not self.head):
                     return _Damage(at, number, "it does not follow the record before it")
-                self._took(at, kind, payload, check)
+                self._add(at, kind, payload, check)
                 self.size_bytes = at + _HEADER.size + length + CHECK_BYTES
         return None if self.head else _Damage(self.size_bytes, 0, "the head is missing")
 
-    def _took(self, at: int, kind: int, payload: bytes, check: bytes) -> None:
+    def _add(self, at: int, kind: int, payload: bytes, check: bytes) -> None:
         self.check = check
         if kind == HEAD:
             self.head = unpack_map(payload, self.path)
@@ -160,7 +161,7 @@ class RecordFile:
         return self.bytes_between(damage.offset_bytes, self._file_bytes)
 
     def read(self, number: int) -> bytes:
-        """The payload of this record, checked again: disks forget."""
+        """Return the payload of a record, which is checked again, as the disk may have damaged it meanwhile."""
         start = self.offsets[number]
         stop = self.offsets[number + 1] if number + 1 < len(self.offsets) else self.size_bytes
         try:
@@ -173,12 +174,12 @@ class RecordFile:
         return payload
 
     def check_after(self, records: int) -> bytes:
-        """The check of the last of the first so many records: two files with the same one have the same records."""
+        """Return the check of the last of the first ``records`` records. Two files in which it is equal have equal
+        records up to there."""
         end = self.offsets[records] if records < len(self.offsets) else self.size_bytes
         return self.bytes_between(end - CHECK_BYTES, end)
 
     def bytes_between(self, start: int, stop: int) -> bytes:
-        """Of the file, as they are."""
         try:
             return os.pread(self._descriptor, stop - start, start)
         except OSError as error:
@@ -187,7 +188,7 @@ class RecordFile:
     # Writing ----------------------------------------------------------------------------------------------
 
     def repair(self) -> None:
-        """Move a damaged end aside, into a file next to this one. Raises ``OSError``."""
+        """Move a damaged end into another file beside this one. Raises ``OSError``."""
         damage, self._damage = self._damage, None
         if damage is None:
             return
@@ -196,18 +197,24 @@ class RecordFile:
         durable.sync_folder(aside.parent)
         durable.cut(self._descriptor, damage.offset_bytes)
         log.warning(
-            "%s, and nothing comes after it, as when a machine dies while it writes: its %d bytes were moved to %s, "
-            "and the file ends with the record before it",
+            "%s, and no good record comes after it, as when a machine dies while it writes. Its %d bytes were moved to "
+            "%s, and the file now ends with the record before it",
             self._where(damage),
             len(rest),
             aside,
         )
 
     def append(self, records: list[tuple[int, bytes]]) -> None:
-        """Of each its kind and payload: on the disk when this returns, or, if it raises, cut off again if that can be.
+        """Append records, given by kind and payload. They are on the disk when this returns.
 
-        Raises ``OSError``."""
+        Raises ``OSError``; then what was written of them is cut off again, if possible."""
         assert self._damage is None, "repair it first"
+        found_bytes = os.fstat(self._descriptor).st_size
+        if found_bytes != self.size_bytes:
+            raise OSError(
+                f"{self.path} has {found_bytes} bytes, and {self.size_bytes} were expected: another process writes to "
+                "it, or the rest of a failed write could not be removed"
+            )
         data, check, at = bytearray(), self.check, []
         for kind, payload in records:
             at.append(self.size_bytes + len(data))
@@ -217,7 +224,7 @@ class RecordFile:
         try:
             durable.append(self._descriptor, bytes(data))
         except OSError:
-            with suppress(OSError):  # else it is the damaged end that the next start finds
+            with suppress(OSError):  # if this fails too, the next start finds a damaged end
                 durable.cut(self._descriptor, self.size_bytes)
             raise
         self.offsets.extend(at)
@@ -232,7 +239,7 @@ class RecordFile:
 
 
 def unpack_map(payload: bytes, path: Path) -> dict[str, Any]:
-    """A head's fields."""
+    """Unpack the fields of a head. Raises ``StorageError``."""
     try:
         value = msgpack.unpackb(payload)
     except (ValueError, msgpack.UnpackException) as error:
@@ -243,7 +250,7 @@ def unpack_map(payload: bytes, path: Path) -> dict[str, Any]:
 
 
 def _has_record(data: bytes) -> bool:
-    """Whether a good record begins anywhere in it."""
+    """Return whether a good record begins anywhere in the data."""
     at = data.find(_MARK)
     while at >= 0:
         if len(data) - at >= _HEADER.size + CHECK_BYTES:
@@ -260,12 +267,13 @@ def _has_record(data: bytes) -> bool:
 def _other_title(name: str, found: bytes) -> str:
     words = found.split()
     if words[:2] == [b"shoal", name.encode()] and len(words) == 3:
-        return f"{name} format {words[2].decode(errors='replace')}, this release reads {_FORMAT}"
+        found_format = words[2].decode(errors="replace")
+        return f"{name} format {found_format}, but this release reads format {_FORMAT}: use the release that wrote it"
     return f"this is no {name} of a run. {RESTORE}"
 
 
 def free_name(path: Path) -> Path:
-    """Beside ``path``, for what is damaged and may be wanted still."""
+    """Return an unused name beside ``path`` for a damaged file, which is kept as somebody may still need it."""
     number = 1
     while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1

@@ -104,7 +104,6 @@ class RoundScope(MemberScope):
     """A scope with rounds: one run, or one stage of a run."""
 
     def __init__(self, run: RunFile, sign: Sign, now_s: float, epoch: int) -> None:
-        """``epoch`` grows from start to start."""
         super().__init__(run, now_s, epoch)
         self.leases = LeaseLedger()
         self.retrained = RetrainedSamples()
@@ -595,7 +594,6 @@ class RoundScope(MemberScope):
 
     def _restore(self, snapshot: ev.RunSnapshot) -> None:
         """Take over a snapshot. The scope is new; whoever was alive is heard of as of now."""
-        self.epoch = max(self.epoch, snapshot.epoch)
         self.round = Round(snapshot.round, snapshot.phase, opened_s=self.now_s)
         self.model, self.elements = snapshot.model, snapshot.model.elements if snapshot.model else 0
         self.anchor_version, self.agreed_digest = snapshot.anchor_version, snapshot.agreed_digest

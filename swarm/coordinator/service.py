@@ -18,7 +18,7 @@ from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stage_scope import StageScope
-from shoal.swarm.coordinator.stale_journal import check_ours, is_known
+from shoal.swarm.coordinator.stale_journal import check_ours, is_known, stale_journal_error
 from shoal.swarm.errors import DeadlineExceeded, LinkError, NotAdmitted, StorageError, UnknownRun
 from shoal.swarm.protocol.addresses import may_name, network_of, plain_host
 from shoal.swarm.protocol.identity import Identity, verify_certificate
@@ -436,7 +436,9 @@ _STOPS = "the coordinator cannot go on from its journal, and stops"
 class CoordinatorService:
     """Answers the members of one run. Make it with ``serve``; ``wait`` raises when the journal fails."""
 
-    def __init__(self, run_toml: str, run: RunFile, identity: Identity, node: Node, journal: Journal) -> None:
+    def __init__(
+        self, run_toml: str, run: RunFile, identity: Identity, node: Node, journal: Journal, epoch: int
+    ) -> None:
         self.identity = identity
         self.node = node
         self.run_toml = run_toml
@@ -449,7 +451,7 @@ class CoordinatorService:
         self._announced = -1
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers: list[Callable[[JournalEvent], None]] = []
-        now_s, epoch = time.monotonic(), time.time_ns()
+        now_s = time.monotonic()
         self.machine: PlainRun | PipelineRun
         self.handlers: list[ScopeHandlers[Any]]
         """By scope."""
@@ -459,7 +461,8 @@ class CoordinatorService:
         else:
             self.machine = PipelineRun(run, identity.sign, now_s, epoch)
             self.handlers = [PipelineHandlers(self, self.machine, 0)]
-        self.machine.replay(journal.read(), time.monotonic())
+        self.machine.replay(journal.read(0), time.monotonic())
+        self._next_index = journal.next_index
         self.machine.begin()
         node.control.guard.is_member = lambda key: self.machine.membership.holder(key) is not None
         self._set_clock()
@@ -474,15 +477,15 @@ class CoordinatorService:
     @classmethod
     @asynccontextmanager
     async def serve(
-        cls, run_toml: str, run: RunFile, identity: Identity, address: tuple[str, int], journal: Journal
+        cls, run_toml: str, run: RunFile, identity: Identity, address: tuple[str, int], journal: Journal, epoch: int
     ) -> AsyncIterator[CoordinatorService]:
-        """Listen on ``address`` until the context ends."""
+        """Listen on ``address`` until the context ends. ``epoch``: of the lease on ``journal``."""
 
         async def admit(key: bytes) -> bool:
             return True  # strangers may ask to join; every other handler looks the key up
 
         async with Node.open(identity.coordinator_keys(), address[0], (address[1], None), admit) as node:
-            service = cls(run_toml, run, identity, node, journal)
+            service = cls(run_toml, run, identity, node, journal, epoch)
             async with task_scope() as tasks:
                 loops = [tasks.create_task(service._tick()), tasks.create_task(service._push())]
                 if isinstance(service.machine, PipelineRun):
@@ -515,7 +518,9 @@ class CoordinatorService:
         events = self.machine.take_events()
         if events:
             try:
-                await in_thread(self.journal.write, events)  # never cut short: the journal is closed next
+                # Never cut short: the journal is closed next.
+                await in_thread(self.journal.append, self._next_index, events)
+                self._next_index += 1
             except StorageError as error:
                 if not self._broken.done():
                     self._broken.set_exception(error)
@@ -531,13 +536,15 @@ class CoordinatorService:
             self._changed.set()
             for one in self.handlers:
                 one.forget_those_that_left()
-        if verdicts_in(events) and self.journal.has_grown and (snapshot := self.machine.snapshot()) is not None:
+        if verdicts_in(events) and self.journal.wants_snapshot and (snapshot := self.machine.snapshot()) is not None:
             await in_thread(self.journal.compact, snapshot)  # nobody waits for us when a round has just begun
 
     def is_outdated(self, shown: Verdict) -> None:
         """A member has a verdict of ours that the journal lacks: nothing may be decided from it any more."""
         if not self._broken.done():
-            self._broken.set_exception(self.journal.is_outdated(shown.round))
+            self._broken.set_exception(
+                stale_journal_error(self.journal.location, shown.round, self.machine.round_number)
+            )
 
     async def _tick(self) -> None:
         while not self._broken.done():

@@ -28,7 +28,7 @@ from shoal.peer.pipeline.span import HeldSpan
 from shoal.peer.pipeline.training import SpanTraining
 from shoal.swarm.coordinator import service
 from shoal.swarm.coordinator.events import JournalEvent
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.coordinator.pipeline_run import PipelineRun
 from shoal.swarm.coordinator.service import CoordinatorService
 from shoal.swarm.protocol.identity import Identity
@@ -242,12 +242,13 @@ async def staged(folder: Path) -> AsyncIterator[Scene]:
     scene = Scene(folder)
     with _patched(scene):
         run = parse_run_file(TOML)
-        journal = Journal(folder / "host", run.hash, TOML)
+        journal = LocalJournal(folder / "host", run.hash, TOML)
+        epoch = journal.lease()
         host, over = identity(1000), asyncio.Event()
         started: asyncio.Future[CoordinatorService] = asyncio.get_running_loop().create_future()
 
         async def serve() -> None:
-            async with CoordinatorService.serve(TOML, run, host, (HOST, 0), journal) as serving:
+            async with CoordinatorService.serve(TOML, run, host, (HOST, 0), journal, epoch) as serving:
                 serving.observe(scene.events.append)
                 started.set_result(serving)
                 await serving.wait(over)

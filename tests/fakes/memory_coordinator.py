@@ -11,7 +11,7 @@ from tests.fakes.virtual_clock import now_s
 
 from shoal.swarm.client.coordinator_client import CoordinatorClient, MemberInfo
 from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
-from shoal.swarm.coordinator.journal import read_page
+from shoal.swarm.coordinator.journal import EPOCH_STEP, read_page
 from shoal.swarm.coordinator.run import PlainRun
 from shoal.swarm.coordinator.stale_journal import check_ours
 from shoal.swarm.errors import DeadlineExceeded, ShoalError, Unreachable, WireError
@@ -99,7 +99,7 @@ class MemoryCoordinator:
 
     def restart(self) -> None:
         """As after ``kill -9``: what was not journaled is forgotten."""
-        self._epoch += 1
+        self._epoch += EPOCH_STEP
         self._verdicts.clear()
         self._rosters.clear()
         self._start()

@@ -16,7 +16,7 @@ from typing import Any
 from shoal.peer.cli.main import main
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import JournalEvent
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.local_journal import LocalJournal
 
 Step = Callable[..., None]
 
@@ -31,13 +31,13 @@ def path_of(arguments: Sequence[Any]) -> str:
 
 
 def arm(when: str, step: str, file: str, first_round: int) -> None:
-    write, done = Journal.write, getattr(durable, step)
+    write, done = LocalJournal.append, getattr(durable, step)
     rounds = 0
 
-    def written(self: Journal, events: Sequence[JournalEvent]) -> None:
+    def written(self: LocalJournal, expected_index: int, events: Sequence[JournalEvent]) -> None:
         nonlocal rounds
         rounds = max(rounds, self.rounds)
-        write(self, events)
+        write(self, expected_index, events)
         rounds = self.rounds
 
     def fatal(*arguments: Any) -> None:
@@ -50,12 +50,12 @@ def arm(when: str, step: str, file: str, first_round: int) -> None:
             done(*arguments)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Journal.write = written  # type: ignore[method-assign]
+    LocalJournal.append = written  # type: ignore[method-assign]
     setattr(durable, step, fatal)
 
 
 if __name__ == "__main__":
-    Journal.has_grown = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    LocalJournal.wants_snapshot = property(lambda self: True)  # type: ignore[assignment, method-assign]
     if sys.argv[1] != "host":
         _, when, step, file, first_round, *arguments = sys.argv
         arm(when, step, file, int(first_round))

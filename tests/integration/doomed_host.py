@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from shoal.peer.cli.main import main
 from shoal.swarm.coordinator.events import JournalEvent, LeaseGranted, RoundClosing, RoundPlanned, VerdictGiven
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.local_journal import LocalJournal
 
 
 def number_of(event: JournalEvent) -> int | None:
@@ -29,25 +29,25 @@ def number_of(event: JournalEvent) -> int | None:
 
 
 def arm(when: str, kind: str, first_round: int) -> None:
-    real = Journal.write
+    real = LocalJournal.append
     open_round = 0
 
     def kind_of(event: JournalEvent) -> str:
         ahead = isinstance(event, LeaseGranted) and event.round > open_round
         return "LeaseAhead" if ahead else type(event).__name__
 
-    def write(self: Journal, events: Sequence[JournalEvent]) -> None:
+    def write(self: LocalJournal, expected_index: int, events: Sequence[JournalEvent]) -> None:
         nonlocal open_round
         numbers = [number_of(event) for event in events if kind_of(event) == kind]
         open_round = max([open_round, *(one.verdict.round + 1 for one in events if isinstance(one, VerdictGiven))])
         fatal = any(number is not None and number >= first_round for number in numbers)
         if fatal and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        real(self, events)
+        real(self, expected_index, events)
         if fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Journal.write = write  # type: ignore[method-assign]
+    LocalJournal.append = write  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from shoal.swarm.coordinator.events import JournalEvent
-from shoal.swarm.coordinator.journal import JOURNAL, SNAPSHOT, events_of
+from shoal.swarm.coordinator.local_journal import JOURNAL, SNAPSHOT, events_of
 from shoal.swarm.coordinator.record_log import RecordFile
 
 

@@ -5,20 +5,20 @@ from collections.abc import Sequence
 
 from shoal.peer.cli.main import main
 from shoal.swarm.coordinator.events import JournalEvent
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.local_journal import LocalJournal
 
 
 def slow_down() -> None:
-    real = Journal.write
+    real = LocalJournal.append
 
-    def write(self: Journal, events: Sequence[JournalEvent]) -> None:
+    def write(self: LocalJournal, expected_index: int, events: Sequence[JournalEvent]) -> None:
         kinds = " ".join(type(event).__name__ for event in events)
         print("writing", kinds, flush=True)
         time.sleep(0.5)
-        real(self, events)
+        real(self, expected_index, events)
         print("written", kinds, flush=True)
 
-    Journal.write = write  # type: ignore[method-assign]
+    LocalJournal.append = write  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

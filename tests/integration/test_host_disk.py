@@ -10,7 +10,7 @@ from tests.integration.harness import HERE, KILLED, ROUNDS_S, START_S, Host, Mem
 from tests.integration.test_second_address import free_ports
 
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.coordinator.journal import JOURNAL, VERDICTS, JournalFiles
+from shoal.swarm.coordinator.local_journal import JOURNAL, VERDICTS, JournalFiles
 from shoal.swarm.errors import StorageError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import load_run_file

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.fakes.journals import leased
 from tests.peer.checkpoints.making import verdict_chain
 from tests.peer.layered_models import Key, Line, gpt, mean_gradient
 from tests.peer.starts import (
@@ -38,7 +39,6 @@ from shoal.peer.training.data import run_order
 from shoal.peer.training.lr_schedule import lr_factor, run_lr_factor
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import ModelMismatch, RunFileError, SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import RunFile, parse_run_file
@@ -338,7 +338,7 @@ def test_a_host_goes_on_with_the_start_that_it_wrote(place: Path, tmp_path: Path
     text, run = asyncio.run(started_run_file(path, kept, StartFrom(place)))
     assert text.startswith(path.read_text().rstrip("\n"))
     assert parse_run_file(text) == run
-    Journal(kept, run.hash, text).close()
+    leased(kept, run.hash, text).close()
     (kept / "run.toml").write_text(text)
     assert asyncio.run(started_run_file(path, kept, StartFrom(tmp_path / "is gone"))) == (text, run)
     path.write_text(run_toml("next", 2))

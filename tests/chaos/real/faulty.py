@@ -25,7 +25,7 @@ from shoal.swarm.averaging.reduction import Reduction
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.coordinator.events import JournalEvent, VerdictGiven
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan
 from shoal.swarm.transport.data_plane import DataPlane
@@ -269,10 +269,10 @@ def arm_member(process: Process, levels: Path) -> None:
 
 def arm_host(process: Process) -> None:
     """When a verdict is in the journal and nobody has heard of it."""
-    real = Journal.write
+    real = LocalJournal.append
 
-    def write(journal: Journal, events: Sequence[JournalEvent]) -> None:
-        real(journal, events)
+    def write(journal: LocalJournal, expected_index: int, events: Sequence[JournalEvent]) -> None:
+        real(journal, expected_index, events)
         for event in events:
             if isinstance(event, VerdictGiven) and event.verdict.plan is not None:
                 process.plan = event.verdict.plan
@@ -280,7 +280,7 @@ def arm_host(process: Process) -> None:
                     if order.moment == "before the verdict is announced" and process.roles:
                         process.carry_out(order)
 
-    Journal.write = write  # type: ignore[method-assign]
+    LocalJournal.append = write  # type: ignore[method-assign]
     process.orders.mark(COORDINATOR, str(os.getpid()))
 
 

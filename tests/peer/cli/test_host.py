@@ -4,11 +4,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.fakes.journals import leased
 from tests.swarm.coordinator.stories import RUN, story
 from tests.swarm.coordinator.world import SIGNER
 
 from shoal.peer.cli.host import Hosting, HostOptions, check_keys, host, host_identity
-from shoal.swarm.coordinator.journal import Backup, Journal
+from shoal.swarm.coordinator.local_journal import Backup
 from shoal.swarm.errors import IdentityError, UserError
 from shoal.swarm.protocol.identity import Identity
 from shoal.swarm.protocol.run_file import load_run_file
@@ -30,7 +31,7 @@ def test_a_new_run_gets_keys_of_its_own(state: Path) -> None:
 
 
 def test_nobody_else_can_go_on_with_a_journal(state: Path) -> None:
-    Journal(state, RUN_HASH, "toml").close()
+    leased(state, RUN_HASH, "toml").close()
     with pytest.raises(IdentityError, match="restore it from the backup"):
         host_identity(None, state)
     assert not (state / "identity").exists()
@@ -46,10 +47,10 @@ def test_a_file_that_is_named_is_used(state: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounds", [0, 1, 4])
 def test_only_the_keys_that_signed_the_verdicts_go_on_with_them(state: Path, rounds: int) -> None:
-    journal = Journal(state, RUN.hash, "toml")
+    journal = leased(state, RUN.hash, "toml")
     for events, _ in story():
         if journal.rounds < rounds:
-            journal.write(events)
+            journal.append(journal.next_index, events)
     assert journal.rounds == rounds
     check_keys(SIGNER, journal, state / "identity")
     if rounds:
@@ -64,9 +65,9 @@ def test_wrong_keys_change_nothing_in_the_backup(state: Path, tmp_path: Path) ->
     text, run = load_run_file(toml)
     backup = Backup(tmp_path / "backup" / "reef")
     backup.keep("identity", b"the right keys", 0o600)
-    journal = Journal(state, run.hash, text, backup)
+    journal = leased(state, run.hash, text, backup)
     for events, _ in story():
-        journal.write(events)
+        journal.append(journal.next_index, events)
     journal.close()
     options = HostOptions(tmp_path / "other", tmp_path / "state", ("127.0.0.1", 0), backup=tmp_path / "backup")
 
@@ -76,7 +77,7 @@ def test_wrong_keys_change_nothing_in_the_backup(state: Path, tmp_path: Path) ->
     with pytest.raises(IdentityError, match="other has not the keys"):
         asyncio.run(host(toml, options, started, lambda _: None))
     assert (tmp_path / "backup" / "reef" / "identity").read_bytes() == b"the right keys"
-    Journal(state, run.hash, text).close()
+    leased(state, run.hash, text).close()
 
 
 def test_a_backup_in_the_same_place_is_none(state: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.fakes.journals import leased
 from tests.peer.checkpoints.making import IDENTITY, RUN, RUN_TOML, SIGNER, contents, open_store
 from tests.peer.terminal.test_reporter import PEERS, PLAN
 from tests.swarm.coordinator.world import World, run_file
@@ -18,7 +19,6 @@ from shoal.peer.cli.log import open_log, show_log
 from shoal.peer.cli.main import app
 from shoal.peer.history.chain import Origin, pack_head, pack_history
 from shoal.swarm.coordinator.events import VerdictGiven
-from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.rounds import PlanMember, Verdict
@@ -92,10 +92,10 @@ def test_a_members_folder(tmp_path: Path) -> None:
 
 
 def test_a_hosts_folder_while_it_is_written_to(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, RUN.hash, RUN_TOML)
+    journal = leased(tmp_path, RUN.hash, RUN_TOML)
     (tmp_path / ORIGIN_FILE).write_bytes(pack_head(ORIGIN))
     for one in CHAIN:
-        journal.write([VerdictGiven(verdict=one, elapsed_s=1.0, lost=())])
+        journal.append(journal.next_index, [VerdictGiven(verdict=one, elapsed_s=1.0, lost=())])
     assert open_log(str(tmp_path)).verdicts == CHAIN
     journal.close()
     assert open_log(str(tmp_path)).verdicts == CHAIN
@@ -112,9 +112,9 @@ def test_the_history_of_another_run_is_a_broken_one(tmp_path: Path) -> None:
             world.behave(worker)
         world.tick(0.25)
     toml = '[run]\nname = "x"\n[recipe]\nname = "own"\n[round]\ntokens = 1\n'
-    journal = Journal(tmp_path, run.hash, toml)
+    journal = leased(tmp_path, run.hash, toml)
     for event in world.events:
-        journal.write([event])
+        journal.append(journal.next_index, [event])
     journal.close()
     (tmp_path / ORIGIN_FILE).write_bytes(pack_head(ORIGIN))
     assert "round 0 does not go on" in shown(tmp_path, fails=True)

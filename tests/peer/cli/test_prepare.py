@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.fakes.journals import leased
 
 from shoal.peer.cli import host as hosting
 from shoal.peer.cli.host import pinned_run_file, say_pins
@@ -14,7 +15,6 @@ from shoal.peer.recipes import load_recipe
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.peer.training.parameters import ParameterVector
-from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.errors import CorpusError, DeviceError, RecipeError, RunFileError
 from shoal.swarm.protocol.pins import layout_digest
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
@@ -122,7 +122,7 @@ class TestHost:
         folder = tmp_path / "state"
         published, run = self.publish(text, folder)
         assert run.pins is not None
-        Journal(folder, run.hash, published).close()
+        leased(folder, run.hash, published).close()
         (folder / "run.toml").write_text(published)
         for pin in (True, False):
             assert self.publish(text, folder, pin=pin) == (published, run)
@@ -134,7 +134,7 @@ class TestHost:
     def test_a_run_that_was_begun_without_stays_without(self, text: str, tmp_path: Path, prepared: list[Path]) -> None:
         folder = tmp_path / "state"
         assert self.publish(text, folder, pin=False) == (text, parse_run_file(text))
-        Journal(folder, parse_run_file(text).hash, text).close()
+        leased(folder, parse_run_file(text).hash, text).close()
         (folder / "run.toml").write_text(text)
         assert self.publish(text, folder) == (text, parse_run_file(text))
         assert not prepared

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.dying_disk import MOMENTS, MachineDied, disk, full_disk
+from tests.fakes.journals import leased
 from tests.swarm.coordinator.stories import RUN, state, state_after, story
 
-from shoal.swarm.coordinator import journal as journal_module
-from shoal.swarm.coordinator.journal import JOURNAL, VERDICTS, Backup, Journal
+from shoal.swarm.coordinator import local_journal as journal_module
+from shoal.swarm.coordinator.local_journal import JOURNAL, VERDICTS, Backup, LocalJournal
 from shoal.swarm.errors import StorageError
 
 ALL = len(story())
@@ -27,17 +28,17 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.state, self.backup = folder / "state", folder / "backup"
 
-    def open(self) -> Journal:
+    def open(self) -> LocalJournal:
         backup = Backup(self.backup)
         backup.keep("identity", b"a key", 0o600)
-        return Journal(self.state, RUN.hash, "toml", backup)
+        return leased(self.state, RUN.hash, "toml", backup)
 
     def live(self, stop: int = ALL, compact: bool = True, told: list[int] | None = None) -> None:
         """Open, write up to this transaction of the story, end."""
         journal = self.open()
-        for number in range(journal.transactions, stop):
+        for number in range(journal.next_index, stop):
             events, snapshot = story()[number]
-            journal.write(events)
+            journal.append(journal.next_index, events)
             if told is not None:
                 told.append(number + 1)
             if compact and snapshot is not None:
@@ -62,8 +63,8 @@ def place(tmp_path: Path) -> Place:
 
 def transactions(folder: Path) -> int:
     """How many another machine would go on from; all of them as they were."""
-    journal = Journal(folder, RUN.hash, "toml")
-    events, found = journal.read(), journal.transactions
+    journal = leased(folder, RUN.hash, "toml")
+    events, found = journal.read(), journal.next_index
     journal.close()
     assert state(events) == state_after(found)
     return found
@@ -73,7 +74,7 @@ def test_every_record_is_there_when_it_is_written(place: Place) -> None:
     journal = place.open()
     assert place.same()
     for events, snapshot in story():
-        journal.write(events)
+        journal.append(journal.next_index, events)
         assert place.same()
         if snapshot is not None:
             journal.compact(snapshot)
@@ -92,9 +93,9 @@ def test_another_start_goes_on_with_it(place: Place, stop: int) -> None:
 
 
 def test_a_backup_that_begins_late(place: Place) -> None:
-    journal = Journal(place.state, RUN.hash, "toml")
+    journal = leased(place.state, RUN.hash, "toml")
     for events, snapshot in story()[:SECOND]:
-        journal.write(events)
+        journal.append(journal.next_index, events)
         if snapshot is not None:
             journal.compact(snapshot)
     journal.close()
@@ -131,21 +132,21 @@ def test_a_full_disk_does_not_stop_the_run_and_is_caught_up(
         for events, snapshot in [next(told), next(told), next(told)]:
             if away:
                 with full_disk(place.backup, written_bytes):
-                    journal.write(events)
+                    journal.append(journal.next_index, events)
                     if snapshot is not None:
                         journal.compact(snapshot)
                 assert not place.same()
                 assert "CANNOT BE WRITTEN" in caplog.text
                 assert str(place.backup) in caplog.text
             else:
-                journal.write(events)
+                journal.append(journal.next_index, events)
                 assert place.same()
     for events, snapshot in told:
         with full_disk(place.backup):
-            journal.write(events)
+            journal.append(journal.next_index, events)
             if snapshot is not None:
                 journal.compact(snapshot)
-    assert transactions_of_copy(place) < journal.transactions == ALL
+    assert transactions_of_copy(place) < journal.next_index == ALL
     journal.close()
     caplog.clear()
     place.live()
@@ -162,10 +163,10 @@ def transactions_of_copy(place: Place) -> int:
 def test_a_place_that_is_not_there_yet(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     place.backup.write_text("in the way")
     journal = place.open()
-    journal.write(story()[0][0])
+    journal.append(journal.next_index, story()[0][0])
     assert "CANNOT BE WRITTEN" in caplog.text
     place.backup.unlink()
-    journal.write(story()[1][0])
+    journal.append(journal.next_index, story()[1][0])
     assert "complete again" in caplog.text
     assert place.same()
     journal.close()
@@ -175,7 +176,7 @@ def test_a_place_that_is_gone_when_the_journal_is_compacted(place: Place, caplog
     journal = place.open()
     away = place.backup.with_name("away")
     for number, (events, snapshot) in enumerate(story()):
-        journal.write(events)
+        journal.append(journal.next_index, events)
         if snapshot is not None and number + 1 == SECOND:
             place.backup.rename(away)
             place.backup.write_text("in the way")
@@ -184,7 +185,7 @@ def test_a_place_that_is_gone_when_the_journal_is_compacted(place: Place, caplog
     assert not place.backup.is_dir()
     place.backup.unlink()
     away.rename(place.backup)
-    journal.write(story()[0][0])
+    journal.append(journal.next_index, story()[0][0])
     assert place.same()
     journal.close()
 
@@ -193,8 +194,8 @@ def test_tries_are_not_made_at_every_record(place: Place, monkeypatch: pytest.Mo
     monkeypatch.setattr(journal_module, "_RETRY_S", 3600.0)
     journal = place.open()
     with full_disk(place.backup):
-        journal.write(story()[0][0])
-    journal.write(story()[1][0])
+        journal.append(journal.next_index, story()[0][0])
+    journal.append(journal.next_index, story()[1][0])
     assert not place.same(), "it was not tried again"
     journal.close()
 
@@ -224,26 +225,26 @@ def test_a_history_that_parted_does_not_overwrite_the_backup(place: Place) -> No
     copy = place.state.with_name("copy")
     shutil.copytree(place.state, copy)
     place.live(SECOND - 1)
-    other = Journal(copy, RUN.hash, "toml")
+    other = leased(copy, RUN.hash, "toml")
     lease = story()[0][0]
     for _ in range(4):
-        other.write(lease)
+        other.append(other.next_index, lease)
     other.close()
     with pytest.raises(StorageError, match="outdated copy"):
-        Journal(copy, RUN.hash, "toml", Backup(place.backup))
+        leased(copy, RUN.hash, "toml", Backup(place.backup))
 
 
 def test_the_backup_of_another_run(place: Place, tmp_path: Path) -> None:
     place.live(3)
     with pytest.raises(StorageError, match="another run"):
-        Journal(tmp_path / "other", b"o" * 32, "toml", Backup(place.backup))
+        leased(tmp_path / "other", b"o" * 32, "toml", Backup(place.backup))
 
 
 def test_two_coordinators_with_one_backup(place: Place, tmp_path: Path) -> None:
     journal = place.open()
     with pytest.raises(StorageError, match="another coordinator"):
-        Journal(tmp_path / "other", RUN.hash, "toml", Backup(place.backup))
-    journal.write(story()[0][0])
+        leased(tmp_path / "other", RUN.hash, "toml", Backup(place.backup))
+    journal.append(journal.next_index, story()[0][0])
     journal.close()
     assert place.same()
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.fakes.journals import leased
 from tests.swarm.coordinator.pipeline_world import (
     BATCH,
     LAYERS,
@@ -22,7 +23,6 @@ from tests.swarm.coordinator.pipeline_world import (
 from tests.swarm.coordinator.world import CPU, TOKENS_PER_SAMPLE, entry, peer_name
 
 from shoal.swarm.coordinator import events as ev
-from shoal.swarm.coordinator.journal import Journal
 from shoal.swarm.coordinator.micro_batch_ledger import Batch, MicroBatchLedger
 from shoal.swarm.coordinator.placement import planner_of
 from shoal.swarm.errors import ModelMismatch, NotAdmitted
@@ -573,21 +573,21 @@ def test_every_transaction_of_the_journal_is_a_point_to_go_on_from() -> None:
 def test_on_disk_with_compaction_every_scope_has_its_verdicts(tmp_path: Path) -> None:
     world = PipelineWorld(run_file(), 4)
     rounds(world, 5)
-    journal = Journal(tmp_path, world.run.hash, "")
+    journal = leased(tmp_path, world.run.hash, "")
     journal.compact_at_bytes = 1
     machine = world.replayed([])
     compacted = 0
     for transaction in world.journal:
         events = [ev.unpack_event(one) for one in transaction]
-        journal.write(events)
+        journal.append(journal.next_index, events)
         machine.replay(events, 0.0)
         snapshot = machine.snapshot() if ev.verdicts_in(events) else None
-        if journal.has_grown and snapshot is not None:
+        if journal.wants_snapshot and snapshot is not None:
             journal.compact(snapshot)
             compacted += 1
     journal.close()
     assert compacted >= 1
-    again = Journal(tmp_path, world.run.hash, "")
+    again = leased(tmp_path, world.run.hash, "")
     found = world.replayed([])
     found.replay(again.read(), world.now_s)
     assert attributes(found) == attributes(world.replayed(world.journal))

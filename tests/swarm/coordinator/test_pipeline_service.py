@@ -15,7 +15,7 @@ from tests.swarm.transport.test_node import run
 
 from shoal.swarm.coordinator import service as service_module
 from shoal.swarm.coordinator.events import JournalEvent, verdicts_in
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.coordinator.placement import Planner, planner_of
 from shoal.swarm.coordinator.round_rules import Judgement
 from shoal.swarm.coordinator.service import CoordinatorService
@@ -68,15 +68,15 @@ HOST_IDENTITY = Identity.generate()
 M = TypeVar("M", bound=Message)
 
 
-class Written(Journal):
+class Written(LocalJournal):
     """Notes every write."""
 
     def __init__(self, folder: Path, run_hash: bytes, run_toml: str) -> None:
         super().__init__(folder, run_hash, run_toml)
         self.written: list[Sequence[JournalEvent]] = []
 
-    def write(self, events: Sequence[JournalEvent]) -> None:
-        super().write(events)
+    def append(self, expected_index: int, events: Sequence[JournalEvent]) -> None:
+        super().append(expected_index, events)
         self.written.append(events)
 
 
@@ -148,7 +148,7 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
     member.allowed.add(identity.coordinator_keys().public)
     await member.start()
     journal = Written(tmp_path, file.hash, TOML)
-    async with CoordinatorService.serve(TOML, file, identity, (HOST, 0), journal) as service:
+    async with CoordinatorService.serve(TOML, file, identity, (HOST, 0), journal, journal.lease()) as service:
         peer = Peer(member, service)
         assert (await peer.join()).pipeline is None
         with pytest.raises(WireError, match=r"in scope 1"):
@@ -174,7 +174,7 @@ async def test_a_round_of_two_stages_and_a_restart(tmp_path: Path) -> None:
     journal.close()
 
     journal = Written(tmp_path, file.hash, TOML)
-    async with CoordinatorService.serve(TOML, file, identity, (HOST, 0), journal) as service:
+    async with CoordinatorService.serve(TOML, file, identity, (HOST, 0), journal, journal.lease()) as service:
         peer = Peer(member, service)
         for scope in (1, 2):  # what was not released is this peer's still
             await peer.beat(scope)
@@ -221,7 +221,7 @@ async def cut_run(folder: Path) -> AsyncIterator[tuple[CoordinatorService, Peer]
     await member.start()
     journal = Written(folder, file.hash, TOML)
     try:
-        async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal) as service:
+        async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal, journal.lease()) as service:
             peer = Peer(member, service)
             await peer.join()
             await peer.show()
@@ -271,7 +271,7 @@ async def test_everybody_is_answered_while_the_planner_is_at_it(
         await member.start()
     journal = Written(tmp_path, file.hash, TOML)
     try:
-        async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal) as service:
+        async with CoordinatorService.serve(TOML, file, HOST_IDENTITY, (HOST, 0), journal, journal.lease()) as service:
             one, two = Peer(first, service), Peer(second, service)
             await one.join()
             await one.show()

@@ -10,7 +10,7 @@ import pytest
 from tests.swarm.coordinator.world import CPU, MODEL, entry, heartbeat
 
 from shoal.swarm.coordinator.events import JournalEvent, LeaseGranted
-from shoal.swarm.coordinator.journal import Journal
+from shoal.swarm.coordinator.local_journal import LocalJournal
 from shoal.swarm.coordinator.service import CoordinatorService, _host_of
 from shoal.swarm.errors import DeadlineExceeded, NotAdmitted, StorageError
 from shoal.swarm.protocol.identity import Identity
@@ -25,7 +25,7 @@ TOML = '[run]\nname = "tiny"\n[recipe]\nname = "own"\n[round]\ntokens = 100000\n
 MEMBERS = 20
 
 
-class _Journal(Journal):
+class _Journal(LocalJournal):
     """Notes every write; fails once it is told to."""
 
     def __init__(self, path: Path) -> None:
@@ -33,10 +33,10 @@ class _Journal(Journal):
         self.writes: list[Sequence[JournalEvent]] = []
         self.fails = False
 
-    def write(self, events: Sequence[JournalEvent]) -> None:
+    def append(self, expected_index: int, events: Sequence[JournalEvent]) -> None:
         if self.fails:
             raise StorageError("the disk is full")
-        super().write(events)
+        super().append(expected_index, events)
         self.writes.append(events)
 
 
@@ -53,7 +53,9 @@ async def leases(service: CoordinatorService, members: Sequence[int]) -> list[An
 
 
 def serve_members(journal: _Journal) -> Any:
-    return CoordinatorService.serve(TOML, parse_run_file(TOML), Identity.generate(), ("127.0.0.1", 0), journal)
+    return CoordinatorService.serve(
+        TOML, parse_run_file(TOML), Identity.generate(), ("127.0.0.1", 0), journal, journal.lease()
+    )
 
 
 def admit(service: CoordinatorService) -> None:

@@ -1,6 +1,7 @@
 import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from tests.fakes.dying_disk import MOMENTS, MachineDied, disk, full_disk
+from tests.fakes.journals import leased
 from tests.swarm.coordinator.stories import RUN, events_in, state, state_after, story
 from tests.swarm.coordinator.world import entry
 from tests.swarm.samples import records
 
 from shoal.swarm.coordinator.events import (
     EVENTS,
+    CoordinatorStarted,
     JournalEvent,
     LeaseGranted,
     MemberLost,
@@ -22,8 +25,9 @@ from shoal.swarm.coordinator.events import (
     pack_event,
     unpack_event,
 )
-from shoal.swarm.coordinator.journal import EVENTS as EVENTS_KIND
-from shoal.swarm.coordinator.journal import JOURNAL, VERDICTS, Journal, JournalFiles
+from shoal.swarm.coordinator.journal import EPOCH_STEP
+from shoal.swarm.coordinator.local_journal import EVENTS as EVENTS_KIND
+from shoal.swarm.coordinator.local_journal import JOURNAL, VERDICTS, JournalFiles, LocalJournal
 from shoal.swarm.coordinator.record_log import pack_file
 from shoal.swarm.errors import RunFileError, StorageError
 from shoal.swarm.protocol.types import SampleRange
@@ -43,12 +47,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-def opened(folder: Path) -> Journal:
-    return Journal(folder, RUN.hash, "toml")
+def opened(folder: Path) -> LocalJournal:
+    return leased(folder, RUN.hash, "toml")
 
 
 @pytest.fixture
-def journal(folder: Path) -> Iterator[Journal]:
+def journal(folder: Path) -> Iterator[LocalJournal]:
     made = opened(folder)
     yield made
     made.close()
@@ -62,10 +66,10 @@ def reopened(folder: Path) -> list[JournalEvent]:
         journal.close()
 
 
-def tell(journal: Journal, first: int = 0, stop: int | None = None, compact: bool = False) -> None:
+def tell(journal: LocalJournal, first: int = 0, stop: int | None = None, compact: bool = False) -> None:
     """Write these transactions of the story."""
     for events, snapshot in story()[first:stop]:
-        journal.write(events)
+        journal.append(journal.next_index, events)
         if compact and snapshot is not None:
             journal.compact(snapshot)
 
@@ -108,9 +112,9 @@ def test_every_event_round_trips(name: str) -> None:
         None,
     ],
 )
-def test_a_whole_record_that_is_no_event(folder: Path, journal: Journal, data: object) -> None:
-    journal.write([lost(1)])
-    journal.journal.append([(EVENTS_KIND, msgpack.packb([data]))])
+def test_a_whole_record_that_is_no_event(folder: Path, journal: LocalJournal, data: object) -> None:
+    journal.append(journal.next_index, [lost(1)])
+    journal.files.journal.append([(EVENTS_KIND, msgpack.packb([data]))])
     journal.close()
     with pytest.raises(StorageError, match=r"journal\.records: record 1 cannot be read"):
         reopened(folder)
@@ -119,14 +123,61 @@ def test_a_whole_record_that_is_no_event(folder: Path, journal: Journal, data: o
 # Writing and reading ----------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_read_after_a_restart(folder: Path, journal: Journal) -> None:
+def test_what_is_written_is_read_after_a_restart(folder: Path, journal: LocalJournal) -> None:
     events: list[JournalEvent] = [lost(1), granted(0), lost(2), granted(5)]
-    journal.write(events[:1])
-    journal.write([])
-    journal.write(events[1:])
+    journal.append(journal.next_index, events[:1])
+    journal.append(journal.next_index, [])
+    journal.append(journal.next_index, events[1:])
     assert journal.read() == events
     journal.close()
     assert reopened(folder) == events
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_it_is_read_from_an_index_on(journal: LocalJournal, compact: bool) -> None:
+    tell(journal, compact=compact)
+    first, snapshots = journal.files.compacted, [snapshot for _, snapshot in story() if snapshot is not None]
+    assert bool(first) == compact
+    for from_index in range(len(story()) + 2):
+        later = [event for events, _ in story()[max(from_index, first) :] for event in events]
+        assert journal.read(from_index) == (snapshots[-1:] if from_index < first else []) + later
+
+
+def test_every_lease_has_a_larger_epoch_whatever_the_clock_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs = []
+    for now_ns in (10**18, 9 * 10**17, 10**18 + 5, 2 * 10**18):
+        monkeypatch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
+        journal = LocalJournal(folder, RUN.hash, "toml")
+        epochs.append(journal.lease())
+        journal.append(journal.next_index, [CoordinatorStarted(epoch=epochs[-1])])
+        journal.close()
+    assert epochs[0] == 10**18
+    assert epochs[-1] == 2 * 10**18
+    assert all(later - earlier >= EPOCH_STEP for earlier, later in itertools.pairwise(epochs))
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_an_append_that_expects_another_index_is_refused(folder: Path, journal: LocalJournal, index: int) -> None:
+    journal.append(0, [lost(1)])
+    with pytest.raises(StorageError, match=rf"it has 1 transactions, and {index} were expected"):
+        journal.append(index, [lost(2)])
+    with pytest.raises(StorageError):
+        journal.append(1, [lost(2)])
+    journal.close()
+    assert reopened(folder) == [lost(1)]
+
+
+def test_an_append_after_another_writer_is_refused(folder: Path, journal: LocalJournal) -> None:
+    journal.append(0, [lost(1)])
+    let_go(folder)
+    other = opened(folder)
+    other.append(1, [lost(2)])
+    with pytest.raises(StorageError, match="another process writes to it"):
+        journal.append(1, [lost(3)])
+    other.append(2, [lost(4)])
+    for one in (journal, other):
+        one.close()
+    assert reopened(folder) == [lost(1), lost(2), lost(4)]
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -134,14 +185,14 @@ def test_a_run_comes_back_from_its_files(folder: Path, compact: bool) -> None:
     for number in range(len(story())):
         journal = opened(folder)
         assert state(journal.read()) == state_after(number)
-        assert journal.transactions == number
+        assert journal.next_index == number
         tell(journal, number, number + 1, compact)
         assert state(journal.read()) == state_after(number + 1)
         assert journal.verdicts() == given_in(events_in(number + 1))
         journal.close()
 
 
-def test_verdicts_are_read_in_pages(folder: Path, journal: Journal) -> None:
+def test_verdicts_are_read_in_pages(folder: Path, journal: LocalJournal) -> None:
     told = given_in(events_in(len(story())))
     compact_at = next(number for number, (_, snapshot) in enumerate(story()) if snapshot and snapshot.round == 2)
     tell(journal, 0, compact_at + 1, compact=True)
@@ -155,7 +206,7 @@ def test_verdicts_are_read_in_pages(folder: Path, journal: Journal) -> None:
     files.close()
 
 
-def test_others_read_while_it_is_written_and_compacted(folder: Path, journal: Journal) -> None:
+def test_others_read_while_it_is_written_and_compacted(folder: Path, journal: LocalJournal) -> None:
     told, done = given_in(events_in(len(story()))), threading.Event()
     wrong: list[object] = []
 
@@ -177,17 +228,17 @@ def test_others_read_while_it_is_written_and_compacted(folder: Path, journal: Jo
     assert wrong == []
 
 
-def test_a_journal_that_has_grown_is_compacted(journal: Journal) -> None:
+def test_a_journal_that_has_grown_is_compacted(journal: LocalJournal) -> None:
     journal.compact_at_bytes = 6000
     compactions = 0
     for events, snapshot in story():
-        journal.write(events)
-        before = journal.journal.size_bytes
-        if snapshot and journal.has_grown:
+        journal.append(journal.next_index, events)
+        before = journal.files.journal.size_bytes
+        if snapshot and journal.wants_snapshot:
             journal.compact(snapshot)
             compactions += 1
-            assert journal.journal.size_bytes < before
-            assert not journal.has_grown
+            assert journal.files.journal.size_bytes < before
+            assert not journal.wants_snapshot
     assert 1 <= compactions < 4
     assert state(journal.read()) == state_after(len(story()))
 
@@ -195,21 +246,21 @@ def test_a_journal_that_has_grown_is_compacted(journal: Journal) -> None:
 # Other files ------------------------------------------------------------------------------------------------
 
 
-def test_another_run_file_is_refused(folder: Path, journal: Journal) -> None:
-    journal.write([lost(1)])
+def test_another_run_file_is_refused(folder: Path, journal: LocalJournal) -> None:
+    journal.append(journal.next_index, [lost(1)])
     journal.close()
     with pytest.raises(RunFileError) as refusal:
-        Journal(folder, b"s" * 32, "toml")
+        leased(folder, b"s" * 32, "toml")
     assert str(folder) in str(refusal.value)
     assert "run.name" in str(refusal.value)
     assert reopened(folder) == [lost(1)]
 
 
-def test_another_format_is_refused(folder: Path, journal: Journal) -> None:
+def test_another_format_is_refused(folder: Path, journal: LocalJournal) -> None:
     journal.close()
     path = folder / JOURNAL
     path.write_bytes(path.read_bytes().replace(b"shoal journal 1\n", b"shoal journal 2\n"))
-    with pytest.raises(StorageError, match="journal format 2, this release reads 1"):
+    with pytest.raises(StorageError, match="journal format 2, but this release reads format 1"):
         opened(folder)
 
 
@@ -228,7 +279,7 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [JOURNAL, VERDICTS])
-def test_a_file_is_missing(folder: Path, journal: Journal, name: str) -> None:
+def test_a_file_is_missing(folder: Path, journal: LocalJournal, name: str) -> None:
     tell(journal, compact=True)
     journal.close()
     (folder / name).unlink()
@@ -238,7 +289,7 @@ def test_a_file_is_missing(folder: Path, journal: Journal, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [JOURNAL, VERDICTS])
-def test_a_file_is_an_older_copy(folder: Path, journal: Journal, name: str) -> None:
+def test_a_file_is_an_older_copy(folder: Path, journal: LocalJournal, name: str) -> None:
     third = next(number for number, (_, snapshot) in enumerate(story()) if snapshot and snapshot.round == 3)
     tell(journal, 0, third, compact=True)
     older = (folder / name).read_bytes()
@@ -253,20 +304,20 @@ def test_a_file_is_an_older_copy(folder: Path, journal: Journal, name: str) -> N
 
 
 @pytest.mark.parametrize("written_bytes", [0, 1, 60])
-def test_a_full_disk(folder: Path, journal: Journal, written_bytes: int) -> None:
-    journal.write([lost(1)])
+def test_a_full_disk(folder: Path, journal: LocalJournal, written_bytes: int) -> None:
+    journal.append(journal.next_index, [lost(1)])
     with full_disk(folder, written_bytes), pytest.raises(StorageError, match="No space left") as refusal:
-        journal.write([lost(2), lost(3)])
+        journal.append(journal.next_index, [lost(2), lost(3)])
     assert "free some space" in str(refusal.value)
     with pytest.raises(StorageError):
-        journal.write([lost(9999)])
+        journal.append(journal.next_index, [lost(9999)])
     journal.close()
     assert reopened(folder) == [lost(1)], "no part of a transaction, and nothing after a gap"
 
 
-def test_a_disk_too_full_to_compact(folder: Path, journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_too_full_to_compact(folder: Path, journal: LocalJournal, caplog: pytest.LogCaptureFixture) -> None:
     for events, snapshot in story():
-        journal.write(events)
+        journal.append(journal.next_index, events)
         if snapshot is not None:
             with full_disk(folder, 10):
                 journal.compact(snapshot)
@@ -276,11 +327,11 @@ def test_a_disk_too_full_to_compact(folder: Path, journal: Journal, caplog: pyte
     assert state(reopened(folder)) == state_after(len(story()))
 
 
-def test_two_coordinators_on_one_journal(folder: Path, journal: Journal) -> None:
-    journal.write([lost(1)])
+def test_two_coordinators_on_one_journal(folder: Path, journal: LocalJournal) -> None:
+    journal.append(journal.next_index, [lost(1)])
     with pytest.raises(StorageError, match="another coordinator"):
         opened(folder)
-    journal.write([lost(2)])
+    journal.append(journal.next_index, [lost(2)])
     journal.close()
     assert reopened(folder) == [lost(1), lost(2)]
 
@@ -296,7 +347,7 @@ def small_run(folder: Path) -> tuple[dict[str, bytes], list[int]]:
     tell(journal, 0, second + 1, compact=True)
     tell(journal, second + 1, second + 4)
     counts = [second + 1 + number for number in range(4)]
-    assert len(journal.journal.offsets) == len(counts)
+    assert len(journal.files.journal.offsets) == len(counts)
     journal.close()
     return {name: (folder / name).read_bytes() for name in (JOURNAL, VERDICTS)}, counts
 
@@ -358,9 +409,9 @@ def test_a_file_that_was_cut_off_opens_at_the_last_good_record(folder: Path) -> 
 
 def test_a_warning_names_what_was_moved_aside(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = opened(folder)
-    journal.write([lost(1)])
-    end = journal.journal.size_bytes
-    journal.write([lost(2)])
+    journal.append(journal.next_index, [lost(1)])
+    end = journal.files.journal.size_bytes
+    journal.append(journal.next_index, [lost(2)])
     journal.close()
     data = (folder / JOURNAL).read_bytes()
     for number in (1, 2):
@@ -384,8 +435,8 @@ def test_a_refusal_says_what_to_do(folder: Path) -> None:
 def test_records_in_another_order_are_refused(folder: Path) -> None:
     journal = opened(folder)
     for number in range(3):
-        journal.write([lost(number)])
-    places = [*journal.journal.offsets, journal.journal.size_bytes]
+        journal.append(journal.next_index, [lost(number)])
+    places = [*journal.files.journal.offsets, journal.files.journal.size_bytes]
     journal.close()
     data = (folder / JOURNAL).read_bytes()
     one, two, three = (data[start:stop] for start, stop in itertools.pairwise(places))
@@ -395,7 +446,7 @@ def test_records_in_another_order_are_refused(folder: Path) -> None:
             opened(folder)
 
 
-def test_an_absurd_head(folder: Path, journal: Journal) -> None:
+def test_an_absurd_head(folder: Path, journal: LocalJournal) -> None:
     journal.close()
     for head in ({"a": 1}, {"run_hash": RUN.hash, "archived": -1}, {"run_hash": RUN.hash, "archived": "x"}):
         (folder / JOURNAL).write_bytes(pack_file("journal", head, []))
@@ -409,9 +460,9 @@ def test_an_absurd_head(folder: Path, journal: Journal) -> None:
 def live(folder: Path) -> int:
     """Open, tell the rest of the story, compacting at each verdict; returns how many transactions were written."""
     journal = opened(folder)
-    done.append(journal.transactions)
-    for events, snapshot in story()[journal.transactions :]:
-        journal.write(events)
+    done.append(journal.next_index)
+    for events, snapshot in story()[journal.next_index :]:
+        journal.append(journal.next_index, events)
         done.append(done[-1] + 1)
         if snapshot is not None:
             journal.compact(snapshot)
@@ -449,28 +500,28 @@ def let_go(folder: Path) -> None:
         path.unlink()
 
 
-def test_a_journal_is_for_its_owner_and_readers(folder: Path, journal: Journal) -> None:
+def test_a_journal_is_for_its_owner_and_readers(folder: Path, journal: LocalJournal) -> None:
     assert os.stat(folder / JOURNAL).st_mode & 0o777 == 0o644
 
 
-def test_a_snapshot_is_what_a_compacted_journal_begins_with(journal: Journal) -> None:
+def test_a_snapshot_is_what_a_compacted_journal_begins_with(journal: LocalJournal) -> None:
     tell(journal, compact=True)
     assert [type(event) for event in journal.read()] == [RunSnapshot]
 
 
 def test_a_record_that_went_bad_meanwhile_is_not_compacted_and_stops_nobody(
-    journal: Journal, folder: Path, caplog: pytest.LogCaptureFixture
+    journal: LocalJournal, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = b""
     for events, snapshot in story():
-        journal.write(events)
+        journal.append(journal.next_index, events)
         if snapshot is not None:
             whole = (folder / JOURNAL).read_bytes()
             (folder / JOURNAL).write_bytes(whole.replace(b"VerdictGiven", b"VerdictGiveN"))
             journal.compact(snapshot)
             assert "cannot be compacted" in caplog.text
             break
-    journal.write([lost(1)])
+    journal.append(journal.next_index, [lost(1)])
     damaged = (folder / JOURNAL).read_bytes()
     assert damaged.startswith(whole.replace(b"VerdictGiven", b"VerdictGiveN"))
     assert len(damaged) > len(whole)
