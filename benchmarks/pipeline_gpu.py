@@ -133,7 +133,7 @@ class TwoStages:
         other = self._sides[1 - side.number]
 
         def send(key: Key, tensor: Tensor) -> None:
-            made = ComputedTensor.here(tensor)
+            made = ComputedTensor.on_current_stream(tensor)
             other.inbox.put((key, carriers.submit(_carried, side.staging, other.staging, made)))
 
         is_done = False
@@ -176,9 +176,9 @@ class _OtherFailed(Exception):
 
 
 def _carried(sender: Staging, receiver: Staging, made: ComputedTensor) -> Tensor:
-    packed = sender.packed(made)
-    arrived = receiver.room(packed.numel()).copy_(packed)
-    return receiver.unpacked(arrived, TensorHeader.of(made.tensor))
+    packed = sender.pack_result(made)
+    arrived = receiver.allocate_host(packed.numel()).copy_(packed)
+    return receiver.unpack_received(arrived, TensorHeader.of(made.tensor))
 
 
 # Measuring ---------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ class Session:
                 # Others may still need results that we hold.
                 self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
                 return Readiness.OVER
-            case Attention.AFRESH:
+            case Attention.RESYNC:
                 replica.resync("the coordinator had given this peer up" if rejoined else "its state is not the run's")
                 return Readiness.NOT_YET
             case Attention.ROUND:

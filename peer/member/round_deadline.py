@@ -1,6 +1,6 @@
 """Decisions on what goes before local work: a round to close, a lost membership, the run's end.
 
-Whole models and stages decide by the same list (``attention``).
+Peers of a whole model and of a pipeline's stages decide by the same function, ``attention``.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from shoal.swarm.protocol.rounds import RunView
 
 
 class Attention(Enum):
-    """Something that the training thread has to do before it computes."""
+    """Task of the training thread that goes before further local work."""
 
     NOTHING = ""
     ROUND = "round"
-    """A round is to be closed or concluded, or was."""
-    AFRESH = "afresh"
-    """The membership was lost, or the state held here is not the run's."""
-    SPOILT = "spoilt"
-    """Results are infinite or not a number."""
+    """Close the round, or conclude it."""
+    RESYNC = "resync"
+    """Begin again from the run's state: the membership was lost, or the state held here is not the run's."""
+    DIVERGED = "diverged"
+    """Drop the local work: results are infinite or not a number."""
     MOVED = "moved"
-    """The plan has given this peer other stages."""
+    """Leave the span: the plan has given this peer other stages, or none."""
     ENDED = "ended"
+    """Leave the run, which has ended."""
 
 
 def attention(
@@ -32,13 +33,13 @@ def attention(
 ) -> Attention:
     """Decide what goes before local work, from the newest views of a run or of all stages held here.
 
-    ``is_due``: whether a round has to be closed here by its view; ``rejoined``: a membership was lost and begun anew. A
-    peer that is ``stopping`` starts nothing afresh, and closes a round that is closing.
+    ``is_due``: returns whether the round of a view has to be closed here; ``rejoined``: a membership was lost and this
+    peer has joined again; ``stopping``: this peer leaves, so it does not resync and closes a round that is closing.
     """
     if any(view.phase == "ended" for view in views) and not any(map(is_due, views)):
         return Attention.ENDED
     if not stopping and (rejoined or any(view.must_resync for view in views)):
-        return Attention.AFRESH
+        return Attention.RESYNC
     if any(is_due(view) or (stopping and view.phase == "closing") for view in views):
         return Attention.ROUND
     return Attention.NOTHING
@@ -53,12 +54,11 @@ def is_due(
     round_number: int,
     exchanging: bool,
 ) -> bool:
-    """Return whether the round has to be closed because another step of ``step_s`` does not fit.
+    """Return whether the round has to be closed because another step does not fit.
 
-    ``step_s``: infinity when there is nothing left to train on in this round.
-
-    ``closes_at_s``: the announced moment, on the clock of ``now_s``. ``round_number``: the round that the local work is
-    for. ``exchanging``: the round before that one may still be averaged, which is no reason to stop.
+    ``closes_at_s``: announced closing moment on the clock of ``now_s``; ``step_s``: length of a step, infinite if no
+    samples are left; ``round_number``: round that the local work is for; ``exchanging``: the round before it is being
+    averaged here, which is no reason to stop.
     """
     if exchanging and view.round < round_number:
         return False
@@ -70,10 +70,11 @@ def is_due(
 
 
 def least_s(left: int, step_s: float, unknown_s: float, *, may_ask: bool) -> float:
-    """Return the shortest time to the round's end with which it is worth going on, in seconds.
+    """Return the shortest time to the round's end, in seconds, for which it is worth going on.
 
-    Zero while samples are ``left``; else one step if more may be leased (``unknown_s`` before the first step), or
-    infinity if not."""
+    Zero while samples are ``left``; else one step, ``unknown_s`` before the first, if the peer ``may_ask`` for more
+    samples; else infinity.
+    """
     if left:
         return 0.0
     return (step_s or unknown_s) if may_ask else math.inf

@@ -1,6 +1,6 @@
-"""Requests of a pipeline's peer to the coordinator: which samples count here, and which it is to drive.
+"""Requests of a pipeline's peer to the coordinator: claims of samples whose gradients count here, samples to drive.
 
-They run on the event loop, hand answers to callbacks, and survive the coordinator's absence.
+Both run on the event loop and wait while the coordinator is away.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ClaimQueue:
     """Queue of one stage's claims and releases, sent in order; consecutive claims share a request."""
 
     def __init__(self, client: CoordinatorClient, answered: Callable[[Claim, Ranges], None]) -> None:
-        """``client``: of the stage's scope; ``answered``: called once for each claim."""
+        """``client``: the stage's; ``answered``: called once for each claim with the part of its samples granted."""
         self._client = client
         self._answered = answered
         self._waiting: asyncio.Queue[Claim | Release] = asyncio.Queue()
@@ -40,8 +40,8 @@ class ClaimQueue:
         """Append a claim or release."""
         self._waiting.put_nowait(asked)
 
-    async def run(self) -> None:
-        """Send what is queued, until cancelled."""
+    async def send_queued(self) -> None:
+        """Send the queued claims and releases, until cancelled."""
         following: Claim | Release | None = None
         while True:
             first = following or await self._waiting.get()
@@ -70,8 +70,8 @@ class ClaimQueue:
             granted = overlap(wanted, merge(from_wire(answer.ranges)))
         except (RunEnded, Superseded):
             raise
-        except LinkError as error:  # this peer is not in the stage any more, and its round is lost here
-            log.debug("samples of round %d were not granted: %s", ask.round, error)
+        except LinkError as error:  # this peer is no member of the stage any more, so its work on the round is lost
+            log.debug("the claim of samples of round %d was refused: %s", ask.round, error)
         for claim in claims:
             self._answered(claim, overlap(as_range(claim.micro_batch), granted))
 
@@ -81,8 +81,8 @@ class ClaimQueue:
             await self._client.ask(PeerToCoordinatorRelease(round=release.round, ranges=ranges), Acknowledged)
         except (RunEnded, Superseded):
             raise
-        except LinkError as error:  # then the samples are not this peer's any more
-            log.debug("samples of round %d were not given back: %s", release.round, error)
+        except LinkError as error:  # the samples are not this peer's any more
+            log.debug("the release of samples of round %d was refused: %s", release.round, error)
 
 
 def _fits(claim: Claim, others: list[Claim]) -> bool:
@@ -93,15 +93,15 @@ def _fits(claim: Claim, others: list[Claim]) -> bool:
 
 
 class DriveRequests:
-    """Requests for samples to drive; the coordinator answers with all of them, the engine wants only the new ones."""
+    """Requests for samples to drive. The coordinator answers with all of them, the engine gets only the new ones."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
         self._round = -1
         self._held: Ranges = []
 
-    async def ask(self, ask: AskToDrive) -> Ranges:
-        """Sample ranges to drive now, besides those under way here; perhaps none."""
+    async def request_samples(self, ask: AskToDrive) -> Ranges:
+        """Return further sample ranges to drive, perhaps none, beside those that are in flight."""
         if ask.round != self._round:
             self._round, self._held = ask.round, []
         under_way = subtract(self._held, merge(ask.done))
@@ -112,7 +112,7 @@ class DriveRequests:
         except (RunEnded, Superseded):
             raise
         except LinkError as error:
-            log.debug("nothing to drive in round %d: %s", ask.round, error)
+            log.debug("the request for samples to drive in round %d was refused: %s", ask.round, error)
             self._held = []
             return []
         self._held = merge(from_wire(answer.ranges))

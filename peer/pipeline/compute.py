@@ -1,6 +1,6 @@
 """Forward and backward passes of micro-batches through the consecutive stages that this peer holds.
 
-The caller decides which micro-batch is next and whether its gradient counts. Not thread-safe.
+The caller decides which micro-batch comes next and whether its gradient counts. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,36 +17,28 @@ from torch.func import functional_call
 
 from shoal.peer.pipeline.tensor_io import moved
 from shoal.peer.training.algorithms import LocalWork
-from shoal.peer.training.layers import StageModel
+from shoal.peer.training.layers import LayeredRecipe, StageModel
 from shoal.peer.training.rng import derived_seed, random_states, seeded
 from shoal.swarm.errors import WireError
 
 
-class MicroBatchKey(Protocol):
-    """Samples [start, stop) of a round; hashable, and another one for each of its ways through the stages."""
+@dataclass(frozen=True)
+class MicroBatchKey:
+    """Samples [start, stop) of a round on one pass through the stages; each pass has a ``job`` of its own."""
 
-    @property
-    def round(self) -> int: ...
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-
-class Loss(Protocol):
-    """How the last stage ends: see ``LayeredRecipe``."""
-
-    def check_targets(self, targets: Tensor, samples: int) -> None: ...
-
-    def loss_of(self, output: Tensor, targets: Tensor) -> Tensor: ...
+    round: int
+    start: int
+    stop: int
+    job: int
 
 
 @dataclass(frozen=True)
 class HeldStage:
-    """A stage that this peer holds. ``first_layer``: its place in the whole model. ``work`` takes in the gradients of
-    its parameters, the mean loss's, with the number of samples."""
+    """A stage that this peer holds.
+
+    ``first_layer``: index of its first layer in the whole model; ``work``: accumulates the gradients of the stage's
+    parameters, each that of a micro-batch's mean loss, with the number of samples.
+    """
 
     number: int
     first_layer: int
@@ -56,9 +48,12 @@ class HeldStage:
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """``recompute``: keep only a micro-batch's input and run it forward again for its gradient: a third more work for
-    much less memory. ``seed``: the run's, for layers that draw random numbers. ``input_shape``: of one sample, where
-    inputs come from other peers."""
+    """Settings of ``StageCompute``.
+
+    ``recompute``: keep only a micro-batch's input and repeat the forward pass for its gradient, a third more work for
+    much less memory; ``seed``: the run's, for layers that draw random numbers; ``input_shape``: shape of one sample of
+    the input where that comes from other peers, else None.
+    """
 
     device: torch.device
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -70,17 +65,23 @@ class ComputeSettings:
 
 @dataclass(frozen=True)
 class BackwardResult:
-    """``input_gradient``: for the stage before, shaped as its output; None at the first. ``loss``: the mean, at the
-    last stage, () float32 on the device: reading it waits for the device."""
+    """Result of a backward pass.
+
+    ``input_gradient``: gradient for the previous stage, shaped as its output; None at the first stage. ``loss``: mean
+    loss at the last stage, () float32 on the device; reading its value waits for the device.
+    """
 
     input_gradient: Tensor | None
     loss: Tensor | None
 
 
 @dataclass
-class _Kept:
-    """A micro-batch between forward and backward. ``output`` with its graph; None where it is still to be computed, or
-    again: with ``buffers``, by stage, as they were the first time."""
+class _MicroBatchInFlight:
+    """A micro-batch between its forward and its backward pass.
+
+    ``output``: with its graph; None if backward has to compute it, with ``recompute`` from ``buffers``, the stages'
+    buffers as they were before the first pass.
+    """
 
     given: Tensor
     output: Tensor | None = None
@@ -89,10 +90,13 @@ class _Kept:
 
 
 class StageCompute:
-    """Forward and backward through ``stages``, which follow each other. ``loss`` where the last of them is the model's
-    last: then nothing is computed before the targets are there, and everything at once."""
+    """Forward and backward passes through consecutive stages.
 
-    def __init__(self, stages: Sequence[HeldStage], settings: ComputeSettings, loss: Loss | None) -> None:
+    ``loss``: the recipe if the last of ``stages`` is the model's last, else None. With a loss, ``forward`` only stores
+    the input, and ``backward`` computes everything from the targets.
+    """
+
+    def __init__(self, stages: Sequence[HeldStage], settings: ComputeSettings, loss: LayeredRecipe | None) -> None:
         self._stages = tuple(stages)
         self._settings = settings
         self._loss = loss
@@ -101,22 +105,24 @@ class StageCompute:
             stage.number: [one for one in stage.model.parameters() if one.requires_grad] for stage in stages
         }
         self._persistent = [stage.model.state_dict().keys() for stage in stages]
-        self._kept: dict[MicroBatchKey, _Kept] = {}
+        self._in_flight: dict[MicroBatchKey, _MicroBatchInFlight] = {}
         self._draws: dict[int, bool] = {}
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that went forward and not yet backward."""
-        return len(self._kept)
+        """Number of micro-batches that went forward and not yet backward."""
+        return len(self._in_flight)
 
     def forward(self, key: MicroBatchKey, given: Tensor) -> Tensor | None:
-        """Take in a micro-batch: ``given`` is the output of the stage before, or the first layer's input, ``(b, …)`` on
-        any device. Returns the output, detached, for the next stage; None at the last one. Raises ``WireError`` for an
-        input that is not this micro-batch's."""
-        assert key not in self._kept, "gone backward or dropped first"
-        assert len(self._kept) < self._settings.max_in_flight, "nobody takes in more than may be in flight"
+        """Run a micro-batch forward and keep what its backward pass needs.
+
+        ``given``: output of the previous stage, or the model's input, (b, …) on any device. Returns the output for the
+        next stage, detached; None at the last stage. Raises ``WireError`` for an input of another shape or type.
+        """
+        assert key not in self._in_flight, "a micro-batch goes backward or is dropped before it comes again"
+        assert len(self._in_flight) < self._settings.max_in_flight, "the engine limits the micro-batches in flight"
         self._check_input(given, key.stop - key.start)
-        kept = _Kept(moved(given.detach(), self._settings.device))
+        kept = _MicroBatchInFlight(moved(given.detach(), self._settings.device))
         if not self._is_first:
             kept.given.requires_grad_(True)
         output = None
@@ -127,16 +133,17 @@ class StageCompute:
                 output = self._run(key, kept.given, None)
             kept.output_shape = output.shape
             kept.output = None if self._settings.recompute else output
-        self._kept[key] = kept
+        self._in_flight[key] = kept
         return None if output is None else output.detach()
 
     def backward(self, key: MicroBatchKey, received: Tensor, accumulate: Collection[int]) -> BackwardResult:
-        """The way back of a micro-batch, which is forgotten then: ``received`` is the gradient of what ``forward``
-        returned, or at the last stage the targets. Stages with numbers in ``accumulate`` take in the gradient of their
-        parameters; for the others it is not even computed. Raises ``WireError`` for a gradient or targets that are not
-        this micro-batch's: then all is as before.
+        """Run a micro-batch backward and drop it.
+
+        ``received``: gradient of the output that ``forward`` returned; at the last stage the targets. ``accumulate``:
+        numbers of the stages whose parameters' gradients count; those of the others are not computed. Raises
+        ``WireError`` for a gradient or targets that do not fit this micro-batch, which is kept then.
         """
-        kept, samples = self._kept[key], key.stop - key.start
+        kept, samples = self._in_flight[key], key.stop - key.start
         self._check_received(kept, received, samples)
         granted = [stage for stage in self._stages if stage.number in accumulate]
         wanted: list[Tensor] = [one for stage in granted for one in self._trainable[stage.number]]
@@ -148,7 +155,7 @@ class StageCompute:
             output, gradient, loss = self._end(key, kept, received)
             if wanted:
                 found.extend(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
-        del self._kept[key]
+        del self._in_flight[key]
         back = None
         if not self._is_first:
             last = found.pop()
@@ -160,15 +167,17 @@ class StageCompute:
         return BackwardResult(back, None if loss is None else loss.detach().float())
 
     def drop(self, key: MicroBatchKey) -> None:
-        """Forget a micro-batch, if it is there."""
-        self._kept.pop(key, None)
+        """Drop a micro-batch, if it is in flight."""
+        self._in_flight.pop(key, None)
 
     def drop_all(self) -> None:
-        """Forget all: gradients at parameters that are about to change are of no use."""
-        self._kept.clear()
+        """Drop all micro-batches, because the parameters that they went forward with are about to change."""
+        self._in_flight.clear()
 
-    def _end(self, key: MicroBatchKey, kept: _Kept, received: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What to go back from, its gradient, and the loss."""
+    def _end(
+        self, key: MicroBatchKey, kept: _MicroBatchInFlight, received: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tensor to go backward from, its gradient, and the loss at the last stage."""
         output = kept.output
         if output is None:
             output = self._run(key, kept.given, kept.buffers)
@@ -180,7 +189,7 @@ class StageCompute:
         return loss, torch.ones_like(loss), loss
 
     def _run(self, key: MicroBatchKey, given: Tensor, buffers: list[dict[str, Tensor]] | None) -> Tensor:
-        """The last layer's output, with the model's buffers or, changed then in their stead, ``buffers``."""
+        """Return the last layer's output. Layers change ``buffers`` in place of the model's own, if given."""
         with self._settings.autocast():
             for number, stage in enumerate(self._stages):
                 around = partial(self._seeded, key, stage.first_layer)
@@ -192,8 +201,8 @@ class StageCompute:
 
     @contextmanager
     def _seeded(self, key: MicroBatchKey, first_layer: int, layer: int) -> Iterator[None]:
-        """What a layer draws (dropout) is a function of round, samples and layer: the same when it is computed again,
-        by whomever. Whether it draws at all is seen in its first pass."""
+        """Seed a layer's random numbers (dropout) by round, samples and layer, so that every peer that repeats the
+        pass draws the same. A layer whose first pass draws none is never seeded again."""
         number, device = first_layer + layer, self._settings.device
         draws = self._draws.get(number)
         if draws is False:
@@ -206,7 +215,7 @@ class StageCompute:
                 self._draws[number] = random_states(device) != before
 
     def _copied_buffers(self, number: int) -> dict[str, Tensor]:
-        """Those that layers may change, such as running statistics; the others, which are not saved, are constants."""
+        """Copy the buffers that layers may change, such as running statistics. Non-persistent ones are constants."""
         named = self._stages[number].model.named_buffers()
         return {name: one.clone() for name, one in named if name in self._persistent[number]}
 
@@ -214,12 +223,12 @@ class StageCompute:
         expected = self._settings.input_shape
         if given.shape[:1] != (samples,) or (expected is not None and tuple(given.shape[1:]) != expected):
             raise WireError(
-                f"an input of {tuple(given.shape)}; expected {samples} samples of {expected or 'any shape'}"
+                f"an activation of shape {tuple(given.shape)}; expected {samples} samples of {expected or 'any shape'}"
             )
         if not self._is_first and not given.is_floating_point():
-            raise WireError(f"an input of {given.dtype}; activations are of a floating-point type")
+            raise WireError(f"an activation of type {given.dtype}; expected a floating-point type")
 
-    def _check_received(self, kept: _Kept, received: Tensor, samples: int) -> None:
+    def _check_received(self, kept: _MicroBatchInFlight, received: Tensor, samples: int) -> None:
         if self._loss is not None:
             try:
                 self._loss.check_targets(received, samples)
@@ -227,5 +236,6 @@ class StageCompute:
                 raise WireError(str(error)) from error
         elif received.shape != kept.output_shape or not received.is_floating_point():
             raise WireError(
-                f"a gradient of {tuple(received.shape)} {received.dtype}; expected one of {kept.output_shape}"
+                f"a gradient of shape {tuple(received.shape)} and type {received.dtype}; expected a floating-point "
+                f"tensor of shape {kept.output_shape}"
             )

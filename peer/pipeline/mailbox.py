@@ -23,10 +23,10 @@ from shoal.swarm.transport.node import Node
 
 @dataclass(frozen=True)
 class StageShapes:
-    """Expected shapes of activations and targets, per sample, to check offers before anything is fetched.
+    """Expected shapes of activations and targets, to check offers before anything is fetched.
 
-    ``recipe``: checks the targets; ``inputs``: by stage, the shape of its input, ``inputs[0]`` the model's;
-    ``micro_batch``: the most samples that travel together.
+    ``recipe``: checks the targets' values; ``inputs``: shape of one sample of each stage's input; ``targets``: shape
+    and type of one sample's targets; ``micro_batch``: the most samples of one micro-batch.
     """
 
     recipe: LayeredRecipe
@@ -38,37 +38,43 @@ class StageShapes:
     def of(
         cls, recipe: LayeredRecipe, layered: Layered, boundaries: tuple[int, ...], batch: Tensor, micro_batch: int
     ) -> StageShapes:
-        """Derive the shapes; ``batch``: any samples of the run's data, collated."""
+        """Derive the shapes. ``batch``: any samples of the run's data, collated, (b, …). Raises ``RecipeError``."""
         given, targets = recipe.input_of(batch), TensorHeader.of(recipe.targets_of(batch))
         outputs = [tuple(given.shape), *layered.activation_shapes(given)]
         inputs = tuple(outputs[first][1:] for first in boundaries[:-1])
         return cls(recipe, inputs, TensorHeader(targets.shape[1:], targets.dtype), micro_batch)
 
     def expected(self, offer: PeerToPeerOfferTensor, stage: int) -> tuple[tuple[int, ...], TensorHeader | None]:
-        """Expected shape of an offer to a stage, and its targets' header. Raises ``WireError`` if no stage sends it."""
+        """Return the shape that an offer to ``stage`` must have, and the header of its targets (None for a gradient).
+
+        Raises ``WireError`` for an offer that no other stage makes, or of too many samples.
+        """
         samples = offer.stop - offer.start
         if not 0 < samples <= self.micro_batch:
             raise WireError(f"a micro-batch of {samples} samples; expected 1 to {self.micro_batch}")
         at = stage if offer.kind == "activation" else stage + 1
         if not 0 < at < len(self.inputs):
-            raise WireError(f"stage {stage} takes no {offer.kind} from others")
+            raise WireError(f"an offer of a {offer.kind} to stage {stage}, which gets none from other stages")
         shape = (samples, *self.inputs[at])
         if offer.kind == "gradient":
             return shape, None
         return shape, TensorHeader((samples, *self.targets.shape), self.targets.dtype)
 
     def check_targets(self, targets: Tensor | None, samples: int) -> None:
-        """Check targets before they reach a device. Raises ``WireError`` unless they fit so many samples."""
+        """Check received targets before they reach a device. Raises ``WireError`` unless they fit ``samples``."""
         if targets is None:
-            raise WireError("an activation without targets")
+            raise WireError("an activation came without targets, which the last stage needs")
         try:
             self.recipe.check_targets(targets, samples)
         except ValueError as error:
-            raise WireError(f"targets that no sample has: {error}") from error
+            raise WireError(f"the targets are not those of any samples: {error}") from error
 
 
 class StageMailbox:
-    """Handlers of offers and notes; ``offered`` and ``noted`` report them to the engine and execute its effects."""
+    """Handlers of tensor offers and notes from other peers of the pipeline.
+
+    ``on_offer`` and ``on_note`` report checked ones to the engine and execute its effects.
+    """
 
     def __init__(
         self,
@@ -76,66 +82,66 @@ class StageMailbox:
         span: StageSpan,
         shapes: StageShapes,
         tensors: TensorStore,
-        offered: Callable[[TensorOffer], Answer],
-        noted: Callable[[PeerNote], None],
+        on_offer: Callable[[TensorOffer], Answer],
+        on_note: Callable[[PeerNote], None],
     ) -> None:
         self._node = node
         self._span = span
         self._shapes = shapes
         self._tensors = tensors
-        self._offered = offered
-        self._noted = noted
+        self._report_offer = on_offer
+        self._report_note = on_note
         self._offers: dict[tuple[str, str, int], PeerToPeerOfferTensor] = {}
         self._is_open = False
 
     def open(self) -> None:
-        """Register the handlers; they accept until ``close``."""
+        """Register the handlers, which accept messages until ``close``."""
         self._is_open = True
         self._node.control.handle(PeerToPeerNote, self._on_note)
         for stage in range(self._span.first, self._span.last + 1):
             self._node.control.handle(PeerToPeerOfferTensor, partial(self._on_offer, stage), scope_of(stage))
 
     def close(self) -> None:
-        """Refuse everything from now on, as these stages are being left."""
+        """Refuse all messages from now on, because this peer leaves the stages."""
         self._is_open = False
 
     def offer_for(self, fetch: Fetch) -> PeerToPeerOfferTensor:
-        """Offer of the tensor that is to be fetched."""
+        """Return the accepted offer that a fetch belongs to."""
         return self._offers[fetch.kind, fetch.peer, fetch.number]
 
-    def forget(self) -> None:
-        """Forget the offers of a round that is over."""
+    def drop_offers(self) -> None:
+        """Drop all offers, at the end of a round."""
         self._offers.clear()
 
     async def _on_offer(self, stage: int, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerOfferTensor)
         sender = self._member(channel)
         shape, targets = self._shapes.expected(message, stage)
-        self._tensors.check(message, shape, targets)
+        self._tensors.check_offer(message, shape, targets)
         key = (message.kind, sender, message.number)
-        is_known = key in self._offers  # offered before: another attempt offers the same
+        is_known = key in self._offers  # a further attempt offers the same tensor again
         self._offers.setdefault(key, message)
         micro_batch = MicroBatch(message.round, message.start, message.stop)
         offer = TensorOffer(message.kind, sender, micro_batch, stage, message.attempt, message.number)
-        answer = self._offered(offer)
+        answer = self._report_offer(offer)
         if answer == "accepted":
             return Acknowledged()
         if not is_known:
             self._offers.pop(key, None)
         if answer == "busy":
-            raise Busy("no room for another micro-batch now")
-        raise StaleWork("that micro-batch is not, or not any more, of use here")
+            raise Busy("as many micro-batches as may be are in flight here; offer it again later")
+        raise StaleWork("this peer does not need the micro-batch, or no longer: offer it no more")
 
     async def _on_note(self, channel: Channel, message: Message) -> Message:
         assert isinstance(message, PeerToPeerNote)
         micro_batch = MicroBatch(message.round, message.start, message.stop)
-        self._noted(PeerNote(message.kind, self._member(channel), micro_batch, message.stage, message.attempt))
+        self._report_note(PeerNote(message.kind, self._member(channel), micro_batch, message.stage, message.attempt))
         return Acknowledged()
 
     def _member(self, channel: Channel) -> str:
         if not self._is_open:
-            raise Busy("these stages are being left")
+            raise Busy("this peer is leaving these stages")
         peer = self._node.peer_with(channel.remote_key)
         if peer is None:
-            raise NotAdmitted("only members of the run take part in its pipeline")
+            raise NotAdmitted("only members of the run may send to its pipeline")
         return peer

@@ -1,6 +1,6 @@
 """Peer of a pipeline run: reports its capability, is assigned stages, and trains them until the run ends.
 
-On the training thread; everything asynchronous is done on the network thread.
+It runs on the training thread and leaves everything asynchronous to the network thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from shoal.peer.network_thread import Interrupted
 from shoal.peer.pipeline.capability_updates import CapabilityUpdates
 from shoal.peer.pipeline.profile import ModelProfile, profile_model
 from shoal.peer.pipeline.span import HeldSpan, SpanContext
-from shoal.peer.pipeline.tasks import AttentionTask, ComputeResult
 from shoal.peer.pipeline.tensor_io import Staging
-from shoal.peer.pipeline.training import TrainingSamples
+from shoal.peer.pipeline.training import ComputeResult, TrainingSamples
 from shoal.peer.pipeline.view_watch import AssignedSpan, assigned_span
 from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.peer.recipes.model_memory import check_layers_fit
@@ -43,18 +42,23 @@ log = logging.getLogger(__name__)
 _USUAL_BPS = 1e8
 """Bandwidth assumed until there is another peer to measure it with."""
 
-_LOOK_S = 15.0
+_CHECK_S = 15.0
 """Interval between checks of this machine's capability."""
 
 
 class PipelinePeer:
-    """A context manager that leaves the run at its end; ``train`` in it."""
+    """Peer of a pipeline run, as a context manager that leaves the run at its end.
+
+    Call ``train`` inside. ``snapshot`` and ``request_stop`` may be called from any thread.
+    """
 
     def __init__(
         self, connection: RunConnection, recipe: Recipe, device: torch.device, max_memory_bytes: int | None
     ) -> None:
-        """Raises ``RecipeError`` for a recipe that cannot be cut into stages, and ``UserError`` for options that a
-        pipeline's peer does not have."""
+        """``max_memory_bytes``: the most memory that the stages may take, None for all that is free.
+
+        Raises ``UserError`` for the role of a validator, which holds no stages.
+        """
         self._connection = connection
         self._recipe = recipe
         self._device = device
@@ -70,23 +74,29 @@ class PipelinePeer:
         self._slowdown = 1.0
         self._updates = CapabilityUpdates()
         self._next_check_s = 0.0
-        self._telling: Future[None] | None = None
-        self._said = ""
+        self._reporting: Future[None] | None = None
+        self._last_warning = ""
         if connection.options.role == "validator":
-            raise UserError("a pipeline's members hold stages: join it as full, or with --role contribute-only")
+            raise UserError(
+                "the run has a [pipeline], whose members all hold stages: join it with --role full or contribute-only"
+            )
 
     # The run --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Until the run ends, or ``request_stop``. Raises the errors of joining and training."""
+        """Train assigned stages until the run ends or ``request_stop``.
+
+        Raises ``RecipeError`` for a recipe that cannot be cut into stages, ``DeviceError`` if the device has not enough
+        memory, ``ModelMismatch`` and ``CorpusError`` if model or data are not the run's, and ``Diverged``.
+        """
         try:
             work = self._prepare()
-            self._show()
+            self._report_capability()
             with work.staging.computing():
-                self._hold_places(work)
+                self._hold_spans(work)
         except Interrupted:
-            log.info("stopped before there was anything to train")
-        except RunEnded as error:  # while this peer was still getting ready for it
+            log.info("stopped before this peer had anything to train")
+        except RunEnded as error:  # the run ended while this peer was getting ready
             log.info("%s", error)
 
     def _prepare(self) -> SpanContext:
@@ -100,9 +110,12 @@ class PipelinePeer:
             run.pins.check_layout(layered.layout)
             run.pins.check_data(recipe.tokens_per_sample, recipe.corpus_digest, len(data))
         self._members.run.progress.activity = "measuring"
-        self._memory_bytes = usable_bytes(self._device, self._max_memory_bytes)  # before anything of ours is in it
+        self._memory_bytes = usable_bytes(self._device, self._max_memory_bytes)  # while no stage is in it
         if self._max_memory_bytes is not None and self._memory_bytes < self._max_memory_bytes:
-            log.warning("of --max-memory only %.0f MB are free now, and count", self._memory_bytes / 1e6)
+            log.warning(
+                "only %.0f MB of the memory that --max-memory allows are free: stages are planned for those",
+                self._memory_bytes / 1e6,
+            )
         check_layers_fit(run, recipe, self._memory_bytes)
         self._measured = profile_model(run, recipe, self._device, time.time())
         return SpanContext(
@@ -115,47 +128,49 @@ class PipelinePeer:
             layer_s=tuple(layer.seconds for layer in self._measured.layers),
         )
 
-    # What this machine can do ---------------------------------------------------------------------------------
+    # Capability -----------------------------------------------------------------------------------------------
 
     def _capability(self) -> tuple[PeerCapability, bool]:
-        """As far as it is known by now, and whether its bandwidth is a guess. Its memory stays what it was before
-        anything of ours was in it."""
+        """Return this machine's present capability, and whether its bandwidth is a guess.
+
+        Its memory is that which was free before any stage was in it.
+        """
         node, peer = self._members.run.node, self._connection.peer
         probed_bps = node.meter.probed_bps
-        # What moves otherwise may be far less than the link carries, but not more.
+        # The traffic so far is a lower bound of what the link carries.
         bandwidth_bps = max(node.meter.bandwidth_bps, probed_bps or _USUAL_BPS)
         one = self._measured.capability(peer, self._memory_bytes, bandwidth_bps, node.round_trip_s)
         layer_s = tuple(seconds * self._slowdown for seconds in one.layer_s)
         holds_all = has_all_state(self._device)
         return dataclasses.replace(one, layer_s=layer_s, holds_all=holds_all), not probed_bps
 
-    def _show(self) -> None:
-        """Tell the coordinator what this machine can do; it answers with a span, in the view."""
+    def _report_capability(self) -> None:
+        """Report this machine's capability to the coordinator, whose next views assign it a span."""
         self._members.run.rejoined = False
-        self._network.call(self._tell(), interruptible=True)
+        self._network.call(self._send_capability(), interruptible=True)
 
-    def _report_changes(self) -> None:
+    def _report_changed_capability(self) -> None:
         """Report the capability again once it has differed for some time; work goes on meanwhile."""
         now_s = time.monotonic()
-        if now_s < self._next_check_s or (self._telling is not None and not self._telling.done()):
+        if now_s < self._next_check_s or (self._reporting is not None and not self._reporting.done()):
             return
-        self._next_check_s = now_s + _LOOK_S
-        if self._telling is not None:
-            self._network.wait_for(self._telling)
-            self._telling = None
+        self._next_check_s = now_s + _CHECK_S
+        if self._reporting is not None:
+            self._network.wait_for(self._reporting)
+            self._reporting = None
         one, is_guess = self._capability()
         if self._updates.is_due(one, now_s, is_guess=is_guess):
             log.info(
-                "shown anew: %.3g s a micro-batch, %.0f Mbit/s, %.0f ms to the others",
+                "reporting a changed capability: %.3g s a micro-batch, %.0f Mbit/s, %.0f ms to the other peers",
                 sum(one.layer_s),
                 one.bandwidth_bps / 1e6,
                 1000 * one.rtt_s,
             )
-            self._telling = self._network.submit(self._tell())
+            self._reporting = self._network.submit(self._send_capability())
 
-    async def _tell(self) -> None:
+    async def _send_capability(self) -> None:
         one, is_guess = self._capability()
-        self._updates.shown(one, time.monotonic(), is_guess=is_guess)
+        self._updates.note_report(one, time.monotonic(), is_guess=is_guess)
         shown = PeerToCoordinatorShowCapability(
             capability=Capability(
                 memory_bytes=one.memory_bytes,
@@ -175,10 +190,10 @@ class PipelinePeer:
         )
         try:
             await self._members.run.client.ask(shown, Acknowledged)
-        except NotAdmitted as error:  # the next heartbeat joins again, and then it is shown anew
-            log.info("what this machine can do was not heard: %s", error)
+        except NotAdmitted as error:
+            log.info("the coordinator did not take the capability, which is reported again after rejoining: %s", error)
 
-    def _wait_for_place(self) -> AssignedSpan | None:
+    def _wait_for_span(self) -> AssignedSpan | None:
         """Wait for the assigned span; None when the run has ended or this peer stops."""
         client = self._members.run.client
         self._members.run.progress.activity = "waiting"
@@ -189,78 +204,78 @@ class PipelinePeer:
         while not self._stopping:
             view = self._network.call(client.wait_for(is_over, client.deadlines.heartbeat_s), interruptible=True)
             if self._members.run.rejoined:
-                self._show()
+                self._report_capability()
                 continue
             if view.phase == "ended":
                 return None
             if (place := assigned_span(view, client.peer)) is not None:
                 return place
             if view.pipeline is not None:
-                self._say_why_it_waits(view.pipeline.boundaries)
-            self._report_changes()
+                self._warn_why_it_waits(view.pipeline.boundaries)
+            self._report_changed_capability()
         return None
 
-    def _say_why_it_waits(self, boundaries: tuple[int, ...]) -> None:
-        """Once for each reason."""
+    def _warn_why_it_waits(self, boundaries: tuple[int, ...]) -> None:
+        """Warn why the plan has no span for this peer, once for each reason."""
         run = self._connection.run_file
         assert run.pipeline is not None
         costs = [layer.cost for layer in self._measured.layers]
         one, _ = self._capability()
         why = explain_no_place(PlanningProblem(costs, [one], run.pipeline.in_flight, run.outer.slots), boundaries)
-        if why != self._said:
-            self._said = why
+        if why != self._last_warning:
+            self._last_warning = why
             log.warning("%s", why)
 
     # Stages ---------------------------------------------------------------------------------------------------
 
-    def _hold_places(self, work: SpanContext) -> None:
+    def _hold_spans(self, work: SpanContext) -> None:
         """Hold one assigned span after the other, until the run ends."""
-        while (place := self._wait_for_place()) is not None:
+        while (place := self._wait_for_span()) is not None:
             try:
                 held = HeldSpan.enter(work, place)
             except NotAdmitted as error:
-                log.info("these stages are not ours any more: %s", error)
+                log.info("the assigned stages went to another peer before they were entered: %s", error)
                 continue
             try:
                 self._held = held
-                self._say_span(held, place.boundaries)
+                self._emit_span(held, place.boundaries)
                 self._work_on(held)
             finally:
                 self._leave(held)
 
     def _work_on(self, held: HeldSpan) -> None:
-        """Until these stages are not ours any more, the run ends, or this peer stops."""
+        """Train a span until the plan moves this peer, the run ends, or this peer stops."""
         made: ComputeResult | None = None
         try:
             held.begin_training()
             while not self._stopping:
                 task = held.next_task(made)
                 made = None
-                if not isinstance(task, AttentionTask):
+                if not isinstance(task, Attention):
                     made = held.training.execute(task)
                     self._members.run.progress.computed += made is not None
                     held.training.report_progress(self._members)
                     self._slowdown = held.speed.factor or self._slowdown
-                    self._report_changes()
-                elif not self._settle(held, task.reason):
+                    self._report_changed_capability()
+                elif not self._settle(held, task):
                     return
             if any(member.client.view.phase == "closing" for member in self._members.stages.values()):
-                self._settle(held, Attention.ROUND)  # the others count on what was done here
+                self._settle(held, Attention.ROUND)  # the other peers wait for this one's contribution
         except NotAdmitted as error:
-            log.info("these stages are not ours any more: %s", error)
+            log.info("the stages held here went to another peer: %s", error)
 
-    def _settle(self, held: HeldSpan, reason: Attention) -> bool:
-        """Attend to ``reason``; False if nothing more is to be computed on these stages."""
-        match reason:
+    def _settle(self, held: HeldSpan, attention: Attention) -> bool:
+        """Do what goes before further computations; returns False if this span is at its end."""
+        match attention:
             case Attention.ROUND:
                 held.open_round(goes_on=held.training.close_round())
-            case Attention.AFRESH:
-                return self._start_afresh(held)
-            case Attention.SPOILT:
+            case Attention.RESYNC:
+                return self._resync(held)
+            case Attention.DIVERGED:
                 held.training.recover_from_divergence(held.runner.trouble)
                 held.open_round(goes_on=False)
             case Attention.ENDED:
-                # Others may still need results that we hold.
+                # Other peers may still fetch the round's results from this one.
                 run = self._members.run
                 self._network.call(run.wait_for_change(run.client.deadlines.heartbeat_s))
                 return False
@@ -268,39 +283,39 @@ class PipelinePeer:
                 return False
         return True
 
-    def _start_afresh(self, held: HeldSpan) -> bool:
-        """Start the round afresh: the claims here were given to others, or the state is not the run's."""
+    def _resync(self, held: HeldSpan) -> bool:
+        """Resync all stages, because the membership was lost or the state is not the run's; False if not possible."""
         if self._members.run.rejoined:
-            self._show()
-            self._wait_for_place()
+            self._report_capability()
+            self._wait_for_span()
         place = assigned_span(self._members.run.client.view, self._members.run.client.peer)
         if place is None or place.span != held.span:
             return False
-        held.training.resync("the coordinator had given this peer up, or its state is not the run's")
+        held.training.resync("the coordinator had removed this peer, or its state is not the run's")
         held.open_round(goes_on=False)
         return True
 
-    # Around it ------------------------------------------------------------------------------------------------
+    # Reports and the end --------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The current state, from any thread."""
+        """Return this peer's present state; from any thread. Raises the error that ended the network thread."""
         run = self._members.run
         failure = self._network.failure
         if failure is not None:
             raise failure
         taken, held = take_snapshot(run, run.client.view, run.client.peer, str(self._device)), self._held
-        return held.seen(taken) if held is not None else taken
+        return held.add_to_snapshot(taken) if held is not None else taken
 
     def request_stop(self) -> None:
-        """Leave soon; what is not done goes back. Safe in signal handlers."""
+        """Leave the run soon; unfinished samples go to other peers. Safe in signal handlers."""
         self._stopping = True
         self._network.interrupt()
 
-    def _say_span(self, held: HeldSpan, boundaries: tuple[int, ...]) -> None:
+    def _emit_span(self, held: HeldSpan, boundaries: tuple[int, ...]) -> None:
         span = held.span
         first_layer, stop_layer = boundaries[span.first], boundaries[span.last + 1]
         layers = self._measured.layers[first_layer:stop_layer]
-        self._emit(
+        self._connection.emit(
             "span",
             first=span.first,
             last=span.last,
@@ -317,9 +332,6 @@ class PipelinePeer:
         self._tokens_trained += max(one.samples.tokens_trained for one in held.training.replicas.values())
         held.leave()
 
-    def _emit(self, event: str, **fields: object) -> None:
-        self._connection.emit(event, **fields)
-
     def __enter__(self) -> Self:
         return self
 
@@ -327,7 +339,7 @@ class PipelinePeer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         meter = self._members.run.node.meter
-        self._emit(
+        self._connection.emit(
             "left",
             bytes_sent=meter.sent_bytes,
             bytes_received=meter.received_bytes,

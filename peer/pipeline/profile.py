@@ -30,12 +30,16 @@ from shoal.swarm.pipeline.planner.model import LayerCost, PeerCapability
 from shoal.swarm.protocol.run_file import RunFile
 
 _REPEATS, _ENOUGH_S = 5, 2.0
-"""The median of five, but no sixth second for a layer that takes more than a few tenths."""
+"""Most repetitions of a measurement, and the total seconds after which there is no further one."""
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """``kind``: layers with the same one were measured once; ``seconds``: forward and backward of a micro-batch."""
+    """Measured cost of a layer.
+
+    ``kind``: hash of its structure, layers of the same kind are measured once; ``seconds``: forward and backward of a
+    micro-batch.
+    """
 
     kind: str
     cost: LayerCost
@@ -44,7 +48,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class ProfileSetup:
-    """Where and how layers are measured. ``sent_bytes``: of so many values, as the activations' codec packs them."""
+    """Device and precision of a measurement. ``sent_bytes``: size of so many values as the activations' codec packs."""
 
     device: torch.device
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -58,12 +62,12 @@ def profile_layers(
     loss_of: Callable[[Tensor], Tensor],
     bench: ProfileSetup,
 ) -> tuple[LayerProfile, ...]:
-    """Every layer's cost at the run's shapes: ``given`` is the first one's input, one micro-batch, ``loss_of`` turns
-    the last one's output into the loss, and counts as a part of it.
+    """Measure the cost of every layer at the run's shapes.
 
-    ``outlines``: of each layer what it is made of, on any device, for its kind (modules, their settings, shapes of
-    parameters and input); ``build(i)`` gives layer i. Of each kind one is built and measured, and only one is there at
-    a time, so the model need not fit as a whole. Raises ``DeviceError`` when the device has no memory for a layer.
+    ``outlines``: modules of each layer, on any device, which define its kind; ``build``: builds the layer of an index;
+    ``given``: the model's input, one micro-batch; ``loss_of``: computes the loss from the last layer's output and
+    counts as a part of that layer. One layer of each kind is measured, and only one is in memory at a time, so the
+    model need not fit as a whole. Raises ``DeviceError`` if the device has not enough memory for a layer.
     """
     known: dict[str, tuple[LayerProfile, Tensor]] = {}
     found: list[LayerProfile] = []
@@ -73,7 +77,7 @@ def profile_layers(
         kind = _kind(outline, flowing, is_first=number == 0, is_last=number == last)
         if kind not in known:
             end = loss_of if number == last else None
-            # The first one's input needs no gradient.
+            # The model's input needs no gradient.
             wanted = flowing.detach().requires_grad_(number > 0 and flowing.is_floating_point())
             with _room_on(bench.device):
                 known[kind] = _measure(kind, build(number), wanted, end, bench)
@@ -83,7 +87,7 @@ def profile_layers(
 
 
 def _kind(outline: Sequence[nn.Module], given: Tensor, *, is_first: bool, is_last: bool) -> str:
-    """16 hexadecimal digits. Names of parameters are left out: they have the layer's number in them."""
+    """Hash a layer's structure to 16 hexadecimal digits, without parameter names, which contain the layer's number."""
     parts = [part for module in outline for part in module.modules()]
     tensors = [one for module in outline for one in (*module.parameters(), *module.buffers())]
     about = {
@@ -96,7 +100,7 @@ def _kind(outline: Sequence[nn.Module], given: Tensor, *, is_first: bool, is_las
 
 
 def _plain(part: nn.Module) -> dict[str, int | float | str]:
-    """Settings such as a number of heads, which no shape shows."""
+    """Return a module's plain attributes, such as a number of heads, which shapes do not show."""
     return {name: value for name, value in vars(part).items() if isinstance(value, int | float | str)}
 
 
@@ -113,7 +117,7 @@ def _measure(
     with bench.autocast(), torch.no_grad():
         output = layer(given)
     kept = kept_bytes(layer, forward)
-    # Gradients of 1 everywhere: what they are changes nothing about how long it takes.
+    # Gradients of 1 everywhere: their values do not change the time.
     seconds = _median_s(lambda: _backward(forward()), bench.device)
     cost = LayerCost(
         parameters_bytes=4 * sum(one.numel() for one in layer.parameters() if one.requires_grad),
@@ -128,12 +132,12 @@ def _room_on(device: torch.device) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # On the CPU it is an error like any other, but for its words.
+        # On the CPU torch raises a plain RuntimeError, which only its message tells apart.
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise DeviceError(
-            f"a micro-batch does not fit through one layer on {device}: end other programs that use it, or join a run "
-            f"with smaller layers or micro-batches"
+            f"there is not enough memory on {device} for one layer and a micro-batch: end other programs that use it, "
+            f"or join a run with smaller layers or micro-batches"
         ) from error
 
 
@@ -143,7 +147,7 @@ def _backward(output: Tensor) -> None:
 
 
 def _median_s(work: Callable[[], None], device: torch.device) -> float:
-    """After a first time that does not count: it allocates, and on a GPU chooses and compiles kernels."""
+    """Return the median seconds of ``work``, after a first run that allocates memory and chooses kernels."""
     _timed_s(work, device)
     taken_s: list[float] = []
     while len(taken_s) < _REPEATS and sum(taken_s) < _ENOUGH_S:
@@ -170,8 +174,8 @@ log = logging.getLogger(__name__)
 
 CACHE = SHOAL_HOME / "measured.json"
 _KEPT_S = 7 * 86400.0
-"""Drivers, power settings and what else runs on a machine change; older figures are measured again."""
-_MOST = 64
+"""Seconds that figures are used for; drivers, power settings and other programs change after that."""
+_MAX_ENTRIES = 64
 _USUAL_MICRO_BATCH = 8
 
 _Bytes = Annotated[int, Field(ge=0)]
@@ -195,14 +199,14 @@ class _Entry(_Checked):
 
 
 class _File(_Checked):
-    """By key. Anything else than this is no such file, and measured anew."""
+    """Content of the cache: entries by ``cache_key``. A file of any other form is ignored and replaced."""
 
     entries: dict[str, _Entry] = {}
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """``names`` and ``layers`` are as long as the model. ``whole``: why it is measured as one layer, if it is."""
+    """Measured layers of a model, in order. ``whole``: why the model was measured as one layer; empty if it was not."""
 
     micro_batch: int
     names: tuple[str, ...]
@@ -211,27 +215,27 @@ class ModelProfile:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of one micro-batch through the whole model."""
+        """Seconds of one micro-batch, forward and backward, through the whole model."""
         return sum(layer.seconds for layer in self.layers)
 
     def capability(self, peer: str, memory_bytes: int, bandwidth_bps: float, rtt_s: float = 0.0) -> PeerCapability:
-        """What the planner is told of this machine."""
+        """Return this machine's capability for the planner."""
         layer_s = tuple(layer.seconds for layer in self.layers)
         return PeerCapability(peer, memory_bytes, layer_s, bandwidth_bps, rtt_s)
 
 
 def micro_batch_of(run: RunFile) -> int:
-    """Samples; of runs without a pipeline as many as a batch has, and eight at most."""
+    """Return the samples of a micro-batch; for runs without a pipeline those of a batch, at most eight."""
     return run.pipeline.micro_batch if run.pipeline else min(run.inner.batch_samples, _USUAL_MICRO_BATCH)
 
 
 def profile_model(
     run: RunFile, recipe: Recipe, device: torch.device, now_s: float, cache: Path = CACHE
 ) -> ModelProfile:
-    """Measured on this device, now or some days ago at most. ``now_s``: the wall clock's.
+    """Measure a run's model on this device, or take the figures of some days ago from ``cache``.
 
-    Raises ``DeviceError`` when a layer does not fit, ``RecipeError`` when a run with a pipeline has a recipe that gives
-    no layers, or layers that share weights.
+    ``now_s``: wall-clock time. Raises ``DeviceError`` if the memory is too small for a layer, and ``RecipeError`` if a
+    pipeline's recipe has no layers, or cannot be cut into the run's stages.
     """
     micro_batch = micro_batch_of(run)
     codec = run.pipeline.activation_format if run.pipeline else None
@@ -253,21 +257,21 @@ def profile_model(
 
 
 def cache_key(about: Mapping[str, Any]) -> str:
-    """SHA-256 of all that the figures depend on, in hexadecimal."""
+    """Hash all that the figures depend on to 64 hexadecimal digits (SHA-256)."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def cached_profile(
     path: Path, key: str, now_s: float, count: int, measure: Callable[[], tuple[LayerProfile, ...]]
 ) -> tuple[LayerProfile, ...]:
-    """The ``count`` layers that ``path`` has under ``key``, or those that ``measure`` gives, and the file has then."""
+    """Return the ``count`` layers cached in ``path`` under ``key``; if there are none, ``measure`` and cache them."""
     entries = _read(path)
     found = entries.get(key)
     if found is not None and 0 <= now_s - found.measured_s < _KEPT_S and len(found.layers) == count:
         return tuple(_measure_of(layer) for layer in found.layers)
     layers = measure()
     entries[key] = _Entry(measured_s=now_s, layers=[_layer_of(layer) for layer in layers])
-    newest = sorted(entries, key=lambda one: entries[one].measured_s, reverse=True)[:_MOST]
+    newest = sorted(entries, key=lambda one: entries[one].measured_s, reverse=True)[:_MAX_ENTRIES]
     _write(path, _File(entries={one: entries[one] for one in sorted(newest)}))
     return layers
 
@@ -275,7 +279,7 @@ def cached_profile(
 def _ways_to_measure(
     run: RunFile, recipe: Recipe, batch: Tensor, bench: ProfileSetup
 ) -> tuple[tuple[str, ...], str, Callable[[], tuple[LayerProfile, ...]]]:
-    """Names, why it is one layer if it is, and how to measure."""
+    """Return the layers' names, why the model is one layer (or ""), and a function that measures them."""
     try:
         in_layers = layered_recipe(recipe, run)
         layered = in_layers.layers(run.run.seed)
@@ -307,7 +311,7 @@ def _ways_to_measure(
 
 
 class _WithLoss(nn.Module):
-    """A model that cannot be cut, with its loss."""
+    """Model that cannot be cut, with its loss, as one layer."""
 
     def __init__(self, recipe: Recipe, seed: int) -> None:
         super().__init__()
@@ -315,7 +319,7 @@ class _WithLoss(nn.Module):
         self._recipe = recipe
 
     def forward(self, batch: Tensor) -> Tensor:
-        """``(b, …)`` to ``()``."""
+        """Return the mean loss, (), of a batch (b, …)."""
         return self._recipe.loss(self.model, batch)
 
 
@@ -327,7 +331,7 @@ def _read(path: Path) -> dict[str, _Entry]:
     try:
         return _File.model_validate_json(path.read_bytes()).entries
     except (OSError, ValidationError) as error:
-        log.debug("nothing is known of earlier measurements: %s", error)
+        log.debug("the cached measurements cannot be read and are taken again: %s", error)
         return {}
 
 
@@ -336,7 +340,7 @@ def _write(path: Path, content: _File) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.put(path, content.model_dump_json(indent=1).encode())
     except OSError as error:
-        log.warning("what was measured could not be kept, and is measured again next time: %s", error)
+        log.warning("the measurements could not be cached, so the next start takes them again: %s", error)
 
 
 def _layer_of(layer: LayerProfile) -> _Layer:

@@ -21,9 +21,8 @@ from shoal.peer.pipeline.capability_updates import SpeedEstimate
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
-from shoal.peer.pipeline.tasks import ComputeResult, Task
 from shoal.peer.pipeline.tensor_io import Staging
-from shoal.peer.pipeline.training import SpanTraining, TrainingSamples
+from shoal.peer.pipeline.training import ComputeResult, SpanTraining, Task, TrainingSamples
 from shoal.peer.pipeline.view_watch import AssignedSpan, is_held
 from shoal.peer.terminal.snapshot import Flow, Snapshot, held_stages, with_stages
 from shoal.peer.training.data import DataAbout
@@ -39,15 +38,16 @@ from shoal.swarm.protocol.run_file import RunFile
 log = logging.getLogger(__name__)
 
 _NUMBERS = 2**20
-"""Tensors that one engine offers at most; the next one's numbers begin elsewhere, or an offer of the one before
-could be taken for one of it."""
+"""Distance between the first tensor numbers of engines, more than one engine offers; each engine begins at a random
+multiple, so that an offer of the previous one is not taken for one of the next."""
 
 
 @dataclass(frozen=True)
 class SpanContext:
     """Everything that this peer needs to hold any span of the run.
 
-    ``layer_s``: each layer's measured seconds for a micro-batch, forward and backward.
+    ``about``: description of the data for the run; ``layer_s``: measured seconds of each layer for a micro-batch,
+    forward and backward; ``divergence``: outlives spans.
     """
 
     connection: RunConnection
@@ -65,7 +65,7 @@ class SpanContext:
 
 
 class HeldSpan:
-    """Held span of stages, made by ``enter`` and ended by ``leave``."""
+    """Span of stages that this peer holds, from ``enter`` until ``leave``."""
 
     def __init__(
         self,
@@ -86,13 +86,12 @@ class HeldSpan:
         self._running: futures.Future[None] | None = None
 
     @classmethod
-    def enter(
-        cls,
-        work: SpanContext,
-        place: AssignedSpan,
-    ) -> HeldSpan:
-        """Build the layers of these stages and join them. Raises ``NotAdmitted`` when they are not ours any more,
-        ``Interrupted``, and what a model raises that is not the run's."""
+    def enter(cls, work: SpanContext, place: AssignedSpan) -> HeldSpan:
+        """Build the layers of an assigned span and join its stages.
+
+        Raises ``NotAdmitted`` if the plan has given a stage to others, ``Interrupted``, and ``ModelMismatch`` for
+        layers that are not the run's.
+        """
         network, members = work.connection.network, work.connection.members
         boundaries, span = place.boundaries, place.span
         work.layered.check_boundaries(boundaries)
@@ -106,9 +105,9 @@ class HeldSpan:
         try:
             for stage in stages:
                 is_ours = partial(is_held, peer=members.run.client.peer, stage=stage)
-                if not is_ours(members.run.client.view):  # a large model takes a while to build
-                    raise NotAdmitted(f"stage {stage} is not this peer's any more")
-                build = partial(_at_start, work, boundaries[stage], boundaries[stage + 1])
+                if not is_ours(members.run.client.view):  # building the stage before may have taken long
+                    raise NotAdmitted(f"the plan has given stage {stage} to another peer")
+                build = partial(_initial_layers, work, boundaries[stage], boundaries[stage + 1])
                 model = work.layered.build(boundaries[stage], boundaries[stage + 1]).to(work.staging.device)
                 member: LocalMember = network.call(members.enter(stage, is_ours), interruptible=True)
                 about = StageAbout(number=stage, stages=place.stages)
@@ -126,13 +125,13 @@ class HeldSpan:
                 progress.prepared = len(replicas) / len(stages)
                 held.append(HeldStage(stage, boundaries[stage], model, replicas[stage].work))
         except BaseException:
-            _nothing_is_ready(progress)
+            _reset_headway(progress)
             network.call(members.leave_all())
             raise
         settings = {stage: _compute_settings(work, shapes, stage, recompute=place.recomputes) for stage in stages}
         speed = SpeedEstimate(partial(_expected_s, work, place, is_last=is_last))
-        # Elsewhere computations are only begun when they return.
-        took = speed.took if work.staging.device.type == "cpu" else lambda stage, seconds: None
+        # On other devices a computation returns before it has ended, so its seconds say nothing.
+        took = speed.add if work.staging.device.type == "cpu" else lambda stage, seconds: None
         training = SpanTraining(held, replicas, work.samples, settings, took, is_last=is_last)
         client = members.run.client
         engine = StageEngine(
@@ -145,28 +144,28 @@ class HeldSpan:
         return cls(network, members, span, training, runner, speed)
 
     def begin_training(self) -> None:
-        """With the state of every stage in place: take part in the round."""
+        """Obtain the state of every stage and take part in the round. Raises ``Interrupted``."""
         self.training.sync_state()
         self._running = self._network.submit(self.runner.run())
         self._network.call(self.runner.open_round(self.training.round))
 
     def open_round(self, *, goes_on: bool) -> None:
-        """After the end of one; ``goes_on``: it is the same, with the work that was done."""
+        """Go on after a round. ``goes_on``: the round was reopened and its work counts on."""
         if not goes_on:
             self._network.call(self.runner.end_round())
         self._network.call(self.runner.open_round(self.training.round))
 
     def next_task(self, made: ComputeResult | None) -> Task:
-        """What is to be done after what was ``made``, as soon as there is something. Raises ``Interrupted``."""
-        task = self.runner.next_at_once(made)
+        """Report the last result, if any, and wait for the next task. Raises ``Interrupted``."""
+        task = self.runner.take_ready_task(made)
         if made is not None:
             self._network.post(self.runner.wake)
         return task or self._network.call(self.runner.next_task(), interruptible=True)
 
-    # What others see ------------------------------------------------------------------------------------------
+    # Reports --------------------------------------------------------------------------------------------------
 
-    def seen(self, run: Snapshot) -> Snapshot:
-        """``run``, what the membership of the run says, with that of these stages. From any thread."""
+    def add_to_snapshot(self, run: Snapshot) -> Snapshot:
+        """Add the stages held here to a snapshot of the run; from any thread."""
         settings, pipeline = self._first.client.run_file.pipeline, self._members.run.client.view.pipeline
         assert settings is not None
         if pipeline is None:
@@ -180,7 +179,7 @@ class HeldSpan:
         return with_stages(run, self._first, held_stages(pipeline, (self.span.first, self.span.last), flow))
 
     def states(self) -> list[dict[str, Any]]:
-        """Which state of each stage is held here, for events."""
+        """Return stage, version and digest of each state held here, for events."""
         return [
             {"stage": stage, "anchor_version": replica.state.version, "digest": replica.state.digest.hex()}
             for stage, replica in self.training.replicas.items()
@@ -188,36 +187,39 @@ class HeldSpan:
         ]
 
     def leave(self) -> None:
-        """Give back what is not done, and go; others may hold these stages from now on."""
-        _nothing_is_ready(self._members.run.progress)  # saving may take a while
+        """Save checkpoints, stop the engine and leave all stages; unfinished work is given to other peers."""
+        _reset_headway(self._members.run.progress)  # before saving, which may take a while
         try:
             self.training.save_checkpoints()
         finally:
             if self._running is not None:
-                self._network.post(self.runner.close)
+                self._network.post(self.runner.stop)
                 self._network.wait_for(self._running)
             with suppress(LinkError):
                 self._network.call(self._members.leave_all())
 
 
-def _nothing_is_ready(progress: Progress) -> None:
-    """For whatever stages come next: what was so of others would be taken for the way to those."""
+def _reset_headway(progress: Progress) -> None:
+    """Reset the reported headway, which would otherwise be taken for that towards the next span."""
     progress.prepared, progress.has_work = 0.0, False
 
 
-def _at_start(work: SpanContext, first: int, stop: int) -> StageModel:
-    """Those layers as the run began with them, whatever was trained since."""
+def _initial_layers(work: SpanContext, first: int, stop: int) -> StageModel:
+    """Build layers ``first`` to ``stop`` - 1 with the values that they had at the run's start."""
     return work.samples.recipe.layers(work.run.run.seed).build(first, stop)
 
 
 def _expected_s(work: SpanContext, place: AssignedSpan, from_stage: int, *, is_last: bool) -> float:
-    """Of a micro-batch that comes in at that stage, as planned: the last stage computes nothing twice."""
+    """Return the profiled seconds of a micro-batch that enters at a stage, through the rest of the span.
+
+    Stages that recompute their forward pass take longer; the last stage never does.
+    """
     layers = slice(place.boundaries[from_stage], place.boundaries[place.span.last + 1])
     return sum(work.layer_s[layers]) * (RECOMPUTE_TIME if place.recomputes and not is_last else 1.0)
 
 
 def _compute_settings(work: SpanContext, shapes: StageShapes, stage: int, *, recompute: bool) -> ComputeSettings:
-    """For what comes in at ``stage``."""
+    """Make the settings for micro-batches that enter at ``stage``."""
     assert work.run.pipeline is not None
     return ComputeSettings(
         device=work.staging.device,

@@ -1,6 +1,6 @@
 """Tensors of a pipeline's peer by job: received ones, and packed ones that other peers may fetch.
 
-On the event loop; packing and unpacking run in worker threads.
+Used on the event loop; packing and unpacking run in worker threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Parcel:
-    """Packed tensor, ``size_bytes`` of ``data``, followed by the targets' raw bytes, if any (a ``ChunkSource``)."""
+    """Packed tensor, the first ``size_bytes`` of ``data``, then the targets' raw bytes, if any (a ``ChunkSource``)."""
 
     form: TensorHeader
     targets: TensorHeader | None
@@ -43,8 +43,8 @@ class Parcel:
 
 
 @dataclass
-class _Kept:
-    """Tensors of one job. ``given``, ``targets`` and ``gradient`` were received; ``made`` is still to be packed."""
+class _JobTensors:
+    """Tensors of one job: ``given``, ``targets`` and ``gradient`` were received, ``made`` has yet to be packed."""
 
     given: Tensor | None = None
     targets: Tensor | None = None
@@ -60,25 +60,29 @@ class TensorStore:
     def __init__(self, endpoint: Endpoint, staging: Staging) -> None:
         self._endpoint = endpoint
         self._staging = staging
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _JobTensors] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    # Ours, for others -----------------------------------------------------------------------------------------
+    # Results, for other peers ---------------------------------------------------------------------------------
 
-    def made(self, job: int, kind: TensorKind, tensor: ComputedTensor, targets: Tensor | None = None) -> None:
-        """What a job has computed; what came for it is not needed any more, but for its targets, which go on with an
-        activation, nor what it had made before."""
-        earlier = self._kept.get(job, _Kept())
+    def store_result(self, job: int, kind: TensorKind, tensor: ComputedTensor, targets: Tensor | None = None) -> None:
+        """Store a job's result in place of its inputs and earlier results.
+
+        The targets travel on with an activation: ``targets``, or those that came with the job's input.
+        """
+        earlier = self._kept.get(job, _JobTensors())
         if targets is None and kind == "activation":
             targets = earlier.targets
         self._retract(job)
-        self._kept[job] = _Kept(targets=targets, made={kind: tensor})
+        self._kept[job] = _JobTensors(targets=targets, made={kind: tensor})
 
-    async def parcel(self, job: int, kind: TensorKind) -> Parcel | None:
-        """Pack it, once, and have it ready to be fetched; None when the job is forgotten by now. Raises ``CodecError``
-        when a value is infinite or not a number."""
+    async def publish_packed(self, job: int, kind: TensorKind) -> Parcel | None:
+        """Pack a result, once, and publish it for other peers to fetch; None if the job was dropped meanwhile.
+
+        Raises ``CodecError`` if a value is infinite or not a number.
+        """
         kept = self._kept.get(job)
         if kept is None:
             return None
@@ -93,22 +97,25 @@ class TensorStore:
             self._endpoint.publish(Blob(kind=kind, number=job), parcel)
             return parcel
 
-    # Others', for us ------------------------------------------------------------------------------------------
+    # Inputs, from other peers ---------------------------------------------------------------------------------
 
-    def check(self, offer: PeerToPeerOfferTensor, shape: tuple[int, ...], targets: TensorHeader | None) -> None:
-        """Raises ``WireError`` unless the tensor that is offered has that shape, and targets of that form with it."""
+    def check_offer(self, offer: PeerToPeerOfferTensor, shape: tuple[int, ...], targets: TensorHeader | None) -> None:
+        """Raise ``WireError`` unless the offered tensor and its targets have the expected shapes and sizes."""
         form = _form(offer)
         form.check(shape)
         if offer.size_bytes != (expected := form.packed_bytes(self._staging.codec)):
-            raise WireError(f"a tensor of {offer.size_bytes} bytes; expected {expected}")
+            raise WireError(f"an offered tensor of {offer.size_bytes} bytes; expected {expected}")
         if _targets_form(offer) != targets:
-            raise WireError(f"targets of {offer.targets}; expected {targets}")
+            raise WireError(f"offered targets of the form {offer.targets}; expected {targets}")
 
     async def fetch(self, fetch: Fetch, offer: PeerToPeerOfferTensor, progress_s: float) -> None:
-        """Get what was offered, as the input or the gradient of ``fetch.job``. Raises ``LinkError``."""
+        """Fetch an offered tensor as the input or the gradient of ``fetch.job``. Raises ``LinkError``.
+
+        ``progress_s``: the longest wait for the next chunk.
+        """
         form, targets = _form(offer), _targets_form(offer)
         target_bytes = targets.packed_bytes(self._staging.codec) if targets else 0
-        room = self._staging.room(offer.size_bytes + target_bytes)
+        room = self._staging.allocate_host(offer.size_bytes + target_bytes)
         place = room.numpy().data
 
         def sink(chunk: int, size: int) -> memoryview:
@@ -121,8 +128,8 @@ class TensorStore:
         async with aclosing(self._endpoint.fetch(fetch.peer, blob, chunks, sink, progress_s)) as stream:
             async for _ in stream:
                 pass
-        tensor = await in_thread(self._staging.unpacked, room[: offer.size_bytes], form)
-        kept = self._kept.setdefault(fetch.job, _Kept())
+        tensor = await in_thread(self._staging.unpack_received, room[: offer.size_bytes], form)
+        kept = self._kept.setdefault(fetch.job, _JobTensors())
         if fetch.kind == "gradient":
             kept.gradient = tensor
             return
@@ -130,19 +137,19 @@ class TensorStore:
         if targets is not None:
             kept.targets = unpack(room[offer.size_bytes :], targets, self._staging.codec)
 
-    def take_input(self, job: int) -> tuple[Tensor | None, Tensor | None]:
-        """Input and targets that came for this job; the training thread keeps them from now on."""
-        kept = self._kept.get(job, _Kept())
+    def received_input(self, job: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the input and the targets received for a job; None where this peer reads them itself."""
+        kept = self._kept.get(job, _JobTensors())
         return kept.given, kept.targets
 
-    def take_gradient(self, job: int) -> Tensor | None:
-        """The gradient that came for this job."""
-        return self._kept.get(job, _Kept()).gradient
+    def received_gradient(self, job: int) -> Tensor | None:
+        """Return the gradient received for a job, if any."""
+        return self._kept.get(job, _JobTensors()).gradient
 
     # ----------------------------------------------------------------------------------------------------------
 
     def drop(self, job: int) -> None:
-        """Nobody needs it any more."""
+        """Drop a job's tensors and retract its results."""
         if self._kept.pop(job, None) is not None:
             self._retract(job)
 
@@ -157,7 +164,7 @@ class TensorStore:
 
 def _packed(made: ComputedTensor, targets: Tensor | None, staging: Staging) -> Parcel:
     form = TensorHeader.of(made.tensor)
-    data = staging.packed(made, None if targets is None else pack(targets.cpu(), staging.codec))
+    data = staging.pack_result(made, None if targets is None else pack(targets.cpu(), staging.codec))
     targets_form = None if targets is None else TensorHeader.of(targets)
     return Parcel(form, targets_form, form.packed_bytes(staging.codec), data.numpy().data)
 
@@ -171,7 +178,8 @@ def _targets_form(offer: PeerToPeerOfferTensor) -> TensorHeader | None:
 
 
 def offer_of(send: Send, parcel: Parcel) -> PeerToPeerOfferTensor:
-    """Offer that announces a parcel to its receiver."""
+    """Return the message that offers a parcel to its receiver."""
+    targets = parcel.targets
     return PeerToPeerOfferTensor(
         kind=send.kind,
         round=send.micro_batch.round,
@@ -182,13 +190,8 @@ def offer_of(send: Send, parcel: Parcel) -> PeerToPeerOfferTensor:
         dtype=parcel.form.dtype,
         size_bytes=parcel.size_bytes,
         number=send.number,
-        targets=wire_form(parcel.targets),
+        targets=None if targets is None else WireForm(shape=targets.shape, dtype=targets.dtype),
     )
-
-
-def wire_form(form: TensorHeader | None) -> WireForm | None:
-    """Header in the form that messages have."""
-    return None if form is None else WireForm(shape=form.shape, dtype=form.dtype)
 
 
 def _chunks(size_bytes: int) -> int:

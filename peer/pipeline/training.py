@@ -1,12 +1,10 @@
-"""Training of a held span on the training thread: computations, replicas of the state, and rounds.
+"""Training of a held span on the training thread: its tasks, their results, and the rounds of all its stages.
 
-A replica averages each of its stages as if that were a run of its own; all of them close a round and conclude it
-together.
+Each stage is averaged like a run of its own; the stages held here close and conclude every round together.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,50 +14,78 @@ from torch import Tensor
 
 from shoal.peer.member.memberships import Memberships
 from shoal.peer.member.replica import TrainingReplica
-from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
-from shoal.peer.pipeline.tasks import BackwardTask, ComputeResult, ForgetTask, ForwardTask
+from shoal.peer.member.round_deadline import Attention
+from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, MicroBatchKey, StageCompute
 from shoal.peer.pipeline.tensor_io import ComputedTensor
 from shoal.peer.training.data import Dataset, SampleOrder, take_batch
 from shoal.peer.training.layers import LayeredRecipe
 from shoal.swarm.errors import NotAdmitted
-from shoal.swarm.pipeline.engine.effects import MicroBatch
-
-log = logging.getLogger(__name__)
+from shoal.swarm.pipeline.engine.effects import ComputeBackward, ComputeForward, MicroBatch
 
 _WINDOW = 16
-"""Micro-batches that the speed is measured on."""
+"""Number of recent micro-batches that the speed is measured on."""
 
 
 @dataclass(frozen=True)
-class _Key:
-    """A job's micro-batch, as ``StageCompute`` knows it."""
+class ForwardTask:
+    """Forward pass of one micro-batch.
 
-    job: int
-    round: int
-    start: int
-    stop: int
+    ``given``: input of ``compute.from_stage``, (b, …), and ``targets``, both received from the previous stage; None
+    if this peer drives the micro-batch and reads its samples.
+    """
 
-    @classmethod
-    def of(cls, job: int, micro_batch: MicroBatch) -> _Key:
-        return cls(job, micro_batch.round, micro_batch.start, micro_batch.stop)
+    compute: ComputeForward
+    given: Tensor | None = None
+    targets: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BackwardTask:
+    """Backward pass of one micro-batch.
+
+    ``gradient``: gradient of the forward pass's output; None at the last stage, which has the targets.
+    """
+
+    compute: ComputeBackward
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ForgetTask:
+    """Drop of one job's tensors; of all jobs' for None."""
+
+    job: int | None
+
+
+Task = ForwardTask | BackwardTask | ForgetTask | Attention
+"""Next step of the training thread; an ``Attention`` goes before any computation."""
+
+
+@dataclass(frozen=True)
+class ComputeResult:
+    """Result of a computation: an activation with its targets, or a gradient. ``tensor``: None if no peer needs it."""
+
+    compute: ComputeForward | ComputeBackward
+    tensor: ComputedTensor | None = None
+    targets: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TrainingSamples:
-    """Samples that drivers read: the run's data in the run's order."""
+    """The run's data in the run's order, for the micro-batches that this peer drives."""
 
     recipe: LayeredRecipe
     data: Dataset
     order: SampleOrder
 
     def read(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The model's input and the targets."""
+        """Return the model's input and the targets, each (b, …)."""
         batch = take_batch(self.data, self.order.indices(micro_batch.start, micro_batch.stop))
         return self.recipe.input_of(batch), self.recipe.targets_of(batch)
 
 
 class SpanTraining:
-    """``held``: consecutive stages, with the ``replicas`` of each. ``is_last``: with the model's last."""
+    """Computations and rounds of the stages of one span, on the training thread."""
 
     def __init__(
         self,
@@ -71,8 +97,10 @@ class SpanTraining:
         *,
         is_last: bool,
     ) -> None:
-        """``settings``: by the stage at which a micro-batch comes in; ``took`` is told that and the seconds of each one
-        that counted in all stages from there on, forward and backward."""
+        """``held``: the span's stages in order; ``replicas`` and ``settings``: by stage, the latter by the one at which
+        a micro-batch enters; ``took``: called with that stage and the seconds, forward and backward, of every
+        micro-batch whose gradient counted in all stages from there on; ``is_last``: the model's last stage is held.
+        """
         self.replicas = dict(replicas)
         self._samples = samples
         self._is_last = is_last
@@ -82,16 +110,16 @@ class SpanTraining:
             stage.number: StageCompute(held[at:], settings[stage.number], samples.recipe if is_last else None)
             for at, stage in enumerate(held)
         }
-        self._keys: dict[int, tuple[StageCompute, _Key]] = {}
+        self._keys: dict[int, tuple[StageCompute, MicroBatchKey]] = {}
         self._targets: dict[int, Tensor] = {}
         self._finished: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self.forwards = self.backwards = 0
-        """Micro-batches that were computed, also those of somebody else's claim."""
+        """Number of micro-batches computed, also those whose gradients count at other replicas."""
 
     # Computing ------------------------------------------------------------------------------------------------
 
     def execute(self, task: ForwardTask | BackwardTask | ForgetTask) -> ComputeResult | None:
-        """One task; what came of it, None for what gives nothing."""
+        """Do a task and return its result; None for a drop."""
         match task:
             case ForwardTask():
                 return self._forward(task)
@@ -107,10 +135,11 @@ class SpanTraining:
         given, targets = task.given, task.targets
         if given is None or targets is None:
             given, targets = self._samples.read(micro_batch)
-        compute, key = self._computes[task.compute.from_stage], _Key.of(job, micro_batch)
+        compute = self._computes[task.compute.from_stage]
+        key = MicroBatchKey(micro_batch.round, micro_batch.start, micro_batch.stop, job)
         self._keys[job] = compute, key
         output = compute.forward(key, given)
-        made = None if output is None else ComputedTensor.here(output)
+        made = None if output is None else ComputedTensor.on_current_stream(output)
         self.forwards += 1
         self._forward_s[job] = time.perf_counter() - began_s
         if self._is_last:
@@ -123,9 +152,9 @@ class SpanTraining:
         micro_batch, job, from_stage = task.compute.micro_batch, task.compute.job, task.compute.from_stage
         compute, key = self._keys.pop(job)
         received = self._targets.pop(job) if self._is_last else task.gradient
-        assert received is not None, "a gradient comes before its backward"
+        assert received is not None, "the gradient has arrived before its backward pass is queued"
         back = compute.backward(key, received, task.compute.accumulate)
-        made = None if back.input_gradient is None else ComputedTensor.here(back.input_gradient)
+        made = None if back.input_gradient is None else ComputedTensor.on_current_stream(back.input_gradient)
         self.backwards += 1
         for stage in sorted(task.compute.accumulate):
             self.replicas[stage].count_trained(micro_batch.start, micro_batch.stop, back.loss)
@@ -147,19 +176,22 @@ class SpanTraining:
 
     @property
     def round(self) -> int:
-        """That the work is for. All stages are in the same, but for those that are still to catch up."""
+        """Round that the work is for: that of the stage furthest behind, if some have yet to catch up."""
         return min(replica.round for replica in self.replicas.values())
 
     def sync_state(self) -> None:
-        """Get the state of every stage. Raises ``Interrupted``."""
+        """Obtain the current state of every stage. Raises ``Interrupted``."""
         for replica in self.replicas.values():
             replica.sync_state()
 
     def close_round(self) -> bool:
-        """Offer what every stage has, and conclude them all; returns whether the work for the round goes on, as it was
-        reopened. Raises ``Interrupted``, ``NotAdmitted``, ``Diverged``."""
+        """Contribute the work of every stage and conclude the round in all of them.
+
+        Returns whether the work goes on, because the round was reopened. Raises ``Interrupted``, ``NotAdmitted`` if a
+        stage was given to others, ``Diverged``.
+        """
         number = self.round
-        # A stage that was synced while a round ended is behind the others, and catches up.
+        # A stage that was synced while a round ended is behind the others and catches up.
         taking_part = [replica for replica in self.replicas.values() if replica.round == number]
         offered = [replica for replica in taking_part if replica.begin_exchange()]
         is_whole = len(offered) == len(taking_part)
@@ -167,37 +199,37 @@ class SpanTraining:
         for replica in offered:
             try:
                 is_whole = replica.conclude_round() and is_whole
-            except NotAdmitted as error:  # the others may still be ours, and nobody else may have their new state
+            except NotAdmitted as error:  # conclude the others all the same: no other peer may have their new state
                 lost = error
         if lost is not None:
             raise lost
         goes_on = [replica for replica in taking_part if replica.round == number]
         if goes_on and not is_whole:
-            # A micro-batch counts in all our stages or is claimed anew in all.
+            # A micro-batch counts in all stages held here, or is claimed anew in all of them.
             for replica in goes_on:
                 replica.resync("the work on another stage was lost")
         self._finished.clear()
         return bool(goes_on) and is_whole
 
     def resync(self, reason: str) -> None:
-        """Give back all that was claimed in any stage and begin again from the run's state."""
+        """Drop the work and the claims of all stages and begin again from the run's state."""
         for replica in self.replicas.values():
             replica.resync(reason)
         self._finished.clear()
 
     def recover_from_divergence(self, reason: str) -> None:
-        """``resync``, as what was computed is of no use to anybody. Raises ``Diverged``."""
+        """Drop work that has become infinite or not a number, and ``resync``. Raises ``Diverged`` after some tries."""
         for replica in self.replicas.values():
             replica.recover_from_divergence(reason)
         self._finished.clear()
 
     def save_checkpoints(self) -> None:
-        """Have a checkpoint of every stage on disk."""
+        """Write a checkpoint of every stage."""
         for replica in self.replicas.values():
             replica.save_checkpoint()
 
     def report_progress(self, members: Memberships) -> None:
-        """Let the next heartbeats tell what is done."""
+        """Update the progress that the next heartbeats of the run and of the stages report."""
         rate = self._samples_per_s()
         for stage, replica in self.replicas.items():
             progress = members.stages[stage].progress

@@ -14,10 +14,9 @@ from shoal.swarm.protocol.rounds import RunView
 
 
 class ViewWatch:
-    """Watch over one span. ``driven``: samples of this peer that went through all stages."""
+    """Observer of the views for one held span."""
 
     def __init__(self, members: Memberships, span: StageSpan) -> None:
-        self.driven = 0
         self._members = members
         self._span = span
         self._stages = [members.stages[stage] for stage in range(span.first, span.last + 1)]
@@ -33,37 +32,37 @@ class ViewWatch:
     # The round ------------------------------------------------------------------------------------------------
 
     def attention(self, round_number: int) -> Attention:
-        """What to attend to before computing goes on; from any thread, as views are replaced and never changed.
+        """Decide what goes before further computations; from any thread, as views are replaced and never changed.
 
-        ``round_number``: the round that the work here is for.
+        ``round_number``: the round that the work here is for; negative before the first.
         """
         run, views = self._members.run, [member.client.view for member in self._stages]
         rejoined = run.rejoined or any(member.rejoined for member in self._stages)
         found = attention(views, lambda view: round_number >= 0 and _is_due(view, round_number), rejoined=rejoined)
         place = assigned_span(run.client.view, run.client.peer)
-        if found is not Attention.AFRESH and (place is None or place.span != self._span):
+        if found is not Attention.RESYNC and (place is None or place.span != self._span):
             return Attention.MOVED
         return found
 
     def is_closing(self, round_number: int) -> bool:
-        """Whether the round's batch is leased out and, as far as is known, done."""
+        """Return whether the round is closing: all its samples are leased and, as far as is known, done."""
         views = [member.client.view for member in self._stages]
         return any(view.round == round_number and view.phase in ("closing", "averaging") for view in views)
 
-    def say_idle(self) -> None:
-        """Report that nothing can be computed until another peer sends something."""
+    def report_idle(self) -> None:
+        """Set the activity to idle: nothing can be computed until another peer sends a tensor."""
         for member in (self._members.run, *self._stages):
             member.progress.activity = "idle"
 
-    def tell_progress(self) -> None:
-        """Send the stages' next heartbeats soon."""
+    def request_heartbeats(self) -> None:
+        """Send the stages' next heartbeats at once."""
         for member in self._stages:
             member.request_heartbeat()
 
     # Replicas -------------------------------------------------------------------------------------------------
 
     def take_gone(self) -> list[str]:
-        """Peers that left the run or restarted as another process; each is named once."""
+        """Return the peers that left the run or restarted since the last call."""
         now = self._members.run.node.processes()
         gone = [peer for peer, process in self._known.items() if now.get(peer) != process]
         self._known = now
@@ -72,7 +71,10 @@ class ViewWatch:
         return gone
 
     def take_replicas(self) -> dict[str, float | None] | None:
-        """Replicas of the next stage with their planned micro-batches a second, or None if they have not changed."""
+        """Return the replicas of the next stage with their planned rates in micro-batches a second (None: unknown).
+
+        Returns None if the replicas are those of the last call.
+        """
         view, me = self._members.run.client.view, self._members.run.client.peer
         rates = holders(view, self._span.last + 1)
         found = {peer: rate for peer, rate in rates.items() if peer in self._known and peer != me}
@@ -84,7 +86,11 @@ class ViewWatch:
 
 @dataclass(frozen=True)
 class AssignedSpan:
-    """Span that the plan assigns to a peer, the model's cut, and whether to recompute forward passes."""
+    """Span that the plan assigns to a peer.
+
+    ``boundaries``: first layer of each of the model's stages, then the number of layers; ``recomputes``: whether to
+    repeat forward passes rather than keep their activations.
+    """
 
     boundaries: tuple[int, ...]
     span: StageSpan
@@ -97,7 +103,7 @@ class AssignedSpan:
 
 
 def assigned_span(view: RunView, peer: str) -> AssignedSpan | None:
-    """Span that the plan assigns to that peer; None without one."""
+    """Return the span that the plan assigns to a peer, if any."""
     if view.pipeline is None:
         return None
     for one in view.pipeline.spans:
@@ -107,18 +113,18 @@ def assigned_span(view: RunView, peer: str) -> AssignedSpan | None:
 
 
 def is_held(view: RunView, peer: str, stage: int) -> bool:
-    """Whether the plan assigns that stage to that peer."""
+    """Return whether the plan assigns a stage to a peer."""
     return peer in holders(view, stage)
 
 
 def holders(view: RunView, stage: int) -> dict[str, float | None]:
-    """Peers to which the plan assigns a stage, with their planned micro-batches a second, or None."""
+    """Return the peers that the plan assigns a stage to, with their planned rates in micro-batches a second."""
     spans = view.pipeline.spans if view.pipeline else ()
     return {span.peer: span.rate or None for span in spans if span.first <= stage <= span.last}
 
 
 def _is_due(view: RunView, round_number: int) -> bool:
-    # Nothing is to be finished before a moment that was announced: it is announced when everything is done.
+    # A pipeline's round closes once all its samples are done, so no step has to fit before the closing moment.
     return is_due(view, 0.0, 1.0, 0.0, round_number=round_number, exchanging=False)
 
 

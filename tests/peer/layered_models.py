@@ -158,4 +158,6 @@ class Line:
                 stage.work.restart_from(anchors[stage.number])
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return self._staging.unpacked(self._staging.packed(ComputedTensor.here(tensor)), TensorHeader.of(tensor))
+        return self._staging.unpack_received(
+            self._staging.pack_result(ComputedTensor.on_current_stream(tensor)), TensorHeader.of(tensor)
+        )

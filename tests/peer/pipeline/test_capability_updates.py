@@ -18,11 +18,11 @@ def one(seconds: float = 1.0, bandwidth_bps: float = 1e8, rtt_s: float = 0.02) -
 def told(trace: Callable[[int], PeerCapability]) -> list[int]:
     """The moments at which it is shown after the first one."""
     showing = CapabilityUpdates()
-    showing.shown(trace(0), 0.0, is_guess=False)
+    showing.note_report(trace(0), 0.0, is_guess=False)
     moments = []
     for now_s in HOUR:
         if showing.is_due(trace(now_s), now_s, is_guess=False):
-            showing.shown(trace(now_s), now_s, is_guess=False)
+            showing.note_report(trace(now_s), now_s, is_guess=False)
             moments.append(now_s)
     return moments
 
@@ -57,11 +57,11 @@ def test_small_round_trips_are_all_the_same() -> None:
 
 def test_a_bandwidth_that_was_guessed_is_put_right_at_once() -> None:
     showing = CapabilityUpdates()
-    showing.shown(one(), 0.0, is_guess=True)
+    showing.note_report(one(), 0.0, is_guess=True)
     assert not showing.is_due(one(bandwidth_bps=1e9), 15.0, is_guess=True), "still a guess"
     assert not showing.is_due(one(bandwidth_bps=1.2e8), 15.0, is_guess=False), "the guess was good"
     assert showing.is_due(one(bandwidth_bps=1e9), 15.0, is_guess=False)
-    showing.shown(one(bandwidth_bps=1e9), 15.0, is_guess=False)
+    showing.note_report(one(bandwidth_bps=1e9), 15.0, is_guess=False)
     assert not showing.is_due(one(bandwidth_bps=1e8), 30.0, is_guess=False)
 
 
@@ -71,17 +71,17 @@ def test_a_bandwidth_that_was_guessed_is_put_right_at_once() -> None:
 def test_the_real_speed_is_the_usual_micro_batchs() -> None:
     speed = SpeedEstimate({0: 3.0, 1: 1.0}.__getitem__)
     for number in range(7):
-        speed.took(number % 2, 6.0 if number % 2 == 0 else 2.0)
+        speed.add(number % 2, 6.0 if number % 2 == 0 else 2.0)
     assert speed.factor is None, "too few"
-    speed.took(0, 600.0)
+    speed.add(0, 600.0)
     assert speed.factor == 2.0, "the odd one counts for nothing"
     for _ in range(32):
-        speed.took(1, 1.0)
+        speed.add(1, 1.0)
     assert speed.factor == 1.0, "what was long ago, too"
 
 
 def test_layers_that_take_no_time_say_nothing() -> None:
     speed = SpeedEstimate(lambda stage: 0.0)
     for _ in range(10):
-        speed.took(0, 1.0)
+        speed.add(0, 1.0)
     assert speed.factor is None

@@ -54,7 +54,7 @@ def claimed(asked: list[Claim | Release], granted: Ranges) -> tuple[list[Message
         line = ClaimQueue(client, lambda of, ranges: heard.__setitem__(of.micro_batch, ranges))
         for one in asked:
             line.put(one)
-        running = asyncio.create_task(line.run())
+        running = asyncio.create_task(line.send_queued())
         await asyncio.sleep(10.0)
         running.cancel()
         return client.asked, heard
@@ -93,7 +93,7 @@ def test_who_is_not_in_the_stage_any_more_is_granted_nothing() -> None:
         heard: list[Ranges] = []
         client: Any = Coordinator(refuse)
         line = ClaimQueue(client, lambda of, ranges: heard.append(ranges))
-        running = asyncio.create_task(line.run())
+        running = asyncio.create_task(line.send_queued())
         line.put(Release(0, 1, ((4, 8),)))
         line.put(claim(0, 4))
         await asyncio.sleep(10.0)
@@ -117,7 +117,7 @@ def drive(*turns: tuple[AskToDrive, Ranges | None]) -> tuple[list[PeerToCoordina
 
         client: Any = Coordinator(answer)
         line = DriveRequests(client)
-        return client.asked, [await line.ask(ask) for ask, _ in turns]
+        return client.asked, [await line.request_samples(ask) for ask, _ in turns]
 
     return run_virtual(main())
 

@@ -238,7 +238,7 @@ def test_attempts_at_one_micro_batch_are_apart() -> None:
 @pytest.mark.parametrize("shape", [(3, 16, 32), (2, 16), (2, 16, 33), (2, 1, 16, 32), ()])
 def test_an_input_of_another_shape_is_the_senders_fault(shape: tuple[int, ...]) -> None:
     compute = middle(gpt(), input_shape=(16, 32))
-    with pytest.raises(WireError, match="an input of"):
+    with pytest.raises(WireError, match="an activation of"):
         compute.forward(Key(0, 0, 2), torch.zeros(shape))
     assert compute.in_flight == 0
 

@@ -15,7 +15,6 @@ from shoal.peer.pipeline import peer as pipeline_peer
 from shoal.peer.pipeline.capability_updates import CapabilityUpdates
 from shoal.peer.pipeline.peer import PipelinePeer
 from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
-from shoal.peer.pipeline.tasks import AttentionTask
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.swarm.errors import NotAdmitted
 from shoal.swarm.pipeline.planner.model import LayerCost
@@ -79,16 +78,16 @@ class Side:
         self.peer._network = FakeNetwork()
         self.peer._connection = SimpleNamespace(peer="me", emit=lambda event, **_: None)
         self.peer._stopping, self.peer._memory_bytes, self.peer._device = False, 1000, torch.device("cpu")
-        self.peer._slowdown, self.peer._updates, self.peer._next_check_s, self.peer._telling = (
+        self.peer._slowdown, self.peer._updates, self.peer._next_check_s, self.peer._reporting = (
             1.0,
             CapabilityUpdates(),
             0.0,
             None,
         )
-        self.peer._said = ""
+        self.peer._last_warning = ""
         self.peer._measured = ModelProfile(1, ("a",), (LayerProfile("a", LayerCost(4, 4, 4), 0.1),))
         self.peer._prepare = lambda: SimpleNamespace(staging=Staging(torch.device("cpu"), get_codec("int8")))
-        self.peer._say_span = lambda held, boundaries: None
+        self.peer._emit_span = lambda held, boundaries: None
         self.peer._leave = lambda held: held.leave()
         monkeypatch.setattr(pipeline_peer.HeldSpan, "enter", self.enter)
 
@@ -100,8 +99,8 @@ class Side:
             if visit in self.begins:
                 raise self.begins[visit]
 
-        def next_task(made: Any) -> AttentionTask:
-            return AttentionTask(Attention.MOVED)
+        def next_task(made: Any) -> Attention:
+            return Attention.MOVED
 
         def leave() -> None:
             self.log.append(f"leaves {place.span.first}")
@@ -126,7 +125,7 @@ def test_results_that_are_not_finite_are_begun_anew_and_the_round_with_them(monk
         training=SimpleNamespace(recover_from_divergence=done.append),
         open_round=lambda *, goes_on: done.append(goes_on),
     )
-    assert side.peer._settle(held, Attention.SPOILT)
+    assert side.peer._settle(held, Attention.DIVERGED)
     assert done == ["an activation cannot be sent", False]
 
 
@@ -157,14 +156,14 @@ def shown(side: Side) -> tuple[float, float, float]:
 def test_the_bandwidth_is_supposed_until_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side([(0, 0)], monkeypatch)
     side.meter.bandwidth_bps = 3e6  # little has moved, which says nothing of the link
-    side.peer._show()
+    side.peer._report_capability()
     assert shown(side) == (0.1, 1e8, 0.0)
-    side.peer._report_changes()
+    side.peer._report_changed_capability()
     assert len(side.client.shown) == 1
     side.meter.probed_bps, side.node.round_trip_s, side.peer._next_check_s = 4e7, 0.03, 0.0
-    side.peer._report_changes()
+    side.peer._report_changed_capability()
     assert shown(side) == (0.1, 4e7, 0.03)
-    side.peer._report_changes()
+    side.peer._report_changed_capability()
     assert len(side.client.shown) == 2
 
 
@@ -174,7 +173,7 @@ def test_whose_memory_is_the_machines_has_all_of_the_state_in_it(
 ) -> None:
     side = Side([(0, 0)], monkeypatch)
     side.peer._device = torch.device(device)
-    side.peer._show()
+    side.peer._report_capability()
     assert side.client.shown[-1].capability.holds_all == holds_all
 
 
@@ -182,11 +181,11 @@ def test_the_layers_take_what_they_really_take(monkeypatch: pytest.MonkeyPatch) 
     side = Side([(0, 0)], monkeypatch)
     now_s = [1000.0]
     monkeypatch.setattr(pipeline_peer.time, "monotonic", lambda: now_s[0])
-    side.peer._show()
+    side.peer._report_capability()
     side.peer._slowdown = 2.5
     for _ in range(20):
         now_s[0] += 10.0
-        side.peer._report_changes()
+        side.peer._report_changed_capability()
     assert len(side.client.shown) == 2
     assert shown(side)[0] == pytest.approx(0.25)
 
@@ -198,10 +197,10 @@ def test_who_can_hold_no_stage_is_told_so_once(
     outer = OuterSection(optimizer="sgd")
     side.peer._connection.run_file = SimpleNamespace(pipeline=SimpleNamespace(in_flight=1), outer=outer)
     for _ in range(3):
-        side.peer._say_why_it_waits((0, 1))
+        side.peer._warn_why_it_waits((0, 1))
     assert len(caplog.records) == 1
     assert "the plan has no place for this machine now" in caplog.text
     side.peer._memory_bytes = 10
-    side.peer._say_why_it_waits((0, 1))
+    side.peer._warn_why_it_waits((0, 1))
     assert "the smallest, stage 0 (layer 0), takes" in caplog.text
     assert "--max-memory" in caplog.text

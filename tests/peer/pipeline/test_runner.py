@@ -25,9 +25,8 @@ from shoal.peer.member.round_deadline import Attention
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage
 from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
-from shoal.peer.pipeline.tasks import AttentionTask, ComputeResult
 from shoal.peer.pipeline.tensor_io import Staging
-from shoal.peer.pipeline.training import SpanTraining, TrainingSamples
+from shoal.peer.pipeline.training import ComputeResult, SpanTraining, TrainingSamples
 from shoal.peer.training.algorithms import AccumulatedGradient
 from shoal.peer.training.data import SampleOrder
 from shoal.peer.training.parameters import ParameterVector
@@ -246,13 +245,13 @@ class Peer:
             await self.runner.open_round(ROUND)
             made: ComputeResult | None = None
             while True:
-                task = self.runner.next_at_once(made)
+                task = self.runner.take_ready_task(made)
                 self.runner.wake()
                 if task is None:
                     task = await self.runner.next_task()
-                if isinstance(task, AttentionTask):
+                if isinstance(task, Attention):
                     assert self.may_look_up
-                    self.looked_up.put_nowait(task.reason)
+                    self.looked_up.put_nowait(task)
                     return
                 await asyncio.sleep(STEP_S)
                 self.computed(task)
@@ -349,7 +348,7 @@ def test_what_is_not_finite_is_said_and_offered_to_nobody(kind: str, culprit: st
                 for parameter in peer.model.parameters():
                     parameter.fill_(math.nan)
             async with asyncio.timeout(60.0):
-                assert await peer.looked_up.get() is Attention.SPOILT
+                assert await peer.looked_up.get() is Attention.DIVERGED
             assert peer.runner.trouble.startswith(f"the {kind} of a micro-batch cannot be sent")
             await peer.runner.end_round()
             assert peer.runner.trouble == ""

@@ -6,7 +6,7 @@ import threading
 from tests.swarm.pipeline.turns import Turns
 
 from shoal.peer.pipeline.runner import SharedEngine
-from shoal.peer.pipeline.tasks import ComputeResult
+from shoal.peer.pipeline.training import ComputeResult
 from shoal.swarm.pipeline.engine.effects import Compute, ComputeForward, Effect, Fetch, MicroBatch, Send, TensorOffer
 from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 
@@ -21,22 +21,22 @@ class Side:
         self.done: list[Effect | ComputeResult] = []
         self.begun: list[Compute] = []
         self.shared = SharedEngine(self.engine, self.done.extend, self.begun.append)
-        self.shared.open()
-        self.shared.tell(self.engine.round_opened, ROUND)
-        self.shared.tell(self.engine.replicas_changed, 2, {"down": None})
+        self.shared.bind_loop()
+        self.shared.report(self.engine.round_opened, ROUND)
+        self.shared.report(self.engine.replicas_changed, 2, {"down": None})
 
     def arrive(self, index: int) -> None:
         """A micro-batch's input."""
         micro_batch = MicroBatch(ROUND, 2 * index, 2 * index + 2)
-        assert self.shared.offered(TensorOffer("activation", "up", micro_batch, 1, 1, index)) == "accepted"
+        assert self.shared.answer_offer(TensorOffer("activation", "up", micro_batch, 1, 1, index)) == "accepted"
         (fetch,) = [one for one in self.done if isinstance(one, Fetch) and one.micro_batch == micro_batch]
-        self.shared.tell(self.engine.tensor_arrived, fetch)
+        self.shared.report(self.engine.tensor_arrived, fetch)
 
     def train(self, micro_batches: int) -> None:
         """As the training thread does: from one computation to the next."""
         (compute,) = [one for one in self.done if isinstance(one, ComputeForward)]
         for number in range(micro_batches):
-            self.shared.hand_in(ComputeResult(compute))
+            self.shared.report_result(ComputeResult(compute))
             compute = self.begun[number] if number < len(self.begun) else compute
 
 
@@ -47,7 +47,7 @@ def test_the_next_computation_waits_for_no_turn_of_the_loop() -> None:
         side.arrive(1)
         before = list(side.done)
         (first,) = [one for one in before if isinstance(one, ComputeForward)]
-        side.shared.hand_in(ComputeResult(first))
+        side.shared.report_result(ComputeResult(first))
         assert [one.micro_batch.start for one in side.begun] == [2]
         assert side.done == before, "the loop has not had a turn"
 
@@ -58,7 +58,7 @@ def test_what_follows_from_what_is_handed_in_is_done_before_anything_newer() -> 
     async def main() -> None:
         side = Side()
         side.arrive(0)
-        running = asyncio.create_task(side.shared.run())
+        running = asyncio.create_task(side.shared.execute_backlog())
         await asyncio.sleep(0)
         thread = threading.Thread(target=side.train, args=(1,))
         thread.start()
@@ -77,7 +77,7 @@ def test_the_loop_does_what_follows_when_it_is_woken() -> None:
         for index in range(3):
             side.arrive(index)
         async with asyncio.timeout(10.0):
-            running = asyncio.create_task(side.shared.run())
+            running = asyncio.create_task(side.shared.execute_backlog())
             await asyncio.to_thread(side.train, 3)
             assert not [one for one in side.done if isinstance(one, Send)]
             side.shared.wake()

@@ -50,12 +50,12 @@ def test_bytes_and_values_are_those_of_the_cpu(device: torch.device, codec: str,
     staging, given = staging_on(device, codec), values().to(dtype)
     tail = torch.arange(5, dtype=torch.uint8)
     expected = pack(given, staging.codec)
-    on_device = ComputedTensor.here(given.to(device))
-    assert torch.equal(staging.packed(on_device), expected)
-    assert torch.equal(staging.packed(on_device, tail), torch.cat([expected, tail]))
-    room = staging.room(len(expected) + 3)
+    on_device = ComputedTensor.on_current_stream(given.to(device))
+    assert torch.equal(staging.pack_result(on_device), expected)
+    assert torch.equal(staging.pack_result(on_device, tail), torch.cat([expected, tail]))
+    room = staging.allocate_host(len(expected) + 3)
     room[: len(expected)] = expected
-    found = staging.unpacked(room[: len(expected)], TensorHeader.of(given))
+    found = staging.unpack_received(room[: len(expected)], TensorHeader.of(given))
     assert found.device.type == device.type
     assert torch.equal(found.cpu(), unpack(expected, TensorHeader.of(given), staging.codec))
 
@@ -65,17 +65,17 @@ def test_what_is_packed_is_what_was_computed_before(device: torch.device, worker
     """Not what is there when the worker thread looks, nor after what has been begun since."""
     staging, given = staging_on(device), values()
     source = given.to(device)
-    staging.packed(
-        ComputedTensor.here(source)
+    staging.pack_result(
+        ComputedTensor.on_current_stream(source)
     )  # kernels are loaded and memory is taken the first time, which takes longer
     with staging.computing():
         one = torch.zeros(SHAPE, device=device)
         keep_busy(device)
         one.copy_(source)
-        made = ComputedTensor.here(one)
+        made = ComputedTensor.on_current_stream(one)
         keep_busy(device)
-        after = ComputedTensor.here(one)
-        packed = worker.submit(staging.packed, made).result()
+        after = ComputedTensor.on_current_stream(one)
+        packed = worker.submit(staging.pack_result, made).result()
         assert after.ready is None or not after.ready.query(), "it did not wait for what was begun since"
         assert torch.equal(packed, pack(given, staging.codec))
 
@@ -84,14 +84,14 @@ def test_what_is_packed_is_what_was_computed_before(device: torch.device, worker
 def test_memory_that_is_still_read_is_not_given_out(device: torch.device, worker: ThreadPoolExecutor) -> None:
     staging, given = staging_on(device), [values(1), values(2)]
     form = TensorHeader.of(given[0])
-    packed = [staging.packed(ComputedTensor.here(one.to(device))) for one in given]
-    worker.submit(staging.unpacked, packed[1], form).result()  # memory that is there to be used again
+    packed = [staging.pack_result(ComputedTensor.on_current_stream(one.to(device))) for one in given]
+    worker.submit(staging.unpack_received, packed[1], form).result()  # memory that is there to be used again
     with staging.computing():
-        arrived = worker.submit(staging.unpacked, packed[0], form).result()
+        arrived = worker.submit(staging.unpack_received, packed[0], form).result()
         keep_busy(device)
         doubled = arrived * 2
         del arrived
-        after = worker.submit(staging.unpacked, packed[1], form).result()
+        after = worker.submit(staging.unpack_received, packed[1], form).result()
         assert torch.equal(doubled.cpu(), given[0] * 2)
         assert torch.equal(after.cpu(), given[1])
 
@@ -102,9 +102,9 @@ def test_host_memory_is_pinned_for_a_gpu_and_used_again(device: torch.device, wo
     on_gpu = device.type == "cuda"
     given, parcels, places = values().to(device), [], set()
     for _ in range(50):
-        parcels.append(worker.submit(staging.packed, ComputedTensor.here(given)).result())
-        room = staging.room(form.packed_bytes(staging.codec)).copy_(parcels[-1])
-        assert torch.equal(worker.submit(staging.unpacked, room, form).result(), given)
+        parcels.append(worker.submit(staging.pack_result, ComputedTensor.on_current_stream(given)).result())
+        room = staging.allocate_host(form.packed_bytes(staging.codec)).copy_(parcels[-1])
+        assert torch.equal(worker.submit(staging.unpack_received, room, form).result(), given)
         assert parcels[-1].is_pinned() == room.is_pinned() == on_gpu
         places |= {parcels[-1].data_ptr(), room.data_ptr()}
         del parcels[:-in_flight], room
@@ -118,12 +118,16 @@ def test_after_an_error_all_goes_on(device: torch.device, worker: ThreadPoolExec
     form, expected = TensorHeader.of(given), pack(given, get_codec("int8"))
     for _ in range(3):
         with pytest.raises(CodecError):
-            worker.submit(staging.packed, ComputedTensor.here(torch.full(SHAPE, torch.nan, device=device))).result()
+            worker.submit(
+                staging.pack_result, ComputedTensor.on_current_stream(torch.full(SHAPE, torch.nan, device=device))
+            ).result()
         with pytest.raises(WireError):
-            worker.submit(staging.unpacked, torch.full_like(expected, 255), form).result()
+            worker.submit(staging.unpack_received, torch.full_like(expected, 255), form).result()
         with pytest.raises(WireError):
-            worker.submit(staging.unpacked, expected[:-4], form).result()
-        assert torch.equal(worker.submit(staging.packed, ComputedTensor.here(given.to(device))).result(), expected)
+            worker.submit(staging.unpack_received, expected[:-4], form).result()
+        assert torch.equal(
+            worker.submit(staging.pack_result, ComputedTensor.on_current_stream(given.to(device))).result(), expected
+        )
 
 
 @devices
@@ -155,7 +159,7 @@ def test_moving_does_not_wait_for_what_was_begun(device: torch.device) -> None:
     given = torch.arange(2.0**21)  # so much that the driver would not take a copy of its own
     for is_measured in (False, True):  # memory is taken the first time, which waits
         keep_busy(device)
-        begun = ComputedTensor.here(torch.zeros(1, device=device))
+        begun = ComputedTensor.on_current_stream(torch.zeros(1, device=device))
         found = moved(given, device)
         assert not is_measured or begun.ready is None or not begun.ready.query()
         assert torch.equal(found.cpu(), given)

@@ -71,10 +71,10 @@ def test_a_lost_membership_goes_before_all_else() -> None:
     world.move(me=(2, 2))
     assert world.watch.attention(ROUND) is Attention.MOVED
     world.stages[0].rejoined = True
-    assert world.watch.attention(ROUND) is Attention.AFRESH
+    assert world.watch.attention(ROUND) is Attention.RESYNC
     world.stages[0].rejoined = False
     world.run.rejoined = True
-    assert world.watch.attention(ROUND) is Attention.AFRESH
+    assert world.watch.attention(ROUND) is Attention.RESYNC
 
 
 def test_who_is_gone_or_begins_anew_is_named_once() -> None:
@@ -119,5 +119,5 @@ def test_whoever_has_nothing_to_compute_says_so_everywhere() -> None:
     everybody = [world.run, *world.stages.values()]
     for member in everybody:
         member.progress = Progress(activity="training")
-    world.watch.say_idle()
+    world.watch.report_idle()
     assert {member.progress.activity for member in everybody} == {"idle"}
