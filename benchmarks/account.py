@@ -22,7 +22,7 @@ from shoal.compression.error_feedback import ErrorFeedback
 from shoal.compression.kernels import loader
 from shoal.compression.weighted_mean import WeightedMean
 from shoal.swarm.averaging.results import part_digest
-from shoal.swarm.coordinator.partition import chunk_elements
+from shoal.swarm.coordinator.round_plan import chunk_elements
 from shoal.swarm.transport.frame_crypto import TAG_BYTES, SealedLink, preferred_cipher
 
 _REPEATS = 3

@@ -28,7 +28,7 @@ from round_case import Case
 from shoal_round import Measured, measure
 
 from shoal.compression.codec_map import get_codec_map
-from shoal.swarm.coordinator.partition import chunk_elements
+from shoal.swarm.coordinator.round_plan import chunk_elements
 
 _GRID_SIDE = 4
 _HIVEMIND_CODECS = ("int8", "float16")

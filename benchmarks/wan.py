@@ -25,7 +25,7 @@ from round_case import Case
 from shaped_links import NoShapedLinks, check_machine, shaped_links
 from shoal_round import Measured, measure
 
-from shoal.swarm.coordinator.partition import owner_shares
+from shoal.swarm.coordinator.round_plan import owner_shares
 
 _PATIENCE_S = 60.0
 _GOAL_ROUND_TRIP_MS = 50.0

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from shoal.compression.formats import FormatMap
 from shoal.swarm.averaging.traffic import Traffic
-from shoal.swarm.coordinator.partition import FAST_BPS
+from shoal.swarm.coordinator.round_plan import FAST_BPS
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import RoundPlan
 

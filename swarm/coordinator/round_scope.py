@@ -17,7 +17,6 @@ from shoal.swarm.coordinator.admission import MemberScope
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
 from shoal.swarm.coordinator.divergence import Opinion, Setback, WayBack, opinion, say_way_back, warning_of, way_back
 from shoal.swarm.coordinator.events import RunSnapshot
-from shoal.swarm.coordinator.grouping import Rules, as_expected, plan_round
 from shoal.swarm.coordinator.influence import (
     bounded,
     exceeds,
@@ -30,6 +29,7 @@ from shoal.swarm.coordinator.influence import (
 from shoal.swarm.coordinator.lease_ledger import LeaseLedger, RetrainedSamples, coverage_of, epochs_covered
 from shoal.swarm.coordinator.membership import Member, counting
 from shoal.swarm.coordinator.rollback import CommittedRound, History, Outage, Return, say_outlook, say_return
+from shoal.swarm.coordinator.round_plan import PlanRules, as_expected, plan_round
 from shoal.swarm.coordinator.round_rules import (
     Goal,
     Judgement,
@@ -851,7 +851,7 @@ class RoundScope(MemberScope):
     def _plan_of(self, ready: Mapping[str, PeerToCoordinatorRoundReady]) -> RoundPlan | None:
         self._measure()
         number, trainers, run = self.round.number, self.membership.trainers(), self.run
-        rules = Rules(run.averaging.group_size, run.run.seed, run.max_chunk_values)
+        rules = PlanRules(run.averaging.group_size, run.run.seed, run.max_chunk_values)
         plan = plan_round(number, self.anchor_version, self.elements, ready, trainers, rules)
         return self.accusations.into(plan) if plan else None
 

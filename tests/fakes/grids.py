@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from shoal.compression.codec_map import CodecMap
 from shoal.swarm.averaging.chunk_header import Group
-from shoal.swarm.coordinator.grid import plan_parts
-from shoal.swarm.coordinator.partition import chunk_elements
-from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan
+from shoal.swarm.coordinator.round_plan import chunk_elements, plan_grid
+from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
 
 PEERS = [f"{chr(97 + index)}" * 16 for index in range(26)]
 
@@ -22,18 +21,8 @@ def plan_of(
     stand-ins."""
     members = len(weights)
     chunk = chunk or chunk_elements(elements, members)
-    grid = plan_parts(rows, [None] * members, can_own or [True] * members, elements, chunk)
+    columns, parts = plan_grid(rows, [None] * members, can_own or [True] * members, elements, chunk)
     row_of = {member: row for row, those in enumerate(rows) for member in those}
-    parts = [
-        Part(
-            owner=one.owner,
-            stand_ins=one.stand_ins[:3],
-            column=one.column if len(rows) > 1 else 0,
-            start=one.start,
-            stop=one.stop,
-        )
-        for one in grid.parts
-    ]
     named = [
         PlanMember(peer=PEERS[member], weight_tokens=weight, row=row_of[member])
         for member, weight in enumerate(weights)
@@ -44,8 +33,8 @@ def plan_of(
         state_digest=bytes(32),
         chunk_elements=chunk,
         members=tuple(named),
-        parts=tuple(parts),
-        columns=grid.columns if len(rows) > 1 else (),
+        parts=parts if len(rows) > 1 else tuple(part.model_copy(update={"column": 0}) for part in parts),
+        columns=columns if len(rows) > 1 else (),
     )
 
 

@@ -17,7 +17,7 @@ from shoal.swarm.averaging.chunk_header import ChunkHeader
 from shoal.swarm.averaging.reduction import _WINDOW
 from shoal.swarm.averaging.result_fetch import ensure_part, fetch_part
 from shoal.swarm.averaging.results import ResultStore
-from shoal.swarm.coordinator.partition import chunk_elements, split
+from shoal.swarm.coordinator.round_plan import chunk_elements, split
 from shoal.swarm.deadlines import Deadlines
 from shoal.swarm.errors import BlobUnavailable, LinkError, StorageError
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan

@@ -11,7 +11,7 @@ from shoal.compression.codec_map import get_codec_map
 from shoal.swarm.averaging.buffer_pool import _SEGMENT_BYTES
 from shoal.swarm.averaging.outcome import Committed
 from shoal.swarm.averaging.reduction import _WINDOW
-from shoal.swarm.coordinator import grouping
+from shoal.swarm.coordinator import round_plan
 
 ELEMENTS = 8_000_000
 MEMBERS = 4
@@ -24,7 +24,7 @@ def test_rounds_with_chunks_of_all_sizes_need_a_mean_its_encoded_forms_and_a_win
 ) -> None:
     """Links are seen to be slower and faster, so chunks are larger and smaller: memory is used again all the same."""
     sizes = itertools.cycle(CHUNKS)
-    monkeypatch.setattr(grouping, "chunk_elements", lambda *about: next(sizes))
+    monkeypatch.setattr(round_plan, "chunk_elements", lambda *about: next(sizes))
     encoded_bytes = get_codec_map(codec).contribution(0, ELEMENTS).packed_bytes(ELEMENTS)
     own_bytes = 4 * ELEMENTS // MEMBERS
     window_bytes = (MEMBERS - 1) * min(_WINDOW * 4 * max(CHUNKS), encoded_bytes // MEMBERS)

@@ -5,7 +5,7 @@ from tests.swarm.coordinator.world import MODEL, World, peer_name, report, run_f
 
 from shoal.swarm.averaging.traffic import Traffic
 from shoal.swarm.coordinator.bandwidth import Bandwidths, sent_at_least
-from shoal.swarm.coordinator.grouping import Rules, lay_out
+from shoal.swarm.coordinator.round_plan import PlanRules, lay_out
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReport
 from shoal.swarm.protocol.rounds import PlanMember, RoundPlan
@@ -211,7 +211,7 @@ def test_a_newcomer_starts_with_its_probe_but_not_above_what_the_others_have_sho
 
 
 def test_in_a_grid_the_row_reducers_of_its_row_are_the_witnesses() -> None:
-    layout = lay_out(2**20, [None] * 16, [True] * 16, Rules(4, 1))
+    layout = lay_out(2**20, [None] * 16, [True] * 16, PlanRules(4, 1))
     members = tuple(PlanMember(peer=peer_name(one), weight_tokens=1, row=layout.row_of[one]) for one in range(16))
     plan = FIVE.model_copy(update={"members": members, "parts": layout.parts, "columns": layout.columns})
     row_reducers = {column[layout.row_of[0]] for column in layout.columns} - {0}

@@ -4,9 +4,9 @@ import pytest
 from tests.swarm.coordinator.world import CPU, INITIAL, entry, part_digest, peer_name, report
 
 from shoal.swarm.coordinator.events import MemberJoined, MemberLost
-from shoal.swarm.coordinator.grouping import Rules, plan_round
 from shoal.swarm.coordinator.membership import RECORD_ROUNDS as R
 from shoal.swarm.coordinator.membership import Member, Membership, weightiest
+from shoal.swarm.coordinator.round_plan import PlanRules, plan_round
 from shoal.swarm.coordinator.round_rules import Goal, Work, closing_moment, judge, weighted_mean
 from shoal.swarm.deadlines import Deadlines, Delays
 from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady
@@ -105,7 +105,9 @@ def plan(
     says = {
         peer_name(number): ready(tokens, (digests or {}).get(number, INITIAL)) for number, tokens in weights.items()
     }
-    return plan_round(3, 2, 50_000, says, {peer_name(number): one for number, one in everybody.items()}, Rules(32, 0))
+    return plan_round(
+        3, 2, 50_000, says, {peer_name(number): one for number, one in everybody.items()}, PlanRules(32, 0)
+    )
 
 
 def some_plan(weights: dict[int, int]) -> RoundPlan:
