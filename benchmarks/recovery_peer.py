@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from shoal.peer.checkpoints import writer as keeper
+from shoal.peer.checkpoints import checkpointer
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.member.replica import TrainingSetup
 from shoal.peer.options import SessionOptions
@@ -86,11 +86,11 @@ def note_first_byte(journal: Journal) -> None:
 
 def note_stalls(journal: Journal) -> None:
     """Note how long each checkpoint holds the training thread up, and beside it one copy of the state that it is of."""
-    keep = keeper.CheckpointKeeper.keep
+    save = checkpointer.Checkpointer.save_if_due
 
-    def noted(self: keeper.CheckpointKeeper, state: Any, verdict: Verdict) -> None:
+    def noted(self: checkpointer.Checkpointer, state: Any, verdict: Verdict) -> None:
         before_s = time.perf_counter()
-        keep(self, state, verdict)
+        save(self, state, verdict)
         stall_s = time.perf_counter() - before_s
         copy = torch.empty_like(state.values).zero_()  # its pages are there before the clock starts
         before_s = time.perf_counter()
@@ -98,7 +98,7 @@ def note_stalls(journal: Journal) -> None:
         copy_s = time.perf_counter() - before_s
         journal.note("stall", round=verdict.round, stall_s=stall_s, copy_s=copy_s, copy_bytes=copy.nbytes)
 
-    keeper.CheckpointKeeper.keep = noted  # type: ignore[method-assign]
+    checkpointer.Checkpointer.save_if_due = noted  # type: ignore[method-assign]
 
 
 def die_when_asked(journal: Journal) -> None:

@@ -11,7 +11,7 @@ from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.event_schema import Event
 
 if TYPE_CHECKING:
-    from shoal.peer.checkpoints.remote.upload import CopyTo
+    from shoal.peer.checkpoints.remote.upload import CopyDestination
     from shoal.swarm.protocol.run_file import RunFile
     from shoal.swarm.protocol.types import Role
 
@@ -51,7 +51,7 @@ class SessionOptions:
     advertise: tuple[str, int] = ("", 0)
     role: Role = "trainer"
     checkpoints: Retention | None = field(default_factory=Retention)
-    copy_to: CopyTo | None = None
+    copy_to: CopyDestination | None = None
     start_from: Path | None = None
     data: tuple[Path, ...] = ()
     on_event: Callable[[Event], None] | None = None

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.peer.checkpoints.local_state import OwnState, parse_own_state
+from shoal.peer.checkpoints.local_state import LocalStateSnapshot, parse_local_state
 from shoal.peer.checkpoints.manifest import (
     MANIFEST,
     OWN_FILE,
     VERDICTS_FILE,
-    About,
+    CheckpointAbout,
     Manifest,
     read_file,
     read_manifest,
     shard_name,
 )
-from shoal.peer.checkpoints.source import Source, refuse
+from shoal.peer.checkpoints.source import CheckpointSource, refusal
 from shoal.peer.checkpoints.tensors import file_pieces, fill, parse_file, shards, vectors
 from shoal.peer.regular_file import check_memory
 from shoal.peer.training.anchor import AnchorState
@@ -31,13 +31,13 @@ from shoal.swarm.protocol.verdict_chain import unpack_verdicts as unpack_each_ve
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """The content of a checkpoint. ``own``: None for a copy that is for others; ``verdicts``: up to that of the
     checkpoint's round, oldest first."""
 
-    about: About
+    about: CheckpointAbout
     state: AnchorState
-    own: OwnState | None
+    own: LocalStateSnapshot | None
     verdicts: tuple[Verdict, ...]
 
     def files(self) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
@@ -54,8 +54,10 @@ class Contents:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """As it was read. ``own``: the peer's own tree (``own_state.own_tree``), None where it is not there; ``verdicts``:
-    the content of its files of them, one of the run or of the stage, or of each stage of a whole model."""
+    """A checkpoint as it was read, after every check but that of its verdicts.
+
+    ``own``: the peer's own tree (``local_state.local_state_tree``), None where it is not there; ``verdicts``: the
+    content of the verdicts' files: one of the run or of the stage, or one of each stage of a whole model."""
 
     manifest: Manifest
     state: AnchorState
@@ -63,7 +65,7 @@ class Checkpoint:
     verdicts: tuple[bytes, ...]
 
 
-def read_checkpoint(source: Source, run_hash: bytes | None = None) -> Checkpoint:
+def read_checkpoint(source: CheckpointSource, run_hash: bytes | None = None) -> Checkpoint:
     """Read and check everything: format, signature, run, sizes, digests, layout, state digest; but not the chain of
     verdicts (``read_verdicts``). A copy may lack the file of the peer's own.
 
@@ -77,30 +79,30 @@ def read_checkpoint(source: Source, run_hash: bytes | None = None) -> Checkpoint
     fill(outer, _tensors(source, manifest, "outer"))
     state = AnchorState.of(values, manifest.anchor_version)
     if state.digest.hex() != manifest.state_digest:
-        raise refuse(source.place(MANIFEST), "state_digest", state.digest.hex(), manifest.state_digest)
+        raise refusal(source.place(MANIFEST), "state_digest", state.digest.hex(), manifest.state_digest)
     own = None
     if OWN_FILE in manifest.files and source.has(OWN_FILE):
-        own = parse_own_state(read_file(source, OWN_FILE, manifest.files[OWN_FILE]), source.place(OWN_FILE))
+        own = parse_local_state(read_file(source, OWN_FILE, manifest.files[OWN_FILE]), source.place(OWN_FILE))
     return Checkpoint(
         manifest, state, own, tuple(_verdict_bytes(source, manifest, name) for name in manifest.verdicts_files)
     )
 
 
-def check_sizes(source: Source, manifest: Manifest) -> None:
+def check_sizes(source: CheckpointSource, manifest: Manifest) -> None:
     """Whether there is as much on the disk as the manifest says, and memory for it: before any is taken.
 
     Raises ``StateFileError``."""
     for name in (*manifest.names("anchor"), *manifest.names("outer")):
         claimed_bytes, found_bytes = manifest.files[name][0], source.size_bytes(name)
         if claimed_bytes != found_bytes:
-            raise refuse(source.place(name), "size", f"{claimed_bytes} bytes", f"{found_bytes} bytes")
+            raise refusal(source.place(name), "size", f"{claimed_bytes} bytes", f"{found_bytes} bytes")
     try:
         check_memory(4 * (1 + manifest.outer_vectors) * manifest.elements)
     except OSError as error:
         raise StateFileError(f"{source.place(MANIFEST)}: layout: {error}") from error
 
 
-def read_verdicts(source: Source, manifest: Manifest, stage: int = 0) -> tuple[Verdict, ...]:
+def read_verdicts(source: CheckpointSource, manifest: Manifest, stage: int = 0) -> tuple[Verdict, ...]:
     """The verdicts in the checkpoint, oldest first; not checked yet. ``stage``: which one's, of a whole model that
     several made. Raises ``StateFileError``."""
     name = manifest.verdicts_files[stage]
@@ -117,19 +119,19 @@ def unpack_verdicts(data: bytes, place: str) -> tuple[Verdict, ...]:
     try:
         found = list(unpack_each_verdict(data))
     except WireError as error:
-        raise refuse(place, "its content", "verdicts", str(error)) from error
+        raise refusal(place, "its content", "verdicts", str(error)) from error
     if (found[-1][1] if found else 0) != len(data):
-        raise refuse(place, "its content", "verdicts", "an incomplete one")
+        raise refusal(place, "its content", "verdicts", "an incomplete one")
     return tuple(verdict for verdict, _ in found)
 
 
-def _verdict_bytes(source: Source, manifest: Manifest, name: str) -> bytes:
+def _verdict_bytes(source: CheckpointSource, manifest: Manifest, name: str) -> bytes:
     if name not in manifest.files:
-        raise refuse(source.place(MANIFEST), "files", f"also {name}", "none")
+        raise refusal(source.place(MANIFEST), "files", f"also {name}", "none")
     return read_file(source, name, manifest.files[name])
 
 
-def _tensors(source: Source, manifest: Manifest, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _tensors(source: CheckpointSource, manifest: Manifest, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """One file after the other, so that only one is in memory."""
     for name in manifest.names(kind):
         place = source.place(name)

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field, StringConstraints
 
 from shoal.peer.checkpoints.manifest import FileEntry, Hex32
-from shoal.peer.checkpoints.source import Source, refuse
+from shoal.peer.checkpoints.source import CheckpointSource, refusal
 from shoal.swarm.errors import SealedForOthers, StateFileError
 from shoal.swarm.protocol.identity import Identity, key_text, seal_to
 from shoal.swarm.protocol.types import MAX_TENSORS, Record
@@ -198,9 +198,9 @@ class _Measured:
 
 
 class SealedSource:
-    """The files in a sealed checkpoint, opened with an identity (a ``Source``)."""
+    """The files in a sealed checkpoint, opened with an identity (a ``CheckpointSource``)."""
 
-    def __init__(self, sealed: Source, identity: Identity) -> None:
+    def __init__(self, sealed: CheckpointSource, identity: Identity) -> None:
         """Raises ``StateFileError`` for a damaged ``sealed.json``, ``SealedForOthers`` for the wrong identity."""
         self._sealed = sealed
         self._envelope = read_envelope(sealed)
@@ -217,23 +217,23 @@ class SealedSource:
         """Raises ``StateFileError``; also for what is longer than ``limit_bytes``."""
         place, size_bytes = self.place(name), self._listed_bytes(name)
         if size_bytes > sealed_bytes(limit_bytes):
-            raise refuse(place, "size", f"{sealed_bytes(limit_bytes)} bytes at most", str(size_bytes))
+            raise refusal(place, "size", f"{sealed_bytes(limit_bytes)} bytes at most", str(size_bytes))
         data = self._sealed.read(name + SUFFIX, size_bytes)
         if len(data) != size_bytes:
-            raise refuse(place, "size", f"{size_bytes} bytes", "more" if len(data) > size_bytes else str(len(data)))
+            raise refusal(place, "size", f"{size_bytes} bytes", "more" if len(data) > size_bytes else str(len(data)))
         return unseal(self._key, self._number + name.encode(), data, place)
 
     def size_bytes(self, name: str) -> int:
         """Raises ``StateFileError``; also for a file of another size than is listed."""
         listed_bytes, found_bytes = self._listed_bytes(name), self._sealed.size_bytes(name + SUFFIX)
         if listed_bytes != found_bytes:
-            raise refuse(self.place(name), "size", f"{listed_bytes} bytes", f"{found_bytes} bytes")
+            raise refusal(self.place(name), "size", f"{listed_bytes} bytes", f"{found_bytes} bytes")
         return content_bytes(found_bytes)
 
     def _listed_bytes(self, name: str) -> int:
         entry = self._envelope.files.get(name + SUFFIX)
         if entry is None:
-            raise refuse(self._sealed.place(ENVELOPE), "files", f"also {name[:100]}{SUFFIX}", "none")
+            raise refusal(self._sealed.place(ENVELOPE), "files", f"also {name[:100]}{SUFFIX}", "none")
         return entry[0]
 
     def _unwrap(self, identity: Identity) -> bytes:
@@ -247,13 +247,13 @@ class SealedSource:
         try:
             key = identity.unseal(bytes.fromhex(wrapped), _WRAP_CONTEXT + self._number)
         except ValueError as error:
-            raise refuse(place, "readers", "this identity's key as it was wrapped", "a damaged one") from error
+            raise refusal(place, "readers", "this identity's key as it was wrapped", "a damaged one") from error
         if not hmac.compare_digest(envelope.mac_under(key), envelope.mac):
-            raise refuse(place, "mac", "that of all other fields", "another")
+            raise refusal(place, "mac", "that of all other fields", "another")
         return key
 
 
-def read_envelope(source: Source) -> Envelope:
+def read_envelope(source: CheckpointSource) -> Envelope:
     """``sealed.json``, as far as it can be checked without opening the checkpoint. Raises ``StateFileError``."""
     place, data = source.place(ENVELOPE), source.read(ENVELOPE, MAX_ENVELOPE_BYTES)
     try:
@@ -261,11 +261,11 @@ def read_envelope(source: Source) -> Envelope:
     except (ValueError, RecursionError) as error:
         raise StateFileError(f"{place}: not the list of a sealed checkpoint: {ascii(str(error))[1:300]}") from error
     if envelope.file_bytes != data:
-        raise refuse(place, "its bytes", "the canonical JSON of its content", "another spelling")
+        raise refusal(place, "its bytes", "the canonical JSON of its content", "another spelling")
     return envelope
 
 
-def opened(source: Source, identity: Identity | None) -> Source:
+def open_source(source: CheckpointSource, identity: Identity | None) -> CheckpointSource:
     """The source of a checkpoint's plain files, whether it is sealed or not.
 
     Raises ``SealedForOthers`` where it is and ``identity`` is none of its readers, ``StateFileError``."""

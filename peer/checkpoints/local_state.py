@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.compression.scratch import empty_aligned
-from shoal.peer.checkpoints.source import refuse
+from shoal.peer.checkpoints.source import refusal
 from shoal.peer.checkpoints.tensors import can_be_saved, parse_file
 from shoal.peer.training.parameters import plain_name
 from shoal.swarm.averaging.outcome import CarriedResidual
@@ -106,7 +106,7 @@ _CONTENT = "content"
 
 
 @dataclass(frozen=True)
-class OwnState:
+class LocalStateSnapshot:
     """A snapshot, to be written: ``plain`` is JSON with the tensors taken out. On another device's streams the copies
     may still be under way: ``wait`` before reading them."""
 
@@ -124,19 +124,19 @@ class OwnState:
         return {**self.tensors, _CONTENT: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
-def parse_own_state(data: bytes, place: str) -> dict[str, Any]:
+def parse_local_state(data: bytes, place: str) -> dict[str, Any]:
     """The tree that was taken, from a file's checked bytes. Raises ``StateFileError``."""
     tensors = parse_file(data, place)
     try:
         tree = from_plain(json.loads(bytes(tensors[_CONTENT].numpy())), tensors)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise refuse(place, "its content", "a peer's own state", str(error)[:200]) from error
+        raise refusal(place, "its content", "a peer's own state", str(error)[:200]) from error
     if not isinstance(tree, dict):
-        raise refuse(place, "its content", "a dict", type(tree).__name__)
+        raise refusal(place, "its content", "a dict", type(tree).__name__)
     return tree
 
 
-class Snapshots:
+class SnapshotBuffers:
     """Takes snapshots on the training thread, into memory that is kept for the next one: the first touch of fresh pages
     would cost more than the copy. One at a time: ``take`` overwrites the one before."""
 
@@ -155,7 +155,7 @@ class Snapshots:
                 to_plain(branch, keep, name)
         self._kept = room
 
-    def take(self, tree: Mapping[str, Any]) -> OwnState:
+    def copy(self, tree: Mapping[str, Any]) -> LocalStateSnapshot:
         """A copy of all that is in ``tree``; its top branches that cannot be saved are left out, with a warning."""
         kept, self._kept = self._kept, {}
         devices: set[torch.device] = set()
@@ -180,7 +180,7 @@ class Snapshots:
                 self._kept = before
                 log.warning("checkpoints go without a part of this peer's own state: %s", error)
         copied = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-        return OwnState({"dict": branches}, dict(self._kept), copied)
+        return LocalStateSnapshot({"dict": branches}, dict(self._kept), copied)
 
 
 def _room_for(tensor: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def _room_for(tensor: Tensor) -> Tensor:
 # What is in it ------------------------------------------------------------------------------------------------
 
 
-def own_tree(optimizer: Optimizer | None, model: nn.Module, carried: CarriedResidual) -> dict[str, Any]:
+def local_state_tree(optimizer: Optimizer | None, model: nn.Module, carried: CarriedResidual) -> dict[str, Any]:
     """The tree of a peer's own state, its tensors by reference."""
     return {
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
@@ -205,7 +205,7 @@ def own_tree(optimizer: Optimizer | None, model: nn.Module, carried: CarriedResi
     }
 
 
-def restore_own(tree: Mapping[str, Any], optimizer: Optimizer | None, model: nn.Module) -> None:
+def restore_local_state(tree: Mapping[str, Any], optimizer: Optimizer | None, model: nn.Module) -> None:
     """Put optimizer, buffers and random state back as they were; what does not fit is left alone, with a warning."""
     attempts = {"optimizer": lambda part: _restore_optimizer(optimizer, part), "random": _restore_random_state}
     attempts["buffers"] = lambda part: _restore_buffers(model, part)
@@ -219,7 +219,7 @@ def restore_own(tree: Mapping[str, Any], optimizer: Optimizer | None, model: nn.
             log.warning("going on without the %s of the checkpoint, which does not fit: %s", name, error)
 
 
-def carried_of(tree: Mapping[str, Any], elements: int) -> CarriedResidual | None:
+def carried_residual(tree: Mapping[str, Any], elements: int) -> CarriedResidual | None:
     """The residual; None where there is none of that size."""
     residual, weight = tree.get("residual"), tree.get("residual_weight_tokens")
     if not isinstance(residual, Tensor) or not isinstance(weight, int) or weight < 0:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, StringConstraints, ValidationError, model_validator
 
-from shoal.peer.checkpoints.source import Source, refuse
+from shoal.peer.checkpoints.source import CheckpointSource, refusal
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import Identity, peer_id, verify_signature
 from shoal.swarm.protocol.run_file import RunName
@@ -60,7 +60,7 @@ class StagePart(Record):
     chain: Hex32
 
 
-class About(Record):
+class CheckpointAbout(Record):
     """Description of a checkpoint's run and model.
 
     ``recipe``: its config, None for own training loops; ``layout``: the anchor's tensors in their order;
@@ -90,7 +90,7 @@ class About(Record):
         return sum(spec.elements for spec in self.layout)
 
 
-class Manifest(About):
+class Manifest(CheckpointAbout):
     """``files``: bytes and SHA-256 by name; ``identity_key`` and ``signature`` of the peer that wrote it."""
 
     format: Literal[1]
@@ -127,7 +127,7 @@ class Manifest(About):
             raise ValueError("parts: each has whole tensors of the layout")
 
     @classmethod
-    def sign(cls, about: About, files: dict[str, FileEntry], identity: Identity) -> Manifest:
+    def sign(cls, about: CheckpointAbout, files: dict[str, FileEntry], identity: Identity) -> Manifest:
         fields = {**dict(about), "format": 1, "files": files}
         fields["identity_key"] = identity.public_key.hex()
         unsigned = cls(**fields, signature=128 * "0")
@@ -173,7 +173,7 @@ def stage_verdicts_name(stage: int, stages: int) -> str:
     return f"verdicts-{stage + 1:05}-of-{stages:05}.msgpack"
 
 
-def read_manifest(source: Source, run_hash: bytes | None = None) -> Manifest:
+def read_manifest(source: CheckpointSource, run_hash: bytes | None = None) -> Manifest:
     """A checkpoint's manifest, its signature checked; the files are not.
 
     Raises ``StateFileError`` naming file, field and what was expected; also for another run than ``run_hash``.
@@ -185,26 +185,26 @@ def read_manifest(source: Source, run_hash: bytes | None = None) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise StateFileError(f"{place}: {_first_problem(error)}") from error
     if canonical != data:
-        raise refuse(place, "its bytes", "the canonical JSON of its content", "another spelling")
+        raise refusal(place, "its bytes", "the canonical JSON of its content", "another spelling")
     key, signature = bytes.fromhex(manifest.identity_key), bytes.fromhex(manifest.signature)
     if not verify_signature(key, signature, manifest.signed_bytes):
-        raise refuse(place, "signature", f"that of peer {manifest.peer} over all other fields", "another")
+        raise refusal(place, "signature", f"that of peer {manifest.peer} over all other fields", "another")
     if run_hash is not None and manifest.run_hash != run_hash.hex():
-        raise refuse(place, "run_hash", run_hash.hex(), manifest.run_hash)
+        raise refusal(place, "run_hash", run_hash.hex(), manifest.run_hash)
     return manifest
 
 
-def read_file(source: Source, name: str, entry: FileEntry) -> bytes:
+def read_file(source: CheckpointSource, name: str, entry: FileEntry) -> bytes:
     """The content of a file that the manifest names, checked: the bytes that were hashed are the bytes returned.
 
     Raises ``StateFileError``."""
     size_bytes, digest = entry
     place, data = source.place(name), source.read(name, size_bytes)
     if len(data) != size_bytes:
-        raise refuse(place, "size", f"{size_bytes} bytes", "more" if len(data) > size_bytes else f"{len(data)} bytes")
+        raise refusal(place, "size", f"{size_bytes} bytes", "more" if len(data) > size_bytes else f"{len(data)} bytes")
     found = hashlib.sha256(data).hexdigest()
     if found != digest:
-        raise refuse(place, "SHA-256", digest, found)
+        raise refusal(place, "SHA-256", digest, found)
     return data
 
 

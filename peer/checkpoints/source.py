@@ -11,7 +11,7 @@ from shoal.peer.regular_file import open_regular, read_regular
 from shoal.swarm.errors import StateFileError
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """The files of one checkpoint, by name. Nothing that is read is trusted."""
 
     def place(self, name: str) -> str:
@@ -55,6 +55,6 @@ class FolderSource:
         return (self.folder / name).exists()
 
 
-def refuse(place: str, field: str, expected: str, found: str) -> StateFileError:
+def refusal(place: str, field: str, expected: str, found: str) -> StateFileError:
     """The refusal of a file: which, what of it, what was expected."""
     return StateFileError(f"{place}: {field}: expected {expected}, not {found}")

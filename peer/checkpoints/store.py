@@ -7,7 +7,6 @@ starts were left by one that was killed.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import secrets
@@ -19,88 +18,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
-from shoal.peer.checkpoints.encryption import ENVELOPE, Sealing, opened
-from shoal.peer.checkpoints.manifest import MANIFEST, About, FileEntry, Manifest, read_manifest
+from shoal.peer.checkpoints.checkpoint import Checkpoint, CheckpointContents, read_checkpoint
+from shoal.peer.checkpoints.encryption import ENVELOPE, open_source
+from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.swarm.durable import sync, sync_folder
+from shoal.peer.checkpoints.writer import CheckpointWriter
+from shoal.swarm.durable import sync_folder
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.identity import Identity
-
-WRITING = ".new-"
-"""Prefix of the names of folders that are not whole yet."""
-
-Files = Iterable[tuple[str, Iterable[bytes | memoryview]]]
-"""Name and content in pieces of each file but the manifest."""
-
-
-class CheckpointWriter:
-    """Signs as ``identity``. Its methods block: call them in worker threads."""
-
-    def __init__(self, identity: Identity, sealed_for: Iterable[bytes] | None = None) -> None:
-        """``sealed_for``: checkpoints are written sealed, for the identity and these raw Ed25519 public keys."""
-        self.identity = identity
-        self._readers = None if sealed_for is None else {identity.public_key, *sealed_for}
-
-    def fill(self, folder: Path, files: Files, about: About) -> Manifest:
-        """Write all into an empty folder. Raises ``OSError``."""
-        begun = self.begin(folder)
-        begun.add(files)
-        return begun.finish(about)
-
-    def begin(self, folder: Path) -> BegunCheckpoint:
-        """In an empty folder."""
-        return BegunCheckpoint(self, folder, None if self._readers is None else Sealing(self._readers))
-
-    def _write_content(
-        self, folder: Path, name: str, pieces: Iterable[bytes | memoryview], sealing: Sealing | None
-    ) -> FileEntry:
-        def write(file_name: str, its_pieces: Iterable[bytes | memoryview]) -> FileEntry:
-            return self._write_file(folder / file_name, its_pieces)
-
-        return write(name, pieces) if sealing is None else sealing.write(name, pieces, write)
-
-    def _write_manifest(self, folder: Path, manifest: Manifest, sealing: Sealing | None) -> None:
-        self._write_content(folder, MANIFEST, [manifest.file_bytes], sealing)
-        if sealing is not None:
-            self._write_file(folder / ENVELOPE, [sealing.envelope()])
-        sync_folder(folder)
-
-    def _write_file(self, path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
-        digest, size_bytes = hashlib.sha256(), 0
-        with path.open("xb") as file:
-            for piece in pieces:
-                file.write(piece)
-                digest.update(piece)
-                size_bytes += len(piece)
-            sync(file)
-        return size_bytes, digest.hexdigest()
-
-
-class BegunCheckpoint:
-    """One that is written piece by piece. Raises ``OSError``."""
-
-    def __init__(self, writer: CheckpointWriter, folder: Path, sealing: Sealing | None) -> None:
-        self._writer = writer
-        self._folder = folder
-        self._sealing = sealing
-        self._entries: dict[str, FileEntry] = {}
-
-    def add(self, files: Files) -> None:
-        for name, pieces in files:
-            self._entries[name] = self._writer._write_content(self._folder, name, pieces, self._sealing)
-
-    def finish(self, about: About) -> Manifest:
-        """Sign what was added; the checkpoint is whole then."""
-        manifest = Manifest.sign(about, self._entries, self._writer.identity)
-        self._writer._write_manifest(self._folder, manifest, self._sealing)
-        return manifest
-
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+WRITING = ".new-"
+"""Prefix of the names of folders that are not complete yet."""
+
 _NAME = re.compile(r"^round-([0-9]{8,19})$")
 _GOING = ".old-"
 ASIDE = "other-"
@@ -108,7 +41,7 @@ ASIDE = "other-"
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredCheckpoint:
     """A whole checkpoint as far as its manifest tells; ``digest``: of its state."""
 
     round: int
@@ -118,7 +51,7 @@ class Kept:
     folder: Path
 
 
-class CheckpointStore(CheckpointWriter):
+class CheckpointStore:
     """Checkpoints of one run and one peer; opening the store removes what killed writers left.
 
     Its methods block: call them in worker threads. Any of them may be called while another one runs; ``write`` is
@@ -134,23 +67,24 @@ class CheckpointStore(CheckpointWriter):
     ) -> None:
         """``folder`` is made with the first checkpoint. ``sealed_for``: checkpoints are written sealed, for the
         identity and these raw Ed25519 public keys; both kinds are read."""
-        super().__init__(identity, sealed_for)
         self.folder = folder
+        self._identity = identity
+        self._sealed_for = sealed_for
         self._run_hash = run_hash
         self._retention = retention
         self._lock = threading.Lock()
         self._held: Counter[Path] = Counter()
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, StoredCheckpoint] = {}
         self._tidy()
         for place in checkpoint_folders(folder):
             try:
-                self._note(read_manifest(opened(FolderSource(place), identity), run_hash), place)
+                self._note(read_manifest(open_source(FolderSource(place), identity), run_hash), place)
             except StateFileError as error:
                 log.warning("a checkpoint that cannot be used stays as it is: %s", error)
 
     # Finding ------------------------------------------------------------------------------------------------
 
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[StoredCheckpoint, ...]:
         """The checkpoints here, newest round first; from memory."""
         with self._lock:
             return tuple(sorted(self._kept.values(), key=lambda one: -one.round))
@@ -160,12 +94,12 @@ class CheckpointStore(CheckpointWriter):
         kept = self.kept()[: self._retention.newest]
         return kept[-1].round if kept else None
 
-    def load(self, kept: Kept) -> Checkpoint:
+    def load(self, kept: StoredCheckpoint) -> Checkpoint:
         """Read and check one. Raises ``StateFileError`` for a damaged one, which does not count from now on and is left
         as it is."""
         try:
             with self.holding(kept):
-                return read_checkpoint(opened(FolderSource(kept.folder), self.identity), self._run_hash)
+                return read_checkpoint(open_source(FolderSource(kept.folder), self._identity), self._run_hash)
         except StateFileError:
             with self._lock:
                 self._kept.pop(kept.round, None)
@@ -183,7 +117,7 @@ class CheckpointStore(CheckpointWriter):
         return None
 
     @contextmanager
-    def holding(self, kept: Kept) -> Iterator[Path]:
+    def holding(self, kept: StoredCheckpoint) -> Iterator[Path]:
         """Its folder, which is not removed meanwhile. Raises ``StateFileError`` when it is gone already."""
         with self._lock:
             if kept.round not in self._kept:
@@ -197,7 +131,7 @@ class CheckpointStore(CheckpointWriter):
 
     # Writing ------------------------------------------------------------------------------------------------
 
-    def write(self, contents: Contents) -> Kept:
+    def write(self, contents: CheckpointContents) -> StoredCheckpoint:
         """Write a checkpoint, then remove those that need not be kept.
 
         Raises ``StorageError`` when the disk refuses: of the new one nothing is left then, older ones are as they were.
@@ -211,7 +145,9 @@ class CheckpointStore(CheckpointWriter):
         try:
             self._set_other_history_aside(about.round)
             hidden.mkdir(parents=True)
-            manifest = self.fill(hidden, contents.files(), about)
+            writer = CheckpointWriter(hidden, self._identity, self._sealed_for)
+            writer.add(contents.files())
+            manifest = writer.finish(about)
             self._publish(hidden, place)
         except OSError as error:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -227,9 +163,9 @@ class CheckpointStore(CheckpointWriter):
         hidden.rename(place)
         sync_folder(self.folder)
 
-    def _note(self, manifest: Manifest, place: Path) -> Kept:
+    def _note(self, manifest: Manifest, place: Path) -> StoredCheckpoint:
         digests = bytes.fromhex(manifest.state_digest), bytes.fromhex(manifest.chain)
-        kept = Kept(manifest.round, manifest.anchor_version, *digests, place)
+        kept = StoredCheckpoint(manifest.round, manifest.anchor_version, *digests, place)
         with self._lock:
             self._kept[kept.round] = kept
         return kept

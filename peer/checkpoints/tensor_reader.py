@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_file
-from shoal.peer.checkpoints.source import FolderSource, Source, refuse
+from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
 from shoal.peer.checkpoints.tensors import parse_file
 from shoal.swarm.errors import StateFileError
 
@@ -23,7 +23,7 @@ _MAX_HEADER_BYTES = 2**27
 class CheckpointTensors:
     """The tensors of the checkpoint with that ``manifest``. For any thread; its methods block."""
 
-    def __init__(self, source: Source, manifest: Manifest) -> None:
+    def __init__(self, source: CheckpointSource, manifest: Manifest) -> None:
         self.source = source
         self.manifest = manifest
         self._specs = {spec.name: spec for spec in manifest.layout}
@@ -37,10 +37,10 @@ class CheckpointTensors:
         by the manifest's digest of its file. Raises ``StateFileError`` naming tensor and file."""
         spec = self._specs.get(name)
         if spec is None:
-            raise refuse(self.source.place(MANIFEST), "layout", f"also the tensor {name!r}", "none")
+            raise refusal(self.source.place(MANIFEST), "layout", f"also the tensor {name!r}", "none")
         if count > 1 + self.manifest.outer_vectors:
             outer = self.manifest.outer_vectors
-            raise refuse(self.source.place(MANIFEST), "outer_vectors", f"at least {count - 1}", str(outer))
+            raise refusal(self.source.place(MANIFEST), "outer_vectors", f"at least {count - 1}", str(outer))
         rows = torch.empty(0)
         with self._lock:
             for at, key in enumerate([name, *(f"{number}.{name}" for number in range(count - 1))]):
@@ -64,7 +64,7 @@ class CheckpointTensors:
         tensor = self._read[file].get(key)
         if tensor is None or tensor.shape != shape or tensor.dtype != torch.float32:
             found = "none" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
-            raise refuse(self.source.place(file), f"tensor {key!r}", f"torch.float32 of shape {shape}", found)
+            raise refusal(self.source.place(file), f"tensor {key!r}", f"torch.float32 of shape {shape}", found)
         return tensor
 
     def _file_of(self, kind: str, key: str) -> str:
@@ -76,7 +76,7 @@ class CheckpointTensors:
             self._where.update({f"{kind} {one}": file for one in self._names_in(file)})
             self._unseen.remove(file)
         if place not in self._where:
-            raise refuse(self.source.place(MANIFEST), "files", f"one with the tensor {key!r}", "none")
+            raise refusal(self.source.place(MANIFEST), "files", f"one with the tensor {key!r}", "none")
         return self._where[place]
 
     def _names_in(self, file: str) -> list[str]:

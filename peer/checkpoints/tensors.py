@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from shoal.peer.checkpoints.source import refuse
+from shoal.peer.checkpoints.source import refusal
 from shoal.peer.training.anchor import bytes_of
 from shoal.peer.training.parameters import split_by_layout
 from shoal.swarm.protocol.types import TensorSpec
@@ -97,7 +97,7 @@ def parse_file(data: bytes, place: str) -> dict[str, Tensor]:
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise refuse(place, "its content", "safetensors", str(error)[:200]) from error
+        raise refusal(place, "its content", "safetensors", str(error)[:200]) from error
 
 
 def fill(targets: Mapping[str, Tensor], files: Iterable[tuple[str, dict[str, Tensor]]]) -> None:
@@ -109,10 +109,10 @@ def fill(targets: Mapping[str, Tensor], files: Iterable[tuple[str, dict[str, Ten
         for name, tensor in tensors.items():
             target = missing.pop(name, None)
             if target is None:
-                raise refuse(place, f"tensor {name[:100]!r}", "a name of the layout, once", "another")
+                raise refusal(place, f"tensor {name[:100]!r}", "a name of the layout, once", "another")
             if tensor.shape != target.shape or tensor.dtype != target.dtype:
                 expected = f"{target.dtype} of shape {tuple(target.shape)}"
-                raise refuse(place, f"tensor {name[:100]!r}", expected, f"{tensor.dtype} of {tuple(tensor.shape)}")
+                raise refusal(place, f"tensor {name[:100]!r}", expected, f"{tensor.dtype} of {tuple(tensor.shape)}")
             target.copy_(tensor)
     if missing:
-        raise refuse(place, "its tensors", f"also {next(iter(missing))[:100]!r}, as the layout says", "none")
+        raise refusal(place, "its tensors", f"also {next(iter(missing))[:100]!r}, as the layout says", "none")

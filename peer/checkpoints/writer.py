@@ -1,217 +1,55 @@
-"""Background writing of a training peer's checkpoints, as often as takes a twentieth of the time."""
+"""Writer of one checkpoint into a folder: files, each flushed to the disk, and the signed manifest last."""
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import time
-from collections import deque
-from collections.abc import Callable
-from concurrent import futures
-from dataclasses import dataclass
-from typing import Any
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, unpack_verdicts
-from shoal.peer.checkpoints.local_state import Snapshots
-from shoal.peer.checkpoints.manifest import About, StageAbout
-from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.network_thread import NetworkThread
-from shoal.peer.training.anchor import AnchorState
-from shoal.swarm.aio import in_thread
-from shoal.swarm.errors import RecipeError, StateFileError, StorageError
-from shoal.swarm.protocol.rounds import Verdict
-from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import TensorSpec
+from shoal.peer.checkpoints.encryption import ENVELOPE, Sealing
+from shoal.peer.checkpoints.manifest import MANIFEST, CheckpointAbout, FileEntry, Manifest
+from shoal.swarm.durable import sync, sync_folder
+from shoal.swarm.protocol.identity import Identity
 
-_SHARE = 20
-"""Writing takes at most one part in so many of the time."""
-
-_ROUNDS = 8
-"""So many of the last ones say how long rounds take."""
-
-_MOST = 2**20
+Files = Iterable[tuple[str, Iterable[bytes | memoryview]]]
+"""Name and content, in pieces, of each file but the manifest."""
 
 
-class Pace:
-    """``in_step``: where others write other parts of the same states, each as fast as its disk, rounds are left out by
-    powers of two: those of the slowest one are rounds of all."""
+class CheckpointWriter:
+    """Writer of one checkpoint into an empty folder. Methods block, and raise ``OSError``."""
 
-    def __init__(self, *, in_step: bool) -> None:
-        self._in_step = in_step
-        self._ended: deque[tuple[int, float]] = deque(maxlen=_ROUNDS + 1)
-        self._wrote_s = 0.0
-        self._next_s = -math.inf
+    def __init__(self, folder: Path, identity: Identity, sealed_for: Iterable[bytes] | None = None) -> None:
+        """``identity`` signs. ``sealed_for``: None writes plain files; otherwise they are sealed for the identity and
+        for these raw Ed25519 public keys."""
+        self._folder = folder
+        self._identity = identity
+        self._sealing = None if sealed_for is None else Sealing({identity.public_key, *sealed_for})
+        self._entries: dict[str, FileEntry] = {}
 
-    def is_due(self, number: int, now_s: float) -> bool:
-        """Whether the state of that round, which has just ended, is to be written."""
-        self._ended.append((number, now_s))
-        return number % self.spacing == 0 if self._in_step else now_s >= self._next_s
+    def add(self, files: Files) -> None:
+        for name, pieces in files:
+            self._entries[name] = self._write(name, pieces)
 
-    def wrote(self, began_s: float, now_s: float) -> None:
-        """A checkpoint, or as much of one as the disk took."""
-        self._wrote_s = now_s - began_s
-        self._next_s = now_s + _SHARE * self._wrote_s
+    def finish(self, about: CheckpointAbout) -> Manifest:
+        """Sign the files that were added and write the manifest, which completes the checkpoint."""
+        manifest = Manifest.sign(about, self._entries, self._identity)
+        self._write(MANIFEST, [manifest.file_bytes])
+        if self._sealing is not None:
+            self._write_file(ENVELOPE, [self._sealing.envelope()])
+        sync_folder(self._folder)
+        return manifest
 
-    @property
-    def spacing(self) -> int:
-        """In step: of so many rounds one is written."""
-        (first, first_s), (last, last_s) = (self._ended[0], self._ended[-1]) if self._ended else ((0, 0.0), (0, 0.0))
-        if last <= first or last_s <= first_s:
-            return 1
-        rounds = _SHARE * self._wrote_s * (last - first) / (last_s - first_s)
-        return min(_MOST, 1 << max(0, math.ceil(math.log2(rounds)))) if rounds > 0 else 1
+    def _write(self, name: str, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+        if self._sealing is None:
+            return self._write_file(name, pieces)
+        return self._sealing.write(name, pieces, self._write_file)
 
-
-log = logging.getLogger(__name__)
-
-_RECENT_VERDICTS = 64
-"""So much of the chain stands in a checkpoint: in a large swarm a verdict is as large as a shard of a small model."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The run and model that all checkpoints of a member belong to. ``stage``: None in a run without stages."""
-
-    run: RunFile
-    run_toml: str
-    recipe_config: dict[str, Any] | None
-    layout: tuple[TensorSpec, ...]
-    outer_vectors: int
-    coordinator_key: bytes
-    stage: StageAbout | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ``RecipeError`` for a config that is no JSON: now, and not after the first round."""
-        try:
-            recipe = json.loads(json.dumps(self.recipe_config, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise RecipeError(f"the recipe's config has to be JSON, to stand in checkpoints: {error}") from error
-        object.__setattr__(self, "recipe_config", recipe)
-
-    def about(self, anchor_version: int, digest: bytes, verdict: Verdict) -> About:
-        """Of the state of that version and digest, which ``verdict`` made."""
-        return About(
-            run=self.run.run.name,
-            run_hash=self.run.hash.hex(),
-            run_toml=self.run_toml,
-            recipe=self.recipe_config,
-            layout=self.layout,
-            outer_vectors=self.outer_vectors,
-            round=verdict.round,
-            anchor_version=anchor_version,
-            state_digest=digest.hex(),
-            chain=verdict.chain.hex(),
-            tokens=verdict.tokens_total,
-            coordinator_key=self.coordinator_key.hex(),
-            stage=self.stage,
-        )
-
-    def fits(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint belongs to this model, or to this stage."""
-        manifest = checkpoint.manifest
-        ours = (self.layout, self.outer_vectors, self.stage)
-        return (manifest.layout, manifest.outer_vectors, manifest.stage) == ours
-
-
-class CheckpointKeeper:
-    """For the training thread, which only takes the snapshot. ``own``: gives the tree of what is this peer's own."""
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        network: NetworkThread[Any],
-        subject: Subject,
-        own: Callable[[], dict[str, Any]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.store = store
-        self._network = network
-        self._subject = subject
-        self._own = own
-        self._clock = clock
-        self._snapshots = Snapshots()
-        self._is_prepared = False
-        self._preparing: futures.Future[None] | None = None
-        self._writing: futures.Future[None] | None = None
-        self._pace = Pace(in_step=subject.stage is not None)
-        self._trouble = ""
-        self._verdicts: tuple[Verdict, ...] = ()
-
-    def prepare(self) -> None:
-        """Once the inner optimizer has all that it will have: get the memory for snapshots beside everything else, as
-        fresh pages cost more than the copy."""
-        if not self._is_prepared:
-            self._is_prepared = True
-            self._preparing = self._network.submit(in_thread(self._snapshots.prepare, self._own()))
-
-    def find(self, version: int, digest: bytes | None) -> Checkpoint | None:
-        """The checkpoint of the run's present state, else the newest whole one of this model; None without any."""
-        found = self.store.load_newest(version, digest) or self.store.load_newest()
-        if found is not None and not self._subject.fits(found):
-            log.warning("the checkpoint of round %d is of another model; going on without", found.manifest.round)
-            return None
-        if found is not None and not self._verdicts:
-            try:
-                self._verdicts = unpack_verdicts(found.verdicts[0], f"the checkpoint of round {found.manifest.round}")
-            except StateFileError as error:  # another peer's copy, which is whole and says nonsense
-                log.warning("going on without its verdicts: %s", error)
-        return found
-
-    def heard(self, verdict: Verdict) -> None:
-        """Each verdict, as it comes to be known."""
-        if self._verdicts and verdict.chain == self._verdicts[-1].chain:
-            return
-        follows = bool(self._verdicts) and verdict.previous_chain == self._verdicts[-1].chain
-        self._verdicts = (*self._verdicts[1 - _RECENT_VERDICTS :], verdict) if follows else (verdict,)
-
-    def keep(self, state: AnchorState, verdict: Verdict) -> None:
-        """Write a checkpoint of what ``verdict`` made, beside everything else; skipped while one is being written, or
-        where that would take more than its share of the time."""
-        if self._writing is not None and self._writing.done():
-            self._settle()
-        if self._pace.is_due(verdict.round, self._clock()) and self._writing is None:
-            self._begin(state, verdict)
-
-    def finish(self, state: AnchorState, verdict: Verdict | None) -> None:
-        """At the end: returns when the state is on disk, if the disk takes it. ``verdict``: None where it is not known,
-        and then nothing is written."""
-        self._settle()
-        if state.version == 0 and self._subject.run.start is not None:
-            return  # its digest is the run file's, and whoever has the checkpoint that it is of needs no other
-        kept = {(one.anchor_version, one.digest) for one in self.store.kept()}
-        if verdict is not None and (state.version, state.digest) not in kept:
-            self._begin(state, verdict)
-            self._settle()
-
-    def _begin(self, state: AnchorState, verdict: Verdict) -> None:
-        preparing, self._preparing = self._preparing, None
-        if preparing is not None:
-            self._network.wait_for(preparing)
-        about, own = self._subject.about(state.version, state.digest, verdict), self._snapshots.take(self._own())
-        upto = next((at for at, one in enumerate(self._verdicts) if one.chain == verdict.chain), -1)
-        contents = Contents(about, state, own, self._verdicts[: upto + 1] or (verdict,))
-        self._writing = self._network.submit(self._write(contents))
-
-    def _settle(self) -> None:
-        """Wait for what is being written."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            self._network.wait_for(writing)
-
-    async def _write(self, contents: Contents) -> None:
-        """A disk that refuses is a warning: others hold the state too, and the next try may do."""
-        started_s = self._clock()
-        try:
-            await in_thread(self.store.write, contents)
-        except StorageError as error:
-            # Once, and not after every round.
-            log.log(logging.DEBUG if self._trouble else logging.WARNING, "going on without a checkpoint: %s", error)
-            self._trouble = str(error)
-        else:
-            if self._trouble:
-                log.warning("checkpoints can be written again")
-            self._trouble = ""
-            log.debug("checkpoint of round %d: %.3f s", contents.about.round, self._clock() - started_s)
-        finally:
-            self._pace.wrote(started_s, self._clock())
+    def _write_file(self, name: str, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+        digest, size_bytes = hashlib.sha256(), 0
+        with (self._folder / name).open("xb") as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                size_bytes += len(piece)
+            sync(file)
+        return size_bytes, digest.hexdigest()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.peer.cli.host_events import describe_event
 from shoal.peer.event_schema import Event
-from shoal.peer.history.chain import Origin, pack_head
+from shoal.peer.history.history_file import HistoryOrigin, pack_origin
 from shoal.peer.options import DEFAULT_PORT, StartFrom
 from shoal.swarm import durable
 from shoal.swarm.coordinator.events import JournalEvent
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.toml"
 IDENTITY_FILE = "identity"
 ORIGIN_FILE = "origin.msgpack"
-"""Origin of the folder's history: the head of a history's file, without verdicts."""
+"""HistoryOrigin of the folder's history: the head of a history's file, without verdicts."""
 
 _PORT_FILE = "port.txt"
 
@@ -145,11 +145,11 @@ async def host(
             advertised = options.advertise or ((_own_address(options.bind[0]), port),)
             addresses = tuple(Address(host=host, control_port=own_port or port) for host, own_port in advertised)
             invite = Invite(addresses, run.run.name, service.node.control.keys.public, run.hash)
-            origin = Origin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
+            origin = HistoryOrigin(run_toml=text, coordinator=identity.certify(service.node.control.keys))
             about = {
                 _PORT_FILE: f"{port}\n".encode(),
                 "invite.txt": f"{invite}\n".encode(),
-                ORIGIN_FILE: pack_head(origin),
+                ORIGIN_FILE: pack_origin(origin),
             }
             for name, data in about.items():
                 _write(state / name, data)

@@ -20,12 +20,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.peer.checkpoints.encryption import ENVELOPE, opened
+from shoal.peer.checkpoints.encryption import ENVELOPE, open_source
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.cli.host import ORIGIN_FILE, hosted_verdicts, is_host_folder
-from shoal.peer.history.chain import ChainCheck, Kept, Origin, unpack_history
-from shoal.peer.history.history_file import HISTORY_FILE
+from shoal.peer.history.chain import ChainCheck
+from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin, UnpackedHistory, unpack_history
 from shoal.peer.regular_file import read_regular
 from shoal.peer.terminal.events import bytes_text, count_text, loss_text, printable
 from shoal.peer.terminal.views import jsonable, stopped_lines
@@ -125,7 +125,7 @@ def _of_checkpoint(folder: Path, identity: Identity | None) -> Log:
     from shoal.peer.checkpoints.checkpoint import read_verdicts  # it needs torch, which no other source does
     from shoal.peer.member.memberships import scope_of
 
-    source = opened(FolderSource(folder), identity)
+    source = open_source(FolderSource(folder), identity)
     manifest = read_manifest(source)
     # Of a whole model that stages made, the last one's: it is the one that knows the loss.
     number = len(manifest.verdicts_files) - 1
@@ -137,12 +137,12 @@ def _of_checkpoint(folder: Path, identity: Identity | None) -> Log:
     return Log(manifest.run, bytes.fromhex(manifest.run_hash), key, verdicts, scope, whole=whole, note=note)
 
 
-def _log(origin: Origin, verdicts: tuple[Verdict, ...], damage: str = "", note: str = "") -> Log:
+def _log(origin: HistoryOrigin, verdicts: tuple[Verdict, ...], damage: str = "", note: str = "") -> Log:
     key = origin.coordinator.identity_key
     return Log(origin.run, origin.run_hash, key, verdicts, origin.scope, damage=damage, note=note)
 
 
-def _unpack(path: Path) -> Kept:
+def _unpack(path: Path) -> UnpackedHistory:
     try:
         data = read_regular(path)
     except OSError as error:
@@ -328,7 +328,7 @@ def _check(log: Log) -> tuple[list[Verdict], StateFileError | None]:
     checked: list[Verdict] = []
     try:
         for verdict in log.verdicts:
-            check.take(verdict)
+            check.add(verdict)
             checked.append(verdict)
     except StateFileError as error:
         return checked, error

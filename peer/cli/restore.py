@@ -7,21 +7,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shoal.peer.checkpoints.remote.restore import Copy, Restorer, find_copies
+from shoal.peer.checkpoints.remote.copies import RemoteCopy, find_copies
+from shoal.peer.checkpoints.remote.restore import CheckpointRestorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
-from shoal.peer.checkpoints.remote.upload import CopyTo
+from shoal.peer.checkpoints.remote.upload import CopyDestination
 from shoal.peer.checkpoints.retention import Retention
 from shoal.swarm.errors import UserError
 from shoal.swarm.protocol.identity import Identity
 
 
-def parse_copy_to(url: str, every: int, retention: Retention | None) -> CopyTo | None:
+def parse_copy_to(url: str, every: int, retention: Retention | None) -> CopyDestination | None:
     """From the command line; None for no URL. Raises ``UserError`` and ``RemoteStorageError``."""
     if not url:
         return None
     if retention is None:
         raise UserError("--copy-to copies checkpoints: it does not go with --keep-checkpoints off")
-    return CopyTo(RemoteStore.open(url), every, retention)
+    return CopyDestination(RemoteStore.open(url), every, retention)
 
 
 def list_copies(url: str, console: Console) -> None:
@@ -39,21 +40,21 @@ def restore(
     url: str, to: Path, identity: Path, console: Console, *, all_stages: bool, number: int | None = None
 ) -> None:
     """Bring the newest whole copy, or that of round ``number``, of a pipeline one of each stage. Raises the errors of
-    ``Restorer.restore`` and of identity files."""
+    ``CheckpointRestorer.restore`` and of identity files."""
     remote = RemoteStore.open(url)
     copies = find_copies(remote)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    restorer = Restorer(remote, to, Identity.load_or_create(identity), say)
+    restorer = CheckpointRestorer(remote, to, Identity.load_or_create(identity), say)
     for folder in restorer.restore(copies, all_stages=all_stages, number=number):
         say(f"Restored to {folder}")
     own = [f"--state {to}"] * (to != Path.home() / ".shoal" / "runs") + [f"--identity {identity}"]
     say(f"`shoal join INVITE {' '.join(own)}` goes on from it")
 
 
-def _kind(copy: Copy) -> str:
+def _kind(copy: RemoteCopy) -> str:
     if copy.last is None:
         return "unfinished"
     return "sealed" if copy.is_sealed else ""

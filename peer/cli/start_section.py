@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest
-from shoal.peer.checkpoints.source import Source
+from shoal.peer.checkpoints.source import CheckpointSource
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
 from shoal.peer.options import StartFrom
 from shoal.peer.recipes import layered_recipe, load_recipe
@@ -70,7 +70,7 @@ def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
 
 
 def _section_of(
-    source: Source, manifest: Manifest, start_from: StartFrom, run: RunFile
+    source: CheckpointSource, manifest: Manifest, start_from: StartFrom, run: RunFile
 ) -> tuple[StartSection, list[str]]:
     """The section of that checkpoint, and the tensors that no training can go on from."""
     before = parse_run_file(manifest.run_toml, f"{source.place(MANIFEST)}: run_toml")
@@ -133,7 +133,7 @@ def _check_model(run: RunFile, start: StartSection) -> None:
         raise ModelMismatch(f"the run's model is not that of {start.source}: {difference}")
 
 
-def _newest_first(folder: Path, identity: Identity | None) -> list[tuple[Source, Manifest]]:
+def _newest_first(folder: Path, identity: Identity | None) -> list[tuple[CheckpointSource, Manifest]]:
     """At least one, all of one run."""
     refused: list[str] = []
     found = sorted(whole_checkpoints(folder, identity, refused), key=lambda one: -one[1].round)

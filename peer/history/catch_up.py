@@ -1,4 +1,4 @@
-"""Catching up: from one state of the run to a later one by applying what the rounds since have committed.
+"""Catching up: from one state of the run to a later one, by applying what the rounds between them committed.
 
 ``next_state`` is the only place where a round's mean becomes the next state."""
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap
-from shoal.peer.history.record_writer import RecordKeeper
+from shoal.peer.history.record_archive import RecordArchive
 from shoal.peer.history.round_records import RoundRecords
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.lr_schedule import run_lr_factor
@@ -32,11 +32,11 @@ _ROUNDS_AT_ONCE = 2
 """Fetched at the same time: the next one while the one before is decoded and applied."""
 
 GetResults = Callable[[Verdict], Coroutine[Any, Any, ResultStore]]
-"""The results that a verdict has committed, from wherever they are; raises ``LinkError`` when they cannot be had."""
+"""Gets the results that a verdict has committed, from wherever they are; raises ``LinkError`` when it cannot."""
 
 
 def next_state(state: AnchorState, mean: Tensor, verdict: Verdict, outer: OuterOptimizer, run: RunFile) -> AnchorState:
-    """The state after a committed round. ``mean``: (n,) float32, as its committed bytes decode."""
+    """The state after a committed round; ``mean``: (n,) float32, decoded from the round's committed bytes."""
     factor = 1.0
     if run.algorithm == "virtual_batch":
         before = verdict.tokens_total - verdict.tokens
@@ -47,12 +47,11 @@ def next_state(state: AnchorState, mean: Tensor, verdict: Verdict, outer: OuterO
     return AnchorState.make(anchor, slots, verdict.anchor_version)
 
 
-def path(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdict]:
-    """The committed rounds that lead on from a state, as far as these verdicts know; none if it is not one of the
-    run's. Verdicts may be missing, and come in any order.
+def rounds_after(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdict]:
+    """The committed rounds that lead on from a state, as far as these verdicts tell; none for a state of another run.
 
-    A round counts only if the run has not gone back behind it since: a later verdict with its anchor version or a lower
-    one undoes it."""
+    Verdicts may be missing, and come in any order. A round counts only if the run has not gone back behind it since: a
+    later verdict with its anchor version or a lower one undoes it."""
     standing: list[tuple[RoundPlan, Verdict]] = []
     for verdict in sorted(verdicts, key=lambda one: one.round):
         plan = verdict.plan if verdict.committed else None
@@ -69,27 +68,27 @@ def path(verdicts: Iterable[Verdict], version: int, digest: bytes) -> list[Verdi
     return found
 
 
-def follows(state: AnchorState, verdict: Verdict) -> bool:
-    """Return whether this round went from this state."""
+def is_start_of(state: AnchorState, verdict: Verdict) -> bool:
+    """Whether the round was averaged on this state."""
     plan = verdict.plan
     assert plan is not None
     is_its = (plan.anchor_version, plan.state_digest) == (state.version, state.digest)
     return is_its and plan.parts[-1].stop == state.anchor.numel()
 
 
-class Steps:
-    """Decoder of committed bytes to means, and stepper from means to states, in one run."""
+class RoundApplier:
+    """Applies committed rounds of one run to states: decodes their bytes to means, and steps the outer optimizer."""
 
     def __init__(self, run: RunFile, codec_map: CodecMap, outer: OuterOptimizer) -> None:
         self.codec_map = codec_map
         self._run = run
         self._outer = outer
 
-    def after(self, state: AnchorState, verdict: Verdict, mean: Tensor) -> AnchorState:
+    def apply(self, state: AnchorState, verdict: Verdict, mean: Tensor) -> AnchorState:
         return next_state(state, mean, verdict, self._outer, self._run)
 
     def results_bytes(self, verdict: Verdict) -> int:
-        """At most so many have to be fetched for a round's results."""
+        """Upper bound on the bytes to fetch for a round's results."""
         store = ResultStore.of(verdict, self.codec_map)
         bounds = [store.bounds(chunk) for chunk in range(store.chunks)]
         return sum(
@@ -97,8 +96,9 @@ class Steps:
         )
 
     def recorded(self, records: RoundRecords, verdict: Verdict) -> ResultStore:
-        """Read a round's record. Raises ``StateFileError`` naming the file, also where its round is one of
-        another history of the run."""
+        """Read the results of a round from its record.
+
+        Raises ``StateFileError`` naming the file, also for a round of another history of the run."""
         record = records.open(verdict.round)
         if record.verdict.chain != verdict.chain:
             raise StateFileError(
@@ -112,36 +112,35 @@ class Steps:
         return store
 
 
-def roll_forward(state: AnchorState, records: RoundRecords, steps: Steps, newest: int) -> AnchorState:
-    """The state that the records here lead to from this one, up to anchor version ``newest``; as far as they are there
-    and whole."""
+def roll_forward(state: AnchorState, records: RoundRecords, applier: RoundApplier, newest: int) -> AnchorState:
+    """Apply the local records to a state, up to anchor version ``newest`` or as far as they are there and undamaged."""
     verdicts = []
     for number in records.numbers():
         try:
             verdicts.append(records.open(number).verdict)
         except StateFileError as error:
             log.warning("a round that was kept here cannot be used: %s", error)
-    for verdict in path(verdicts, state.version, state.digest):
+    for verdict in rounds_after(verdicts, state.version, state.digest):
         if state.version == newest:
             break
-        if not follows(state, verdict):
+        if not is_start_of(state, verdict):
             log.warning("round %d was averaged on another state than the one that its records lead to", verdict.round)
             break
         try:
-            mean = steps.recorded(records, verdict).mean()
+            mean = applier.recorded(records, verdict).mean()
         except StateFileError as error:
             log.warning("a round that was kept here cannot be used: %s", error)
             break
-        state = steps.after(state, verdict, mean)
+        state = applier.apply(state, verdict, mean)
     return state
 
 
 async def catch_up(
-    state: AnchorState, verdicts: Sequence[Verdict], get_results: GetResults, steps: Steps
+    state: AnchorState, verdicts: Sequence[Verdict], get_results: GetResults, applier: RoundApplier
 ) -> AnchorState:
-    """The state after these committed rounds, of which the first one follows on ``state``.
+    """The state after these committed rounds, of which the first was averaged on ``state``.
 
-    Raises ``LinkError`` when results cannot be had, or a state on the way is not the one that the others had."""
+    Raises ``LinkError`` when results cannot be fetched, or where a round was averaged on another state."""
     todo = iter(verdicts)
     async with task_scope() as tasks:
         under_way = deque(
@@ -150,37 +149,37 @@ async def catch_up(
         while under_way:
             verdict, fetching = under_way.popleft()
             store = await fetching
-            if not follows(state, verdict):
+            if not is_start_of(state, verdict):
                 raise LinkError(f"round {verdict.round} went from another state than the rounds before it lead to")
             mean = await in_thread(store.mean)
             del store
-            state = await in_thread(steps.after, state, verdict, mean)
+            state = await in_thread(applier.apply, state, verdict, mean)
             under_way.extend((later, tasks.create_task(get_results(later))) for later in islice(todo, 1))
     return state
 
 
 VerdictsFrom = Callable[[int], Awaitable[Sequence[Verdict]]]
-"""The run's verdicts from that round on, as far as they can be had."""
+"""The run's verdicts from a round on, as far as they can be had."""
 
 
-class MissedRounds:
-    """Called with a state, it gives the newest one that the run's verdicts lead to from there.
+class RoundCatchUp:
+    """Brings a state up to the newest one by the rounds that were committed since; called with the state.
 
-    ``donors``: who may have results, at the moment; ``view``: the run now; ``rounds``: how many it has applied in
-    all."""
+    ``donors``: the peers that may have results now; ``view``: the run now; ``rounds``: how many rounds have been
+    applied in all."""
 
     def __init__(
         self,
-        steps: Steps,
+        applier: RoundApplier,
         endpoint: Endpoint,
-        keeper: RecordKeeper,
+        keeper: RecordArchive,
         verdicts_from: VerdictsFrom,
         donors: Callable[[], Sequence[str]],
         view: Callable[[], RunView],
         progress_s: float,
     ) -> None:
         self.rounds = 0
-        self._steps = steps
+        self._applier = applier
         self._endpoint = endpoint
         self._keeper = keeper
         self._verdicts_from = verdicts_from
@@ -189,39 +188,39 @@ class MissedRounds:
         self._progress_s = progress_s
 
     async def __call__(self, state: AnchorState) -> AnchorState:
-        """Raises ``LinkError`` when there is no way from this state, or not a shorter one than to fetch another."""
+        """Raises ``LinkError`` where no rounds lead on from this state, or where they are no fewer bytes than a state."""
         view = self._view()
         if view.verdict is not None and view.verdict.committed:  # all rounds are about as large
             await self._require_fewer([view.verdict] * (view.anchor_version - state.version), state)
         # No round before that one can have gone from this state: a round makes one version at most.
         verdicts = await self._verdicts_from(state.version)
-        missed = path(verdicts, state.version, state.digest)
+        missed = rounds_after(verdicts, state.version, state.digest)
         if not missed:
             raise LinkError(f"no committed round is known that went on from version {state.version}")
         size_bytes = await self._require_fewer(missed, state)
-        found = await catch_up(state, missed, self._results, self._steps)
+        found = await catch_up(state, missed, self._results, self._applier)
         self.rounds += len(missed)
         log.info("caught up %d rounds to version %d by %d bytes", len(missed), found.version, size_bytes)
         return found
 
     async def _require_fewer(self, verdicts: Sequence[Verdict], state: AnchorState) -> int:
-        """The bytes of these rounds' results. Raises ``LinkError`` where a state has no more."""
+        """The bytes of these rounds' results. Raises ``LinkError`` unless a state has more."""
         each = {verdict.chain: verdict for verdict in verdicts}
-        sizes = {chain: await in_thread(self._steps.results_bytes, verdict) for chain, verdict in each.items()}
+        sizes = {chain: await in_thread(self._applier.results_bytes, verdict) for chain, verdict in each.items()}
         size_bytes = sum(sizes[verdict.chain] for verdict in verdicts)
         if size_bytes >= state.values.nbytes:
             raise LinkError(f"the {len(verdicts)} rounds since then are no fewer bytes than a state")
         return size_bytes
 
     async def _results(self, verdict: Verdict) -> ResultStore:
-        """From our own record, else from others."""
+        """Get a round's results from our own record, or else from other members."""
         try:
-            return await in_thread(self._steps.recorded, self._keeper.records, verdict)
+            return await in_thread(self._applier.recorded, self._keeper.records, verdict)
         except StateFileError as error:
             log.debug("round %d is fetched: %s", verdict.round, error)
         assert verdict.plan is not None
         planned = {member.peer for member in verdict.plan.members}
-        store = ResultStore.of(verdict, self._steps.codec_map)
+        store = ResultStore.of(verdict, self._applier.codec_map)
         donors = sorted(self._donors(), key=lambda peer: peer not in planned)
         await fetch_committed(self._endpoint, store, verdict, donors, self._progress_s)
         self._keeper.add(store, verdict)

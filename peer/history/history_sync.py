@@ -1,4 +1,4 @@
-"""Synchronisation of a member's history: verdicts that it receives, and from the coordinator those that it missed."""
+"""Synchronisation of a member's history with the run: verdicts as they come, and those that it missed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.peer.history.chain import Origin
-from shoal.peer.history.history_file import HistoryFile
+from shoal.peer.history.history_file import HistoryFile, HistoryOrigin
 from shoal.swarm.aio import in_thread
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.errors import LinkError, RunEnded, StateFileError, StorageError, Superseded, WireError
@@ -24,11 +23,13 @@ from shoal.swarm.protocol.verdict_chain import check_verdict, genesis
 log = logging.getLogger(__name__)
 
 _PAUSES = 4
-"""Times as long as fetching a page took."""
+"""Pause after a page of verdicts, in multiples of the time that it took."""
 
 
 class HistorySync:
-    """``run`` it in a task group. Nothing waits for it: the run goes on without a history, too."""
+    """Keeps a member's history file up to date; ``run`` it in a task group.
+
+    Nothing waits for it: the run goes on without a history, too."""
 
     def __init__(self, client: CoordinatorClient, path: Path) -> None:
         self._client = client
@@ -37,7 +38,8 @@ class HistorySync:
         self._lock = asyncio.Lock()
 
     async def run(self) -> None:
-        """For as long as the membership lasts. A disk that refuses is a warning, and tried again."""
+        """Synchronise for as long as the membership lasts. Errors of the disk or the network are warnings, and tried
+        again."""
         while True:
             try:
                 await self._keep()
@@ -48,7 +50,8 @@ class HistorySync:
                 await asyncio.sleep(self._client.deadlines.patience_s)
 
     async def since(self, first: int) -> list[Verdict]:
-        """The run's verdicts from round ``first`` on: what is kept here, and only the rest from the coordinator.
+        """The run's verdicts from round ``first`` on: from disk as far as they are there, the rest from the
+        coordinator.
 
         Raises like ``fetch_verdicts``."""
         try:
@@ -65,7 +68,7 @@ class HistorySync:
     async def _keep(self) -> None:
         client = self._client
         if self._file is None:
-            origin = Origin(run_toml=client.run_toml, coordinator=client.coordinator, scope=client.scope)
+            origin = HistoryOrigin(run_toml=client.run_toml, coordinator=client.coordinator, scope=client.scope)
             self._file = await in_thread(HistoryFile, self._path, origin)
         file = self._file
         start = genesis(client.run_file.hash, client.scope)
@@ -83,7 +86,8 @@ class HistorySync:
             await self._set_aside()
 
     async def _fetch(self) -> None:
-        """One page of what we missed, then a pause: those of a large swarm hold up the loop, which rounds need."""
+        """Fetch one page of missed verdicts, then pause: a large swarm's pages hold up the event loop, which rounds
+        need."""
         file, loop = self._file, asyncio.get_running_loop()
         assert file is not None
         started_s = loop.time()
@@ -98,8 +102,10 @@ class HistorySync:
             raise StateFileError("the coordinator's history does not go on from its own beginning")
 
     async def _show(self) -> None:
-        """The coordinator speaks of an earlier verdict of ours, or of none: its journal is an old copy. Whoever
-        has just started can tell that by its history alone, and if all have, nobody else shows it."""
+        """Show our newest verdict to a coordinator that reports an earlier one, or none: its journal is an old copy.
+
+        A coordinator that has just started can tell that only from what members show, and a member that has just
+        started knows it only from its history."""
         assert self._file is not None
         client, before = self._client, self._client.view
         (newest,) = await self._from_disk(self._file.chain.rounds - 1)
@@ -124,9 +130,9 @@ class HistorySync:
 
 
 async def fetch_verdicts(client: CoordinatorClient, first: int) -> list[Verdict]:
-    """The run's verdicts from round ``first`` on, from the coordinator, signatures checked.
+    """Fetch the run's verdicts from round ``first`` on from the coordinator; signatures are checked.
 
-    Raises ``LinkError`` when it answers with something else; waits while it is away."""
+    Waits while the coordinator is away. Raises ``LinkError`` when it answers with something else."""
     found: list[Verdict] = []
     more = True
     while more:

@@ -1,4 +1,4 @@
-"""Round records: the committed bytes of a round and its signed verdict, one safetensors file a round.
+"""Round records: a round's committed bytes and its signed verdict, one safetensors file a round.
 
 They are checked whenever they are read: by the coordinator's signature, and by the digests that it covers."""
 
@@ -24,20 +24,20 @@ from shoal.swarm.protocol.rounds import Part, Verdict
 from shoal.swarm.protocol.verdict_chain import check_verdict, pack_verdict, unpack_verdicts
 
 RECORDS = "rounds"
-"""The folder's name, beside the checkpoints'."""
+"""Name of the records' folder, beside the checkpoints'."""
 
 _FORMAT = "shoal-round-1"
 _MAX_HEADER_BYTES = 2**20
 _PIECES_AT_ONCE = 256
-"""Written by one call of the kernel, which takes a limited number of them (1,024 on Linux)."""
+"""Pieces written by one system call, which takes a limited number of them (1,024 on Linux)."""
 
 Chunks = Sequence[memoryview | None]
-"""A round's result chunks in their order, header and all; None in void parts."""
+"""A round's result chunks in their order, with their headers; None in void parts."""
 
 
 @dataclass(frozen=True)
-class Owner:
-    """Owner of records: the run by its hash, and the identity key of its coordinator, which signs verdicts."""
+class RecordOwner:
+    """Owner of records: a run by its hash, and its coordinator's identity key, which signs verdicts."""
 
     run_hash: bytes
     coordinator_key: bytes
@@ -45,13 +45,13 @@ class Owner:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """A record whose verdict and layout have been checked, but not yet its bytes: ``read`` does that."""
+    """A record whose verdict and layout have been checked; ``read`` checks its chunks, too."""
 
     path: Path
     verdict: Verdict
-    owner: Owner
+    owner: RecordOwner
     lengths: tuple[int, ...]
-    """Of every chunk, in bytes; 0 in void parts."""
+    """Bytes of every chunk; 0 in void parts."""
     _starts: tuple[int, ...] = field(repr=False)
 
     @property
@@ -59,7 +59,7 @@ class RoundRecord:
         return sum(self.lengths)
 
     def chunk(self, index: int) -> memoryview:
-        """One chunk as it is in the file now. Raises ``BlobUnavailable`` for one that is in no mean."""
+        """Read one chunk without checking it. Raises ``BlobUnavailable`` for a void one."""
         if not self.lengths[index]:
             raise BlobUnavailable(f"chunk {index} of round {self.verdict.round} is void")
         with _refusing(self.path), open_regular(self.path) as file:
@@ -69,7 +69,7 @@ class RoundRecord:
         return memoryview(data)
 
     def read(self) -> Chunks:
-        """All chunks, once their bytes are known to be the committed ones. Raises ``StateFileError``."""
+        """Read all chunks and check them against the committed digests. Raises ``StateFileError``."""
         chunks: list[memoryview | None] = [None] * len(self.lengths)
         assert self.verdict.plan is not None
         with _refusing(self.path), open_regular(self.path) as file:
@@ -92,7 +92,7 @@ class RoundRecord:
 class RoundRecords:
     """The records in one folder. For any thread; every call reads the disk."""
 
-    def __init__(self, folder: Path, owner: Owner) -> None:
+    def __init__(self, folder: Path, owner: RecordOwner) -> None:
         self.folder = folder
         self.owner = owner
 
@@ -100,18 +100,20 @@ class RoundRecords:
         return self.folder / f"{number:08d}.safetensors"
 
     def numbers(self) -> list[int]:
-        """The rounds that there are files of, lowest first; none where the folder cannot be read."""
+        """The rounds that have a file here, lowest first; none where the folder cannot be read."""
         with suppress(OSError):
             return sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdecimal())
         return []
 
     def open(self, number: int) -> RoundRecord:
-        """Raises ``StateFileError`` naming the file and what is wrong with it."""
+        """Open a record. Raises ``StateFileError`` naming the file and what is wrong with it."""
         return open_record(self.path(number), self.owner)
 
     def write(self, verdict: Verdict, chunks: Chunks) -> RoundRecord:
-        """Write a record as a whole or not at all. ``chunks``: those of the verdict's digests, which the caller has
-        checked. Raises ``StorageError`` when the disk refuses."""
+        """Write a record completely or not at all. ``chunks``: those of the verdict's digests, which the caller has
+        checked.
+
+        Raises ``StorageError`` when the disk refuses."""
         path = self.path(verdict.round)
         temporary = path.with_name(f".{path.name}.new")
         try:
@@ -131,18 +133,19 @@ class RoundRecords:
                 self.path(number).unlink(missing_ok=True)
 
     def clean(self) -> None:
-        """Remove what killed writers left."""
+        """Remove the files that killed writers left."""
         with suppress(OSError):
             for path in self.folder.glob(".*.safetensors.new"):
                 path.unlink(missing_ok=True)
 
 
-def open_record(path: Path, owner: Owner | None = None) -> RoundRecord:
-    """``owner`` is None where nobody knows the coordinator's key but the record itself. Raises ``StateFileError``."""
+def open_record(path: Path, owner: RecordOwner | None = None) -> RoundRecord:
+    """Open a record; ``owner`` is None where the coordinator's key is known from the record alone. Raises
+    ``StateFileError``."""
     with _refusing(path), open_regular(path) as file:
         header, fields = _read_header(path, file.read(8 + _MAX_HEADER_BYTES))
         start = 8 + len(header)
-        found = Owner(_digest_of(path, fields, "run_hash"), _digest_of(path, fields, "coordinator"))
+        found = RecordOwner(_digest_of(path, fields, "run_hash"), _digest_of(path, fields, "coordinator"))
         raw_lengths = _tensor(path, fields, "lengths", file.fileno(), start)
         raw_verdict = _tensor(path, fields, "verdict", file.fileno(), start)
         size_bytes = os.fstat(file.fileno()).st_size
@@ -170,7 +173,7 @@ def open_record(path: Path, owner: Owner | None = None) -> RoundRecord:
 
 
 def _read_header(path: Path, data: bytes) -> tuple[bytes, dict[str, Any]]:
-    """The header at the beginning of a safetensors file, as it stands there and read."""
+    """The header of a record's file, as bytes and parsed."""
     text = data[8 : 8 + int.from_bytes(data[:8], "little")]
     try:
         fields = json.loads(text)
@@ -198,10 +201,12 @@ def _tensor(path: Path, fields: dict[str, Any], name: str, descriptor: int, star
     raise StateFileError(f"{path}: field {name}: expected a tensor; it is damaged")
 
 
-def _layout(verdict: Verdict, lengths: Sequence[int], verdict_bytes: int, owner: Owner) -> tuple[bytes, list[int], int]:
-    """The one header that such a record has, where each chunk begins in the data after it, and the data's end.
+def _layout(
+    verdict: Verdict, lengths: Sequence[int], verdict_bytes: int, owner: RecordOwner
+) -> tuple[bytes, list[int], int]:
+    """The header of a record, the offset of each chunk in the data after it, and the end of the data.
 
-    There is only this one form, so that a header with anything else in it is seen to be damaged."""
+    There is exactly one header for a record, so any other one is recognised as damage."""
     assert verdict.plan is not None
     metadata = {"format": _FORMAT, "run_hash": owner.run_hash.hex(), "coordinator": owner.coordinator_key.hex()}
     sizes = [("lengths", "I64", len(lengths), 8 * len(lengths)), ("verdict", "U8", verdict_bytes, verdict_bytes)]
@@ -223,7 +228,7 @@ def _layout(verdict: Verdict, lengths: Sequence[int], verdict_bytes: int, owner:
     return text + b" " * (-len(text) % 8), starts, at
 
 
-def _write(path: Path, verdict: Verdict, chunks: Chunks, owner: Owner) -> None:
+def _write(path: Path, verdict: Verdict, chunks: Chunks, owner: RecordOwner) -> None:
     assert verdict.plan is not None
     kept = [chunk for part in _committed_parts(verdict) for chunk in chunks_of(verdict.plan, part)]
     pieces = {index: chunk for index in kept if (chunk := chunks[index]) is not None}
@@ -267,7 +272,7 @@ def _unpack_verdict(path: Path, data: bytes) -> Verdict:
     raise StateFileError(f"{path}: field verdict: not a verdict; it is damaged")
 
 
-def _differences(found: Owner, expected: Owner | None) -> list[tuple[str, str, str]]:
+def _differences(found: RecordOwner, expected: RecordOwner | None) -> list[tuple[str, str, str]]:
     if expected is None:
         return []
     fields = [
@@ -279,7 +284,7 @@ def _differences(found: Owner, expected: Owner | None) -> list[tuple[str, str, s
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Turn errors of the disk while a file is read into ``StateFileError`` that names it."""
+    """Turn errors of the disk into ``StateFileError`` that names the file."""
     try:
         yield
     except OSError as error:

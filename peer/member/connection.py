@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
+from shoal.peer.checkpoints.remote.upload import CheckpointUploader, CopyDestination
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.event_schema import make_event
 from shoal.peer.history.round_records import RECORDS
@@ -46,7 +46,7 @@ class RunConnection:
         )
         self.members: Memberships = self.network.start()
         self._stores: dict[Path, CheckpointStore] = {}
-        self._copies: list[NetworkThread[RemoteCopies]] = []
+        self._copies: list[NetworkThread[CheckpointUploader]] = []
         client = self.members.run.client
         self.run_file: RunFile = client.run_file
         if not client.reachable:
@@ -113,11 +113,11 @@ class RunConnection:
                 self._copy(store, self.options.copy_to)
         return self._stores[folder]
 
-    def _copy(self, store: CheckpointStore, to: CopyTo) -> None:
+    def _copy(self, store: CheckpointStore, to: CopyDestination) -> None:
         """Copy the store's checkpoints to ``to``, where they get the same paths as below this peer's folder."""
         inside = store.folder.parent.relative_to(self.folder.parent.parent)
         # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
-        copies = RemoteCopies(store, to, inside.as_posix(), in_step=self.run_file.pipeline is not None)
+        copies = CheckpointUploader(store, to, inside.as_posix(), in_step=self.run_file.pipeline is not None)
         self._copies.append(NetworkThread(copies.running))
         self._copies[-1].start()
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from shoal.compression.codec_map import CodecMap
 from shoal.compression.kernels import loader
-from shoal.peer.history.catch_up import MissedRounds, Steps
+from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp
 from shoal.peer.history.history_sync import HistorySync, fetch_verdicts
-from shoal.peer.history.record_writer import RecordKeeper
-from shoal.peer.history.round_records import Owner, RoundRecords
+from shoal.peer.history.record_archive import RecordArchive
+from shoal.peer.history.round_records import RecordOwner, RoundRecords
 from shoal.peer.state_transfer.acquire import CatchUp, CurrentDownload, LocalCandidates, acquire_state
 from shoal.peer.state_transfer.chunk_format import format_of
 from shoal.peer.state_transfer.donor import StateDonor
@@ -108,7 +108,7 @@ class LocalMember:
         self.progress = Progress()
         self.state: AnchorState | None = None
         self.compression = 1.0
-        self._keeper: RecordKeeper | None = None
+        self._keeper: RecordArchive | None = None
         self._averager: Averager | None = None
         self.history: HistorySync | None = None
         self._tasks = tasks
@@ -347,9 +347,9 @@ class LocalMember:
 
     async def keep_records(self, folder: Path, needed_since: Callable[[], int | None]) -> None:
         """Keep what rounds commit there, and offer what is there. Before ``prepare_averaging``."""
-        owner = Owner(self.client.run_file.hash, self.client.coordinator_key)
+        owner = RecordOwner(self.client.run_file.hash, self.client.coordinator_key)
         vectors = 1 + outer_of(self.client.run_file.outer).slots
-        self._keeper = RecordKeeper(RoundRecords(folder, owner), self.endpoint, self._tasks, vectors, needed_since)
+        self._keeper = RecordArchive(RoundRecords(folder, owner), self.endpoint, self._tasks, vectors, needed_since)
         await self._keeper.start()
 
     @property
@@ -358,7 +358,7 @@ class LocalMember:
         assert self._keeper is not None, "keep_records first"
         return self._keeper.records
 
-    def missed_rounds(self, steps: Steps) -> MissedRounds:
+    def missed_rounds(self, steps: RoundApplier) -> RoundCatchUp:
         """Make the catcher-up that brings an earlier state to the run's, by rounds from other peers."""
         assert self._keeper is not None, "keep_records first"
         client, donors = self.client, self._others
@@ -367,7 +367,7 @@ class LocalMember:
             return await (self.history.since(first) if self.history else fetch_verdicts(client, first))
 
         progress_s = client.deadlines.request_s
-        return MissedRounds(steps, self.endpoint, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)
+        return RoundCatchUp(steps, self.endpoint, self._keeper, verdicts_from, donors, lambda: client.view, progress_s)
 
     # Rounds -------------------------------------------------------------------------------------------------
 

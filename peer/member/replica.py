@@ -20,11 +20,11 @@ from shoal.compression.codec_map import CodecMap
 from shoal.compression.formats import CodecError
 from shoal.compression.norms import norms_of
 from shoal.peer.checkpoints.checkpoint import Checkpoint
-from shoal.peer.checkpoints.local_state import carried_of, own_tree, restore_own
+from shoal.peer.checkpoints.checkpointer import Checkpointer, CheckpointSubject
+from shoal.peer.checkpoints.local_state import carried_residual, local_state_tree, restore_local_state
 from shoal.peer.checkpoints.manifest import StageAbout
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.checkpoints.writer import CheckpointKeeper, Subject
-from shoal.peer.history.catch_up import MissedRounds, Steps, roll_forward
+from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp, roll_forward
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.member.member import LocalMember
 from shoal.peer.network_thread import Interrupted, NetworkThread
@@ -61,9 +61,9 @@ class LocalState:
         self._member = member
 
     def tree(self) -> dict[str, Any]:
-        """All of it, by reference: see ``own_tree``."""
+        """All of it, by reference: see ``local_state_tree``."""
         carried = self._member.averager.carried
-        return {**own_tree(self._optimizer, self._model, carried), **self._samples.counters()}
+        return {**local_state_tree(self._optimizer, self._model, carried), **self._samples.counters()}
 
     def take_up(self, checkpoint: Checkpoint, state: AnchorState) -> bool:
         """Go on from it with ``state``, the run's; returns whether the residual came back, too.
@@ -73,9 +73,9 @@ class LocalState:
         own = checkpoint.own
         if own is None or checkpoint.manifest.peer != self._member.client.peer:
             return False
-        restore_own(own, self._optimizer, self._model)
+        restore_local_state(own, self._optimizer, self._model)
         self._samples.restore_counters(own)
-        carried = carried_of(own, state.anchor.numel())
+        carried = carried_residual(own, state.anchor.numel())
         if carried is None or state is not checkpoint.state or self._member.client.view.plan is not None:
             return False
         try:
@@ -150,10 +150,10 @@ class TrainingReplica:
         self._outer = outer_of(run.outer)
         self._folder = folder
         codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in self.vector.layout]))
-        self._steps = Steps(run, codec_map, self._outer)
+        self._applier = RoundApplier(run, codec_map, self._outer)
         self._network = network
         self._member = member
-        self._missed: MissedRounds = self._member.missed_rounds(self._steps)
+        self._missed: RoundCatchUp = self._member.missed_rounds(self._applier)
         self._start = member.start.state_of(self.vector.layout) if member.start is not None else None
         self._emit = emit
         self._exchange: _Exchange | None = None
@@ -163,7 +163,7 @@ class TrainingReplica:
         """Verdict that made the state, where it is known."""
         self._own = LocalState(setup.model, setup.inner_optimizer, self.samples, self._member)
         subject = self._subject(setup.stage)
-        self._keeper = CheckpointKeeper(store, network, subject, self._own.tree) if store else None
+        self._checkpointer = Checkpointer(store, network, subject, self._own.tree) if store else None
 
     @property
     def state(self) -> AnchorState | None:
@@ -263,14 +263,14 @@ class TrainingReplica:
     def step(self, samples: int, lr_factor: float) -> None:
         """The gradients of so many samples are there: the local step."""
         self.work.step(samples, lr_factor)
-        if self._keeper is not None:
-            self._keeper.prepare()
+        if self._checkpointer is not None:
+            self._checkpointer.prepare()
 
     def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
         """In a pipeline: the gradients of these samples are in ``work``."""
         self.samples.count_trained(start, stop, loss)
-        if self._keeper is not None:
-            self._keeper.prepare()
+        if self._checkpointer is not None:
+            self._checkpointer.prepare()
 
     # Rounds -------------------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class TrainingReplica:
 
     def _apply(self, outcome: Committed) -> None:
         verdict = outcome.verdict
-        self._state = self._steps.after(self._state, verdict, outcome.mean)
+        self._state = self._applier.apply(self._state, verdict, outcome.mean)
         self.work.continue_from(self._state.anchor)
         if outcome.included:
             self.samples.drop_offered()
@@ -359,8 +359,10 @@ class TrainingReplica:
         self._network.post(lambda: self._member.hold_state(self._state))
         self._verdict = verdict
         self._heard(verdict)
-        if self._keeper is not None and not self._divergence.is_doubtful:  # older ones may be what the run goes back to
-            self._keeper.keep(self._state, verdict)
+        if (
+            self._checkpointer is not None and not self._divergence.is_doubtful
+        ):  # older ones may be what the run goes back to
+            self._checkpointer.save_if_due(self._state, verdict)
         self._emit(
             "committed",
             round=verdict.round,
@@ -389,12 +391,12 @@ class TrainingReplica:
         """Have a checkpoint of the state on disk, and drop what is on its way."""
         if self._exchange is not None:
             self._exchange.outcome.cancel()
-        if self._keeper is not None and self.state is not None:
-            self._keeper.finish(self._state, self._verdict)
+        if self._checkpointer is not None and self.state is not None:
+            self._checkpointer.save_final(self._state, self._verdict)
 
     def _roll_forward(self, state: AnchorState, newest: int) -> AnchorState:
         """That state, and the rounds since that are kept here, up to that version."""
-        found = roll_forward(state, self._member.records, self._steps, newest)
+        found = roll_forward(state, self._member.records, self._applier, newest)
         if found is not state:
             log.info("rolled forward from version %d to %d by rounds that were kept here", state.version, found.version)
         return found
@@ -405,7 +407,7 @@ class TrainingReplica:
             make, digest = (start.read if start.is_here else None), start.digest
         else:  # what the model was made with is gone once it has trained
             make, digest = (self._initial_state if is_first or self._build else None), None
-        return LocalCandidates(self._keeper, make, self._roll_forward, is_first=is_first, initial_digest=digest)
+        return LocalCandidates(self._checkpointer, make, self._roll_forward, is_first=is_first, initial_digest=digest)
 
     def _initial_state(self) -> AnchorState:
         vector = ParameterVector(self._build()) if self._build else self.vector
@@ -420,13 +422,15 @@ class TrainingReplica:
         return state
 
     def _heard(self, verdict: Verdict) -> None:
-        if self._keeper is not None:
-            self._keeper.heard(verdict)
+        if self._checkpointer is not None:
+            self._checkpointer.add_verdict(verdict)
 
-    def _subject(self, stage: StageAbout | None) -> Subject:
+    def _subject(self, stage: StageAbout | None) -> CheckpointSubject:
         client = self._member.client
         layout, slots = self.vector.layout, self._outer.slots
-        return Subject(self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key, stage)
+        return CheckpointSubject(
+            self._run, client.run_toml, self.recipe_config, layout, slots, client.coordinator_key, stage
+        )
 
 
 def _is_undone(before: AnchorState, now: AnchorState) -> bool:

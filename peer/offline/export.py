@@ -19,10 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shoal.peer.checkpoints.checkpointer import CheckpointSubject
 from shoal.peer.checkpoints.manifest import Manifest, StageAbout
-from shoal.peer.checkpoints.store import CheckpointWriter
 from shoal.peer.checkpoints.tensors import file_header
-from shoal.peer.checkpoints.writer import Subject
 from shoal.peer.history.history_sync import fetch_verdicts
 from shoal.peer.offline.run_reader import LiveRun, look_at
 from shoal.peer.offline.whole_model import WholeCheckpoint, WholeModel, use_newest, write_whole
@@ -194,7 +193,7 @@ def gather_checkpoint(source: Path, place: Path, identity: Identity) -> Manifest
             raise UserError(f"{model.places[0]}: is a checkpoint of a whole model already, the newest one there")
         about = model.stages[0].about
         run = parse_run_file(about.run_toml, f"{model.places[0]}: the run file")
-        return write_whole(place, model.stages, CheckpointWriter(identity, run.checkpoints.sealed_for))
+        return write_whole(place, model.stages, identity, run.checkpoints.sealed_for)
 
     return use_newest(source, identity, write)
 
@@ -207,7 +206,6 @@ async def gather_from_run(invite: Invite, place: Path, identity: Identity) -> Ma
         run = live.run_file
         if run.pipeline is None:
             raise UserError("this run has no stages to put together: its members' checkpoints are of the whole model")
-        writer = CheckpointWriter(identity, run.checkpoints.sealed_for)
 
         async def write(views: Sequence[RunView]) -> Manifest:
             chains = await _chains(live, views)
@@ -216,10 +214,10 @@ async def gather_from_run(invite: Invite, place: Path, identity: Identity) -> Ma
                 stage = StageAbout(number=number, stages=len(chains))
                 key, recipe = live.client.coordinator_key, live.recipe.config()
                 slots = share.vectors - 1
-                subject = Subject(run, live.client.run_toml, recipe, share.layout, slots, key, stage)
+                subject = CheckpointSubject(run, live.client.run_toml, recipe, share.layout, slots, key, stage)
                 assert view.state_digest is not None
                 abouts.append(subject.about(view.anchor_version, view.state_digest, chain[-1]))
-            with WholeCheckpoint(place, abouts, writer) as whole:
+            with WholeCheckpoint(place, abouts, identity, run.checkpoints.sealed_for) as whole:
                 for share, view, chain in zip(live.shares, views, chains, strict=True):
                     await in_thread(whole.append, await share.state(view), chain)
                 return await in_thread(whole.finish)

@@ -18,13 +18,13 @@ from rich.text import Text
 
 from shoal.compression.codec_map import CodecMap
 from shoal.peer.checkpoints.checkpoint import read_checkpoint, read_verdicts
-from shoal.peer.checkpoints.encryption import opened
+from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import VERDICTS_FILE, Manifest, read_manifest
-from shoal.peer.checkpoints.source import FolderSource, Source
+from shoal.peer.checkpoints.source import CheckpointSource, FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders, round_of
 from shoal.peer.folders import is_stage_folder
-from shoal.peer.history.catch_up import Steps, follows, path
-from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
+from shoal.peer.history.catch_up import RoundApplier, is_start_of, rounds_after
+from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.errors import StateFileError, WireError
 from shoal.swarm.protocol.identity import Identity
@@ -87,15 +87,15 @@ def replay(folder: Path, number: int | None = None, identity: Identity | None = 
 
 def _replay(place: Path, number: int | None, identity: Identity | None) -> Iterator[Replayed]:
     """Those whose records are in that folder."""
-    sources = {one: opened(FolderSource(one), identity) for one in checkpoint_folders(place / CHECKPOINTS)}
+    sources = {one: open_source(FolderSource(one), identity) for one in checkpoint_folders(place / CHECKPOINTS)}
     checkpoints = _manifests(place / CHECKPOINTS, sources)
     about = next(iter(checkpoints.values()))
-    owner = Owner(bytes.fromhex(about.run_hash), bytes.fromhex(about.coordinator_key))
+    owner = RecordOwner(bytes.fromhex(about.run_hash), bytes.fromhex(about.coordinator_key))
     records = RoundRecords(place / RECORDS, owner)
     verdicts = _verdicts(records, [(sources[one], its) for one, its in checkpoints.items()], owner)
     start, way = _way(checkpoints, verdicts, records, number)
     run = _run_file(about, start)
-    steps = Steps(
+    applier = RoundApplier(
         run, CodecMap(run.format_map([(spec.name, spec.shape) for spec in about.layout])), outer_of(run.outer)
     )
     state = read_checkpoint(sources[start], owner.run_hash).state
@@ -103,11 +103,11 @@ def _replay(place: Path, number: int | None, identity: Identity | None) -> Itera
     stage = about.stage.number if about.stage is not None else None
     for verdict in way:
         began_s = time.perf_counter()
-        if not follows(state, verdict):
+        if not is_start_of(state, verdict):
             raise StateFileError(f"{records.path(verdict.round)}: went from another state than the rounds before give")
         if not records.path(verdict.round).exists():
             raise _missing(records, verdict.round)
-        state = steps.after(state, verdict, steps.recorded(records, verdict).mean())
+        state = applier.apply(state, verdict, applier.recorded(records, verdict).mean())
         expected, by = vouched.get((verdict.round, state.version), (None, ""))
         took_s = time.perf_counter() - began_s
         done = Replayed(stage, verdict.round, state.version, state.digest, expected, by, took_s)
@@ -153,7 +153,7 @@ def table(rows: Sequence[Replayed]) -> Table:
 # What there is ----------------------------------------------------------------------------------------------
 
 
-def _manifests(folder: Path, sources: Mapping[Path, Source]) -> dict[Path, Manifest]:
+def _manifests(folder: Path, sources: Mapping[Path, CheckpointSource]) -> dict[Path, Manifest]:
     """By folder, oldest round first; at least one, and all of one run."""
     found: dict[Path, Manifest] = {}
     for one, source in sources.items():
@@ -169,7 +169,7 @@ def _way(
 ) -> tuple[Path, list[Verdict]]:
     """The state to begin with, and the rounds to replay from there; at least one. Raises ``StateFileError``."""
     ways = {
-        one: path(verdicts.values(), about.anchor_version, bytes.fromhex(about.state_digest))
+        one: rounds_after(verdicts.values(), about.anchor_version, bytes.fromhex(about.state_digest))
         for one, about in checkpoints.items()
         if number is None or about.round < number
     }
@@ -195,7 +195,7 @@ def _way(
             f"{records.path(number)}: round {number} cannot be made again from what is here: that needs its record and "
             f"a checkpoint from before it (the oldest is of round {oldest})"
         )
-    if verdict.plan is None or verdict not in path(
+    if verdict.plan is None or verdict not in rounds_after(
         verdicts.values(), verdict.plan.anchor_version, verdict.plan.state_digest
     ):
         raise StateFileError(f"round {number} was undone: the run went back behind it")
@@ -211,7 +211,7 @@ def _run_file(about: Manifest, place: Path) -> RunFile:
 
 
 def _verdicts(
-    records: RoundRecords, checkpoints: Iterable[tuple[Source, Manifest]], owner: Owner
+    records: RoundRecords, checkpoints: Iterable[tuple[CheckpointSource, Manifest]], owner: RecordOwner
 ) -> dict[int, Verdict]:
     """All that are here, by round, signatures checked."""
     found = {}

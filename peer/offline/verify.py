@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint, read_checkpoint, unpack_verdicts
-from shoal.peer.checkpoints.encryption import opened
+from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import MANIFEST, VERDICTS_FILE, Manifest
-from shoal.peer.checkpoints.source import FolderSource, Source, refuse
+from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoints_in, say_nothing_found
-from shoal.peer.history.chain import check_chain, unpack_history
-from shoal.peer.history.history_file import HISTORY_FILE
+from shoal.peer.history.chain import check_chain
+from shoal.peer.history.history_file import HISTORY_FILE, unpack_history
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.regular_file import read_regular
 from shoal.peer.training.anchor import AnchorState
@@ -22,8 +22,8 @@ from shoal.swarm.protocol.rounds import Verdict
 from shoal.swarm.protocol.run_file import parse_run_file
 from shoal.swarm.protocol.verdict_chain import are_all_stages
 
-Owner = tuple[str, str, int]
-"""Owner of a chain: the run by its hash, whose signatures count, and the scope: the run's, or a stage's."""
+ChainOwner = tuple[str, str, int]
+"""ChainOwner of a chain: the run by its hash, whose signatures count, and the scope: the run's, or a stage's."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Part:
     """A part of a checkpoint with a chain of its own: the run's state, or a stage's, with that digest. ``verdicts``: a
     checked chain that ends with the checkpoint's round."""
 
-    owner: Owner
+    owner: ChainOwner
     state_digest: str
     verdicts: tuple[Verdict, ...]
 
@@ -84,7 +84,7 @@ class _History:
     """A whole chain of verdicts from the run's first round on, checked; ``owner``: of which run and coordinator."""
 
     path: Path
-    owner: Owner
+    owner: ChainOwner
     verdicts: tuple[Verdict, ...]
 
 
@@ -151,33 +151,33 @@ def _first_round(one: _Read, history: _History) -> int:
     another verdict for a round of it. It may be some rounds behind: it is not flushed before checkpoints are."""
     (part,) = one.parts if len(one.parts) == 1 else (None,)
     if part is None or history.owner != part.owner:
-        raise refuse(str(history.path), "its head", "the run and the coordinator of the checkpoint", "others")
+        raise refusal(str(history.path), "its head", "the run and the coordinator of the checkpoint", "others")
     known, first = history.verdicts, part.verdicts[0]
     chains = {first.round - 1: first.previous_chain} | {verdict.round: verdict.chain for verdict in part.verdicts}
     for number, chain in chains.items():
         if 0 <= number < len(known) and known[number].chain != chain:
             expected = f"the verdict that {history.path} has"
-            raise refuse(str(one.folder / VERDICTS_FILE), f"round {number}", expected, "that of another history")
+            raise refusal(str(one.folder / VERDICTS_FILE), f"round {number}", expected, "that of another history")
     return 0 if first.round <= len(known) else first.round
 
 
 def _check(folder: Path, identity: Identity | None) -> _Read:
-    source = opened(FolderSource(folder), identity)
+    source = open_source(FolderSource(folder), identity)
     checkpoint = read_checkpoint(source)
     manifest, place = checkpoint.manifest, source.place(MANIFEST)
     try:
         run = parse_run_file(manifest.run_toml)
     except RunFileError as error:
-        raise refuse(place, "run_toml", "a run file", str(error)) from error
+        raise refusal(place, "run_toml", "a run file", str(error)) from error
     if run.hash.hex() != manifest.run_hash:
         # Another release may have other defaults, which count in the hash.
-        raise refuse(
+        raise refusal(
             place, "run_hash", f"{run.hash.hex()}, the hash of its run_toml in this release", manifest.run_hash
         )
     in_stages = manifest.stage is not None or manifest.parts is not None
     if in_stages != (run.pipeline is not None):
         expected = "which stage it is of, or all" if run.pipeline is not None else "nothing"
-        raise refuse(place, "stage and parts", f"{expected}, as the run file has it", "this")
+        raise refusal(place, "stage and parts", f"{expected}, as the run file has it", "this")
     parts = tuple(
         _Part(owner, digest, _verdicts(source, checkpoint, number, owner[2]))
         for number, (owner, digest) in enumerate(zip(_owners(manifest), _digests(checkpoint, place), strict=True))
@@ -190,7 +190,7 @@ def _check(folder: Path, identity: Identity | None) -> _Read:
         ("tokens", manifest.tokens, last.tokens_total),
     ):
         if said != true:
-            raise refuse(place, field, f"{true}, as its last verdict says", str(said))
+            raise refusal(place, field, f"{true}, as its last verdict says", str(said))
     return _Read(folder, manifest, parts)
 
 
@@ -205,17 +205,17 @@ def _digests(checkpoint: Checkpoint, place: str) -> Iterator[str]:
     for number, part in enumerate(manifest.parts):
         found = AnchorState.of(state.values[:, at : at + part.elements].contiguous(), state.version).digest.hex()
         if found != part.state_digest:
-            raise refuse(place, f"parts.{number}.state_digest", found, part.state_digest)
+            raise refusal(place, f"parts.{number}.state_digest", found, part.state_digest)
         at += part.elements
         yield found
 
 
-def _verdicts(source: Source, checkpoint: Checkpoint, number: int, scope: int) -> tuple[Verdict, ...]:
+def _verdicts(source: CheckpointSource, checkpoint: Checkpoint, number: int, scope: int) -> tuple[Verdict, ...]:
     """A part's, which are a chain. Raises ``StateFileError``."""
     manifest, place = checkpoint.manifest, source.place(checkpoint.manifest.verdicts_files[number])
     verdicts = unpack_verdicts(checkpoint.verdicts[number], place)
     if not verdicts:
-        raise refuse(place, "its content", "verdicts", "none")
+        raise refusal(place, "its content", "verdicts", "none")
     run, key = bytes.fromhex(manifest.run_hash), bytes.fromhex(manifest.coordinator_key)
     _check_chain(verdicts, run, key, place, scope=scope, whole=verdicts[0].round == 0)
     return verdicts
@@ -227,9 +227,9 @@ def _last_verdict(manifest: Manifest, parts: Sequence[_Part], place: str) -> Ver
     lasts = [part.verdicts[-1] for part in parts]
     for number, (part, last) in enumerate(zip(manifest.parts or (), lasts, strict=False)):
         if part.chain != last.chain.hex():
-            raise refuse(place, f"parts.{number}.chain", f"{last.chain.hex()}, as its last verdict says", part.chain)
+            raise refusal(place, f"parts.{number}.chain", f"{last.chain.hex()}, as its last verdict says", part.chain)
     if manifest.parts is not None and not are_all_stages(lasts):
-        raise refuse(place, "parts", "all stages of one round in their order, as their verdicts say", "others")
+        raise refusal(place, "parts", "all stages of one round in their order, as their verdicts say", "others")
     return lasts[0]
 
 
@@ -242,7 +242,7 @@ def _check_chain(
         raise StateFileError(f"{place}: {error}") from error
 
 
-def _voucher_of_all(one: _Read, told: Sequence[tuple[Owner, Sequence[Verdict]]]) -> int | None:
+def _voucher_of_all(one: _Read, told: Sequence[tuple[ChainOwner, Sequence[Verdict]]]) -> int | None:
     """The round with a plan for each part of it. Raises ``StateFileError`` when one names another state."""
     found = []
     for part in one.parts:
@@ -262,14 +262,14 @@ def _voucher(place: str, part: _Part, chains: Iterable[Sequence[Verdict]]) -> in
                 digest = verdict.plan.state_digest.hex()
                 if digest != part.state_digest:
                     expected = f"{digest}, as the plan of round {verdict.round} says"
-                    raise refuse(place, "state_digest", expected, part.state_digest)
+                    raise refusal(place, "state_digest", expected, part.state_digest)
                 return verdict.round
             if verdict.anchor_version != last.anchor_version:
                 break  # rolled back: what comes later is of another history of this version
     return None
 
 
-def _owners(manifest: Manifest) -> tuple[Owner, ...]:
+def _owners(manifest: Manifest) -> tuple[ChainOwner, ...]:
     """Of the run or the stage, or of each stage that the model was put together from."""
     if manifest.parts is not None:
         scopes = [scope_of(number) for number in range(len(manifest.parts))]

@@ -23,10 +23,10 @@ import torch
 
 from shoal.compression.codec_map import CodecMap
 from shoal.peer.checkpoints.checkpoint import pack_verdicts, read_checkpoint, read_verdicts
-from shoal.peer.checkpoints.encryption import opened
+from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import (
     MANIFEST,
-    About,
+    CheckpointAbout,
     Manifest,
     StageAbout,
     StagePart,
@@ -34,21 +34,19 @@ from shoal.peer.checkpoints.manifest import (
     shard_name,
     stage_verdicts_name,
 )
-from shoal.peer.checkpoints.source import FolderSource, Source, refuse
+from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
 from shoal.peer.checkpoints.store import (
     CHECKPOINTS,
     WRITING,
-    BegunCheckpoint,
-    CheckpointWriter,
     checkpoints_in,
     is_aside,
     say_nothing_found,
 )
 from shoal.peer.checkpoints.tensors import file_pieces, shards, vectors
-from shoal.peer.history.catch_up import Steps, path, roll_forward
-from shoal.peer.history.chain import unpack_history
-from shoal.peer.history.history_file import HISTORY_FILE
-from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
+from shoal.peer.checkpoints.writer import CheckpointWriter
+from shoal.peer.history.catch_up import RoundApplier, roll_forward, rounds_after
+from shoal.peer.history.history_file import HISTORY_FILE, unpack_history
+from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
 from shoal.peer.regular_file import read_regular
 from shoal.peer.training.anchor import AnchorState, GrowingDigest
 from shoal.peer.training.outer_optimizer import outer_of
@@ -67,15 +65,17 @@ class StageState:
     """A stage's share of a whole model. ``about``: of a checkpoint of that stage; ``load`` reads the state that the
     last of ``verdicts`` made, and may raise ``StateFileError``."""
 
-    about: About
+    about: CheckpointAbout
     verdicts: tuple[Verdict, ...]
     load: Callable[[], AnchorState]
 
 
-def write_whole(place: Path, stages: Sequence[StageState], writer: CheckpointWriter) -> Manifest:
+def write_whole(
+    place: Path, stages: Sequence[StageState], identity: Identity, sealed_for: Iterable[bytes] | None = None
+) -> Manifest:
     """Write ``place``, which must not be there, as a checkpoint of these stages, which are all, in their order, with
     their states at the end of one round. Raises ``StorageError``, and what loading raises; nothing is left then."""
-    with WholeCheckpoint(place, [stage.about for stage in stages], writer) as whole:
+    with WholeCheckpoint(place, [stage.about for stage in stages], identity, sealed_for) as whole:
         for stage in stages:
             whole.append(stage.load(), stage.verdicts)
         return whole.finish()
@@ -87,16 +87,21 @@ class WholeCheckpoint:
 
     Raises ``StorageError``; its methods block."""
 
-    def __init__(self, place: Path, stages: Sequence[About], writer: CheckpointWriter) -> None:
+    def __init__(
+        self,
+        place: Path,
+        stages: Sequence[CheckpointAbout],
+        identity: Identity,
+        sealed_for: Iterable[bytes] | None = None,
+    ) -> None:
         self._place = place
         self._hidden = place.with_name(f"{WRITING}{place.name}-{secrets.token_hex(4)}")
         self._stages = stages
-        self._writer = writer
+        self._writer = CheckpointWriter(self._hidden, identity, sealed_for)
         self._rows = 1 + stages[0].outer_vectors
         self._counts = self._count_files()
         self._written = Counter[str]()
         self._parts: list[StagePart] = []
-        self._begun: BegunCheckpoint
         self._digest: GrowingDigest
         self._last: Verdict
 
@@ -110,7 +115,7 @@ class WholeCheckpoint:
         for row, values in enumerate(state.values):
             self._digest.take(row, column, values)
         try:
-            self._begun.add(self._files(state, about, verdicts))
+            self._writer.add(self._files(state, about, verdicts))
         except OSError as error:
             raise self._refusal(error) from error
         chain = self._last.chain.hex()
@@ -120,7 +125,7 @@ class WholeCheckpoint:
         """Once all have been appended."""
         assert len(self._parts) == len(self._stages), "all stages"
         try:
-            manifest = self._begun.finish(self._about())
+            manifest = self._writer.finish(self._about())
             self._hidden.rename(self._place)
             sync_folder(self._place.parent)
         except OSError as error:
@@ -128,7 +133,7 @@ class WholeCheckpoint:
         return manifest
 
     def _files(
-        self, state: AnchorState, about: About, verdicts: tuple[Verdict, ...]
+        self, state: AnchorState, about: CheckpointAbout, verdicts: tuple[Verdict, ...]
     ) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
         for kind, named in zip(_KINDS, vectors(state.values, about.layout), strict=True):
             for tensors in shards(named.items()):
@@ -136,11 +141,11 @@ class WholeCheckpoint:
                 self._written[kind] += 1
         yield stage_verdicts_name(len(self._parts), len(self._stages)), iter([pack_verdicts(verdicts)])
 
-    def _about(self) -> About:
+    def _about(self) -> CheckpointAbout:
         """As that of the first stage, but for what differs."""
         last = self._last
         assert last.together is not None, "a stage's verdict"
-        first = {name: getattr(self._stages[0], name) for name in About.model_fields}
+        first = {name: getattr(self._stages[0], name) for name in CheckpointAbout.model_fields}
         own = {
             "layout": tuple(spec for stage in self._stages for spec in stage.layout),
             "round": last.round,
@@ -151,7 +156,7 @@ class WholeCheckpoint:
             "stage": None,
             "parts": tuple(self._parts),
         }
-        return About(**{**first, **own})
+        return CheckpointAbout(**{**first, **own})
 
     def _count_files(self) -> Counter[str]:
         """Number of files of each kind, which the name of each one has."""
@@ -172,7 +177,6 @@ class WholeCheckpoint:
             self._hidden.mkdir(parents=True)
         except OSError as error:
             raise self._refusal(error) from error
-        self._begun = self._writer.begin(self._hidden)
         return self
 
     def __exit__(
@@ -192,18 +196,18 @@ class KeptStage:
     """``known``: the verdicts that lie there, by round, none of them checked."""
 
     place: Path
-    source: Source
+    source: CheckpointSource
     manifest: Manifest
     stage: StageAbout
     known: Mapping[int, Verdict] = field(repr=False)
 
     @classmethod
-    def read(cls, place: Path, source: Source, manifest: Manifest) -> KeptStage:
+    def read(cls, place: Path, source: CheckpointSource, manifest: Manifest) -> KeptStage:
         """Raises ``StateFileError``."""
         assert manifest.stage is not None
         own = {verdict.round: verdict for verdict in read_verdicts(source, manifest)}
         if manifest.round not in own or own[manifest.round].chain.hex() != manifest.chain:
-            raise refuse(source.place(MANIFEST), "chain", "that of its last verdict", manifest.chain)
+            raise refusal(source.place(MANIFEST), "chain", "that of its last verdict", manifest.chain)
         beside = _history(place) if place.parent.name == CHECKPOINTS else {}
         return cls(place, source, manifest, manifest.stage, {**beside, **own})
 
@@ -225,11 +229,11 @@ class KeptStage:
                 found.append(self._records.open(number).verdict)
             except StateFileError as error:
                 log.warning("a round that was kept here cannot be used: %s", error)
-        return tuple(path(found, self.manifest.anchor_version, bytes.fromhex(self.manifest.state_digest)))
+        return tuple(rounds_after(found, self.manifest.anchor_version, bytes.fromhex(self.manifest.state_digest)))
 
     @property
     def _records(self) -> RoundRecords:
-        owner = Owner(bytes.fromhex(self.manifest.run_hash), bytes.fromhex(self.manifest.coordinator_key))
+        owner = RecordOwner(bytes.fromhex(self.manifest.run_hash), bytes.fromhex(self.manifest.coordinator_key))
         return RoundRecords(self.place.parent.with_name(RECORDS), owner)
 
     def _while_it_stood(self, made: Verdict) -> Iterator[Verdict]:
@@ -270,7 +274,7 @@ class KeptStage:
         run = parse_run_file(self.manifest.run_toml, f"{self.place}: the run file")
         codec_map = CodecMap(run.format_map([(spec.name, spec.shape) for spec in self.manifest.layout]))
         newest = way[-1].anchor_version
-        state = roll_forward(state, self._records, Steps(run, codec_map, outer_of(run.outer)), newest)
+        state = roll_forward(state, self._records, RoundApplier(run, codec_map, outer_of(run.outer)), newest)
         if state.version != newest:
             raise StateFileError(f"{self._records.folder}: the rounds there lead to version {state.version} only")
         return state
@@ -351,7 +355,7 @@ class _Found:
 
 def use_newest(folder: Path, identity: Identity | None, use: Callable[[WholeModel], T]) -> T:
     """The result of ``use`` for the checkpoint in this folder, or for the newest whole model anywhere below it that it
-    does not refuse; ``identity`` opens sealed ones. Manifests and verdicts have been read then, states not.
+    does not refusal; ``identity`` opens sealed ones. Manifests and verdicts have been read then, states not.
 
     Raises ``StateFileError`` where there is none that can be used."""
     found = _find(folder, identity)
@@ -377,7 +381,7 @@ def _find(folder: Path, identity: Identity | None) -> _Found:
         if is_aside(place) and place != folder:
             continue
         try:
-            source = opened(FolderSource(place), identity)
+            source = open_source(FolderSource(place), identity)
             manifest = read_manifest(source)
             if manifest.stage is not None:
                 found.stages.append(KeptStage.read(place, source, manifest))
@@ -393,7 +397,7 @@ def _find(folder: Path, identity: Identity | None) -> _Found:
     return found
 
 
-def _load(source: Source, manifest: Manifest) -> AnchorState:
+def _load(source: CheckpointSource, manifest: Manifest) -> AnchorState:
     return read_checkpoint(source, bytes.fromhex(manifest.run_hash)).state
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.peer.checkpoints.checkpoint import Checkpoint
-from shoal.peer.checkpoints.writer import CheckpointKeeper
+from shoal.peer.checkpoints.checkpointer import Checkpointer
 from shoal.peer.state_transfer.chunk_format import RAW, ChunkFormat
 from shoal.peer.state_transfer.download import Report, StateDownload
 from shoal.peer.state_transfer.partial_state import PartialState, WantedState, remove_incoming, state_on_disk
@@ -40,7 +40,7 @@ class LocalCandidates:
 
     def __init__(
         self,
-        keeper: CheckpointKeeper | None,
+        keeper: Checkpointer | None,
         make_initial: Callable[[], AnchorState] | None,
         roll_forward: Callable[[AnchorState, int], AnchorState],
         *,

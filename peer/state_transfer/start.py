@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.peer.checkpoints.encryption import opened
+from shoal.peer.checkpoints.encryption import open_source
 from shoal.peer.checkpoints.manifest import MANIFEST, Manifest, read_manifest
-from shoal.peer.checkpoints.source import FolderSource, Source, refuse
+from shoal.peer.checkpoints.source import CheckpointSource, FolderSource, refusal
 from shoal.peer.checkpoints.store import checkpoints_in
 from shoal.peer.checkpoints.tensor_reader import CheckpointTensors
 from shoal.peer.training.anchor import CHUNK_BYTES, AnchorState, bytes_of, chunks_in
@@ -57,7 +57,7 @@ class StartFiles:
                 continue
             difference = start.difference(manifest.layout, whole=True)
             if difference:
-                raise refuse(source.place(MANIFEST), "layout", f"that of the run's [start] ({difference})", "another")
+                raise refusal(source.place(MANIFEST), "layout", f"that of the run's [start] ({difference})", "another")
             return cls(CheckpointTensors(source, manifest), start)
         found = f"; {others[0]}" if others else ""
         raise StateFileError(
@@ -73,7 +73,7 @@ class StartFiles:
         found = hash_of(expected.shape, rows)
         if found != expected.sha256:
             place = self._tensors.source.place(MANIFEST)
-            raise refuse(place, f"SHA-256 of the tensor {name!r}", f"{expected.sha256}, as the run file says", found)
+            raise refusal(place, f"SHA-256 of the tensor {name!r}", f"{expected.sha256}, as the run file says", found)
         return rows
 
 
@@ -87,11 +87,13 @@ def run_of(manifest: Manifest) -> str:
     return f"{manifest.run}-{manifest.run_hash[:8]}"
 
 
-def whole_checkpoints(folder: Path, identity: Identity | None, refused: list[str]) -> Iterator[tuple[Source, Manifest]]:
+def whole_checkpoints(
+    folder: Path, identity: Identity | None, refused: list[str]
+) -> Iterator[tuple[CheckpointSource, Manifest]]:
     """Yield the checkpoints of whole models in the folder and below; ``refused`` receives why others are not used."""
     for place in checkpoints_in(folder):
         try:
-            source = opened(FolderSource(place), identity)
+            source = open_source(FolderSource(place), identity)
             manifest = read_manifest(source)
         except SealedForOthers:
             raise

@@ -11,7 +11,7 @@ from tests.attacks.test_memory import LEAST_BYTES, most_bytes
 from tests.integration.harness import FRESH, SHOAL, START_S, Swarm, run_toml
 from tests.peer.checkpoints.making import IDENTITY, LAYOUT, contents, open_store
 
-from shoal.peer.checkpoints.manifest import MANIFEST, About, Manifest, shard_name
+from shoal.peer.checkpoints.manifest import MANIFEST, CheckpointAbout, Manifest, shard_name
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.types import TensorSpec
 
@@ -27,10 +27,10 @@ def claiming(folder: Path, place: Path, *, sparse: bool) -> Path:
     the files are, too, as far as their sizes tell."""
     made = contents(0)
     whole = open_store(folder).write(made).folder
-    fields = {name: getattr(made.about, name) for name in About.model_fields}
+    fields = {name: getattr(made.about, name) for name in CheckpointAbout.model_fields}
     layout = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"), *LAYOUT)
     files = {shard_name(kind, 0, 1): (4 * ELEMENTS + 2**20, 64 * "0") for kind in ("anchor", "outer")}
-    manifest = Manifest.sign(About(**{**fields, "layout": layout}), files, IDENTITY)
+    manifest = Manifest.sign(CheckpointAbout(**{**fields, "layout": layout}), files, IDENTITY)
     shutil.copytree(whole, place)
     (place / MANIFEST).write_bytes(manifest.file_bytes)
     if sparse:

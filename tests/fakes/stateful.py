@@ -11,9 +11,9 @@ from tests.fakes.swarm import PATIENCE_S, SimMember, Swarm, swarm
 from torch import Tensor
 
 from shoal.compression.codec_map import CodecMap
-from shoal.peer.history.catch_up import MissedRounds, Steps
-from shoal.peer.history.record_writer import RecordKeeper
-from shoal.peer.history.round_records import RECORDS, Owner, RoundRecords
+from shoal.peer.history.catch_up import RoundApplier, RoundCatchUp
+from shoal.peer.history.record_archive import RecordArchive
+from shoal.peer.history.round_records import RECORDS, RecordOwner, RoundRecords
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.outer_optimizer import outer_of
 from shoal.swarm.averaging.averager import Averager
@@ -26,8 +26,8 @@ class StatefulMember(SimMember):
     """``state`` is made by the run's outer optimizer, and anchors begin at zero. ``folder``: where records go."""
 
     folder: Path
-    keeper: RecordKeeper
-    missed: MissedRounds
+    keeper: RecordArchive
+    missed: RoundCatchUp
 
     def __init__(self, swarm: Swarm, number: int, latency_s: float) -> None:
         super().__init__(swarm, number, latency_s)
@@ -42,11 +42,11 @@ class StatefulMember(SimMember):
 
     async def _make_averager(self, tasks: asyncio.TaskGroup) -> Averager:
         run = self.client.run_file
-        self.steps = Steps(run, CodecMap(run.format_map([("w", (self.elements,))])), self.outer)
-        records = RoundRecords(self.folder / self.peer / RECORDS, Owner(run.hash, self.client.coordinator_key))
-        self.keeper = RecordKeeper(records, self.endpoint, tasks, 0, lambda: None)
+        self.steps = RoundApplier(run, CodecMap(run.format_map([("w", (self.elements,))])), self.outer)
+        records = RoundRecords(self.folder / self.peer / RECORDS, RecordOwner(run.hash, self.client.coordinator_key))
+        self.keeper = RecordArchive(records, self.endpoint, tasks, 0, lambda: None)
         await self.keeper.start()
-        self.missed = MissedRounds(
+        self.missed = RoundCatchUp(
             self.steps, self.endpoint, self.keeper, self.verdicts_from, self.donors, lambda: self.view, PATIENCE_S / 2
         )
         return Averager(self.client, self.endpoint, self.steps.codec_map, self.elements, self.keeper)
@@ -64,7 +64,7 @@ class StatefulMember(SimMember):
     async def average(self, contribution: Tensor) -> Outcome:
         outcome = await super().average(contribution)
         if isinstance(outcome, Committed):
-            self.hold_state(self.steps.after(self.state, outcome.verdict, outcome.mean))
+            self.hold_state(self.steps.apply(self.state, outcome.verdict, outcome.mean))
         return outcome
 
     def hold_state(self, state: AnchorState) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from slow_member import slow_down
 
-from shoal.peer.checkpoints.remote.restore import Restorer
+from shoal.peer.checkpoints.remote.restore import CheckpointRestorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.cli.main import main
 
@@ -61,7 +61,7 @@ def reading(name: str) -> None:
 
 def installing(name: str) -> None:
     """When all is here, and has not got its name."""
-    Restorer._install = lambda self, incoming, place: die()  # type: ignore[method-assign]
+    CheckpointRestorer._install = lambda self, incoming, place: die()  # type: ignore[method-assign]
 
 
 STEPS = {step.__name__: step for step in (sending, sent, reading, installing)}

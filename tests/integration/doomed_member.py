@@ -16,6 +16,7 @@ from typing import Any
 from slow_member import slow_down
 
 from shoal.peer.checkpoints.store import CheckpointStore, round_of
+from shoal.peer.checkpoints.writer import CheckpointWriter
 from shoal.peer.cli.main import main
 from shoal.peer.history import round_records
 from shoal.peer.member.replica import TrainingReplica
@@ -150,18 +151,18 @@ def fetching(doom: Doom) -> None:
 
 
 def _on_file(doom: Doom, *, before: bool) -> None:
-    real = CheckpointStore._write_file
+    real = CheckpointWriter._write_file
 
-    def write(self: Any, path: Path, pieces: Any) -> Any:
-        number = int(path.parent.name.split("-")[1])
+    def write(self: Any, name: str, pieces: Any) -> Any:
+        number = int(self._folder.name.split("-")[1])
         if before:
             doom.comes_to(number)
-        entry = real(self, path, pieces)
+        entry = real(self, name, pieces)
         if not before:
             doom.comes_to(number)
         return entry
 
-    CheckpointStore._write_file = write  # type: ignore[method-assign]
+    CheckpointWriter._write_file = write  # type: ignore[method-assign]
 
 
 def saving(doom: Doom) -> None:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import Manifest
-from shoal.peer.checkpoints.remote.restore import Restorer, find_copies
+from shoal.peer.checkpoints.remote.copies import find_copies
+from shoal.peer.checkpoints.remote.restore import CheckpointRestorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
@@ -222,7 +223,7 @@ def values(model: Path) -> Tensor:
 def check_copied(folder: Path, whole: Tensor) -> None:
     """What comes back on another machine when all of them are lost."""
     remote, me = RemoteStore.open(f"file://{folder / 'copies'}"), Identity.generate()
-    found = Restorer(remote, folder / "restored", me, print).restore(find_copies(remote))
+    found = CheckpointRestorer(remote, folder / "restored", me, print).restore(find_copies(remote))
     assert len(found) == STAGES
     assert export_model(folder / "restored", folder / "restored.safetensors") == ROUNDS
     assert torch.equal(values(folder / "restored.safetensors"), whole)

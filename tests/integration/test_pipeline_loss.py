@@ -11,7 +11,7 @@ from tests.integration.test_pipeline import MEMORY, STAGES, TOML, check_samples,
 from tests.integration.test_pipeline import ROUNDS as FEW
 
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
-from shoal.peer.checkpoints.remote.restore import Copy, find_copies, in_step
+from shoal.peer.checkpoints.remote.copies import RemoteCopy, find_copies, in_step
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.source import FolderSource
 
@@ -22,7 +22,7 @@ LONG = TOML.replace(f"rounds = {FEW}", f"rounds = {ROUNDS}").replace("patience_s
 LOST_STAGE = 1
 
 
-def finished(copies: Path) -> list[Copy]:
+def finished(copies: Path) -> list[RemoteCopy]:
     return [copy for copy in find_copies(RemoteStore.open(f"file://{copies}")) if copy.last is not None]
 
 

@@ -9,8 +9,8 @@ from tests.peer.checkpoints.making import IDENTITY, SIGNER, verdict_chain
 from tests.peer.layered_models import GPT
 from torch import Tensor
 
-from shoal.peer.checkpoints.checkpoint import Checkpoint, Contents, read_checkpoint
-from shoal.peer.checkpoints.manifest import About, StageAbout
+from shoal.peer.checkpoints.checkpoint import Checkpoint, CheckpointContents, read_checkpoint
+from shoal.peer.checkpoints.manifest import CheckpointAbout, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
@@ -45,7 +45,7 @@ def write_checkpoint(
 ) -> Path:
     """Of round ``state.version - 1``, as a member of the run leaves it; returns its folder."""
     verdicts = verdict_chain(state.version, run.hash)
-    about = About(
+    about = CheckpointAbout(
         run=run.run.name,
         run_hash=run.hash.hex(),
         run_toml=toml,
@@ -61,7 +61,7 @@ def write_checkpoint(
         stage=stage,
     )
     store = CheckpointStore(folder / CHECKPOINTS, run.hash, IDENTITY, Retention(9))
-    return store.write(Contents(about, state, None, verdicts)).folder
+    return store.write(CheckpointContents(about, state, None, verdicts)).folder
 
 
 def read(place: Path) -> Checkpoint:

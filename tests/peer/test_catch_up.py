@@ -13,7 +13,7 @@ from tests.fakes.swarm import Swarm, run_toml
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
-from shoal.peer.history.catch_up import path, roll_forward
+from shoal.peer.history.catch_up import roll_forward, rounds_after
 from shoal.swarm.errors import LinkError
 from shoal.swarm.protocol.rounds import Verdict
 
@@ -261,7 +261,7 @@ def test_every_round_of_a_run_can_be_replayed(tmp_path: Path, algorithm: str) ->
                     assert record.verdict.plan is not None
                     assert record.verdict.plan.state_digest == state.digest
                     mean = member.steps.recorded(member.keeper.records, record.verdict).mean()
-                    after = member.steps.after(state, record.verdict, mean)
+                    after = member.steps.apply(state, record.verdict, mean)
                     assert after.digest == digests[number + 1]
                 assert roll_forward(member.initial, member.keeper.records, member.steps, 9).digest == member.digest
 
@@ -311,20 +311,20 @@ def rounds_of(verdicts: list[Verdict]) -> list[int]:
 
 def test_the_way_leads_over_committed_rounds_only() -> None:
     chain = [round_on(0, 0), back_to(1, 1), round_on(2, 1), round_on(3, 2), back_to(4, 3)]
-    assert rounds_of(path(chain, 0, digest_of(0))) == [0, 2, 3]
-    assert rounds_of(path(reversed(chain), 1, digest_of(1))) == [2, 3]
-    assert path(chain, 3, digest_of(3)) == []
-    assert path(chain, 1, digest_of(1, 1)) == [], "another state than the run's"
-    assert rounds_of(path(chain[:2] + chain[3:], 0, digest_of(0))) == [0], "one is missing"
+    assert rounds_of(rounds_after(chain, 0, digest_of(0))) == [0, 2, 3]
+    assert rounds_of(rounds_after(reversed(chain), 1, digest_of(1))) == [2, 3]
+    assert rounds_after(chain, 3, digest_of(3)) == []
+    assert rounds_after(chain, 1, digest_of(1, 1)) == [], "another state than the run's"
+    assert rounds_of(rounds_after(chain[:2] + chain[3:], 0, digest_of(0))) == [0], "one is missing"
 
 
 def test_the_way_leaves_out_what_the_run_has_undone() -> None:
     other = [round_on(6, 2), round_on(7, 3, digest_of(3, 1))]
     chain = [round_on(0, 0), round_on(1, 1), round_on(2, 2), round_on(3, 3), back_to(4, 2), back_to(5, 2)]
-    assert rounds_of(path(chain, 0, digest_of(0))) == [0, 1]
-    assert rounds_of(path(chain + other, 0, digest_of(0))) == [0, 1, 6, 7]
-    assert rounds_of(path(chain + other, 2, digest_of(2))) == [6, 7]
-    assert path(chain + other, 3, digest_of(3)) == [], "made by a round that was undone"
-    assert rounds_of(path(chain + other, 3, digest_of(3, 1))) == [7]
+    assert rounds_of(rounds_after(chain, 0, digest_of(0))) == [0, 1]
+    assert rounds_of(rounds_after(chain + other, 0, digest_of(0))) == [0, 1, 6, 7]
+    assert rounds_of(rounds_after(chain + other, 2, digest_of(2))) == [6, 7]
+    assert rounds_after(chain + other, 3, digest_of(3)) == [], "made by a round that was undone"
+    assert rounds_of(rounds_after(chain + other, 3, digest_of(3, 1))) == [7]
     # The same where nobody saw the verdicts that went back.
-    assert rounds_of(path(chain[:4] + other, 0, digest_of(0))) == [0, 1, 6, 7]
+    assert rounds_of(rounds_after(chain[:4] + other, 0, digest_of(0))) == [0, 1, 6, 7]

@@ -8,7 +8,7 @@ from tests.peer.layered_models import Key, Line, SquaredError, batch_of, gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.peer.checkpoints.local_state import Snapshots, own_tree
+from shoal.peer.checkpoints.local_state import SnapshotBuffers, local_state_tree
 from shoal.peer.pipeline.compute import ComputeSettings, HeldStage, StageCompute
 from shoal.peer.training.algorithms import AccumulatedGradient, PseudoGradient
 from shoal.peer.training.device import autocast, choose_device, describe_device, free_bytes, samples_that_fit
@@ -100,7 +100,7 @@ def test_memory_is_measured() -> None:
 
 
 def test_a_snapshot_waits_for_nobody_and_is_as_it_was_taken() -> None:
-    model, snapshots = make_model("cuda"), Snapshots()
+    model, snapshots = make_model("cuda"), SnapshotBuffers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -109,10 +109,10 @@ def test_a_snapshot_waits_for_nobody_and_is_as_it_was_taken() -> None:
 
     step()
     carried = CarriedResidual(torch.ones(3), 1)
-    snapshots.take(own_tree(optimizer, model, carried))
+    snapshots.copy(local_state_tree(optimizer, model, carried))
     for _ in range(3):
         expected = {name: one.cpu().clone() for name, one in optimizer.state[next(model.parameters())].items()}
-        own = snapshots.take(own_tree(optimizer, model, carried))
+        own = snapshots.copy(local_state_tree(optimizer, model, carried))
         step()
         own.wait()
         for name, tensor in expected.items():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.peer.checkpoints.local_state import own_tree
+from shoal.peer.checkpoints.local_state import local_state_tree
 from shoal.peer.training.parameters import ParameterVector, plain_name, split_by_layout
 from shoal.swarm.averaging.outcome import CarriedResidual
 from shoal.swarm.errors import ModelMismatch
@@ -119,8 +119,8 @@ def test_wrapped_models_are_the_same_run() -> None:
     inside[2] = torch.compile(inside[2])  # type: ignore[index, operator]
     for model in (torch.compile(plain), Wrapper(plain), Wrapper(torch.compile(plain)), inside):  # type: ignore[arg-type]
         assert ParameterVector(model).layout == expected  # type: ignore[arg-type]
-    buffers = own_tree(None, plain, CarriedResidual(None, 0))["buffers"]
-    assert own_tree(None, Wrapper(plain), CarriedResidual(None, 0))["buffers"].keys() == buffers.keys()
+    buffers = local_state_tree(None, plain, CarriedResidual(None, 0))["buffers"]
+    assert local_state_tree(None, Wrapper(plain), CarriedResidual(None, 0))["buffers"].keys() == buffers.keys()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from tests.swarm.coordinator.world import SIGNER
 from torch import Tensor, nn
 
-from shoal.peer.history.round_records import Owner, RoundRecords
+from shoal.peer.history.round_records import RecordOwner, RoundRecords
 from shoal.peer.member.member import Progress
 from shoal.peer.member.replica import TrainingReplica, TrainingSetup
 from shoal.peer.network_thread import Interrupted
@@ -54,7 +54,7 @@ class FakeMember:
         self.node = SimpleNamespace(meter=meter)
         self.averager = SimpleNamespace(carried=CarriedResidual(torch.zeros(4), 0), forget_residual=self._forget)
         self.forgotten = 0
-        self.records = RoundRecords(Path("there are none"), Owner(bytes(32), bytes(32)))
+        self.records = RoundRecords(Path("there are none"), RecordOwner(bytes(32), bytes(32)))
 
     def missed_rounds(self, steps: Any) -> Any:
         """None are missed here."""

@@ -17,9 +17,9 @@ from tests.peer.test_replica import FakeNetwork
 from torch import Tensor, nn
 
 from shoal.peer.checkpoints.checkpoint import unpack_verdicts
+from shoal.peer.checkpoints.checkpointer import CheckpointPace, CheckpointSubject
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
-from shoal.peer.checkpoints.writer import Pace, Subject
 from shoal.peer.member.replica import TrainingReplica, TrainingSetup
 from shoal.peer.training.anchor import AnchorState
 from shoal.peer.training.data import DataAbout
@@ -211,7 +211,7 @@ def test_it_does_matter(tmp_path: Path) -> None:
 def test_a_checkpoint_is_written_after_each_committed_round_and_no_aborted_one(tmp_path: Path) -> None:
     life = Life(Run("diloco"), tmp_path, 0)
     clock = Clock()
-    life.replica._keeper._clock = clock  # type: ignore[union-attr]
+    life.replica._checkpointer._clock = clock  # type: ignore[union-attr]
     for committed in (True, False, True, False):
         life.round(committed)
     assert [one.round for one in life.store.kept()] == [2, 0]
@@ -243,7 +243,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, clock: Clock, write_s: float) -> 
 
 def test_writing_takes_at_most_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life, clock = Life(Run("diloco"), tmp_path, 0), Clock()
-    life.replica._keeper._clock = clock  # type: ignore[union-attr]
+    life.replica._checkpointer._clock = clock  # type: ignore[union-attr]
     slow_disk(monkeypatch, clock, 1.0)
     for _ in range(45):
         life.round()
@@ -259,7 +259,7 @@ def test_writing_takes_at_most_a_twentieth_of_the_time(tmp_path: Path, monkeypat
 def test_while_one_is_written_the_next_is_skipped(tmp_path: Path) -> None:
     life = Life(Run("diloco"), tmp_path, 0)
     begun: list[Coroutine[Any, Any, Any]] = []
-    keeper = life.replica._keeper
+    keeper = life.replica._checkpointer
     assert keeper is not None
     keeper.prepare()
     pending: Future[None] = Future()
@@ -271,7 +271,7 @@ def test_while_one_is_written_the_next_is_skipped(tmp_path: Path) -> None:
     assert len(begun) == 1
     asyncio.run(begun[0])
     pending.set_result(None)
-    keeper._pace = Pace(in_step=False)
+    keeper._pace = CheckpointPace(in_step=False)
     life.round()
     assert len(begun) == 2
     begun[1].close()
@@ -282,7 +282,7 @@ def test_a_full_disk_is_one_warning_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     life, clock = Life(Run("diloco"), tmp_path, 0), Clock()
-    life.replica._keeper._clock = clock  # type: ignore[union-attr]
+    life.replica._checkpointer._clock = clock  # type: ignore[union-attr]
 
     def full(*_: object) -> None:
         raise StorageError("no space; free some")
@@ -311,7 +311,7 @@ def test_a_checkpoint_of_another_model_is_not_taken(tmp_path: Path, caplog: pyte
     life = Life(Run("diloco"), tmp_path, 0)
     life.round()
     life.stop()
-    keeper = life.replica._keeper
+    keeper = life.replica._checkpointer
     assert keeper is not None
     keeper._subject = replace(keeper._subject, outer_vectors=2)
     assert keeper.find(1, None) is None
@@ -376,4 +376,4 @@ def test_a_recipes_config_that_cannot_stand_in_a_checkpoint_is_refused_at_the_st
     run = Run("diloco").file
     for config in ({"layers": {1, 2}}, {"lr": float("nan")}):
         with pytest.raises(RecipeError, match="has to be JSON"):
-            Subject(run, "", config, (), 1, bytes(32))
+            CheckpointSubject(run, "", config, (), 1, bytes(32))

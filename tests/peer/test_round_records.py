@@ -11,11 +11,11 @@ from tests.fakes.rounds import COORDINATOR, RUN_HASH, results_of, signed, verdic
 
 from shoal.compression.codec_map import get_codec_map
 from shoal.peer.history import round_records
-from shoal.peer.history.round_records import Owner, RoundRecords, open_record
+from shoal.peer.history.round_records import RecordOwner, RoundRecords, open_record
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable, StateFileError, StorageError, WireError
 
-OWNER = Owner(RUN_HASH, COORDINATOR.public_key)
+OWNER = RecordOwner(RUN_HASH, COORDINATOR.public_key)
 ELEMENTS = 5 * 64 + 7
 CODEC_MAP = get_codec_map("int8", None, [("w", (ELEMENTS,))])
 PLAN = plan_of([3, 4], [[0, 1]], ELEMENTS, chunk=64)
@@ -107,7 +107,10 @@ def test_a_chunk_that_ends_elsewhere_is_refused() -> None:
 def test_records_of_others_are_refused(records: RoundRecords) -> None:
     records.write(VERDICT, CHUNKS)
     path = records.path(PLAN.round)
-    for owner, field in [(Owner(bytes(32), OWNER.coordinator_key), "run_hash"), (Owner(RUN_HASH, bytes(32)), "coord")]:
+    for owner, field in [
+        (RecordOwner(bytes(32), OWNER.coordinator_key), "run_hash"),
+        (RecordOwner(RUN_HASH, bytes(32)), "coord"),
+    ]:
         with pytest.raises(StateFileError, match=f"00000003.safetensors: field {field}.*another run"):
             open_record(path, owner)
     path.rename(records.path(4))

@@ -23,8 +23,8 @@ from tests.peer.starts import (
     write_checkpoint,
 )
 
-from shoal.peer.checkpoints.checkpoint import Contents
-from shoal.peer.checkpoints.manifest import About, StageAbout
+from shoal.peer.checkpoints.checkpoint import CheckpointContents
+from shoal.peer.checkpoints.manifest import CheckpointAbout, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
@@ -319,7 +319,7 @@ def test_a_sealed_checkpoint_needs_its_reader(tmp_path: Path) -> None:
     about = {name: getattr(found.manifest, name) for name in type(found.manifest).model_fields}
     for name in ("format", "files", "identity_key", "signature"):
         del about[name]
-    sealed = store.write(Contents(About(**about), WHOLE, None, verdict_chain(3, run.hash))).folder
+    sealed = store.write(CheckpointContents(CheckpointAbout(**about), WHOLE, None, verdict_chain(3, run.hash))).folder
     with pytest.raises(SealedForOthers):
         start_section(StartFrom(sealed), parse_run_file(run_toml("next")))
     text = run_toml("next")

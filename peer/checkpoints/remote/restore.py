@@ -6,165 +6,37 @@ whole copy, or that of one round, is downloaded to where ``shoal join`` looks; o
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
-from shoal.peer.checkpoints.encryption import ENVELOPE, MAX_ENVELOPE_BYTES, SUFFIX, opened, read_envelope
-from shoal.peer.checkpoints.manifest import MANIFEST, OWN_FILE, FileEntry, Manifest, read_manifest
+from shoal.peer.checkpoints.encryption import MAX_ENVELOPE_BYTES, SUFFIX, open_source
+from shoal.peer.checkpoints.manifest import FileEntry, Manifest, read_manifest
+from shoal.peer.checkpoints.remote.copies import (
+    LAST_FILES,
+    CopyListing,
+    RemoteCopy,
+    by_preference,
+    entry_of,
+    in_step,
+    read_listing,
+    round_in,
+    say_rounds,
+    stages_needed,
+)
 from shoal.peer.checkpoints.remote.store import RemoteStore
-from shoal.peer.checkpoints.source import FolderSource, Source, refuse
+from shoal.peer.checkpoints.source import FolderSource, refusal
 from shoal.peer.checkpoints.store import CHECKPOINTS, checkpoint_folders
 from shoal.peer.folders import stage_folder
 from shoal.peer.regular_file import open_regular
 from shoal.swarm import durable
 from shoal.swarm.errors import RemoteStorageError, SealedForOthers, StateFileError, StorageError, UserError
 from shoal.swarm.protocol.identity import Identity
-
-LAST_FILES = (MANIFEST, ENVELOPE)
-_PIECE_BYTES = 2**22
-_ROUND = re.compile(r"round-([0-9]{8,19})")
-
-
-def round_in(folder_name: str) -> int | None:
-    """The round in the name of a checkpoint's folder; None for other names."""
-    match = _ROUND.fullmatch(folder_name)
-    return int(match.group(1)) if match else None
-
-
-@dataclass(frozen=True)
-class Listing:
-    """``last``: the file that is written last and lists the others; ``files``: bytes and SHA-256 by name, of ``last``
-    too; ``private``: the file of the peer's own."""
-
-    last: str
-    files: Mapping[str, FileEntry]
-    private: str
-
-    @property
-    def is_sealed(self) -> bool:
-        return self.last == ENVELOPE
-
-    def to_copy(self) -> list[str]:
-        """The files that a copy for elsewhere has, in the order of sending: what is the peer's own only sealed."""
-        listed = [name for name in sorted(self.files) if name != self.last]
-        return [name for name in listed if self.is_sealed or name != self.private] + [self.last]
-
-
-def read_listing(source: Source) -> Listing:
-    """Files of a folder that has one of ``LAST_FILES``. Raises ``StateFileError`` where it is damaged."""
-    files: dict[str, FileEntry]
-    if source.has(ENVELOPE):
-        last, private = ENVELOPE, OWN_FILE + SUFFIX
-        envelope = read_envelope(source)
-        files, data = dict(envelope.files), envelope.file_bytes
-    else:
-        last, private = MANIFEST, OWN_FILE
-        manifest = read_manifest(source)
-        files, data = dict(manifest.files), manifest.file_bytes
-    return Listing(last, {**files, last: (len(data), hashlib.sha256(data).hexdigest())}, private)
-
-
-def entry_of(path: Path) -> FileEntry:
-    """Bytes and SHA-256 of a file here. Raises ``OSError``."""
-    digest, size_bytes = hashlib.sha256(), 0
-    with open_regular(path) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-            size_bytes += len(piece)
-    return size_bytes, digest.hexdigest()
-
-
-_DEEPEST = 4  # URL / run / peer / stage / round
-_SAID = 4
-"""Rounds that a message names of each stage."""
-
-_STAGE = re.compile(r"stage-([0-9]{5})")
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A checkpoint's folder at a URL, whole or not. ``last``: the file that lists the others; None where there is none,
-    as in a copy that was not finished; ``stage``: of a pipeline, as the folder above it is named."""
-
-    path: str
-    run: str
-    peer: str
-    round: int
-    size_bytes: int
-    last: str | None
-    stage: int | None = None
-
-    @property
-    def is_sealed(self) -> bool:
-        return self.last == ENVELOPE
-
-
-def find_copies(remote: RemoteStore) -> list[Copy]:
-    """All below the URL, be it of a run, of a peer, of a stage, or of all; newest round first. Raises
-    ``RemoteStorageError``."""
-    found = _below(remote, "", _DEEPEST)
-    return sorted(found, key=lambda copy: (-copy.round, copy.run, copy.peer, copy.stage or 0))
-
-
-def _below(remote: RemoteStore, path: str, depth: int) -> list[Copy]:
-    found = []
-    for name in remote.folders(path):
-        inside = f"{path}/{name}" if path else name
-        number = round_in(name)
-        if number is not None:
-            sizes = remote.sizes(inside)
-            last = next((one for one in reversed(LAST_FILES) if one in sizes), None)
-            above = remote.shown(inside).split("/")[:-1]
-            stage = _STAGE.fullmatch(above[-1])
-            run, peer = (above[:-1] if stage else above)[-2:]
-            size_bytes, in_stage = sum(sizes.values()), int(stage.group(1)) if stage else None
-            found.append(Copy(inside, run, peer, number, size_bytes, last, in_stage))
-        elif depth > 1:
-            found += _below(remote, inside, depth - 1)
-    return found
-
-
-def by_preference(copies: Sequence[Copy], mine: str) -> list[Copy]:
-    """Newest first, and of as new ones the peer's own."""
-    return sorted(copies, key=lambda copy: (-copy.round, copy.peer != mine, copy.peer))
-
-
-def stages_needed(copies: Sequence[Copy], mine: str) -> list[int]:
-    """The stages that this peer has copied, as it held them; all that there are for one that has copied none."""
-    own = {copy.stage for copy in copies if copy.peer == mine}
-    return sorted({copy.stage for copy in copies if copy.stage is not None and (not own or copy.stage in own)})
-
-
-def in_step(copies: Sequence[Copy]) -> Iterator[int]:
-    """The rounds of which there is a finished copy of each stage that has any, newest first: the run goes on from a
-    version that all its stages have."""
-    yield from sorted(set.intersection(*map(set, _rounds(copies).values())), reverse=True)
-
-
-def say_rounds(copies: Sequence[Copy]) -> str:
-    """Rounds of finished copies, by stage if there are any."""
-    said = []
-    for stage, rounds in _rounds(copies).items():
-        newest = [str(number) for number in sorted(rounds, reverse=True)]
-        more = f" and {len(newest) - _SAID} older" if len(newest) > _SAID else ""
-        which = ", ".join(newest[:_SAID]) + more if newest else "none that is finished"
-        said.append(which if stage is None else f"stage {stage}: {which}")
-    return "; ".join(said)
-
-
-def _rounds(copies: Sequence[Copy]) -> dict[int | None, set[int]]:
-    """The finished copies by stage."""
-    stages = sorted({copy.stage for copy in copies}, key=lambda stage: -1 if stage is None else stage)
-    return {stage: {copy.round for copy in copies if copy.stage == stage and copy.last is not None} for stage in stages}
-
 
 _BLOCK_BYTES = 16 * 2**20
 _TRIES = 6
@@ -181,7 +53,7 @@ class _Fetched:
     stages: int
 
 
-class Restorer:
+class CheckpointRestorer:
     """Puts copies below ``to``, for the peer of ``identity``. ``say``: told what is done; ``pause``: sleeps."""
 
     def __init__(
@@ -198,7 +70,9 @@ class Restorer:
         self._say = say
         self._pause = pause
 
-    def restore(self, copies: Sequence[Copy], *, all_stages: bool = False, number: int | None = None) -> list[Path]:
+    def restore(
+        self, copies: Sequence[RemoteCopy], *, all_stages: bool = False, number: int | None = None
+    ) -> list[Path]:
         """The newest one that is whole and can be opened; the folder that it is in now. What is there already is not
         touched: where it is as new, it is what is returned. ``number``: of that round, and no other.
 
@@ -232,13 +106,13 @@ class Restorer:
             self._say(f"there is no copy of {which}: unless a peer has kept what is missing, the run begins anew")
         return self._install_all(fetched)
 
-    def _of_round(self, number: int, copies: Sequence[Copy]) -> list[Copy]:
+    def _of_round(self, number: int, copies: Sequence[RemoteCopy]) -> list[RemoteCopy]:
         found = [copy for copy in copies if copy.round == number]
         if copies and not found:
             raise StateFileError(f"{self._remote.url}: there is no copy of round {number}: {say_rounds(copies)}")
         return found
 
-    def _fetch_in_step(self, staged: Sequence[Copy], stages: Sequence[int]) -> list[_Fetched]:
+    def _fetch_in_step(self, staged: Sequence[RemoteCopy], stages: Sequence[int]) -> list[_Fetched]:
         """These stages, of the newest round that all have and that can be used."""
         refusals: list[StateFileError] = []
         for number in in_step(staged):
@@ -267,7 +141,7 @@ class Restorer:
             "stages that have a copy of round N, else the run can only begin anew"
         )
 
-    def _fetch_each(self, copies: Sequence[Copy], stages: Sequence[int]) -> list[_Fetched]:
+    def _fetch_each(self, copies: Sequence[RemoteCopy], stages: Sequence[int]) -> list[_Fetched]:
         """One of each stage, or none of any; ``copies``: all of one round."""
         fetched: list[_Fetched] = []
         try:
@@ -291,7 +165,7 @@ class Restorer:
             (self._to / _INCOMING).rmdir()
         return [one.place for one in fetched]
 
-    def _fetch_best(self, copies: Sequence[Copy], *, is_exact: bool) -> _Fetched:
+    def _fetch_best(self, copies: Sequence[RemoteCopy], *, is_exact: bool) -> _Fetched:
         """The newest one that can be used; ``is_exact``: a newer one that is here already does not do instead.
 
         Raises ``StateFileError``, ``SealedForOthers``, ``StorageError``."""
@@ -312,7 +186,7 @@ class Restorer:
             else f"{self._remote.url}: there is no copy of a checkpoint; give the URL that `shoal join --copy-to` had"
         )
 
-    def _fetch_copy(self, copy: Copy, *, is_exact: bool) -> _Fetched:
+    def _fetch_copy(self, copy: RemoteCopy, *, is_exact: bool) -> _Fetched:
         if copy.last is None:
             raise StateFileError(f"{self._remote.shown(copy.path)}: is unfinished: it lacks its {LAST_FILES[0]}")
         # Not yet below the run's own folder: its name is in the manifest, which may be sealed.
@@ -339,7 +213,7 @@ class Restorer:
             raise
         return _Fetched(incoming, place, stages)
 
-    def _list(self, copy: Copy, incoming: Path) -> tuple[Listing, Manifest]:
+    def _list(self, copy: RemoteCopy, incoming: Path) -> tuple[CopyListing, Manifest]:
         """Bring what lists the files, which is all that says of which run the copy is."""
         assert copy.last is not None
         sizes = self._remote.sizes(copy.path)
@@ -350,18 +224,18 @@ class Restorer:
         for name, (size_bytes, _) in listing.files.items():
             if sizes.get(name) != size_bytes and name != listing.private:
                 found = "missing" if name not in sizes else f"{sizes[name]} bytes"
-                raise refuse(self._remote.shown(f"{copy.path}/{name}"), "size", f"{size_bytes} bytes", found)
+                raise refusal(self._remote.shown(f"{copy.path}/{name}"), "size", f"{size_bytes} bytes", found)
         if listing.is_sealed:
             sealed = LAST_FILES[0] + SUFFIX
             if sealed not in listing.files:
-                raise refuse(self._remote.shown(copy.path), "files", f"also {sealed}", "none")
+                raise refusal(self._remote.shown(copy.path), "files", f"also {sealed}", "none")
             self._fetch_checked(copy, sealed, listing.files[sealed], incoming)
-        manifest = read_manifest(opened(source, self._identity))
+        manifest = read_manifest(open_source(source, self._identity))
         if manifest.round != copy.round:
-            raise refuse(self._remote.shown(copy.path), "round", str(copy.round), f"{manifest.round} in its manifest")
+            raise refusal(self._remote.shown(copy.path), "round", str(copy.round), f"{manifest.round} in its manifest")
         stage = manifest.stage.number if manifest.stage is not None else None
         if stage != copy.stage:
-            raise refuse(self._remote.shown(copy.path), "stage", str(copy.stage), f"{stage} in its manifest")
+            raise refusal(self._remote.shown(copy.path), "stage", str(copy.stage), f"{stage} in its manifest")
         return listing, manifest
 
     def _place(self, manifest: Manifest) -> Path:
@@ -374,17 +248,17 @@ class Restorer:
         """The first whole checkpoint of those on this machine."""
         for place in places:
             with suppress(StateFileError):
-                read_checkpoint(opened(FolderSource(place), self._identity))
+                read_checkpoint(open_source(FolderSource(place), self._identity))
                 return place
         return None
 
-    def _fetch_all(self, copy: Copy, listing: Listing, incoming: Path, *, own: bool) -> None:
+    def _fetch_all(self, copy: RemoteCopy, listing: CopyListing, incoming: Path, *, own: bool) -> None:
         there = self._remote.sizes(copy.path)
         for name in listing.to_copy()[:-1]:
             if name != listing.private or (own and name in there):
                 self._fetch_checked(copy, name, listing.files[name], incoming)
 
-    def _fetch_checked(self, copy: Copy, name: str, entry: FileEntry, incoming: Path) -> None:
+    def _fetch_checked(self, copy: RemoteCopy, name: str, entry: FileEntry, incoming: Path) -> None:
         """Unless it is here already. Raises ``StateFileError`` where it is not what was listed."""
         path = incoming / name
         if path.exists() and entry_of(path) == entry:
@@ -396,9 +270,9 @@ class Restorer:
             self._fetch(copy, name, incoming, entry[0])
         found = entry_of(path)
         if found != entry:
-            raise refuse(self._remote.shown(f"{copy.path}/{name}"), "bytes and SHA-256", str(entry), str(found))
+            raise refusal(self._remote.shown(f"{copy.path}/{name}"), "bytes and SHA-256", str(entry), str(found))
 
-    def _fetch(self, copy: Copy, name: str, incoming: Path, size_bytes: int) -> None:
+    def _fetch(self, copy: RemoteCopy, name: str, incoming: Path, size_bytes: int) -> None:
         """Bring a file, or the rest of it."""
         part = incoming / f"{name}.part"
         with open_regular(part, "ab") as file:
@@ -411,7 +285,7 @@ class Restorer:
             durable.sync(file)
         part.replace(incoming / name)
 
-    def _read(self, copy: Copy, name: str, start: int, stop: int) -> bytes:
+    def _read(self, copy: RemoteCopy, name: str, start: int, stop: int) -> bytes:
         """A block, tried again after growing pauses. Raises the last ``RemoteStorageError``."""
         if start >= stop:  # some stores take it for an error to be asked for nothing
             return b""
@@ -430,9 +304,9 @@ class Restorer:
 
     def _check(self, incoming: Path, manifest: Manifest) -> None:
         """Everything, as before every use: signature, digests, tensors."""
-        checked = read_checkpoint(opened(FolderSource(incoming), self._identity), bytes.fromhex(manifest.run_hash))
+        checked = read_checkpoint(open_source(FolderSource(incoming), self._identity), bytes.fromhex(manifest.run_hash))
         if checked.manifest != manifest:
-            raise refuse(str(incoming), "manifest", "the one that was checked before", "another")
+            raise refusal(str(incoming), "manifest", "the one that was checked before", "another")
 
     def _install(self, incoming: Path, place: Path) -> None:
         """In one step; whoever is killed before it goes on with the same command."""

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from shoal.peer.checkpoints.manifest import FileEntry
-from shoal.peer.checkpoints.remote.restore import LAST_FILES, Listing, entry_of, read_listing, round_in
+from shoal.peer.checkpoints.remote.copies import LAST_FILES, CopyListing, entry_of, read_listing, round_in
 from shoal.peer.checkpoints.remote.store import DaemonThreads, RemoteStore
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointStore, Kept
+from shoal.peer.checkpoints.store import CheckpointStore, StoredCheckpoint
 from shoal.peer.regular_file import read_regular
 from shoal.swarm import durable
 from shoal.swarm.errors import RemoteStorageError, StateFileError
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 _NOTES = TypeAdapter(dict[str, dict[str, dict[str, FileEntry]]])
 
 
-class Ledger:
-    """Ledger of one peer's copies at one place. A damaged or lost one costs sending again, nothing else."""
+class UploadLedger:
+    """UploadLedger of one peer's copies at one place. A damaged or lost one costs sending again, nothing else."""
 
     def __init__(self, path: Path, place: str) -> None:
         self._path = path
@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class CopyTo:
+class CopyDestination:
     """Destination and frequency of copies: the newest checkpoint, once it is ``every`` rounds newer than the last copy.
     ``retention``: of the copies there."""
 
@@ -131,10 +131,10 @@ def superfluous_in_step(rounds: Collection[int], retention: Retention, every: in
     return [number for number in retention.superfluous(rounds) if number % every or number in shared]
 
 
-class RemoteCopies:
+class CheckpointUploader:
     """``run`` until ``finish``; on the event loop, every call to the driver in a thread of its own."""
 
-    def __init__(self, store: CheckpointStore, to: CopyTo, base: str, *, in_step: bool = False) -> None:
+    def __init__(self, store: CheckpointStore, to: CopyDestination, base: str, *, in_step: bool = False) -> None:
         """``base``: the folder of this run and peer, and stage, at the URL; the ledger is beside the checkpoints;
         ``in_step``: as for ``next_copy``."""
         self._store = store
@@ -143,7 +143,7 @@ class RemoteCopies:
         self._every = self._apart = to.every
         self._retention = to.retention
         self._base = base
-        self._ledger = Ledger(store.folder.parent / LEDGER, to.remote.shown(base))
+        self._ledger = UploadLedger(store.folder.parent / LEDGER, to.remote.shown(base))
         self._unusable: set[str] = set()
         self._threads = DaemonThreads()
         self._stop = asyncio.Event()
@@ -152,7 +152,7 @@ class RemoteCopies:
         self._is_pace_told = False
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[RemoteCopies]:
+    async def running(self) -> AsyncIterator[CheckpointUploader]:
         """Run it meanwhile, and finish at the end."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.run())
@@ -237,14 +237,14 @@ class RemoteCopies:
         except TimeoutError:
             pass
 
-    def _due(self) -> Kept | None:
+    def _due(self) -> StoredCheckpoint | None:
         here = {kept.round: kept for kept in self._store.kept() if kept.folder.name not in self._unusable}
         begun = {number: name for name in self._ledger.folders() if (number := round_in(name)) is not None}
         done = [number for number, name in begun.items() if any(self._ledger.entry(name, last) for last in LAST_FILES)]
         number = next_copy(here, begun, done, self._every, in_step=self._in_step)
         return None if number is None else here[number]
 
-    async def _copy(self, kept: Kept) -> None:
+    async def _copy(self, kept: StoredCheckpoint) -> None:
         """Raises ``RemoteStorageError``, ``StateFileError`` where the checkpoint cannot be read (any more)."""
         with self._store.holding(kept) as folder:
             listing = await self._in_thread(read_listing, FolderSource(folder))
@@ -255,7 +255,7 @@ class RemoteCopies:
                 if there.get(name) != size_bytes or self._ledger.entry(folder.name, name) != entry:
                     await self._in_thread(self._send, kept, listing, name)
 
-    def _send(self, kept: Kept, listing: Listing, name: str) -> None:
+    def _send(self, kept: StoredCheckpoint, listing: CopyListing, name: str) -> None:
         """In a worker thread."""
         path, entry = kept.folder / name, listing.files[name]
         if entry_of(path) != entry:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.checkpoints.checkpoint import Contents
-from shoal.peer.checkpoints.local_state import Snapshots
-from shoal.peer.checkpoints.manifest import About
+from shoal.peer.checkpoints.checkpoint import CheckpointContents
+from shoal.peer.checkpoints.local_state import SnapshotBuffers
+from shoal.peer.checkpoints.manifest import CheckpointAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.training.anchor import AnchorState
@@ -69,7 +69,7 @@ def signed(verdict: Verdict, signer: Identity = SIGNER) -> Verdict:
 
 def contents(
     number: int = 0, own: Mapping[str, Any] | None = None, layout: tuple[TensorSpec, ...] = LAYOUT, **changes: Any
-) -> Contents:
+) -> CheckpointContents:
     """Of the state that round ``number`` made."""
     verdicts = verdict_chain(number + 1)
     state = state_of(number + 1, layout=layout)
@@ -87,8 +87,8 @@ def contents(
         "tokens": verdicts[-1].tokens_total,
         "coordinator_key": SIGNER.public_key.hex(),
     }
-    snapshot = None if own is None else Snapshots().take(own)
-    return Contents(About(**{**about, **changes}), state, snapshot, verdicts)
+    snapshot = None if own is None else SnapshotBuffers().copy(own)
+    return CheckpointContents(CheckpointAbout(**{**about, **changes}), state, snapshot, verdicts)
 
 
 def open_store(folder: Path, retention: Retention | None = None) -> CheckpointStore:

@@ -8,8 +8,8 @@ import torch
 from tests.peer.checkpoints.making import signed, state_of, verdict_chain
 from tests.swarm.coordinator.world import SIGNER
 
-from shoal.peer.checkpoints.checkpoint import Contents
-from shoal.peer.checkpoints.manifest import About, StageAbout
+from shoal.peer.checkpoints.checkpoint import CheckpointContents
+from shoal.peer.checkpoints.manifest import CheckpointAbout, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
 from shoal.peer.folders import stage_folder
@@ -97,7 +97,7 @@ def stage_state(stage: int, version: int, layout: Iterable[TensorSpec] | None = 
     return AnchorState.of(values, version)
 
 
-def about(number: int, state: AnchorState, verdict: Verdict, **changes: Any) -> About:
+def about(number: int, state: AnchorState, verdict: Verdict, **changes: Any) -> CheckpointAbout:
     """A stage's."""
     fields = {
         "run": RUN.run.name,
@@ -114,7 +114,7 @@ def about(number: int, state: AnchorState, verdict: Verdict, **changes: Any) -> 
         "coordinator_key": SIGNER.public_key.hex(),
         "stage": StageAbout(number=number, stages=len(LAYOUTS)),
     }
-    return About(**{**fields, **changes})
+    return CheckpointAbout(**{**fields, **changes})
 
 
 def given(chains: Sequence[Sequence[Verdict]], number: int) -> list[StageState]:
@@ -148,5 +148,5 @@ def keep(
     state = state or stage_state(number, verdict.anchor_version)
     place = stage_folder(peer, number) / CHECKPOINTS
     store = CheckpointStore(place, RUN.hash, identity, Retention(9), sealed_for)
-    contents = Contents(about(number, state, verdict, **changes), state, None, tuple(chain[: of_round + 1]))
+    contents = CheckpointContents(about(number, state, verdict, **changes), state, None, tuple(chain[: of_round + 1]))
     return store.write(contents).folder

@@ -14,7 +14,7 @@ from shoal.peer.checkpoints.encryption import (
     SEGMENT_BYTES,
     TAG_BYTES,
     SealedSource,
-    opened,
+    open_source,
     seal,
     sealed_bytes,
     unseal,
@@ -59,7 +59,7 @@ def source(store: CheckpointStore) -> MemorySource:
 
 
 def opens(source: MemorySource, identity: Identity = READER) -> Checkpoint:
-    return read_checkpoint(opened(source, identity), RUN.hash)
+    return read_checkpoint(open_source(source, identity), RUN.hash)
 
 
 # One file ---------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_its_maker_and_its_readers_open_it_and_nobody_else(store: CheckpointStor
     assert [kept.round for kept in sealing_store(store.folder).kept()] == [0]
     for nobody in (STRANGER, None):
         with pytest.raises(SealedForOthers, match=r"sealed\.json: is sealed"):
-            opened(source, nobody)
+            open_source(source, nobody)
 
 
 def test_nothing_of_it_is_in_the_clear(source: MemorySource) -> None:
@@ -206,7 +206,7 @@ def test_a_store_of_another_identity_leaves_it_alone(tmp_path: Path, caplog: pyt
 
 
 def test_the_signature_inside_tells_who_made_it(source: MemorySource) -> None:
-    assert read_manifest(opened(source, READER), RUN.hash).peer == IDENTITY.peer_id
+    assert read_manifest(open_source(source, READER), RUN.hash).peer == IDENTITY.peer_id
 
 
 def test_it_is_verified_and_exported_by_its_readers(tmp_path: Path) -> None:

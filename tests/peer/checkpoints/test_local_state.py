@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.peer.checkpoints.local_state import (
+    LocalStateSnapshot,
     NotPlain,
-    OwnState,
-    Snapshots,
-    carried_of,
+    SnapshotBuffers,
+    carried_residual,
     from_plain,
-    own_tree,
-    parse_own_state,
-    restore_own,
+    local_state_tree,
+    parse_local_state,
+    restore_local_state,
     to_plain,
 )
 from shoal.peer.checkpoints.tensors import file_pieces
@@ -82,15 +82,15 @@ class Loop:
             self.optimizer.step(closure)
 
     def tree(self) -> dict[str, Any]:
-        return own_tree(self.optimizer, self.model, CarriedResidual(torch.ones(3), 12))
+        return local_state_tree(self.optimizer, self.model, CarriedResidual(torch.ones(3), 12))
 
     def bits(self) -> list[bytes]:
         return [one.numpy().tobytes() for one in self.model.state_dict().values()]
 
 
-def written(own: OwnState) -> dict[str, Any]:
+def written(own: LocalStateSnapshot) -> dict[str, Any]:
     """Through the bytes of a file."""
-    return parse_own_state(b"".join(bytes(piece) for piece in file_pieces(own.file())), "peer.safetensors")
+    return parse_local_state(b"".join(bytes(piece) for piece in file_pieces(own.file())), "peer.safetensors")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -99,7 +99,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(name: str) -> None:
     random.seed(1)
     np.random.seed(1)
     loop.train()
-    tree = written(Snapshots().take(loop.tree()))
+    tree = written(SnapshotBuffers().copy(loop.tree()))
     parameters = [one.detach().clone() for one in loop.model.parameters()]
     loop.train()
 
@@ -110,27 +110,27 @@ def test_training_goes_on_as_if_it_had_not_stopped(name: str) -> None:
     with torch.no_grad():
         for parameter, values in zip(other.model.parameters(), parameters, strict=True):
             parameter.copy_(values)
-    restore_own(tree, other.optimizer, other.model)
+    restore_local_state(tree, other.optimizer, other.model)
     other.train()
     assert other.bits() == loop.bits()
 
 
 def test_the_residual_comes_back() -> None:
-    tree = written(Snapshots().take(Loop(OPTIMIZERS["sgd"]).tree()))
-    carried = carried_of(tree, 3)
+    tree = written(SnapshotBuffers().copy(Loop(OPTIMIZERS["sgd"]).tree()))
+    carried = carried_residual(tree, 3)
     assert carried is not None
     assert torch.equal(carried.residual, torch.ones(3))
     assert carried.weight_tokens == 12
-    assert carried_of(tree, 4) is None
-    assert carried_of({**tree, "residual": torch.ones(3).double()}, 3) is None
-    assert carried_of({**tree, "residual_weight_tokens": -1}, 3) is None
-    assert carried_of({}, 3) is None
+    assert carried_residual(tree, 4) is None
+    assert carried_residual({**tree, "residual": torch.ones(3).double()}, 3) is None
+    assert carried_residual({**tree, "residual_weight_tokens": -1}, 3) is None
+    assert carried_residual({}, 3) is None
 
 
 def test_a_snapshot_does_not_change_with_the_training() -> None:
-    loop, snapshots = Loop(OPTIMIZERS["adamw"]), Snapshots()
+    loop, snapshots = Loop(OPTIMIZERS["adamw"]), SnapshotBuffers()
     loop.train()
-    own = snapshots.take(loop.tree())
+    own = snapshots.copy(loop.tree())
     before = [one.clone() for one in own.tensors.values()]
     loop.train()
     assert all(torch.equal(one, other) for one, other in zip(own.tensors.values(), before, strict=True))
@@ -138,26 +138,26 @@ def test_a_snapshot_does_not_change_with_the_training() -> None:
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_snapshots_take_no_new_memory(prepared: bool) -> None:
-    loop, snapshots = Loop(OPTIMIZERS["adamw"]), Snapshots()
+    loop, snapshots = Loop(OPTIMIZERS["adamw"]), SnapshotBuffers()
     loop.train()
     if prepared:
         snapshots.prepare(loop.tree())
-    first = snapshots._kept if prepared else snapshots.take(loop.tree()).tensors
+    first = snapshots._kept if prepared else snapshots.copy(loop.tree()).tensors
     memory = {name: one.data_ptr() for name, one in first.items() if one.numel() > 1}
     assert any(name.startswith("optimizer") for name in memory)
     loop.train()
-    again = {name: one.data_ptr() for name, one in snapshots.take(loop.tree()).tensors.items() if one.numel() > 1}
+    again = {name: one.data_ptr() for name, one in snapshots.copy(loop.tree()).tensors.items() if one.numel() > 1}
     for name in memory:
         if name.startswith(("optimizer", "buffers", "residual")):
             assert again[name] == memory[name], name
 
 
 def test_what_cannot_be_saved_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    own = Snapshots().take({"optimizer": {"state": {0: {"a": torch.ones(2), "hook": print}}}, "steps": 3})
+    own = SnapshotBuffers().copy({"optimizer": {"state": {0: {"a": torch.ones(2), "hook": print}}}, "steps": 3})
     assert "optimizer/state/0/hook: builtin_function_or_method has no plain form" in caplog.text
     assert written(own) == {"steps": 3}
     assert own.tensors == {}, "nothing of it"
-    own = Snapshots().take({"twice": {"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}})
+    own = SnapshotBuffers().copy({"twice": {"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}})
     assert "two tensors are called so" in caplog.text
     assert written(own) == {}
 
@@ -165,10 +165,10 @@ def test_what_cannot_be_saved_is_left_out_with_a_warning(caplog: pytest.LogCaptu
 def test_what_does_not_fit_any_more_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(OPTIMIZERS["adamw"])
     loop.train()
-    tree = written(Snapshots().take(loop.tree()))
+    tree = written(SnapshotBuffers().copy(loop.tree()))
     other = nn.Linear(4, 1)
     before = other.weight.clone()
-    restore_own({**tree, "random": {"torch": 3}}, torch.optim.AdamW(other.parameters()), other)
+    restore_local_state({**tree, "random": {"torch": 3}}, torch.optim.AdamW(other.parameters()), other)
     assert torch.equal(other.weight, before)
     for what in ("optimizer", "buffers", "random"):
         assert f"going on without the {what} of the checkpoint" in caplog.text
@@ -187,7 +187,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_trees_come_back_as_they_were(tree: Any) -> None:
-    found = written(Snapshots().take({"tree": tree}))
+    found = written(SnapshotBuffers().copy({"tree": tree}))
     assert repr(found) == repr({"tree": tree})
 
 
@@ -198,7 +198,7 @@ def test_trees_come_back_as_they_were(tree: Any) -> None:
 def test_every_type_of_tensor_comes_back(dtype: str) -> None:
     tensors = [torch.ones(shape, dtype=getattr(torch, dtype)) for shape in ((), (3,), (2, 0), (2, 3))]
     tensors.append(torch.arange(6).view(2, 3).t().to(getattr(torch, dtype)))  # not contiguous
-    found = written(Snapshots().take({"all": tensors}))["all"]
+    found = written(SnapshotBuffers().copy({"all": tensors}))["all"]
     assert [one.dtype for one in found] == [one.dtype for one in tensors]
     assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
 
@@ -242,11 +242,11 @@ def test_forms_that_nobody_writes_are_refused(plain: Any) -> None:
     text = torch.frombuffer(bytearray(repr(plain).replace("'", '"').encode()), dtype=torch.uint8)
     data = b"".join(bytes(piece) for piece in file_pieces({"content": text, "t": torch.ones(1)}))
     with pytest.raises(StateFileError, match=r"peer\.safetensors: its content: expected"):
-        parse_own_state(data, "peer.safetensors")
+        parse_local_state(data, "peer.safetensors")
 
 
 def test_numbers_that_json_does_not_know() -> None:
-    found = written(Snapshots().take({"a": [math.nan, math.inf, -math.inf, np.float64(0.1), np.int32(3)]}))["a"]
+    found = written(SnapshotBuffers().copy({"a": [math.nan, math.inf, -math.inf, np.float64(0.1), np.int32(3)]}))["a"]
     assert math.isnan(found[0])
     assert found[1:] == [math.inf, -math.inf, 0.1, 3]
 
@@ -254,4 +254,4 @@ def test_numbers_that_json_does_not_know() -> None:
 def test_a_file_without_content_is_refused(tmp_path: Path) -> None:
     data = b"".join(bytes(piece) for piece in file_pieces({"a": torch.ones(1)}))
     with pytest.raises(StateFileError, match="a peer's own state"):
-        parse_own_state(data, "peer.safetensors")
+        parse_local_state(data, "peer.safetensors")

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.peer.checkpoints.making import IDENTITY, LAYOUT, RUN, contents, open_store, state_of, verdict_chain
 
-from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint, unpack_verdicts
+from shoal.peer.checkpoints.checkpoint import CheckpointContents, read_checkpoint, unpack_verdicts
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
+from shoal.peer.checkpoints.writer import CheckpointWriter
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.types import TensorSpec
 
@@ -223,13 +224,13 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     elif when == "rename":
         monkeypatch.setattr(CheckpointStore, "_publish", refuse)
     else:
-        real = Contents.files
+        real = CheckpointContents.files
 
-        def files(self: Contents) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
+        def files(self: CheckpointContents) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
             for name, pieces in real(self):
                 yield name, (refuse() if name == "verdicts.msgpack" else piece for piece in pieces)
 
-        monkeypatch.setattr(Contents, "files", files)
+        monkeypatch.setattr(CheckpointContents, "files", files)
 
 
 @pytest.mark.parametrize("when", ["write", "fsync", "rename"])
@@ -264,7 +265,7 @@ def test_leftovers_of_killed_writers_are_removed_at_the_next_start(
 
     store = open_store(tmp_path, Retention(1))
     store.write(contents(0))
-    steps: list[Callable[[], object]] = [lambda: patch.setattr(CheckpointStore, "_write_manifest", die)]
+    steps: list[Callable[[], object]] = [lambda: patch.setattr(CheckpointWriter, "finish", die)]
     steps += [lambda: patch.setattr(CheckpointStore, "_publish", die)]
     steps += [lambda: patch.setattr("shutil.rmtree", die)]  # in the middle of retention
     for step, left in zip(steps, (["round-00000000"], ["round-00000000"], ["round-00000001"]), strict=True):

@@ -1,13 +1,13 @@
 import pytest
 
-from shoal.peer.checkpoints.writer import Pace
+from shoal.peer.checkpoints.checkpointer import CheckpointPace
 
 ROUND_S = 10.0
 
 
 def written(write_s: float, rounds: int, *, in_step: bool, first: int = 0) -> list[int]:
     """The rounds after which a peer writes that takes so long to, and joined in the round ``first``."""
-    pace, found, busy_s = Pace(in_step=in_step), [], -1.0
+    pace, found, busy_s = CheckpointPace(in_step=in_step), [], -1.0
     for number in range(first, rounds):
         now_s = number * ROUND_S
         if pace.is_due(number, now_s) and now_s >= busy_s:

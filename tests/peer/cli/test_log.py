@@ -17,7 +17,7 @@ from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.cli.host import ORIGIN_FILE
 from shoal.peer.cli.log import open_log, show_log
 from shoal.peer.cli.main import app
-from shoal.peer.history.chain import Origin, pack_head, pack_history
+from shoal.peer.history.history_file import HistoryOrigin, pack_history, pack_origin
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.errors import SealedForOthers, StateFileError, UserError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
@@ -25,7 +25,7 @@ from shoal.swarm.protocol.rounds import PlanMember, Verdict
 from shoal.swarm.protocol.types import MAX_MEMBERS
 from shoal.swarm.protocol.verdict_chain import chain_hash, genesis, signed_bytes
 
-ORIGIN = Origin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))
+ORIGIN = HistoryOrigin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))
 
 
 def history(*changes: dict[str, object]) -> tuple[Verdict, ...]:
@@ -93,7 +93,7 @@ def test_a_members_folder(tmp_path: Path) -> None:
 
 def test_a_hosts_folder_while_it_is_written_to(tmp_path: Path) -> None:
     journal = leased(tmp_path, RUN.hash, RUN_TOML)
-    (tmp_path / ORIGIN_FILE).write_bytes(pack_head(ORIGIN))
+    (tmp_path / ORIGIN_FILE).write_bytes(pack_origin(ORIGIN))
     for one in CHAIN:
         journal.append(journal.next_index, [VerdictGiven(verdict=one, elapsed_s=1.0, lost=())])
     assert open_log(str(tmp_path)).verdicts == CHAIN
@@ -116,7 +116,7 @@ def test_the_history_of_another_run_is_a_broken_one(tmp_path: Path) -> None:
     for event in world.events:
         journal.append(journal.next_index, [event])
     journal.close()
-    (tmp_path / ORIGIN_FILE).write_bytes(pack_head(ORIGIN))
+    (tmp_path / ORIGIN_FILE).write_bytes(pack_origin(ORIGIN))
     assert "round 0 does not go on" in shown(tmp_path, fails=True)
 
 

@@ -21,12 +21,11 @@ from typer.testing import CliRunner
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import StageAbout, StagePart
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointWriter
+from shoal.peer.checkpoints.store import CHECKPOINTS
 from shoal.peer.cli.main import app
 from shoal.peer.cli.verify_view import verify_table
 from shoal.peer.folders import stage_folder
-from shoal.peer.history.chain import Origin, pack_history
-from shoal.peer.history.history_file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin, pack_history
 from shoal.peer.member.memberships import scope_of
 from shoal.peer.offline.export import export_model, gather_checkpoint
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
@@ -53,7 +52,7 @@ def exported(folder: Path, out: Path) -> tuple[int, Tensor]:
 
 
 def history(peer: Path, stage: int, chain: Sequence[Verdict]) -> None:
-    owner = Origin(run_toml=TOML, coordinator=SIGNER.certify(CurveKeys.fresh()), scope=scope_of(stage))
+    owner = HistoryOrigin(run_toml=TOML, coordinator=SIGNER.certify(CurveKeys.fresh()), scope=scope_of(stage))
     (stage_folder(peer, stage) / HISTORY_FILE).write_bytes(pack_history(owner, chain))
 
 
@@ -295,7 +294,7 @@ def test_a_whole_that_is_not_of_its_stages_is_refused(tmp_path: Path, wrong: str
             real(self, **fields)  # type: ignore[arg-type]
 
         patch.setattr(StagePart, "__init__", part)
-        write_whole(place, stages, CheckpointWriter(Identity.generate()))
+        write_whole(place, stages, Identity.generate())
     assert expected in reason(place)
     done = CliRunner().invoke(app, ["verify", str(place)])
     assert isinstance(done.exception, StateFileError)

@@ -16,8 +16,8 @@ from tests.fakes.swarm import run_toml
 from tests.fakes.virtual_clock import run_virtual
 from torch import Tensor
 
-from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint, read_verdicts
-from shoal.peer.checkpoints.manifest import About, StageAbout
+from shoal.peer.checkpoints.checkpoint import CheckpointContents, read_checkpoint, read_verdicts
+from shoal.peer.checkpoints.manifest import CheckpointAbout, StageAbout
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CheckpointStore
@@ -41,7 +41,7 @@ def contribution(seed: int) -> Tensor:
 def save(member: StatefulMember, state: AnchorState, verdict: Verdict, verdicts: tuple[Verdict, ...] = ()) -> None:
     """A checkpoint of the state that the verdict made."""
     run = member.client.run_file
-    about = About(
+    about = CheckpointAbout(
         run=run.run.name,
         run_hash=run.hash.hex(),
         run_toml=member.client.run_toml,
@@ -57,7 +57,7 @@ def save(member: StatefulMember, state: AnchorState, verdict: Verdict, verdicts:
     )
     folder = member.keeper.records.folder.parent / "checkpoints"
     store = CheckpointStore(folder, run.hash, identity(1), Retention())
-    store.write(Contents(about, state, None, verdicts or (verdict,)))
+    store.write(CheckpointContents(about, state, None, verdicts or (verdict,)))
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +122,11 @@ def write_anew(kept: Path, readers: Sequence[bytes] | None = None, **changes: An
     (kept / "checkpoints").rename(before)
     for place in sorted(before.iterdir()):
         made = read_checkpoint(FolderSource(place))
-        fields = {name: getattr(made.manifest, name) for name in About.model_fields} | changes
+        fields = {name: getattr(made.manifest, name) for name in CheckpointAbout.model_fields} | changes
         verdicts = read_verdicts(FolderSource(place), made.manifest)
         run_hash = bytes.fromhex(made.manifest.run_hash)
         store = CheckpointStore(kept / "checkpoints", run_hash, identity(1), Retention(), readers)
-        store.write(Contents(About(**fields), made.state, None, verdicts))
+        store.write(CheckpointContents(CheckpointAbout(**fields), made.state, None, verdicts))
     shutil.rmtree(before)
 
 

@@ -11,19 +11,18 @@ from tests.peer.checkpoints.making import IDENTITY, RUN, RUN_TOML, contents, ope
 from tests.swarm.coordinator.world import SIGNER
 from typer.testing import CliRunner
 
-from shoal.peer.checkpoints.checkpoint import Contents
+from shoal.peer.checkpoints.checkpoint import CheckpointContents
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.peer.cli.main import app
-from shoal.peer.history.chain import Origin, pack_history
-from shoal.peer.history.history_file import HISTORY_FILE
+from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin, pack_history
 from shoal.peer.offline.verify import Refused, Verified, find_checkpoints, verify_checkpoints
 from shoal.swarm.errors import StateFileError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.rounds import Part, PlanMember, RoundPlan, Verdict
 from shoal.swarm.protocol.verdict_chain import genesis
 
-ORIGIN = Origin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))
+ORIGIN = HistoryOrigin(run_toml=RUN_TOML, coordinator=SIGNER.certify(CurveKeys.fresh()))
 
 
 def planned_chain(
@@ -56,10 +55,10 @@ def write(folder: Path, verdicts: Sequence[Verdict], number: int, first: int = 0
     fields = {"chain": last.chain.hex(), "tokens": last.tokens_total, "anchor_version": last.anchor_version}
     made = contents(number, **{**fields, "state_digest": state.digest.hex(), **changes})
     store = open_store(folder, Retention(9))
-    return store.write(Contents(made.about, state, None, tuple(verdicts[first : number + 1]))).folder
+    return store.write(CheckpointContents(made.about, state, None, tuple(verdicts[first : number + 1]))).folder
 
 
-def history(folder: Path, verdicts: Sequence[Verdict], owner: Origin = ORIGIN) -> Path:
+def history(folder: Path, verdicts: Sequence[Verdict], owner: HistoryOrigin = ORIGIN) -> Path:
     """The peer's, beside its checkpoints."""
     path = folder / HISTORY_FILE
     path.write_bytes(pack_history(owner, verdicts))
@@ -147,7 +146,7 @@ def test_a_history_that_is_wrong_is_named(tmp_path: Path) -> None:
     write(tmp_path, verdicts, 3, 2)
     forged = signed(verdicts[1], Identity.generate())
     whole = pack_history(ORIGIN, verdicts)
-    elsewhere = pack_history(Origin(run_toml=RUN_TOML.replace("100", "101"), coordinator=ORIGIN.coordinator), ())
+    elsewhere = pack_history(HistoryOrigin(run_toml=RUN_TOML.replace("100", "101"), coordinator=ORIGIN.coordinator), ())
     for data, message in (
         (pack_history(ORIGIN, [verdicts[0], forged, *verdicts[2:]]), "verdict of round 1 is not signed by the coord"),
         (pack_history(ORIGIN, [verdicts[0], *verdicts[2:]]), "the verdict of round 1 is missing"),

@@ -12,7 +12,6 @@ from torch import Tensor
 from shoal.peer.checkpoints.checkpoint import read_checkpoint, read_verdicts
 from shoal.peer.checkpoints.manifest import MANIFEST, read_manifest
 from shoal.peer.checkpoints.source import FolderSource
-from shoal.peer.checkpoints.store import CheckpointWriter
 from shoal.peer.offline.whole_model import StageState, write_whole
 from shoal.peer.training.anchor import CHUNK_BYTES, AnchorState, GrowingDigest
 from shoal.swarm.errors import StateFileError, StorageError
@@ -20,7 +19,7 @@ from shoal.swarm.errors import StateFileError, StorageError
 
 def test_it_is_a_checkpoint_of_all_parameters(tmp_path: Path) -> None:
     chains = stage_chains(3)
-    write_whole(tmp_path / "whole", given(chains, 2), CheckpointWriter(IDENTITY))
+    write_whole(tmp_path / "whole", given(chains, 2), IDENTITY)
     found = read_checkpoint(FolderSource(tmp_path / "whole"))
     assert torch.equal(found.state.values, whole_values(3))
     assert found.state.digest == AnchorState.of(whole_values(3), 3).digest
@@ -53,7 +52,7 @@ def test_only_one_stage_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
         return StageState(stage.about, stage.verdicts, load)
 
-    write_whole(tmp_path / "whole", [noted(one) for one in given(stage_chains(1), 0)], CheckpointWriter(IDENTITY))
+    write_whole(tmp_path / "whole", [noted(one) for one in given(stage_chains(1), 0)], IDENTITY)
     assert torch.equal(read_checkpoint(FolderSource(tmp_path / "whole")).state.values, whole_values(1))
 
 
@@ -65,11 +64,11 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
     stages[2] = StageState(stages[2].about, stages[2].verdicts, lost)
     with pytest.raises(StateFileError, match="lost"):
-        write_whole(tmp_path / "whole", stages, CheckpointWriter(IDENTITY))
+        write_whole(tmp_path / "whole", stages, IDENTITY)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "whole").mkdir()
     with pytest.raises(StorageError, match="is there already"):
-        write_whole(tmp_path / "whole", stages[:2], CheckpointWriter(IDENTITY))
+        write_whole(tmp_path / "whole", stages[:2], IDENTITY)
     assert list((tmp_path / "whole").iterdir()) == []
 
 
@@ -99,7 +98,7 @@ def test_checkpoints_of_other_runs_have_no_word_of_stages(tmp_path: Path) -> Non
 def test_a_manifest_whose_parts_are_not_the_whole_is_refused(
     tmp_path: Path, found: bytes, put: bytes, message: str
 ) -> None:
-    write_whole(tmp_path / "whole", given(stage_chains(1), 0), CheckpointWriter(IDENTITY))
+    write_whole(tmp_path / "whole", given(stage_chains(1), 0), IDENTITY)
     source = MemorySource.of(tmp_path / "whole")
     assert found in source.files[MANIFEST]
     with pytest.raises(StateFileError, match=message):
@@ -107,7 +106,7 @@ def test_a_manifest_whose_parts_are_not_the_whole_is_refused(
 
 
 def test_parts_have_whole_tensors(tmp_path: Path) -> None:
-    write_whole(tmp_path / "whole", given(stage_chains(1), 0), CheckpointWriter(IDENTITY))
+    write_whole(tmp_path / "whole", given(stage_chains(1), 0), IDENTITY)
     source = MemorySource.of(tmp_path / "whole")
     fields = json.loads(source.files[MANIFEST])
     fields["parts"][0]["elements"], fields["parts"][1]["elements"] = 11, 13

@@ -11,7 +11,7 @@ from tests.fakes.virtual_clock import run_virtual, until
 from tests.peer.checkpoints.making import IDENTITY, RUN, contents
 
 from shoal.peer.checkpoints.remote.store import RemoteStore
-from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
+from shoal.peer.checkpoints.remote.upload import CheckpointUploader, CopyDestination
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
 from shoal.swarm.protocol.identity import Identity
@@ -100,9 +100,11 @@ class Place:
             store.write(contents(number, OWN))
         return store
 
-    def copies(self, store: CheckpointStore | None = None, every: int = 1, keep: int = 9) -> RemoteCopies:
+    def copies(self, store: CheckpointStore | None = None, every: int = 1, keep: int = 9) -> CheckpointUploader:
         """Made anew, as after a start."""
-        return RemoteCopies(store or self.store(), CopyTo(self.remote, every, Retention(keep)), self.base)
+        return CheckpointUploader(
+            store or self.store(), CopyDestination(self.remote, every, Retention(keep)), self.base
+        )
 
     def copy_all(self, store: CheckpointStore | None = None, every: int = 1, keep: int = 9) -> None:
         """Copy until nothing is left to do, then end."""
@@ -120,7 +122,7 @@ class Place:
         return sorted({int(name.split("/")[2][6:]) for name in self.files.names() if name.endswith("/manifest.json")})
 
 
-def run_for(copies: RemoteCopies, done: Callable[[], object]) -> float:
+def run_for(copies: CheckpointUploader, done: Callable[[], object]) -> float:
     """Run it in virtual time until ``done``; the seconds that took."""
 
     async def main() -> float:

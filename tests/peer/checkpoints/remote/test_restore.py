@@ -9,7 +9,8 @@ from tests.peer.checkpoints.remote.places import RUN_FOLDER, Killed, Place
 from shoal.peer.checkpoints.checkpoint import read_checkpoint
 from shoal.peer.checkpoints.manifest import read_manifest
 from shoal.peer.checkpoints.remote import restore as restoring
-from shoal.peer.checkpoints.remote.restore import Restorer, find_copies
+from shoal.peer.checkpoints.remote.copies import find_copies
+from shoal.peer.checkpoints.remote.restore import CheckpointRestorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
@@ -31,7 +32,7 @@ class Machine:
         self.slept_s = 0.0
 
     def restore(self, remote: RemoteStore, number: int | None = None) -> Path:
-        restorer = Restorer(remote, self.runs, self.identity, self.said.append, self._sleep)
+        restorer = CheckpointRestorer(remote, self.runs, self.identity, self.said.append, self._sleep)
         (folder,) = restorer.restore(find_copies(remote), number=number)
         return folder
 
@@ -203,7 +204,7 @@ def test_killed_before_the_last_step_it_goes_on(
             def die(*_: object) -> None:
                 raise Killed
 
-            patch.setattr(Restorer, step, die)
+            patch.setattr(CheckpointRestorer, step, die)
             with pytest.raises(Killed):
                 machine.restore(place.remote)
         assert machine.rounds() == []

@@ -8,7 +8,8 @@ import pytest
 from tests.peer.checkpoints.making import RUN
 from tests.peer.checkpoints.remote.places import Place
 
-from shoal.peer.checkpoints.remote.restore import Restorer, find_copies
+from shoal.peer.checkpoints.remote.copies import find_copies
+from shoal.peer.checkpoints.remote.restore import CheckpointRestorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.store import CheckpointStore
@@ -55,7 +56,7 @@ def test_copied_to_a_bucket_and_restored_from_it(bucket: str, tmp_path: Path) ->
     found = find_copies(place.remote)
     assert [(copy.round, copy.peer, copy.is_sealed) for copy in found] == [(3, place.identity.peer_id, True)]
     runs = tmp_path / "here"
-    (folder,) = Restorer(place.remote, runs, place.identity, print).restore(found)
+    (folder,) = CheckpointRestorer(place.remote, runs, place.identity, print).restore(found)
     restored = CheckpointStore(folder.parent, RUN.hash, place.identity, Retention())
     checkpoint = restored.load_newest()
     assert checkpoint is not None

@@ -8,10 +8,11 @@ from tests.fakes.virtual_clock import run_virtual, until
 from tests.peer.checkpoints.remote.places import Faulty, fresh_memory
 from tests.peer.checkpoints.stages import RUN, about, keep, stage_chains, stage_state, whole_values
 
-from shoal.peer.checkpoints.checkpoint import Contents, read_checkpoint
-from shoal.peer.checkpoints.remote.restore import Restorer, find_copies
+from shoal.peer.checkpoints.checkpoint import CheckpointContents, read_checkpoint
+from shoal.peer.checkpoints.remote.copies import find_copies
+from shoal.peer.checkpoints.remote.restore import CheckpointRestorer
 from shoal.peer.checkpoints.remote.store import RemoteStore
-from shoal.peer.checkpoints.remote.upload import CopyTo, RemoteCopies
+from shoal.peer.checkpoints.remote.upload import CheckpointUploader, CopyDestination
 from shoal.peer.checkpoints.retention import Retention
 from shoal.peer.checkpoints.source import FolderSource
 from shoal.peer.checkpoints.store import CHECKPOINTS, CheckpointStore
@@ -41,9 +42,9 @@ class Url:
             keep(place.parent, stage, CHAINS[stage], number, identity, sealed_for=sealed_for)
             store = CheckpointStore(place / CHECKPOINTS, RUN.hash, identity, Retention(9))
             base = f"{RUN_FOLDER}/{identity.peer_id}/{place.name}"
-            copies = RemoteCopies(store, CopyTo(self.remote), base, in_step=True)
+            copies = CheckpointUploader(store, CopyDestination(self.remote), base, in_step=True)
 
-            async def main(copies: RemoteCopies = copies) -> None:
+            async def main(copies: CheckpointUploader = copies) -> None:
                 copies.finish()
                 await copies.run()
 
@@ -79,7 +80,7 @@ def restored(
 ) -> dict[int, int]:
     """Round by stage; ``said`` gets what people are told."""
     said = [] if said is None else said
-    restorer = Restorer(url.remote, to, identity, said.append, lambda _: None)
+    restorer = CheckpointRestorer(url.remote, to, identity, said.append, lambda _: None)
     folders = restorer.restore(find_copies(url.remote), all_stages=all_stages, number=number)
     found = {}
     for folder in folders:
@@ -174,7 +175,7 @@ def test_copies_that_take_longer_than_they_are_apart_are_told(
     def train(*rounds: int) -> None:
         for number in rounds:
             state = stage_state(1, CHAINS[1][number].anchor_version)
-            store.write(Contents(about(1, state, CHAINS[1][number]), state, None, CHAINS[1][: number + 1]))
+            store.write(CheckpointContents(about(1, state, CHAINS[1][number]), state, None, CHAINS[1][: number + 1]))
 
     def train_meanwhile(what: str, path: str) -> None:
         if what == "sent" and path.endswith("manifest.json"):
@@ -183,7 +184,7 @@ def test_copies_that_take_longer_than_they_are_apart_are_told(
 
     train(0)
     url.files.fails = train_meanwhile
-    copies = RemoteCopies(store, CopyTo(url.remote, every), "peer", in_step=True)
+    copies = CheckpointUploader(store, CopyDestination(url.remote, every), "peer", in_step=True)
 
     async def main() -> None:
         async with copies.running():

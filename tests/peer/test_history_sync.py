@@ -9,7 +9,7 @@ from tests.fakes.memory_coordinator import MemoryChannel
 from tests.fakes.swarm import SimMember, Swarm, run_toml, swarm, together
 from tests.fakes.virtual_clock import run_virtual, until
 
-from shoal.peer.history.chain import unpack_history
+from shoal.peer.history.history_file import unpack_history
 from shoal.peer.history.history_sync import HistorySync
 from shoal.swarm.coordinator.events import VerdictGiven
 from shoal.swarm.protocol.messages import PeerToCoordinatorGetVerdicts

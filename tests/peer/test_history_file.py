@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from tests.peer.checkpoints.making import RUN, RUN_TOML, verdict_chain
 
-from shoal.peer.history.chain import Origin, check_chain, pack_head, pack_history, unpack_history
-from shoal.peer.history.history_file import HistoryFile
+from shoal.peer.history.chain import check_chain
+from shoal.peer.history.history_file import HistoryFile, HistoryOrigin, pack_history, pack_origin, unpack_history
 from shoal.swarm.errors import StateFileError, StorageError
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.rounds import Verdict
 
 HOST = Identity.generate()
 KEY = HOST.public_key
-ORIGIN = Origin(run_toml=RUN_TOML, coordinator=HOST.certify(CurveKeys.fresh()))
+ORIGIN = HistoryOrigin(run_toml=RUN_TOML, coordinator=HOST.certify(CurveKeys.fresh()))
 CHAIN = verdict_chain(6, signer=HOST)
 
 
@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "history.msgpack"
 
 
-def kept(path: Path, verdicts: tuple[Verdict, ...] = CHAIN, origin: Origin = ORIGIN) -> HistoryFile:
+def kept(path: Path, verdicts: tuple[Verdict, ...] = CHAIN, origin: HistoryOrigin = ORIGIN) -> HistoryFile:
     file = HistoryFile(path, origin)
     file.append(verdicts)
     return file
@@ -129,7 +129,7 @@ def test_cut_off_anywhere_it_opens_at_the_last_whole_verdict(path: Path) -> None
 
 def test_no_flipped_byte_is_accepted(path: Path) -> None:
     whole = pack_history(ORIGIN, CHAIN[:3])
-    head_bytes = len(pack_head(ORIGIN))
+    head_bytes = len(pack_origin(ORIGIN))
     path.parent.mkdir()
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
@@ -156,12 +156,12 @@ def test_what_is_damaged_in_the_middle_is_put_aside(path: Path) -> None:
 @pytest.mark.parametrize(
     "origin",
     [
-        Origin(run_toml=RUN_TOML.replace("100", "200"), coordinator=ORIGIN.coordinator),
-        Origin(run_toml=RUN_TOML, coordinator=Identity.generate().certify(CurveKeys.fresh())),
+        HistoryOrigin(run_toml=RUN_TOML.replace("100", "200"), coordinator=ORIGIN.coordinator),
+        HistoryOrigin(run_toml=RUN_TOML, coordinator=Identity.generate().certify(CurveKeys.fresh())),
     ],
     ids=["run", "coordinator"],
 )
-def test_the_history_of_another_is_put_aside(path: Path, origin: Origin) -> None:
+def test_the_history_of_another_is_put_aside(path: Path, origin: HistoryOrigin) -> None:
     kept(path)
     file = HistoryFile(path, origin)
     assert file.chain.rounds == 0
@@ -174,8 +174,13 @@ def test_the_head_says_whose_it_is(path: Path) -> None:
     assert (found.origin, found.verdicts, found.damage) == (ORIGIN, CHAIN, None)
     assert (found.origin.run, found.origin.run_hash) == ("reef", RUN.hash)
     forged = ORIGIN.coordinator.model_copy(update={"identity_key": Identity.generate().public_key})
-    for data in (b"", b"\xc1", pack_history(Origin(run_toml=RUN_TOML, coordinator=forged), ()), b"\x93\x01\x02\x03"):
+    for data in (
+        b"",
+        b"\xc1",
+        pack_history(HistoryOrigin(run_toml=RUN_TOML, coordinator=forged), ()),
+        b"\x93\x01\x02\x03",
+    ):
         with pytest.raises(StateFileError, match="here: its head is not that of a run's history"):
             unpack_history(data, "here")
     with pytest.raises(StateFileError, match="here: field run_toml"):
-        unpack_history(pack_history(Origin(run_toml="x = 1", coordinator=ORIGIN.coordinator), ()), "here")
+        unpack_history(pack_history(HistoryOrigin(run_toml="x = 1", coordinator=ORIGIN.coordinator), ()), "here")

@@ -15,10 +15,9 @@ from tests.fakes.rounds import COORDINATOR, RUN_HASH, results_of, verdict_on
 from tests.fakes.virtual_clock import run_virtual
 
 from shoal.compression.codec_map import get_codec_map
-from shoal.peer.history import record_writer as record_keeper
-from shoal.peer.history import round_records
-from shoal.peer.history.record_writer import RecordKeeper
-from shoal.peer.history.round_records import Owner, RoundRecords
+from shoal.peer.history import record_archive, round_records
+from shoal.peer.history.record_archive import RecordArchive
+from shoal.peer.history.round_records import RecordOwner, RoundRecords
 from shoal.swarm.averaging.results import ResultStore
 from shoal.swarm.errors import BlobUnavailable
 from shoal.swarm.protocol.rounds import Verdict
@@ -44,9 +43,9 @@ def round_of(number: int) -> tuple[ResultStore, Verdict]:
 class Kept:
     def __init__(self, folder: Path, tasks: asyncio.TaskGroup, state_vectors: int) -> None:
         self.endpoint: MemoryEndpoint = MemoryNetwork().endpoint("a" * 16)
-        self.records = RoundRecords(folder, Owner(RUN_HASH, COORDINATOR.public_key))
+        self.records = RoundRecords(folder, RecordOwner(RUN_HASH, COORDINATOR.public_key))
         self.since: int | None = None
-        self.keeper = RecordKeeper(self.records, self.endpoint, tasks, state_vectors, lambda: self.since)
+        self.keeper = RecordArchive(self.records, self.endpoint, tasks, state_vectors, lambda: self.since)
 
     @property
     def offered(self) -> list[int]:
@@ -136,7 +135,7 @@ def test_three_stay_and_those_that_a_checkpoint_needs(tmp_path: Path) -> None:
 def test_checkpoints_that_are_never_written_do_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_keeper, "MOST_MODELS", 2)
+    monkeypatch.setattr(record_archive, "MAX_MODELS", 2)
 
     async def main(kept: Kept) -> None:
         kept.since = 0  # and no other checkpoint since
@@ -144,7 +143,7 @@ def test_checkpoints_that_are_never_written_do_not_fill_the_disk(
             kept.keeper.add(*round_of(number))
             await asyncio.sleep(0.01)
         assert kept.records.numbers() == list(range(1, 12)), "they are so small that all stay"
-        monkeypatch.setattr(record_keeper, "MOST_BYTES", 0)
+        monkeypatch.setattr(record_archive, "MAX_BYTES", 0)
         kept.keeper.add(*round_of(12))
         await asyncio.sleep(0.01)
         size_bytes = kept.records.open(12).result_bytes
@@ -206,7 +205,7 @@ def test_a_slow_disk_gets_two_rounds_at_a_time(tmp_path: Path, monkeypatch: pyte
             await may_write.wait()
             return work(*arguments)
 
-        monkeypatch.setattr(record_keeper, "in_thread", slow)
+        monkeypatch.setattr(record_archive, "in_thread", slow)
         for number in range(4):
             kept.keeper.add(*round_of(number))
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Writer of a member's round records while it takes part; it also offers them to others and removes old ones."""
+"""Archive of a member's round records: writes them while it takes part, serves them to others, removes old ones."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from shoal.swarm.transport.node import Endpoint
 log = logging.getLogger(__name__)
 
 KEPT_RECORDS = 3
-"""At least so many, whatever has been saved since."""
+"""Number of newest records that are always kept."""
 
-MOST_FOR_OTHERS = 64
-"""However small they are: with rounds that tiny, whoever missed more can as well fetch the state."""
+MAX_RECORDS_FOR_OTHERS = 64
+"""Limit on records kept for other members only, however small: whoever missed more rounds fetches the state."""
 
-MOST_MODELS = 32
-MOST_BYTES = 2**30
-"""Whatever needs them, they do not take more than so many times the anchor's bytes, or a GiB: checkpoints that can no
-longer be written must not fill the disk with records."""
+MAX_MODELS = 32
+MAX_BYTES = 2**30
+"""Limit on all records together: this many bytes, or ``MAX_MODELS`` times the anchor's, whichever is more.
 
-_WAITING_ROUNDS = 2
-"""A disk that is slower than the rounds gets no more of them at a time: they wait in memory."""
+Where checkpoints can no longer be written, records must not fill the disk instead."""
+
+_MAX_WAITING = 2
+"""Rounds that wait in memory to be written; where the disk is slower than the rounds, further ones are left out."""
 
 
 class RecordSource:
-    """A record's chunks, read from its file as they are asked for (a ``ChunkSource``). ``on_damage`` is told of it."""
+    """A record's chunks, read from its file when they are requested (a ``ChunkSource``); ``on_damage`` is called if it
+    is damaged."""
 
     def __init__(self, record: RoundRecord, on_damage: Callable[[StateFileError], None]) -> None:
         self.chunks = len(record.lengths)
@@ -43,7 +45,7 @@ class RecordSource:
         self._checking = asyncio.Lock()
 
     async def chunk(self, index: int) -> memoryview:
-        """Raises ``BlobUnavailable`` for a void chunk, and for every one of a damaged record."""
+        """Raises ``BlobUnavailable`` for a void chunk, and for every chunk of a damaged record."""
         try:
             async with self._checking:  # only now: most records are never asked for
                 if not self._is_whole:
@@ -55,13 +57,13 @@ class RecordSource:
             raise BlobUnavailable(f"the record of round {self._record.verdict.round} is damaged here") from error
 
 
-class RecordKeeper:
-    """Writes what was committed and offers it (an ``Archive``). On the event loop; files are read and written in
+class RecordArchive:
+    """Writes what rounds commit and serves it (an ``Archive``). On the event loop; files are accessed in worker
     threads.
 
-    ``state_vectors``: of how many vectors of the model's size a state is: records that are fewer bytes together stay,
-    as whoever lacks those rounds fetches them. ``needed_since``: the round that made the oldest state that this peer
-    may go on from, None for none: later records stay, as far as there is room for them."""
+    ``state_vectors``: vectors of the model's size in a state. Records that are together smaller than a state are kept
+    for members that missed those rounds. ``needed_since``: the round that made the oldest state that this peer may go
+    on from, None for none; later records are kept, as far as there is room for them."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class RecordKeeper:
         self._offered: dict[int, RoundRecord] = {}
 
     async def start(self) -> None:
-        """Offer what an earlier process wrote."""
+        """Serve what an earlier process wrote."""
         for record in await in_thread(self._open_all):
             self._offer(record)
 
@@ -100,7 +102,7 @@ class RecordKeeper:
     def keep(self, store: ResultStore, verdict: Verdict) -> None:
         """See ``Archive.keep``."""
         self._from_memory.add(verdict.round)
-        if self._waiting >= _WAITING_ROUNDS:
+        if self._waiting >= _MAX_WAITING:
             log.debug("round %d is not kept: the disk is busy with those before", verdict.round)
             return
         self._waiting += 1
@@ -114,7 +116,7 @@ class RecordKeeper:
             self._publish(self._offered[number])
 
     def add(self, store: ResultStore, verdict: Verdict) -> None:
-        """Results of an earlier round, which are not offered from memory here."""
+        """Keep results of an earlier round, which are not served from memory here."""
         self.keep(store, verdict)
         self.take_over(verdict.round)
 
@@ -137,8 +139,8 @@ class RecordKeeper:
 
     async def _tidy(self) -> None:
         numbers, since = await in_thread(self.records.numbers), self.needed_since()
-        worth = max(KEPT_RECORDS, min(self._newest_within(numbers, self._state_vectors), MOST_FOR_OTHERS))
-        most = max(worth, self._newest_within(numbers, MOST_MODELS, MOST_BYTES))
+        worth = max(KEPT_RECORDS, min(self._newest_within(numbers, self._state_vectors), MAX_RECORDS_FOR_OTHERS))
+        most = max(worth, self._newest_within(numbers, MAX_MODELS, MAX_BYTES))
         older, too_old = numbers[:-worth], set(numbers[:-most])
         old = [number for number in older if since is None or number <= since or number in too_old]
         for number in old:
@@ -147,7 +149,7 @@ class RecordKeeper:
         await in_thread(self.records.remove, old)
 
     def _newest_within(self, numbers: list[int], models: int, size_bytes: int = 0) -> int:
-        """Return how many of the newest are together fewer bytes than so many anchors, or than ``size_bytes``."""
+        """Number of newest records that are together smaller than so many anchors, or than ``size_bytes``."""
         count, together_bytes = 0, 0
         for number in reversed(numbers):
             record = self._offered.get(number)
