@@ -188,7 +188,8 @@ class RoundCatchUp:
         self._progress_s = progress_s
 
     async def __call__(self, state: AnchorState) -> AnchorState:
-        """Raises ``LinkError`` where no rounds lead on from this state, or where they are no fewer bytes than a state."""
+        """Raises ``LinkError`` where no rounds lead on from this state, or where they have no fewer bytes than a
+        state."""
         view = self._view()
         if view.verdict is not None and view.verdict.committed:  # all rounds are about as large
             await self._require_fewer([view.verdict] * (view.anchor_version - state.version), state)

@@ -59,7 +59,7 @@ class HistoryDamage:
 
 @dataclass(frozen=True)
 class UnpackedVerdicts:
-    """Verdicts as they were unpacked, not checked; ``ends``: the offset after each; ``damage``: what ends them early."""
+    """Verdicts as unpacked, not checked; ``ends``: the offset after each; ``damage``: what ends them early."""
 
     verdicts: tuple[Verdict, ...]
     ends: tuple[int, ...]
