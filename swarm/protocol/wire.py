@@ -111,7 +111,7 @@ class Assembly:
         self._whole = bytearray()
         self._bytes = 0
 
-    def take(self, frame: memoryview) -> memoryview | None:
+    def add(self, frame: memoryview) -> memoryview | None:
         """The message that the frame is or completes, if any. Pieces that do not follow each other are dropped: they
         are left over from a connection that was lost."""
         if len(frame) < _PIECE.size or frame[0] != _IS_PIECE:

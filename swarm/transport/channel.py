@@ -1,4 +1,4 @@
-"""One control connection: requests with replies and deadlines, notices without."""
+"""A control channel: one connection over which both ends send requests, with replies and deadlines, and notices."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from shoal.swarm.protocol.wire import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Asse
 M = TypeVar("M", bound=Message)
 
 _NOTIFY_S = 1.0
-_TRIPS = 16
+_MAX_TRIPS = 16
 
 
 @dataclass(eq=False)
 class Channel:
-    """``remote_key`` is the CURVE key that the other end has proved to hold.
+    """A channel to the holder of ``remote_key``, the CURVE key that the other end has proved to hold.
 
-    A dialed channel reconnects by itself. A broken one never works again: dial anew, or wait for a new call.
-    """
+    A dialed channel reconnects by itself. A broken channel never works again: dial anew, or wait for a new caller."""
 
     remote_key: bytes
     label: str
-    _socket: zmq.asyncio.Socket
-    _routing: bytes | None
+    socket: zmq.asyncio.Socket
+    routing: bytes | None
+    """The routing id of an incoming channel; None for a dialed one, which has a socket of its own."""
     remote_host: str = ""
     is_broken: bool = False
     was_connected: bool = False
-    running_handlers: int = 0
+    is_connected: bool = False
+    """Whether the other side has proved its key and the connection has not been lost since."""
     descriptor: int = -1
-    """Of a dialed one's connection."""
-    heard_s: float = 0.0
-    """When something came over it last, on the event loop's clock."""
-    _is_connected: bool = False
+    """Of a dialed channel's connection."""
+    received_s: float = 0.0
+    """When something was last received, on the event loop's clock."""
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _waiting: dict[int, asyncio.Future[Message | LinkError]] = field(default_factory=dict)
     _sent: set[int] = field(default_factory=set)
@@ -50,20 +50,19 @@ class Channel:
     _trouble: LinkError | None = None
     _sending_pieces: asyncio.Lock = field(default_factory=asyncio.Lock)
     assembly: Assembly = field(default_factory=Assembly)
-    """Of what comes in pieces."""
-    _trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIPS))
+    """Of messages that arrive in pieces."""
+    _trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_TRIPS))
 
     @property
     def round_trip_s(self) -> float | None:
-        """From a request to its answer: the quickest of the last ones, as some take work over there."""
+        """Shortest recent time from a request to its answer; longer ones include work on the other side."""
         return min(self._trips_s, default=None)
 
     async def request(self, message: Message, reply: type[M], deadline_s: float, scope: int = 0) -> M:
-        """Send and await the reply; while the other side is away, wait for it. ``scope``: the run's, or a stage's.
+        """Send a request and wait for its reply, and for the connection if there is none. ``scope``: run or stage.
 
-        Raises the other side's typed error, ``Unreachable`` when the connection was lost or never there,
-        ``DeadlineExceeded``, or another ``LinkError``.
-        """
+        Raises the other side's typed error, ``Unreachable`` when the connection was lost or never made,
+        ``DeadlineExceeded``, or another ``LinkError``."""
         number = next(self._numbers)
         future: asyncio.Future[Message | LinkError] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -71,7 +70,7 @@ class Channel:
             async with asyncio.timeout(deadline_s):
                 await self.send(Envelope("request", number, message, scope))
                 self._sent.add(number)
-                sent_s = asyncio.get_running_loop().time() if self._is_connected else None
+                sent_s = asyncio.get_running_loop().time() if self.is_connected else None
                 answer = await future
         except TimeoutError as error:
             raise self.diagnosis(deadline_s) from error
@@ -89,25 +88,25 @@ class Channel:
         return answer
 
     async def notify(self, message: Message, scope: int = 0) -> None:
-        """Send without waiting for an answer. Raises ``Unreachable`` when the other side is away."""
+        """Send without waiting for an answer. Raises ``Unreachable`` when there is no connection."""
         try:
-            # A connected socket takes it at once; one that reconnects would hold us until it is back.
+            # A connected socket accepts it at once; a reconnecting one would block until it is connected.
             async with asyncio.timeout(_NOTIFY_S):
                 await self.send(Envelope("notice", 0, message, scope))
         except TimeoutError as error:
-            raise Unreachable(f"{self.label} is away") from error
+            raise Unreachable(f"{self.label} is not connected at the moment") from error
 
     async def connected(self, deadline_s: float) -> None:
-        """Wait for the handshake. Raises ``Unreachable``, ``WrongKey``, ``NotAdmitted`` as soon as known."""
+        """Wait for the handshake. Raises ``Unreachable``, ``WrongKey`` or ``NotAdmitted`` as soon as it has failed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 await self._decided.wait()
-        if not self._is_connected:
+        if not self.is_connected:
             raise self.diagnosis(deadline_s)
 
     def diagnosis(self, deadline_s: float) -> LinkError:
-        """The best explanation for hearing nothing within ``deadline_s``."""
-        if self._is_connected:
+        """The best explanation for receiving nothing within ``deadline_s``."""
+        if self.is_connected:
             return DeadlineExceeded(f"{self.label} did not answer within {deadline_s:.1f} s")
         return self._trouble or Unreachable(
             f"nothing answers at {self.label}: is it running there, is the port open, is the address right?"
@@ -116,42 +115,28 @@ class Channel:
     # For the control plane --------------------------------------------------------------------------------
 
     @property
-    def routing(self) -> bytes | None:
-        """The routing id of an incoming channel; None for a dialed one, which has a socket of its own."""
-        return self._routing
-
-    @property
-    def socket(self) -> zmq.asyncio.Socket:
-        return self._socket
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the other side has proved its key and has not gone since."""
-        return self._is_connected
-
-    @property
     def is_idle(self) -> bool:
-        """Nobody here waits for an answer over it."""
+        """Whether no request of this side waits for an answer."""
         return not self._waiting
 
     async def send(self, envelope: Envelope) -> None:
-        """Raises ``Unreachable`` when the channel is broken, ``WireError`` when the message is too large."""
-        data = encode(envelope, MAX_REQUEST_BYTES if self._routing is None else MAX_MESSAGE_BYTES)
+        """Send an envelope. Raises ``Unreachable`` for a broken channel, ``WireError`` for a too large message."""
+        data = encode(envelope, MAX_REQUEST_BYTES if self.routing is None else MAX_MESSAGE_BYTES)
         if self.is_broken:
             raise self.diagnosis(0)
         try:
-            if self._routing is None:
+            if self.routing is None:
                 await self._send_frames(cut(data))
             else:
-                # Never wait here: one caller that does not read would hold up all others.
-                await self._socket.send_multipart([self._routing, data], flags=zmq.DONTWAIT)
+                # Never wait here: one caller that does not read would block the answers to all others.
+                await self.socket.send_multipart([self.routing, data], flags=zmq.DONTWAIT)
         except zmq.Again as error:
-            raise Unreachable(f"{self.label} does not read what it is sent") from error
+            raise Unreachable(f"{self.label} does not read its messages") from error
         except zmq.ZMQError as error:
-            self.mark_broken(Unreachable(f"{self.label} is not connected any more"))
+            self.mark_broken(Unreachable(f"the connection to {self.label} was lost"))
             raise self.diagnosis(0) from error
         except asyncio.CancelledError:
-            # Closing a socket cancels its sends; only a cancelled task may end by that.
+            # Closing a socket cancels its sends, which must not look as if this task had been cancelled.
             task = asyncio.current_task()
             if self.is_broken and task is not None and not task.cancelling():
                 raise self.diagnosis(0) from None
@@ -159,54 +144,54 @@ class Channel:
 
     async def _send_frames(self, frames: list[bytes]) -> None:
         if len(frames) == 1:
-            await self._socket.send_multipart(frames)
+            await self.socket.send_multipart(frames)
             return
         async with self._sending_pieces:
             for frame in frames:
-                await self._socket.send_multipart([frame])
+                await self.socket.send_multipart([frame])
 
-    def heard(self) -> None:
-        """Something has come over it: the other side is there."""
-        self.heard_s = asyncio.get_running_loop().time()
+    def mark_received(self) -> None:
+        """Note that something was received, so the other side is alive."""
+        self.received_s = asyncio.get_running_loop().time()
 
     async def ping(self) -> None:
-        """Ask a dialed one's other side for a sign of life, of which ``heard_s`` tells."""
-        # Where nothing more can be queued, there is enough on its way that has to be answered.
+        """Ask the other side of a dialed channel for a sign of life, which updates ``received_s``."""
+        # When the socket's queue is full, messages that will be answered are on their way already.
         with contextlib.suppress(zmq.ZMQError):
-            await self._socket.send(encode(Envelope("request", 0, PeerToPeerPing())), flags=zmq.DONTWAIT)
+            await self.socket.send(encode(Envelope("request", 0, PeerToPeerPing())), flags=zmq.DONTWAIT)
 
-    def settle(self, number: int, answer: Message | LinkError) -> None:
-        """Hand a reply to whoever waits for it; late and invented ones are dropped."""
+    def resolve(self, number: int, answer: Message | LinkError) -> None:
+        """Hand a reply to the waiting request; late replies and those to no request are dropped."""
         future = self._waiting.get(number)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def mark_connected(self) -> None:
         self._trouble = None
-        self.heard()
-        self._is_connected = self.was_connected = True
+        self.mark_received()
+        self.is_connected = self.was_connected = True
         self._decided.set()
 
     def mark_away(self) -> None:
-        """The connection was lost: replies to what was sent over it cannot come any more."""
-        if self.is_broken or not self._is_connected:
+        """Fail the requests that were sent over a connection that was lost."""
+        if self.is_broken or not self.is_connected:
             return
-        self._is_connected = False
+        self.is_connected = False
         self._decided.clear()
         for number in self._sent:
-            self.settle(number, Unreachable(f"the connection to {self.label} was lost"))
+            self.resolve(number, Unreachable(f"the connection to {self.label} was lost"))
 
     def mark_broken(self, trouble: LinkError) -> None:
-        """It will never work again, for this reason."""
+        """Fail all requests, and all later ones, for this reason."""
         if self.is_broken:
             return
         self._trouble = trouble
         self.is_broken = True
-        self._is_connected = False
+        self.is_connected = False
         self._decided.set()
         for number in self._waiting:
-            self.settle(number, trouble)
+            self.resolve(number, trouble)
 
     def note_trouble(self, trouble: LinkError) -> None:
-        """Why it is away; it goes on trying."""
+        """Store the reason for which it is not connected; it keeps trying."""
         self._trouble = trouble

@@ -22,12 +22,12 @@ from functools import partial
 
 from shoal.swarm.errors import WireError
 from shoal.swarm.protocol.addresses import network_of
+from shoal.swarm.transport.caller_limits import StrangerPlaces, strangers_allowed
 from shoal.swarm.transport.data_connection import MAX_CHUNK_BYTES, PREFIX_BYTES, READ_BYTES, DataConnection
 from shoal.swarm.transport.frame_crypto import CHUNK, CREDIT, HELLO, STREAM_CONTROL, TAG_BYTES, Header
 from shoal.swarm.transport.link import Frame, FrameQueue, Link
 from shoal.swarm.transport.pacing import TICK_S, Pacing
 from shoal.swarm.transport.sockets import descriptors_allowed, tune_stream
-from shoal.swarm.transport.stranger_limits import StrangerPlaces, strangers_allowed
 from shoal.swarm.transport.traffic_meter import TrafficMeter
 
 log = logging.getLogger(__name__)

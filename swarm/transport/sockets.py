@@ -1,4 +1,4 @@
-"""Addresses, binding, connecting, and how our ZeroMQ sockets treat dead connections."""
+"""Socket helpers: options of ZeroMQ and TCP sockets, binding, connecting, and the kernel's view of a connection."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ log = logging.getLogger(__name__)
 CURVE_DOMAIN = b"control"
 
 SILENCE_S = 15.0
-"""A control connection over which nothing has come for so long is given up, by the kernel and by us, at the latest."""
+"""A control connection over which nothing arrives for this long is given up, by the kernel and by Shoal."""
 
 PROBES = 3
-"""In that time, the other side is asked so often whether it is there."""
+"""Number of probes of the other side within ``SILENCE_S``."""
 
 _NOT_SENT_LOW_WATER = 0x201 if sys.platform == "darwin" else 25
 """TCP_NOTSENT_LOWAT, which Python does not name before 3.12."""
 
 _UNSENT_BYTES, _LEAST_UNSENT_BYTES, _UNSENT_S = 2**17, 2**13, 0.05
-"""What waits in the kernel to be sent on one connection, at most; less where that would take longer."""
+"""Most bytes that wait in the kernel to be sent on one connection; fewer where they would take longer than this."""
 
 _IS_LINUX = sys.platform == "linux"
 _MAX_PACING_RATE, _CONGESTION_CONTROL = 47, 13
-"""SO_MAX_PACING_RATE and TCP_CONGESTION; Python does not name the one, and the other only on Linux."""
+"""SO_MAX_PACING_RATE, which Python does not name, and TCP_CONGESTION, which it names on Linux only."""
 
 _UNPACED, _SLOWEST_BYTES_S = 2**32 - 1, 2**12
 _WITH_HEADERS = 1500 / 1448
-"""The kernel paces packets, with the headers of IP and TCP."""
+"""The kernel paces whole packets, including the headers of IP and TCP."""
 
 _ACKED, _RECEIVED, _SHORTEST_US = struct.Struct("120xQ"), struct.Struct("128xQ"), struct.Struct("148xI")
-"""``tcpi_bytes_acked``, ``tcpi_bytes_received`` and ``tcpi_min_rtt`` of the kernel's ``struct tcp_info``."""
+"""``tcpi_bytes_acked``, ``tcpi_bytes_received`` and ``tcpi_min_rtt`` in the kernel's ``struct tcp_info``."""
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """ZeroMQ's spelling of a TCP address; IPv6 addresses need brackets."""
+    """A TCP address as ZeroMQ writes it."""
     return f"tcp://{join_host_port(host, port)}"
 
 
 def tune(socket: zmq.asyncio.Socket) -> None:
-    """IPv6 too, dead connections noticed after ``SILENCE_S``, quick reconnects, no lingering, no high-water mark for
-    what is received.
+    """Set options: IPv6, detection of dead connections after ``SILENCE_S``, quick reconnects, no lingering.
 
-    Never with libzmq's heartbeats, nor with a mark: each lets the other side end this process (``inflow.py``)."""
+    Never use libzmq's heartbeats or a high-water mark for received messages: with either, the other side can end this
+    process (``receive_backlog.py``)."""
     socket.ipv6 = True
     socket.linger = 0
     socket.rcvhwm = 0
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = int(SILENCE_S / PROBES)
     socket.tcp_keepalive_cnt = PROBES - 1
-    # Keepalive is silent while something that was sent waits for its receipt: that has a limit of its own.
+    # Keepalive does not probe while sent data is unacknowledged: that has a limit of its own.
     socket.tcp_maxrt = int(1000 * SILENCE_S)
     socket.connect_timeout = int(1000 * SILENCE_S / PROBES)
     socket.reconnect_ivl = 100
@@ -71,7 +71,7 @@ def tune(socket: zmq.asyncio.Socket) -> None:
 
 
 def bind(socket: zmq.asyncio.Socket, host: str, port: int) -> int:
-    """Bind to ``host:port`` (0: any free one); returns the port. Raises ``Unreachable``."""
+    """Bind a ZeroMQ socket (port 0: any free one); returns the port. Raises ``Unreachable``."""
     try:
         socket.bind(endpoint(host, port or "*"))
     except zmq.ZMQError as error:
@@ -81,9 +81,9 @@ def bind(socket: zmq.asyncio.Socket, host: str, port: int) -> int:
 
 
 async def all_addresses(host: str, port: int, limit_s: float) -> list[str]:
-    """All addresses of a host name, in the order in which to try them; none when there is none in time.
+    """All IP addresses of a host name, in the order in which to try them; none if the look-up fails or takes too long.
 
-    Looked up in a thread: libzmq would do it on the one that moves everybody's bytes, at each connection again."""
+    asyncio looks names up in a thread. libzmq would do it on its I/O thread, for every connection again."""
     if parse_ip(host) is not None:
         return [host]
     loop = asyncio.get_running_loop()
@@ -91,19 +91,19 @@ async def all_addresses(host: str, port: int, limit_s: float) -> list[str]:
         async with asyncio.timeout(limit_s):
             found = await loop.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
     except (TimeoutError, OSError, UnicodeError) as error:
-        log.info("%r has no address: %s", host, error)
+        log.info("cannot find the address of %r: %s", host, error)
         return []
     return [str(address[0]) for *_, address in found]
 
 
 def descriptors_allowed() -> int:
-    """How many files and sockets this process may have open."""
+    """The process's limit of open files and sockets."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
 def listen(host: str, port: int) -> sockets.socket:
-    """A plain listening socket on ``host:port`` (0: any free one). Raises ``Unreachable``."""
+    """A listening TCP socket (port 0: any free one). Raises ``Unreachable``."""
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     dual = host == "::" and sockets.has_dualstack_ipv6()
     try:
@@ -113,9 +113,9 @@ def listen(host: str, port: int) -> sockets.socket:
 
 
 def tune_stream(socket: sockets.socket) -> None:
-    """For a data connection: it does not block, sends at once and notices in the end when the other side is gone.
+    """Set options of a data connection: non-blocking, no delay, keepalive, and a small unsent buffer in the kernel.
 
-    Little waits in the kernel, where what is urgent could not overtake it."""
+    Urgent frames cannot overtake what already waits in the kernel."""
     socket.setblocking(False)
     socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
@@ -123,22 +123,22 @@ def tune_stream(socket: sockets.socket) -> None:
 
 
 def is_on_this_machine(socket: sockets.socket) -> bool:
-    """Whether a TCP connection has both its ends here: they have one address."""
+    """Whether both ends of a TCP connection have the same address, and so are on this machine."""
     try:
         ours, theirs = socket.getsockname(), socket.getpeername()
-    except OSError:  # closed meanwhile
+    except OSError:  # it was closed
         return False
     return bool(ours[0] == theirs[0])
 
 
 def acked_bytes(socket: sockets.socket) -> int:
-    """How many bytes sent on a TCP connection the other side has got; 0 where nobody can tell."""
+    """Bytes of a TCP connection that the other side has acknowledged; 0 if unknown."""
     return _tcp_info(socket, _ACKED)
 
 
 @contextmanager
 def borrowed(descriptor: int) -> Iterator[sockets.socket]:
-    """A TCP socket that somebody else closes, such as libzmq. Raises ``OSError`` when it is none any more."""
+    """Use a TCP socket of another owner, such as libzmq, who closes it. Raises ``OSError`` if it is closed already."""
     socket = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, 0, fileno=descriptor)
     try:
         yield socket
@@ -147,7 +147,7 @@ def borrowed(descriptor: int) -> Iterator[sockets.socket]:
 
 
 def inode_of(descriptor: int) -> int | None:
-    """The number that tells a socket from a later one with the same descriptor; None when it is closed."""
+    """The inode, which tells a socket from a later one with the same descriptor; None if it is closed."""
     try:
         return os.fstat(descriptor).st_ino
     except OSError:
@@ -155,18 +155,19 @@ def inode_of(descriptor: int) -> int | None:
 
 
 def shut_down(descriptor: int, inode: int) -> None:
-    """End a borrowed connection, if that number still is its; whoever owns it finds it ended by the other side.
+    """Shut down a connection of another owner, to whom it looks as if the other side had closed it.
 
-    On a duplicate: its owner may close it at any moment, and the number be another socket's."""
-    with suppress(OSError), held(descriptor) as socket:
+    Works on a duplicate, as the owner may close the socket at any moment and the number may then be reused."""
+    with suppress(OSError), duplicated(descriptor) as socket:
         if inode_of(socket.fileno()) == inode:
             socket.shutdown(sockets.SHUT_RDWR)
 
 
 @contextmanager
-def held(descriptor: int) -> Iterator[sockets.socket]:
-    """A duplicate of a socket that somebody else may close meanwhile, or the socket itself where no descriptor is left
-    for one. Raises ``OSError`` when it is no socket any more."""
+def duplicated(descriptor: int) -> Iterator[sockets.socket]:
+    """A duplicate of another owner's socket, or the socket itself when no descriptor is left for a duplicate.
+
+    Raises ``OSError`` if it is closed already."""
     try:
         duplicate = os.dup(descriptor)
     except OSError as error:
@@ -176,7 +177,7 @@ def held(descriptor: int) -> Iterator[sockets.socket]:
             yield socket
         return
     try:
-        socket = sockets.socket(fileno=duplicate)  # finds out its family
+        socket = sockets.socket(fileno=duplicate)  # detects the family
     except OSError:
         os.close(duplicate)
         raise
@@ -184,13 +185,16 @@ def held(descriptor: int) -> Iterator[sockets.socket]:
         yield socket
 
 
-def received_bytes(socket: sockets.socket) -> int:
-    """How many bytes have come over a TCP connection, read or not; 0 where nobody can tell."""
-    return _tcp_info(socket, _RECEIVED)
+def received_bytes_on(descriptor: int, inode: int) -> int:
+    """Bytes received on a TCP connection of another owner, read or not; 0 if unknown or closed."""
+    if inode_of(descriptor) == inode:
+        with suppress(OSError), borrowed(descriptor) as socket:  # it may be closed at any moment
+            return _tcp_info(socket, _RECEIVED)
+    return 0
 
 
 def shortest_round_trip_s(socket: sockets.socket) -> float:
-    """The shortest round trip that a TCP connection has seen; 0 where nobody can tell."""
+    """The shortest round trip of a TCP connection; 0 if unknown."""
     return _tcp_info(socket, _SHORTEST_US) / 1e6
 
 
@@ -199,40 +203,40 @@ def _tcp_info(socket: sockets.socket, field: struct.Struct) -> int:
         return 0
     try:
         found: tuple[int] = field.unpack(socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, field.size))
-    except (OSError, struct.error):  # closed meanwhile; an old kernel
+    except (OSError, struct.error):  # it was closed, or the kernel is old
         return 0
     return found[0]
 
 
 def pace(socket: sockets.socket, bps: float | None) -> None:
-    """Let the kernel send no faster than that on a TCP connection, where it can; None: as fast as it sees fit.
+    """Limit the rate at which the kernel sends on a TCP connection, where it can; None removes the limit.
 
-    The slower it is, the less waits there, or a request would wait for it: of results, behind contributions, on a link
-    with 10 Mbit/s for three tenths of a second."""
+    Less data waits in the kernel on slower connections, as frames queue behind it: on a link of 10 Mbit/s results would
+    wait for three tenths of a second behind contributions."""
     bytes_s = _UNPACED if bps is None else min(max(int(_WITH_HEADERS * bps / 8), _SLOWEST_BYTES_S), _UNPACED - 1)
     unsent_bytes = min(_UNSENT_BYTES, max(_LEAST_UNSENT_BYTES, int(_UNSENT_S * bytes_s)))
     if _IS_LINUX:
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # it was closed
             socket.setsockopt(sockets.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("I", bytes_s))
             socket.setsockopt(sockets.IPPROTO_TCP, _NOT_SENT_LOW_WATER, unsent_bytes)
 
 
 def renew_model(socket: sockets.socket) -> None:
-    """Have BBR, where it governs a TCP connection, learn the way anew, with the window that it has.
+    """Restart the path model of BBR, if a TCP connection uses it, with its current window.
 
-    Every ten seconds it would send next to nothing for two tenths, to see how short the way is: in most rounds of some
-    seconds once, while everybody waits. What a paced connection has seen of the way is right without that."""
+    Every ten seconds BBR sends hardly anything for 0.2 s to measure the shortest round trip: in most rounds once, while
+    all members wait. A paced connection fills no queues, so its measured round trips are right without that."""
     if _IS_LINUX:
-        with suppress(OSError):  # closed meanwhile, or not allowed
+        with suppress(OSError):  # it was closed, or this is not allowed
             if socket.getsockopt(sockets.IPPROTO_TCP, _CONGESTION_CONTROL, 16).rstrip(b"\0") == b"bbr":
                 for other in (b"reno", b"bbr"):
                     socket.setsockopt(sockets.IPPROTO_TCP, _CONGESTION_CONTROL, other)
 
 
 async def connect(host: str, port: int) -> sockets.socket:
-    """A connected plain socket that does not block. Raises ``Unreachable``; has no deadline of its own."""
+    """Connect a non-blocking TCP socket. Raises ``Unreachable``; sets no deadline."""
     loop = asyncio.get_running_loop()
-    trouble: Exception = OSError("it has no address")
+    trouble: Exception = OSError("the host has no address")
     try:
         found = await loop.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
         for family, kind, protocol, _, address in found:
@@ -250,4 +254,4 @@ async def connect(host: str, port: int) -> sockets.socket:
                 return socket
     except (OSError, UnicodeError) as error:
         trouble = error
-    raise Unreachable(f"no data connection to {host}:{port}: {trouble}") from trouble
+    raise Unreachable(f"cannot open a data connection to {host}:{port}: {trouble}") from trouble

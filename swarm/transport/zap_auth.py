@@ -1,7 +1,7 @@
-"""Admission of ZeroMQ connections: answers libzmq's question for every handshake (ZAP, ZeroMQ RFC 27).
+"""Admission of control connections: answers libzmq's request for each handshake (ZAP, ZeroMQ RFC 27).
 
-Callers prove a CURVE key; data connections are no ZeroMQ sockets (``io_thread.py``). (pyzmq's ``AsyncioAuthenticator``
-asks one caller after the other, and dies when a callback raises.)
+Callers prove that they hold a CURVE key. Data connections do not use ZeroMQ (``io_thread.py``). pyzmq's own
+``AsyncioAuthenticator`` handles one caller after the other, and ends when a callback raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.swarm.transport.sockets import CURVE_DOMAIN
 log = logging.getLogger(__name__)
 
 Admit = Callable[[bytes], Awaitable[bool]]
-"""May the holder of this raw CURVE key come in? It may ask others; it has ``_ADMIT_S``."""
+"""Decides whether the holder of a raw CURVE key may connect, within ``_ADMIT_S``."""
 
 _ADMIT_S = 10.0
 _MAX_UNDECIDED, _MAX_UNDECIDED_PER_NETWORK = 256, 64
@@ -34,7 +34,7 @@ class ZapAuthenticator:
     def __init__(
         self, context: zmq.asyncio.Context, tasks: asyncio.TaskGroup, admit: Admit, guard: CallerGuard
     ) -> None:
-        """``guard``: knows who is a member, and need not be asked about, and who was a nuisance."""
+        """``guard``: knows which keys are members', and which strangers have sent too much."""
         self._socket = context.socket(zmq.ROUTER)
         self._tasks = tasks
         self._admit = admit
@@ -42,7 +42,7 @@ class ZapAuthenticator:
         self._undecided: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Must come before any socket of the context is bound."""
+        """Start to answer; must precede the binding of any other socket of the context."""
         self._socket.bind("inproc://zeromq.zap.01")
         self._tasks.create_task(self._receive())
 
@@ -54,12 +54,12 @@ class ZapAuthenticator:
             frames = await self._socket.recv_multipart()
             match frames[4], frames[7:]:
                 case (domain, [b"CURVE", key]) if domain == CURVE_DOMAIN:
-                    await self._ask(frames, key, network_of(frames[5].decode("ascii", "replace")))
+                    await self._admit_or_refuse(frames, key, network_of(frames[5].decode("ascii", "replace")))
                 case _:
                     await self._reply(frames, b"")
 
-    async def _ask(self, frames: list[bytes], key: bytes, network: str) -> None:
-        """Members are not kept waiting by whatever strangers do."""
+    async def _admit_or_refuse(self, frames: list[bytes], key: bytes, network: str) -> None:
+        """Refuse strangers that are too many or sent too much; members never wait because of strangers."""
         too_many = self._undecided.total() >= _MAX_UNDECIDED or self._undecided[network] >= _MAX_UNDECIDED_PER_NETWORK
         if not self._guard.is_member(key) and (too_many or self._guard.refuses_handshake(key)):
             await self._reply(frames, b"")
@@ -73,7 +73,7 @@ class ZapAuthenticator:
             async with asyncio.timeout(_ADMIT_S):
                 user = key.hex().encode() if await self._admit(key) else b""
         except (LinkError, TimeoutError) as error:
-            log.info("refused a caller: %s", error or "nobody could say in time whether to let it in")
+            log.info("refused a caller: %s", error or "whether it is a member was not known in time")
         finally:
             self._undecided[network] -= 1
             if not self._undecided[network]:
@@ -81,7 +81,7 @@ class ZapAuthenticator:
         await self._reply(frames, user)
 
     async def _reply(self, frames: list[bytes], user: bytes) -> None:
-        """``user`` becomes the User-Id of every message of the connection; empty refuses it."""
+        """Answer libzmq. ``user`` becomes the User-Id of the connection's messages; empty refuses the connection."""
         if self._socket.closed:
             return
         back, empty, version, request = frames[:4]

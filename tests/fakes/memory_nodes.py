@@ -20,9 +20,9 @@ from shoal.swarm.protocol.wire import MAX_REQUEST_BYTES, Envelope, decode, encod
 from shoal.swarm.transport.caller_guard import CallerGuard
 from shoal.swarm.transport.channel import Channel
 from shoal.swarm.transport.control import ControlPlane
-from shoal.swarm.transport.inflow import Inflow
 from shoal.swarm.transport.link import ChunkSink
 from shoal.swarm.transport.node import Node
+from shoal.swarm.transport.receive_backlog import ReceiveBacklog
 from shoal.swarm.transport.source import ChunkSource
 from shoal.swarm.transport.traffic_meter import TrafficMeter
 from shoal.swarm.transport.zap_auth import Admit
@@ -124,7 +124,7 @@ class _Plane(ControlPlane):
         self._running_handlers = 0
         self._handlers_of = Counter()
         self.guard = CallerGuard(MAX_REQUEST_BYTES, lambda key: False)
-        self._inflow = Inflow()
+        self._backlog = ReceiveBacklog()
 
     def take(self, line: _Line, data: bytes) -> None:
         envelope = decode(data)

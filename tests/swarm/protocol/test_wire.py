@@ -256,7 +256,7 @@ def test_failures_travel() -> None:
 
 
 def take(assembly: Assembly, frame: bytes) -> bytes | None:
-    found = assembly.take(memoryview(frame))
+    found = assembly.add(memoryview(frame))
     return None if found is None else bytes(found)
 
 

@@ -307,7 +307,7 @@ async def test_restart_with_the_same_keys() -> None:
         await b.stop()
         with pytest.raises(LinkError):
             await channel.request(PeerToPeerPing(), PeerToPeerPong, 0.2)
-        await until(lambda: not channel._is_connected)
+        await until(lambda: not channel.is_connected)
         with pytest.raises(Unreachable):
             await channel.notify(PeerToPeerPing())
         await b.start()

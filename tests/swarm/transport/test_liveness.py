@@ -18,10 +18,10 @@ from shoal.swarm.errors import Unreachable
 from shoal.swarm.protocol.identity import CurveKeys
 from shoal.swarm.protocol.messages import PeerToPeerPing, PeerToPeerPong
 from shoal.swarm.protocol.types import Message
-from shoal.swarm.transport import inflow
+from shoal.swarm.transport import receive_backlog
 from shoal.swarm.transport.caller_guard import _caller
 from shoal.swarm.transport.channel import Channel
-from shoal.swarm.transport.inflow import Inflow
+from shoal.swarm.transport.receive_backlog import ReceiveBacklog
 from shoal.swarm.transport.sockets import PROBES, SILENCE_S
 
 SILENT_S = 0.6
@@ -140,7 +140,10 @@ async def test_who_stood_still_itself_blames_nobody() -> None:
 async def test_what_the_kernel_and_libzmq_do_about_dead_connections() -> None:
     async with swarm() as (a, b):
         await ping(a.node.control.dial(HOST, b.ports[0], b.keys.public))
-        for descriptors in (list(a.node.control._inflow._open), list(b.node.control.guard._callers._by_descriptor)):
+        for descriptors in (
+            list(a.node.control._backlog._connections),
+            list(b.node.control.guard._callers._by_descriptor),
+        ):
             assert len(descriptors) == 1
             with socket.socket(fileno=os.dup(descriptors[0])) as connection:
                 assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -182,7 +185,7 @@ async def test_a_call_that_cannot_be_made_leaves_nothing_behind(fails: str, monk
 
         def call() -> None:
             for _ in range(10):
-                with pytest.raises(Unreachable, match="cannot be called"):
+                with pytest.raises(Unreachable, match="cannot connect to"):
                     control.dial(host, 1, CurveKeys.fresh().public)
 
         def descriptors() -> int:
@@ -202,7 +205,7 @@ class Connections:
     """Connections of which the one end is looked after, as if it were libzmq's."""
 
     def __init__(self) -> None:
-        self.inflow = Inflow()
+        self.backlog = ReceiveBacklog()
         self._listening = socket.create_server((HOST, 0))
         self.ends: list[tuple[socket.socket, socket.socket]] = []
 
@@ -210,7 +213,7 @@ class Connections:
         there = socket.create_connection(self._listening.getsockname())
         here, _ = self._listening.accept()
         self.ends.append((there, here))
-        self.inflow.opened(here.fileno(), self)
+        self.backlog.add(here.fileno(), self)
         there.sendall(bytes(waiting_bytes))
         return here
 
@@ -232,16 +235,16 @@ class Connections:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> Connections:
-    monkeypatch.setattr(inflow, "MOST_WAITING_BYTES", 1000)
-    monkeypatch.setattr(inflow, "SHARE_BYTES", 250)
+    monkeypatch.setattr(receive_backlog, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(receive_backlog, "SHARE_BYTES", 250)
     return Connections()
 
 
 @linux
 def test_who_sends_more_than_may_wait_is_cut_off(connections: Connections) -> None:
     much, little, taken = connections.open(1001), connections.open(900), connections.open(5000)
-    connections.inflow.read(taken.fileno(), 4900)
-    connections.inflow.look()
+    connections.backlog.count_read(taken.fileno(), 4900)
+    connections.backlog.check()
     assert [connections.is_open(one) for one in (much, little, taken)] == [False, True, True]
     connections.close()
 
@@ -249,7 +252,7 @@ def test_who_sends_more_than_may_wait_is_cut_off(connections: Connections) -> No
 @linux
 def test_of_many_the_one_with_the_most_is_cut_off_first(connections: Connections) -> None:
     several = [connections.open(size) for size in (700, 900, 600, 600)]
-    connections.inflow.look()
+    connections.backlog.check()
     assert [connections.is_open(one) for one in several] == [True, False, True, True]
     connections.close()
 
@@ -257,10 +260,10 @@ def test_of_many_the_one_with_the_most_is_cut_off_first(connections: Connections
 @linux
 def test_what_was_counted_too_much_is_not_saved_up(connections: Connections) -> None:
     one = connections.open(10)
-    connections.inflow.read(one.fileno(), 10**6)
-    connections.inflow.look()
+    connections.backlog.count_read(one.fileno(), 10**6)
+    connections.backlog.check()
     connections.ends[0][0].sendall(bytes(1001))
-    connections.inflow.look()
+    connections.backlog.check()
     assert not connections.is_open(one)
     connections.close()
 
@@ -273,7 +276,7 @@ def test_another_connection_of_the_same_number_is_left_alone(connections: Connec
     other, _ = connections._listening.accept()
     os.dup2(other.fileno(), number)
     other_there.sendall(bytes(5000))
-    connections.inflow.look()
+    connections.backlog.check()
     assert connections.is_open(other)
     for one in (other, other_there):
         one.close()
@@ -300,21 +303,21 @@ def test_sockets_of_other_ports_are_no_callers() -> None:
 @linux
 def test_whose_connection_was_lost_ends_none_that_has_its_number_now(connections: Connections) -> None:
     """A channel's descriptor is known for a while after its connection has ended."""
-    lost, table = object(), connections.inflow
+    lost, table = object(), connections.backlog
     here = connections.open(10)
-    table.closed(here.fileno(), lost)
+    table.remove(here.fileno(), lost)
     table.shut_down(here.fileno(), lost)
     assert connections.is_open(here)
     connections.ends[0][0].sendall(bytes(5000))
-    table.look()
+    table.check()
     assert not connections.is_open(here), "it is still looked after"
     connections.close()
 
 
 def test_callers_of_a_closed_descriptor_do_no_harm() -> None:
-    table = Inflow()
-    table.opened(10**6, table)
-    table.read(10**6, 5)
-    table.look()
-    table.closed(10**6, table)
-    table.closed(10**6, table)
+    table = ReceiveBacklog()
+    table.add(10**6, table)
+    table.count_read(10**6, 5)
+    table.check()
+    table.remove(10**6, table)
+    table.remove(10**6, table)

@@ -1,8 +1,7 @@
 import random
 from dataclasses import dataclass, field
 
-from shoal.swarm.transport.stranger_limits import (
-    ASKING_S,
+from shoal.swarm.transport.caller_limits import (
     CONNECTIONS_PER_KEY,
     KEY_BURST,
     KEY_MESSAGES_PER_S,
@@ -10,6 +9,7 @@ from shoal.swarm.transport.stranger_limits import (
     MEMBER_BURST_BYTES,
     MEMBERS_BACKLOG_BYTES,
     NETWORK_BURST,
+    REQUESTING_S,
     STRANGER_CONNECTION_BYTES,
     STRANGER_MESSAGE_BYTES,
     STRANGER_S,
@@ -162,15 +162,15 @@ class Port:
 
     def accept(self, descriptor: int, inode: int, now_s: float = 0.0, network: str = HERE) -> Caller:
         caller = Caller(descriptor, inode, network, now_s)
-        self.callers.connect(caller)
+        self.callers.add(caller)
         return caller
 
     def hear(
         self, caller: Caller, routing: bytes, key: bytes, now_s: float, *, is_member: bool, size_bytes: int = 0
     ) -> list[Caller]:
-        closed = self.callers.introduce(caller.descriptor, routing, key)
-        assert self.callers.speaker(routing) is caller
-        return closed + self.callers.hear(caller, is_member, size_bytes, now_s)
+        closed = self.callers.identify(caller.descriptor, routing, key)
+        assert self.callers.find(routing) is caller
+        return closed + self.callers.count_message(caller, is_member, size_bytes, now_s)
 
 
 def test_who_asks_for_nothing_is_hung_up_on() -> None:
@@ -180,7 +180,7 @@ def test_who_asks_for_nothing_is_hung_up_on() -> None:
     port.hear(member, b"2", b"member", 1.0, is_member=True)
     assert port.callers.overdue_strangers(STRANGER_S) == []
     assert port.callers.overdue_strangers(STRANGER_S + 0.1) == [mute]
-    assert port.callers.overdue_strangers(ASKING_S + 0.1) == [asks]
+    assert port.callers.overdue_strangers(REQUESTING_S + 0.1) == [asks]
     assert port.callers.overdue_strangers(1e6) == []
     assert not member.is_closed
 
@@ -197,7 +197,7 @@ def test_a_member_no_more_has_a_strangers_time_from_then_on() -> None:
     caller = port.accept(5, 50)
     port.hear(caller, b"1", b"key", 0.0, is_member=True)
     port.received[50] = 10**9
-    port.callers.expel(caller, 1000.0)
+    port.callers.make_stranger(caller, 1000.0)
     assert port.callers.overdue_strangers(1000.0 + STRANGER_S) == []
     assert port.callers.overdue_strangers(1000.1 + STRANGER_S) == [caller]
 
@@ -262,10 +262,10 @@ def test_a_descriptor_that_is_another_connections_now() -> None:
     later = port.accept(7, 71)
     assert earlier.is_closed
     assert port.callers.has_ended(b"earlier"), "what is left of its messages is not the new connection's"
-    assert port.callers.speaker(b"earlier") is None
+    assert port.callers.find(b"earlier") is None
     port.hear(later, b"later", b"b", 0.0, is_member=True)
-    assert port.callers.connect(Caller(7, 71, HERE, 0.0)) == [], "the monitor's word may come after the first message"
-    assert port.callers.speaker(b"later") is later
+    assert port.callers.add(Caller(7, 71, HERE, 0.0)) == [], "the monitor's word may come after the first message"
+    assert port.callers.find(b"later") is later
     port.callers.forget_ended(lambda one: one.inode != 71)
     assert len(port.callers) == 0
     assert port.callers.has_ended(b"later")
