@@ -186,10 +186,9 @@ def train_swarm(run_toml: str, peers: int, folder: Path, limit_s: float) -> Trai
 
 
 def await_invite(host: Child, deadline: float) -> str:
+    """Wait for the invite of a host that was started. Raises ``RuntimeError`` with the end of its log."""
     while time.monotonic() < deadline and host.is_running:
-        for path in (host.folder / "state").glob("*/invite.txt"):
-            text = path.read_text()
-            if text.endswith("\n"):
-                return text.strip()
+        if invite := host.invite():
+            return invite
         time.sleep(0.1)
     raise RuntimeError(f"the coordinator gave no invite:\n{host.log.read_text()[-2000:]}")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import psutil
+from rich import filesize
 
 from shoal.swarm.errors import DeviceError
 
@@ -19,6 +20,12 @@ def parse_memory(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise DeviceError(f"--max-memory {text}: expected a size such as 8G or 500M")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def memory_text(size_bytes: int) -> str:
+    """``1.5 GiB``: powers of 1024, as ``parse_memory`` reads them."""
+    unit, name = filesize.pick_unit_and_suffix(size_bytes, ["bytes", "KiB", "MiB", "GiB", "TiB"], 1024)
+    return f"{size_bytes / unit:.1f} {name}"
 
 
 def machine_bytes() -> int:

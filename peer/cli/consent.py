@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from rich import filesize
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from shoal.peer.recipes import Recipe
-from shoal.peer.terminal.events import bytes_text, count_text, number_of, printable
+from shoal.peer.terminal.events import count_text, number_of, printable
 from shoal.peer.training.data_files import DataFile, find_files, named_folders
 from shoal.swarm import durable
 from shoal.swarm.errors import NotAccepted, StorageError
@@ -166,7 +167,7 @@ def _data(terms: RunTerms) -> str:
         return "the standard library of this Python" if source == "stdlib" else f"{source}; no files of this machine"
     names = ", ".join(_short(file.name) for file in files[:_SHOWN_FILES])
     more = f" and {len(files) - _SHOWN_FILES:,} more" if len(files) > _SHOWN_FILES else ""
-    size = bytes_text(sum(file.size_bytes for file in files))
+    size = filesize.decimal(sum(file.size_bytes for file in files))
     places = ", ".join(str(folder) for folder in dict.fromkeys(file.folder for file in files))
     return f"{number_of(len(files), 'file')} of this machine, {size}, {source} below {places}: {names}{more}"
 

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from shoal.peer.machine_memory import memory_text
 from shoal.peer.options import DEFAULT_PORT
 from shoal.peer.pipeline.profile import CACHE, ModelProfile, profile_model
 from shoal.peer.recipes import load_recipe
@@ -161,11 +162,12 @@ def advice(found: Diagnosis) -> Iterator[str]:
     else:
         need = min(found.layer_bytes)
         more = "allow a larger --max-memory" if found.limit_bytes else "end other programs"
-        yield f"Not one layer fits, the smallest takes {size(need)}: {more}, or join a run with smaller layers."
+        yield f"Not one layer fits, the smallest takes {memory_text(need)}: {more}, or join a run with smaller layers."
     if found.model.whole:
         yield f"Measured as a whole, since it cannot be cut into stages: {escape(found.model.whole)}."
     if found.limit_bytes is not None and found.limit_bytes > found.usable_bytes:
-        yield f"Of the {size(found.limit_bytes)} of --max-memory only {size(found.usable_bytes)} are free now."
+        usable, limit = memory_text(found.usable_bytes), memory_text(found.limit_bytes)
+        yield f"Of the {limit} of --max-memory only {usable} are free now."
     if found.limit_bytes is None and found.usable_bytes < found.device.memory_bytes / 2:
         yield "More than half of the memory is in use: other programs take it."
     if found.has_idle_gpu:
@@ -184,7 +186,9 @@ def report(found: Diagnosis) -> RenderableType:
     facts.add_column()
     capped = " (--max-memory)" if found.limit_bytes == found.usable_bytes else ""
     facts.add_row("device", escape(f"{found.device.name} ({found.device.kind})"))
-    facts.add_row("memory", f"{size(found.usable_bytes)} usable{capped} of {size(found.device.memory_bytes)}")
+    facts.add_row(
+        "memory", f"{memory_text(found.usable_bytes)} usable{capped} of {memory_text(found.device.memory_bytes)}"
+    )
     facts.add_row("precision", found.precision)
     facts.add_row("kernels", "compiled (numba)" if found.has_numba else "PyTorch's, numba is not installed")
     port = "free" if found.port_is_free else "in use"
@@ -217,25 +221,12 @@ def _kinds(found: Diagnosis) -> Table:
             escape(" … ".join(ends)),
             str(len(same)),
             f"{layer.cost.parameters_bytes // 4:,}",
-            duration(layer.seconds),
-            size(layer.cost.activation_bytes),
-            size(layer.cost.kept_bytes),
-            size(found.layer_bytes[same[0]]),
+            f"{1000 * layer.seconds:,.1f} ms",
+            memory_text(layer.cost.activation_bytes),
+            memory_text(layer.cost.kept_bytes),
+            memory_text(found.layer_bytes[same[0]]),
         )
     return table
-
-
-def size(size_bytes: int) -> str:
-    """1.5 GiB, 12 MiB, 0.3 MiB."""
-    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
-    value = size_bytes / unit
-    return f"{value:.0f} {name}" if value >= 10 else f"{value:.1f} {name}"
-
-
-def duration(seconds: float) -> str:
-    """12 s, 1.5 s, 250 ms, 0.3 ms."""
-    value, name = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
-    return f"{value:.0f} {name}" if value >= 10 else f"{value:.1f} {name}"
 
 
 def _samples(found: Diagnosis) -> str:

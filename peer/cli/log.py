@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich import box
+from rich import box, filesize
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +27,7 @@ from shoal.peer.cli.host import ORIGIN_FILE, hosted_verdicts, is_host_folder
 from shoal.peer.history.chain import ChainCheck
 from shoal.peer.history.history_file import HISTORY_FILE, HistoryOrigin, UnpackedHistory, unpack_history
 from shoal.peer.regular_file import read_regular
-from shoal.peer.terminal.events import bytes_text, count_text, loss_text, printable
+from shoal.peer.terminal.events import count_text, loss_text, printable
 from shoal.peer.terminal.views import jsonable, stopped_lines
 from shoal.swarm.client.coordinator_client import CoordinatorClient
 from shoal.swarm.client.observer import observe, observe_stages
@@ -203,7 +203,7 @@ def _row(verdict: Verdict, wide: bool) -> list[RenderableType]:
         cells.append(Text(str(void), style="yellow") if void else Text("–", style="dim"))
     return [
         *cells,
-        Text(bytes_text(verdict.sent_bytes)),
+        Text(filesize.decimal(verdict.sent_bytes)),
         Text(loss_text(verdict.loss)),
         Text.assemble(("✓ ", "green"), (verdict.chain.hex()[: 12 if wide else 6], "dim")),
     ]
@@ -250,7 +250,7 @@ def round_details(verdict: Verdict) -> RenderableType:
     head.add_row("anchor", f"version {verdict.anchor_version}")
     head.add_row("tokens", tokens)
     head.add_row("loss", loss_text(verdict.loss))
-    head.add_row("sent", bytes_text(verdict.sent_bytes))
+    head.add_row("sent", filesize.decimal(verdict.sent_bytes))
     head.add_row("before", Text(verdict.previous_chain.hex(), style="dim"))
     head.add_row("chain", Text.assemble(verdict.chain.hex(), ("  ✓ signed", "green")))
     plan = verdict.plan

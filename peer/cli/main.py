@@ -278,9 +278,11 @@ def demo_command(
     """A whole run on this machine: one peer is killed, one comes late, a model is trained.
 
     With --pipeline two are killed, the second one alone in its stage: it comes back, and so does the stage."""
-    from shoal.peer.demo.run import DemoOptions, run_demo
+    from shoal.peer.demo.run import run_demo
+    from shoal.peer.demo.scenario import make_scenario
 
-    raise typer.Exit(run_demo(DemoOptions(peers, minutes, preset, pipeline, json_file, out), console))
+    scenario = make_scenario(peers, minutes, preset, pipeline=pipeline)
+    raise typer.Exit(run_demo(scenario, out, json_file, console))
 
 
 def _memory(text: str) -> int | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich import filesize
 from rich.table import Table
 
 from shoal.peer.checkpoints.manifest import Manifest
 from shoal.peer.history.history_file import HISTORY_FILE
 from shoal.peer.offline.verify import Refused, Verified
-from shoal.peer.terminal.events import bytes_text, count_text, printable
+from shoal.peer.terminal.events import count_text, printable
 
 
 def verify_table(results: Iterable[Verified | Refused]) -> Table:
@@ -37,7 +38,7 @@ def verify_table(results: Iterable[Verified | Refused]) -> Table:
             *((_stages_text(manifest),) if has_stages else ()),
             str(manifest.anchor_version),
             count_text(manifest.tokens),
-            bytes_text(one.size_bytes),
+            filesize.decimal(one.size_bytes),
             manifest.peer,
             "whole" if one.first_round == 0 else f"from {one.first_round}",
             f"plan of {one.vouched_by}" if one.vouched_by is not None else "its peer",

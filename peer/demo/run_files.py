@@ -1,51 +1,47 @@
-"""The run files of ``shoal demo``: small models on the standard library, whole ones by a preset or one in stages."""
+"""Run files of ``shoal demo``: a small language model on the standard library, whole or in stages."""
 
 from __future__ import annotations
 
 from shoal.swarm.errors import UserError
 
-CONTEXT = 128
-BATCH = 8
-_STEPS_A_ROUND = 15
-
-_RUN_TOML = """\
-# Written by `shoal demo`: {peers} peers train a small model on the standard library of this Python.
-algorithm = "{preset}"
+_TOML = """\
+# Written by `shoal demo`: a small model trained on the standard library of this Python.
+algorithm = "{algorithm}"
 
 [run]
 name = "demo"
 seed = 0
-max_s = {max_s:.1f}
+{ends}
 
 [recipe]
 name = "gpt"
-settings = {{ layers = 2, width = 192, heads = 4, context = {context} }}
+settings = {{ {model}, heads = 4, context = 128 }}
 
 [data]
 source = "stdlib"
 
+{sections}
+
+[schedule]
+kind = "constant"
+warmup_tokens = {warmup_tokens}
+
+[round]
+tokens = {round_tokens}
+{limits}
+"""
+
+_INNER = """\
 [inner]
 optimizer = "adamw"
 lr = 2e-3
 betas = [0.9, 0.95]
 weight_decay = 0.1
 clip_norm = 1.0
-batch_samples = {batch}
-
-[schedule]
-kind = "constant"
-warmup_tokens = 81920
-
-{preset_settings}
-
-[round]
-tokens = {round_tokens}  # {steps} steps of every peer
-max_s = 20.0
-patience_s = 6.0
+batch_samples = 8
 """
-
 _PRESETS = {
-    "diloco": """\
+    "diloco": """
 [averaging]
 codec = "int8"
 
@@ -53,7 +49,7 @@ codec = "int8"
 optimizer = "nesterov"
 lr = 0.7
 momentum = 0.9""",
-    "sparseloco": """\
+    "sparseloco": """
 [averaging]
 codec = { name = "topk", k = 64, values = "2bit", chunk = 4096 }
 residual_decay = 0.95
@@ -62,38 +58,16 @@ residual_decay = 0.95
 optimizer = "sgd"
 lr = 1.0""",
 }
+_PEER_TOKENS = 15 * 8 * 128
+"""Tokens of a round for each peer: 15 steps of 8 samples."""
 
 STAGE_MEMORY = "94M"
 """Memory that each peer of a pipeline may use: enough for two blocks of the model and not for three."""
 
-_BLOCKS_A_STAGE = 2
-_ROUND_SAMPLES = 32
-_MICRO_BATCH = 4
-
-_ROUNDS_A_MINUTE = 25
-_MOST_S_A_ROUND = 12.0
-"""On a machine that others use, too, they take longer; then the run ends when all of them could have taken so long."""
-
-_PIPELINE_TOML = """\
-# Written by `shoal demo --pipeline`: a model that none of its peers can hold, on the standard library of this Python.
-algorithm = "virtual_batch"
-
-[run]
-name = "demo"
-seed = 0
-rounds = {rounds}
-max_s = {max_s:.1f}
-
-[recipe]
-name = "gpt"
-settings = {{ layers = {layers}, width = 160, heads = 4, context = {context}, tie_embedding = false }}
-
-[data]
-source = "stdlib"
-
+_STAGES = """\
 [pipeline]
 stages = {stages}
-micro_batch = {micro_batch}
+micro_batch = 4
 activations = "int8"
 
 [inner]
@@ -106,52 +80,38 @@ codec = "int8"
 optimizer = "adamw"
 lr = 3e-3
 betas = [0.9, 0.95]
-weight_decay = 0.1
+weight_decay = 0.1"""
+_STAGES_ROUND_TOKENS = 32 * 128
 
-[schedule]
-kind = "constant"
-warmup_tokens = {warmup_tokens}  # {warmup_rounds} rounds
-
-[round]
-tokens = {round_tokens}  # {round_samples} samples
-max_s = 60.0
-patience_s = 5.0
-"""
-_WARMUP_ROUNDS = 10
+ROUNDS_PER_MINUTE = 25
+"""Of a pipeline, on two cores that do nothing else."""
+_MAX_S_PER_ROUND = 12.0
+"""Rounds take longer where others use the cores too: the run ends when all of them could have taken so long."""
 
 
-def demo_run_toml(preset: str, peers: int, minutes: float) -> str:
-    """The run file of a demo without stages. Raises ``UserError`` for an unknown preset."""
+def averaging_toml(preset: str, peers: int, minutes: float) -> str:
+    """The run file of a demo with whole models. Raises ``UserError`` for an unknown preset."""
     if preset not in _PRESETS:
         raise UserError(f"--preset: expected one of {', '.join(_PRESETS)}, not {preset!r}")
-    return _RUN_TOML.format(
-        peers=peers,
-        preset=preset,
-        preset_settings=_PRESETS[preset],
-        max_s=60.0 * minutes,
-        context=CONTEXT,
-        batch=BATCH,
-        steps=_STEPS_A_ROUND,
-        round_tokens=_STEPS_A_ROUND * BATCH * CONTEXT * peers,
+    return _TOML.format(
+        algorithm=preset,
+        ends=f"max_s = {60.0 * minutes:.1f}",
+        model="layers = 2, width = 192",
+        sections=_INNER + _PRESETS[preset],
+        warmup_tokens=81_920,
+        round_tokens=_PEER_TOKENS * peers,
+        limits="max_s = 20.0\npatience_s = 6.0",
     )
 
 
-def pipeline_rounds(minutes: float) -> int:
-    """As many rounds as so many minutes have on two cores that do nothing else."""
-    return round(_ROUNDS_A_MINUTE * minutes)
-
-
-def pipeline_run_toml(stages: int, rounds: int) -> str:
-    """The run file of a demo in so many stages."""
-    return _PIPELINE_TOML.format(
-        rounds=rounds,
-        max_s=_MOST_S_A_ROUND * rounds,
-        layers=_BLOCKS_A_STAGE * stages,
-        stages=stages,
-        context=CONTEXT,
-        micro_batch=_MICRO_BATCH,
-        round_samples=_ROUND_SAMPLES,
-        round_tokens=_ROUND_SAMPLES * CONTEXT,
-        warmup_rounds=_WARMUP_ROUNDS,
-        warmup_tokens=_WARMUP_ROUNDS * _ROUND_SAMPLES * CONTEXT,
+def pipeline_toml(stages: int, rounds: int) -> str:
+    """The run file of a demo with a model in stages, two blocks in each."""
+    return _TOML.format(
+        algorithm="virtual_batch",
+        ends=f"rounds = {rounds}\nmax_s = {_MAX_S_PER_ROUND * rounds:.1f}",
+        model=f"layers = {2 * stages}, width = 160, tie_embedding = false",
+        sections=_STAGES.format(stages=stages),
+        warmup_tokens=10 * _STAGES_ROUND_TOKENS,
+        round_tokens=_STAGES_ROUND_TOKENS,
+        limits="max_s = 60.0\npatience_s = 5.0",
     )

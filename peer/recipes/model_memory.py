@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from shoal.peer.machine_memory import memory_text
 from shoal.peer.recipes import Recipe, load_recipe
 from shoal.peer.training.device import available_bytes, has_all_state, memory_bytes, usable_bytes
 from shoal.peer.training.inner_loop import optimizer_states
@@ -209,10 +210,11 @@ def check_layers_fit(run: RunFile, recipe: Recipe, allowed_bytes: int) -> None:
     outline = outline_of(run, recipe, allowed_bytes)
     largest = max(outline.layers, default=outline.trained)
     if 8 * largest > allowed_bytes:
+        needed, usable = memory_text(8 * largest), memory_text(allowed_bytes)
         raise DeviceError(
-            f"the largest layer of the run's model has {largest:,} parameters and takes {_size(8 * largest)} with its "
-            f"gradients, and {_size(allowed_bytes)} of the memory can be used here: allow more with --max-memory, end "
-            "other programs, or join a run with smaller layers"
+            f"the largest layer of the run's model has {largest:,} parameters and takes {needed} with its gradients, "
+            f"and {usable} of the memory can be used here: allow more with --max-memory, end other programs, or join a "
+            "run with smaller layers"
         )
 
 
@@ -226,18 +228,11 @@ def _allowed_bytes(device: torch.device, limit_bytes: int | None) -> int:
 def _check(outline: ModelOutline, copies: float, allowed_bytes: int, limit: str) -> None:
     needed = int(4 * copies * outline.trained) + outline.other_bytes
     if needed > allowed_bytes:
+        takes, allows = memory_text(needed), limit.format(memory_text(allowed_bytes))
         raise DeviceError(
-            f"the run's model has {outline.trained:,} parameters and takes {_size(needed)} here ({copies:.1f} float32 "
-            f"values for each parameter), and {limit.format(_size(allowed_bytes))}: {WHAT_HELPS}"
+            f"the run's model has {outline.trained:,} parameters and takes {takes} here ({copies:.1f} float32 values "
+            f"for each parameter), and {allows}: {WHAT_HELPS}"
         )
-
-
-def _size(size_bytes: int) -> str:
-    """12.3 GiB, 0.5 MiB."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.1f} {name}"
-    return f"{size_bytes / 2**20:.1f} MiB"
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
+from rich import filesize
+
 from shoal.peer.event_schema import Event
-
-_UNITS = ("", "k", "M", "G", "T", "P")
-
 
 # Words ------------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def _left(event: Event) -> str:
     if event.get("tokens_trained") is not None:
         words.append(f"{count_text(event['tokens_trained'])} tokens trained")
     if event.get("bytes_sent") is not None:
-        words.append(f"{bytes_text(event['bytes_sent'])} sent")
+        words.append(f"{filesize.decimal(event['bytes_sent'])} sent")
     if event.get("digest"):
         words.append(f"anchor {_short(event['digest'])}")
     words += [f"stage {one.get('stage')} {_short(one.get('digest'))}" for one in event.get("held") or ()]
@@ -96,7 +96,7 @@ def _span(event: Event) -> str:
     first, last = event.get("first") or 0, event.get("last") or 0
     first_layer, stop_layer = event.get("first_layer") or 0, event.get("stop_layer") or 0
     layers, of = range_text("layer", first_layer, stop_layer - 1), event.get("stages")
-    size = bytes_text(event.get("parameters_bytes") or 0)
+    size = filesize.decimal(event.get("parameters_bytes") or 0)
     return f"in {range_text('stage', first, last)} of {of}: {layers}, {size} of parameters"
 
 
@@ -235,12 +235,6 @@ def clock(moment: float | None) -> str:
     return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
-def bytes_text(size: float) -> str:
-    """``12.3 MB``: powers of a thousand, as networks count."""
-    number, unit = _scaled(size)
-    return f"{number} {unit}B"
-
-
 def number_of(number: int, what: str) -> str:
     """``1 peer``, ``3 peers``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
@@ -251,20 +245,16 @@ def range_text(what: str, first: int, last: int) -> str:
     return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
+def span_text(first: int, last: int) -> str:
+    """``2``, ``2–3``."""
+    return f"{first}" if first == last else f"{first}–{last}"
+
+
 def count_text(number: float) -> str:
-    """``61.4k``, ``1.23M``."""
-    return "".join(_scaled(number))
-
-
-def _scaled(number: float) -> tuple[str, str]:
-    step = 0
-    while abs(number) >= 999.5 and step < len(_UNITS) - 1:
-        number /= 1000
-        step += 1
-    if step == 0:
-        return f"{number:.0f}", ""
-    decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
-    return f"{number:.{decimals}f}", _UNITS[step]
+    """``61.4k``, ``1.2M``."""
+    whole = round(number)
+    unit, suffix = filesize.pick_unit_and_suffix(whole, ["", "k", "M", "G", "T", "P"], 1000)
+    return f"{whole / unit:.1f}{suffix}" if suffix else f"{whole}"
 
 
 def loss_text(loss: float | None) -> str:
@@ -272,10 +262,6 @@ def loss_text(loss: float | None) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """``42 s``, ``3:05``, ``2:03:05``."""
+    """``42 s``, ``0:03:05``."""
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{whole} s" if whole < 60 else str(timedelta(seconds=whole))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
+from rich import box, filesize
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.peer.terminal.events import (
-    bytes_text,
     count_text,
     duration_text,
     loss_text,
     number_of,
     printable,
     range_text,
+    span_text,
 )
 from shoal.peer.terminal.snapshot import Flow, HeldStages
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
@@ -65,7 +65,7 @@ def _box(number: str, *, is_first: bool, is_last: bool) -> str:
 
 def _stage_headline(stage: StageStatus) -> Table:
     layers = range_text("layer", stage.first_layer, stage.stop_layer - 1)
-    left = Text.assemble((layers, "bold"), f" · {bytes_text(stage.parameters_bytes)} of parameters", **_ONE_LINE)
+    left = Text.assemble((layers, "bold"), f" · {filesize.decimal(stage.parameters_bytes)} of parameters", **_ONE_LINE)
     left.append(f" · {number_of(len(stage.replicas), 'replica')}")
     state = stage.state_digest.hex()[:8] if stage.state_digest else "not agreed yet"
     return _two_sides(left, Text(f"state {state}", style="dim"))
@@ -210,8 +210,8 @@ def _figures(snapshot: Snapshot, losses: Sequence[float]) -> Table:
         _figure("here", f"{count_text(snapshot.tokens_done)} tokens"),
     )
     grid.add_row(
-        _figure("sent", bytes_text(snapshot.bytes_sent)),
-        _figure("received", bytes_text(snapshot.bytes_received)),
+        _figure("sent", filesize.decimal(snapshot.bytes_sent)),
+        _figure("received", filesize.decimal(snapshot.bytes_received)),
         _figure("packed", f"{snapshot.compression:.1f}×"),
         _figure("anchor", f"v{snapshot.anchor_version}"),
     )
@@ -237,7 +237,7 @@ def status_line(snapshot: Snapshot) -> str:
         f"loss {loss_text(snapshot.loss)}",
         f"{count_text(snapshot.tokens_per_s)} tokens/s",
         number_of(snapshot.members, "peer"),
-        f"{bytes_text(snapshot.bytes_sent)} out, {bytes_text(snapshot.bytes_received)} in",
+        f"{filesize.decimal(snapshot.bytes_sent)} out, {filesize.decimal(snapshot.bytes_received)} in",
     ]
     if snapshot.held is not None:
         words[1:1] = [held_text(snapshot.held), flow_text(snapshot.held.flow)]
@@ -352,21 +352,14 @@ def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType
         Text.assemble((printable(member.name), "bold"), (f" {member.peer}", "dim"), **_ONE_LINE),
         Text(printable(member.device.name), **_ONE_LINE),
         Text(doing, **_ONE_LINE),
-        *((Text(_stages_text(member.stages)),) if in_stages else ()),
+        *((Text(span_text(*member.stages) if member.stages else "–"),) if in_stages else ()),
         Text(count_text(member.tokens_per_s) if member.alive else "–"),
         Text(f"{100 * member.share:.0f}%"),
         *(() if in_stages else (Text(loss_text(member.loss)),)),
-        Text(bytes_text(member.bytes_sent)),
-        Text(bytes_text(member.bytes_received)),
+        Text(filesize.decimal(member.bytes_sent)),
+        Text(filesize.decimal(member.bytes_received)),
         synced,
     ]
-
-
-def _stages_text(stages: tuple[int, int] | None) -> str:
-    if stages is None:
-        return "–"
-    first, last = stages
-    return f"{first}" if first == last else f"{first}–{last}"
 
 
 def status_json(status: CoordinatorToPeerStatus) -> dict[str, Any]:

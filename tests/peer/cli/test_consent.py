@@ -54,7 +54,7 @@ def test_a_run_without_files_asks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     terminal.agree(run, tmp_path / "peer")
     assert not (tmp_path / "peer").exists()
     assert f"reef, hash {run.hash.hex()[:16]}" in terminal.text
-    assert "recipe gpt, 8.24k parameters (layers 1, heads 2, width 16, context 12)" in terminal.text
+    assert "recipe gpt, 8.2k parameters (layers 1, heads 2, width 16, context 12)" in terminal.text
     assert "diloco, until 10 rounds" in terminal.text
     assert "the standard library of this Python" in terminal.text
     assert "Join?" not in terminal.text

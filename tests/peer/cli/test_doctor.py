@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal.peer.cli import doctor
-from shoal.peer.cli.doctor import Diagnosis, advice, duration, examine, largest_span, report, size
+from shoal.peer.cli.doctor import Diagnosis, advice, examine, largest_span, report
 from shoal.peer.cli.main import app
 from shoal.peer.pipeline.profile import LayerProfile, ModelProfile
 from shoal.peer.training import device as capability
@@ -88,7 +88,7 @@ def test_a_machine_that_holds_everything_is_told_so() -> None:
     ("found", "says"),
     [
         (diagnosis((1, 3)), "2 of 3 layers, 67% of the parameters"),
-        (diagnosis((0, 0)), "the smallest takes 64 MiB: end other programs"),
+        (diagnosis((0, 0)), "the smallest takes 64.0 MiB: end other programs"),
         (diagnosis((0, 0), limit_bytes=2**20), "allow a larger --max-memory"),
         (diagnosis(usable=2**32, limit_bytes=2**33), "Of the 8.0 GiB of --max-memory only 4.0 GiB are free now"),
         (diagnosis(usable=2**32), "More than half of the memory is in use"),
@@ -117,22 +117,17 @@ def test_eighty_columns_are_enough() -> None:
         "blocks.1",
         "2",
         "1,048,576",
-        "250",
+        "250.0",
         "ms",
         "1.0",
         "MiB",
-        "16",
+        "16.0",
         "MiB",
-        "64",
+        "64.0",
         "MiB",
     ]
     assert any("1.33 micro-batches of 8 samples a second" in line for line in lines)
-    assert any("9.0 GiB usable of 10 GiB" in line for line in lines)
-
-
-def test_sizes_and_durations_are_short() -> None:
-    assert [size(value) for value in (0, 2**19, 15 * 2**20, 3 * 2**29)] == ["0.0 MiB", "0.5 MiB", "15 MiB", "1.5 GiB"]
-    assert [duration(value) for value in (0.0003, 0.25, 1.5, 60.0)] == ["0.3 ms", "250 ms", "1.5 s", "60 s"]
+    assert any("9.0 GiB usable of 10.0 GiB" in line for line in lines)
 
 
 def test_this_machine_is_examined(tmp_path: Path) -> None:

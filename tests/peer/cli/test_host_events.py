@@ -135,7 +135,7 @@ def test_verdicts_say_what_happened() -> None:
         "elapsed_s": 12.5,
         "chain": bytes(range(32)).hex(),
     }
-    assert sentence(committed) == "round 3 committed · loss 2.346 · 2 peers · 1.23M tokens · chain 00010203"
+    assert sentence(committed) == "round 3 committed · loss 2.346 · 2 peers · 1.2M tokens · chain 00010203"
     aborted = describe_event(ev.VerdictGiven(verdict=ABORTED, elapsed_s=1.0, lost=()))
     assert aborted is not None
     assert sentence(aborted) == "round 3 aborted for all: 1 of 2 parts arrived nowhere"

@@ -171,7 +171,7 @@ def test_it_fits_the_terminal_with_nothing_cut_off(tmp_path: Path, width: int) -
     text = shown(written(tmp_path, history(*[{}] * 9, numbers, ABORTED)), width)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
-    for cell in ("round", "when (UTC)", "chain", "committed", "99999", "999 GB", "2.346", "aborted"):
+    for cell in ("round", "when (UTC)", "chain", "committed", "99999", "999.0 GB", "2.346", "aborted"):
         assert cell in text, cell
     assert text.count("✓") == 11
     rows = [line for line in lines if "committed" in line]
