@@ -159,8 +159,8 @@ def test_stand_ins_are_those_that_own_most_each_owner_beginning_with_the_one_aft
     assert list(orders.of(0, 2)) == [1, 3]
     assert list(orders.of(2, 9)) == [0, 1, 3], "never the owner itself"
     assert list(orders.of(4, 2)) == [1, 3], "one that owns though it is not able: all do when nobody is"
-    assert StandIns([1.0], [True]).of(0, 3) == []
-    assert StandIns([0.5, 0.5], [False, False]).of(1, 3) == [0], "where nobody can own all stand in, too"
+    assert list(StandIns([1.0], [True]).of(0, 3)) == []
+    assert list(StandIns([0.5, 0.5], [False, False]).of(1, 3)) == [0], "where nobody can own all stand in, too"
 
 
 @given(MEMBERS, st.data())
