@@ -24,6 +24,9 @@ class MicroBatch:
         return self.stop - self.start
 
 
+AttemptKey = tuple[MicroBatch, int]
+"""One attempt of a peer at one micro-batch."""
+
 TensorKind = Literal["activation", "gradient"]
 
 Answer = Literal["accepted", "busy", "outdated"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from shoal.swarm.pipeline.engine.claims import Claims
 from shoal.swarm.pipeline.engine.effects import (
@@ -32,6 +32,7 @@ from shoal.swarm.pipeline.engine.effects import (
 )
 from shoal.swarm.pipeline.engine.gradient_outbox import GradientOutbox, KeptGradient
 from shoal.swarm.pipeline.engine.micro_batch_source import MicroBatchSource
+from shoal.swarm.pipeline.engine.routing import Router
 from shoal.swarm.sample_ranges import Ranges
 
 
@@ -72,24 +73,6 @@ class Backpressure:
             self._until_s[peer] = now_s + self._hold_s
             called.append(peer)
         return called
-
-
-AttemptKey = tuple[MicroBatch, int]
-"""One attempt of this peer at one micro-batch."""
-
-
-class NextHop(Protocol):
-    """Choice of the next stage's replicas (``routing.Router``)."""
-
-    def set_replicas(self, stage: int, rates: Mapping[str, float | None], now_s: float) -> None: ...
-    def pick(self, stage: int, now_s: float, avoid: Set[str] = ...) -> str | None: ...
-    def sent(self, peer: str, key: AttemptKey, now_s: float) -> None: ...
-    def finished(self, peer: str, key: AttemptKey, now_s: float) -> bool: ...
-    def refused(self, peer: str, key: AttemptKey, now_s: float) -> bool: ...
-    def withdrawn(self, peer: str, key: AttemptKey) -> bool: ...
-    def failed(self, peer: str, key: AttemptKey, now_s: float) -> bool: ...
-    def retire(self, peer: str) -> tuple[AttemptKey, ...]: ...
-    def overdue(self, now_s: float) -> tuple[AttemptKey, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -151,7 +134,7 @@ class StageEngine:
     Every public method is named for an event and returns the effects, to be executed in their order.
     """
 
-    def __init__(self, span: StageSpan, settings: EngineSettings, router: NextHop, first_number: int = 0) -> None:
+    def __init__(self, span: StageSpan, settings: EngineSettings, router: Router, first_number: int = 0) -> None:
         """``first_number``: tensors are offered under numbers from here on. Earlier and later processes of the same
         peer must not use the same numbers within a round."""
         assert 0 <= span.first <= span.last < settings.stages
@@ -186,11 +169,6 @@ class StageEngine:
     def kept_activations(self) -> int:
         """Micro-batches accepted or begun whose backward is not done: at most ``max_in_flight``."""
         return len(self._jobs)
-
-    @property
-    def kept_gradients(self) -> int:
-        """Gradients that are kept for the previous hop: at most ``max_in_flight``."""
-        return len(self._outbox)
 
     def counted(self, stage: int) -> Ranges:
         """Sample ranges in this stage's accumulated gradient: its contribution to the round."""

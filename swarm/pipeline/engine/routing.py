@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 from shoal.swarm.deadlines import Delays
-
-KeyT = TypeVar("KeyT", bound=Hashable)
+from shoal.swarm.pipeline.engine.effects import AttemptKey
 
 Standing = Literal["trusted", "probation", "banned"]
 """Trust in a replica: on probation it gets one micro-batch at a time until it delivers, banned it gets none."""
@@ -43,14 +42,14 @@ class _Sent:
     spell: int
 
 
-class ReplicaEstimate(Generic[KeyT]):
+class ReplicaEstimate:
     """Estimate of one replica's throughput and health, from its deliveries to this sender."""
 
     def __init__(self, rate: float | None, part: float, patience_s: float) -> None:
         """``rate``: planned micro-batches a second, or None; ``part``: one sender's share of it. Together they
         weigh as much as one delivered micro-batch."""
         self._patience_s = patience_s
-        self._pending: dict[KeyT, _Sent] = {}
+        self._pending: dict[AttemptKey, _Sent] = {}
         self._planned = rate
         self._intervals_s: deque[float] = deque([1 / (rate * part)] if rate else [], maxlen=_WINDOW)
         self._silences, self._answers = Delays(patience_s), Delays(patience_s)
@@ -64,7 +63,7 @@ class ReplicaEstimate(Generic[KeyT]):
         """Micro-batches sent to it and not finished."""
         return len(self._pending)
 
-    def pending(self) -> tuple[KeyT, ...]:
+    def pending(self) -> tuple[AttemptKey, ...]:
         return tuple(self._pending)
 
     @property
@@ -102,12 +101,12 @@ class ReplicaEstimate(Generic[KeyT]):
             return False
         return standing == "trusted" or not self._pending
 
-    def sent(self, key: KeyT, now_s: float) -> None:
+    def sent(self, key: AttemptKey, now_s: float) -> None:
         if not self._pending:
             self._busy_since_s = now_s
         self._pending[key] = _Sent(now_s, self._spell)
 
-    def finished(self, key: KeyT, now_s: float) -> None:
+    def finished(self, key: AttemptKey, now_s: float) -> None:
         sent = self._pending.pop(key)
         self._intervals_s.append(now_s - self._busy_since_s)
         self._silences.saw(now_s - max(sent.at_s, self._heard_s))
@@ -122,17 +121,17 @@ class ReplicaEstimate(Generic[KeyT]):
         if self._delivered >= _WINDOW:
             self._bans = 0
 
-    def refused(self, key: KeyT, now_s: float, pause_s: float) -> None:
+    def refused(self, key: AttemptKey, now_s: float, pause_s: float) -> None:
         """Note that it is full: it is asked again once it finishes a micro-batch, or after ``pause_s``."""
         self.withdrawn(key)
         pause_s = min(pause_s * 2**self._refusals, self._patience_s / _LONGEST_PAUSE)
         self._full_until_s = now_s + pause_s
         self._refusals = min(self._refusals + 1, 16)
 
-    def withdrawn(self, key: KeyT) -> None:
+    def withdrawn(self, key: AttemptKey) -> None:
         del self._pending[key]
 
-    def failed(self, key: KeyT, now_s: float) -> None:
+    def failed(self, key: AttemptKey, now_s: float) -> None:
         """Count a time-out or a broken link, which at least about halves its estimated throughput."""
         sent = self._pending.pop(key)
         known_s = min(sum(self._intervals_s) or self._patience_s, self._patience_s)
@@ -151,7 +150,7 @@ class ReplicaEstimate(Generic[KeyT]):
         self._standing = standing
         self._spell += 1
 
-    def deadline_s(self, key: KeyT) -> float:
+    def deadline_s(self, key: AttemptKey) -> float:
         """Moment from which ``key`` is overdue.
 
         It takes longer than usual for this replica, and there was no other sign of life for longer than usual between
@@ -161,11 +160,6 @@ class ReplicaEstimate(Generic[KeyT]):
         late_s = max(sent.at_s + self._answers.wait_s, self._heard_s + self._silences.wait_s)
         usual_s = self._answers.usual_s
         return late_s if usual_s is None else min(late_s, sent.at_s + usual_s + self._patience_s)
-
-    def changes_s(self, now_s: float, is_needed: bool) -> float | None:
-        """Moment from which it may get something again, if only time prevents that; else None."""
-        until_s = max(self._ban_ends_s(is_needed) if self._standing == "banned" else 0.0, self._full_until_s)
-        return until_s if until_s > now_s else None
 
     def _ban_ends_s(self, is_needed: bool) -> float:
         return self._banned_s + (self._patience_s if is_needed else self._ban_s)
@@ -182,28 +176,19 @@ class _Hop:
     turns: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ReplicaView:
-    """State of a replica for people. ``rate``: micro-batches a second, or None; ``queue``: sent and not finished."""
-
-    rate: float | None
-    queue: int
-    standing: Standing
-
-
-class Router(Generic[KeyT]):
+class Router:
     """Choice of replicas by one sender.
 
     A ``key`` names one attempt at one micro-batch. After ``sent`` it is pending until it is finished, failed, refused
     or withdrawn, or its replica is retired, whichever comes first; later calls for it do nothing and return False. Its
-    gradient comes back from the same replica, ``way(key)``."""
+    gradient comes back from the same replica."""
 
     def __init__(self, me: str, patience_s: float) -> None:
         """``me`` decides which replica this sender begins with, so that not all begin with the same one."""
         self._me, self._patience_s = me, patience_s
-        self._replicas: dict[str, ReplicaEstimate[KeyT]] = {}
+        self._replicas: dict[str, ReplicaEstimate] = {}
         self._hops: dict[int, _Hop] = {}
-        self._ways: dict[KeyT, str] = {}
+        self._ways: dict[AttemptKey, str] = {}
 
     def set_replicas(self, stage: int, rates: Mapping[str, float | None], now_s: float) -> None:
         """Set the live replicas of a stage, each with its planned micro-batches a second, or None.
@@ -224,7 +209,7 @@ class Router(Generic[KeyT]):
         self._forget_unused(now_s)
 
     def pick(self, stage: int, now_s: float, avoid: Set[str] = frozenset()) -> str | None:
-        """Choose the replica that would finish the next micro-batch first; None if none may now (see ``wake_s``).
+        """Choose the replica that would finish the next micro-batch first; None if none may get it now.
 
         Changes nothing until ``sent``.
         """
@@ -237,7 +222,7 @@ class Router(Generic[KeyT]):
             ends[peer] = hop.turns[peer] + (self._replicas[peer].queue + 1) * interval_s
         return min(free, key=lambda peer: (ends[peer], peer), default=None)
 
-    def sent(self, peer: str, key: KeyT, now_s: float) -> None:
+    def sent(self, peer: str, key: AttemptKey, now_s: float) -> None:
         """Note that ``key`` was offered to ``peer``, which ``pick`` chose."""
         assert key not in self._ways, "each attempt has a key of its own"
         for hop in self._hops.values():
@@ -246,28 +231,28 @@ class Router(Generic[KeyT]):
         self._replicas[peer].sent(key, now_s)
         self._ways[key] = peer
 
-    def finished(self, peer: str, key: KeyT, now_s: float) -> bool:
+    def finished(self, peer: str, key: AttemptKey, now_s: float) -> bool:
         """Note that the gradient has arrived. False, without effect, unless ``key`` is pending at ``peer``."""
         if not self._settle(peer, key):
             return False
         self._replicas[peer].finished(key, now_s)
         return True
 
-    def refused(self, peer: str, key: KeyT, now_s: float) -> bool:
+    def refused(self, peer: str, key: AttemptKey, now_s: float) -> bool:
         """Note that the peer is full: it gets nothing for a moment, and its standing stays."""
         if not self._settle(peer, key):
             return False
         self._replicas[peer].refused(key, now_s, self._interval_s(peer, self._replicas, now_s))
         return True
 
-    def withdrawn(self, peer: str, key: KeyT) -> bool:
+    def withdrawn(self, peer: str, key: AttemptKey) -> bool:
         """Forget ``key``, which is not wanted from there any more; the peer's standing stays."""
         if not self._settle(peer, key):
             return False
         self._replicas[peer].withdrawn(key)
         return True
 
-    def failed(self, peer: str, key: KeyT, now_s: float) -> bool:
+    def failed(self, peer: str, key: AttemptKey, now_s: float) -> bool:
         """Note a time-out or a broken link: the replica goes on probation or, failing on that, is banned.
 
         Bans let the others do its part: while all replicas of a stage are banned, no ban exceeds the patience.
@@ -277,7 +262,7 @@ class Router(Generic[KeyT]):
         self._replicas[peer].failed(key, now_s)
         return True
 
-    def retire(self, peer: str) -> tuple[KeyT, ...]:
+    def retire(self, peer: str) -> tuple[AttemptKey, ...]:
         """Forget a dead replica; returns the keys that were pending there, to be sent to others."""
         for hop in self._hops.values():
             hop.turns.pop(peer, None)
@@ -287,33 +272,10 @@ class Router(Generic[KeyT]):
             del self._ways[key]
         return lost
 
-    def way(self, key: KeyT) -> str | None:
-        """Replica at which ``key`` is pending, and which will send its gradient; None if it is not pending."""
-        return self._ways.get(key)
-
-    def overdue(self, now_s: float) -> tuple[KeyT, ...]:
+    def overdue(self, now_s: float) -> tuple[AttemptKey, ...]:
         """Keys that take too long, the longest overdue first; the caller reports them as ``failed`` or waits on."""
         late = [(at_s, key) for key, at_s in self._deadlines() if at_s <= now_s]
         return tuple(key for _, key in sorted(late, key=lambda one: one[0]))
-
-    def wake_s(self, now_s: float) -> float | None:
-        """Next moment at which ``overdue`` or ``pick`` may answer differently, if nothing happens before."""
-        stuck = [hop for hop in self._hops.values() if self._are_all_banned(hop, now_s)]
-        needed = {peer for hop in stuck for peer in hop.turns}
-        changes = [replica.changes_s(now_s, peer in needed) for peer, replica in self._replicas.items()]
-        moments = [at_s for at_s in changes if at_s is not None] + [at_s for _, at_s in self._deadlines()]
-        return min((at_s for at_s in moments if at_s > now_s), default=None)
-
-    def view(self, stage: int, now_s: float) -> dict[str, ReplicaView]:
-        """State of a stage's replicas as this sender sees them."""
-        found: dict[str, ReplicaView] = {}
-        hop = self._hops.get(stage, _Hop())
-        is_needed = self._are_all_banned(hop, now_s)
-        for peer in sorted(hop.turns):
-            replica = self._replicas[peer]
-            rate = 1 / replica.interval_s(now_s, 0.0) if replica.is_known else None
-            found[peer] = ReplicaView(rate, replica.queue, replica.standing(now_s, is_needed))
-        return found
 
     def _are_all_banned(self, hop: _Hop, now_s: float) -> bool:
         return all(self._replicas[peer].standing(now_s) == "banned" for peer in hop.turns)
@@ -341,13 +303,13 @@ class Router(Generic[KeyT]):
         """Pseudo-random number in [0, 1) for this pair of sender and replica."""
         return int.from_bytes(hashlib.sha256(f"{self._me} {peer}".encode()).digest()[:6]) / 2**48
 
-    def _settle(self, peer: str, key: KeyT) -> bool:
+    def _settle(self, peer: str, key: AttemptKey) -> bool:
         if self._ways.get(key) != peer:
             return False
         del self._ways[key]
         return True
 
-    def _deadlines(self) -> list[tuple[KeyT, float]]:
+    def _deadlines(self) -> list[tuple[AttemptKey, float]]:
         return [(key, self._replicas[peer].deadline_s(key)) for key, peer in self._ways.items()]
 
     def _forget_unused(self, now_s: float) -> None:

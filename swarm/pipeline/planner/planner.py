@@ -152,12 +152,6 @@ def replan(
     return as_plan(problem, table, choice)
 
 
-def moved_between(before: StagePlan, after: StagePlan) -> frozenset[str]:
-    """Peers whose span differs between the plans: they have to download another stage."""
-    both = before.spans.keys() & after.spans.keys()
-    return frozenset(peer for peer in both if before.spans[peer] != after.spans[peer])
-
-
 def _rested(rebalancing: Rebalancing) -> bool:
     last = max(rebalancing.moved_s.values(), default=-np.inf)
     return bool(rebalancing.now_s - last >= rebalancing.pause_s)

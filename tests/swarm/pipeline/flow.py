@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from tests.swarm.pipeline.router_views import wake_s, way
+
 from shoal.swarm.pipeline.engine.routing import Router
 
 Key = tuple[str, int]
@@ -39,7 +41,7 @@ class Flow:
 
     def __post_init__(self) -> None:
         self.now_s = 0.0
-        self.routers: dict[str, Router[Key]] = {f"s{i}": Router(f"s{i}", self.patience_s) for i in range(self.senders)}
+        self.routers: dict[str, Router] = {f"s{i}": Router(f"s{i}", self.patience_s) for i in range(self.senders)}
         for router in self.routers.values():
             router.set_replicas(1, {peer: self.prior.get(peer) for peer in self.replicas}, 0.0)
         self.free = dict.fromkeys(self.routers, self.window)
@@ -57,7 +59,7 @@ class Flow:
             action(*arguments)
             for router in self.routers.values():
                 for key in router.overdue(self.now_s):
-                    peer = router.way(key)
+                    peer = way(router, key)
                     assert peer is not None
                     assert router.failed(peer, key, self.now_s)
                     self.free[key[0]] += 1
@@ -89,10 +91,10 @@ class Flow:
                 self.picked.append((self.now_s, peer))
                 self.free[name] -= 1
                 self._at(self.now_s + self.delay_s / 2, self._arrive, peer, key)
-            wake_s = router.wake_s(self.now_s)
-            if wake_s is not None and not self.now_s < self._wakes_s[name] <= wake_s:
-                self._wakes_s[name] = wake_s
-                self._at(wake_s, lambda: None)
+            due_s = wake_s(router, self.now_s)
+            if due_s is not None and not self.now_s < self._wakes_s[name] <= due_s:
+                self._wakes_s[name] = due_s
+                self._at(due_s, lambda: None)
 
     def _arrive(self, peer: str, key: Key) -> None:
         replica = self.replicas[peer]

@@ -36,7 +36,7 @@ from shoal.swarm.pipeline.engine.effects import (
     Send,
     TensorOffer,
 )
-from shoal.swarm.pipeline.engine.engine import EngineSettings, NextHop, StageEngine, StageSpan
+from shoal.swarm.pipeline.engine.engine import EngineSettings, StageEngine, StageSpan
 from shoal.swarm.pipeline.engine.routing import Router
 
 Tensor = tuple[str, MicroBatch, int]
@@ -192,8 +192,8 @@ class SimulatedPeer:
         """What must hold after every event."""
         limit = self.simulation.world.max_in_flight
         assert self.engine.kept_activations <= limit
-        assert self.engine.kept_gradients <= limit
-        assert len(self.tensors) == self.engine.kept_activations + self.engine.kept_gradients
+        assert len(self.engine._outbox) <= limit
+        assert len(self.tensors) == self.engine.kept_activations + len(self.engine._outbox)
         counted = {sample for stage in self.span for a, b in self.engine.counted(stage) for sample in range(a, b)}
         assert all(set(samples) <= counted for samples in self.accumulated.values())
 
@@ -241,7 +241,7 @@ class Simulation:
         world: World,
         seed: int = 0,
         faults: list[Fault] | None = None,
-        make_router: Callable[[str], NextHop] | None = None,
+        make_router: Callable[[str], Any] | None = None,
     ) -> None:
         self.world = world
         self.now_s = self.finished_s = 0.0

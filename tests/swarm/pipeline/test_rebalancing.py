@@ -8,13 +8,19 @@ from hypothesis import strategies as st
 from tests.swarm.pipeline.plan_cases import LIMITS, Layers, assignments, member, rate, small_swarms, span_rate, swarm_of
 
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, StagePlan
-from shoal.swarm.pipeline.planner.planner import Rebalancing, moved_between, plan_stages, replan
+from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, replan
 
 MB = 1_000_000
 
 
 def peer(name: str, memory_mb: float, *layer_s: float) -> PeerCapability:
     return PeerCapability(name, int(memory_mb * MB), layer_s, 1e9)
+
+
+def moved_between(before: StagePlan, after: StagePlan) -> frozenset[str]:
+    """Peers whose span differs between the plans: they have to download another stage."""
+    both = before.spans.keys() & after.spans.keys()
+    return frozenset(peer for peer in both if before.spans[peer] != after.spans[peer])
 
 
 def replanned(answer: StagePlan | Infeasible) -> StagePlan:

@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.swarm.pipeline.flow import Flow, Replica, steady
+from tests.swarm.pipeline.router_views import view, wake_s, way
 
 from shoal.swarm.pipeline.engine.routing import Router
 
 PATIENCE_S = 12.0
 
 
-def router(*peers: str) -> Router[int]:
-    made: Router[int] = Router("me", PATIENCE_S)
+def router(*peers: str) -> Router:
+    made: Router = Router("me", PATIENCE_S)
     made.set_replicas(1, dict.fromkeys(peers, 1.0), 0.0)
     return made
 
@@ -54,7 +55,7 @@ def test_a_wrong_plan_is_outgrown() -> None:
 
 
 def test_planned_speeds_are_followed_from_the_first_micro_batch_on() -> None:
-    made: Router[int] = Router("me", PATIENCE_S)
+    made: Router = Router("me", PATIENCE_S)
     made.set_replicas(1, {"slow": 1.0, "fast": 4.0}, 0.0)
     picked = []
     for key in range(10):
@@ -130,7 +131,7 @@ def test_one_that_is_fast_again_gets_its_share_again() -> None:
 def test_a_dead_replica_gets_nothing_and_what_it_had_is_named() -> None:
     flow = Flow({"dead": steady(4), "steady": steady(4)}, window=6)
     flow.run(20)
-    had = flow.routers["s0"].view(1, 20)["dead"].queue
+    had = view(flow.routers["s0"], 1, 20)["dead"].queue
     assert had
     flow.kill("dead")
     assert flow.free["s0"] == had, "as many may be sent again"
@@ -156,7 +157,7 @@ def test_who_was_passed_over_saves_up_no_turns() -> None:
     full = Replica(lambda now_s: 0.25, places=0)
     flow = Flow({"full": full, "open": steady(4)}, window=6)
     flow.run(40)
-    assert flow.routers["s0"].view(1, 40)["full"].standing == "trusted", "full is not ill"
+    assert view(flow.routers["s0"], 1, 40)["full"].standing == "trusted", "full is not ill"
     assert flow.rate(5) > 0.95 * 4
     full.places = 6
     flow.run(80)
@@ -170,7 +171,7 @@ def test_full_replicas_are_kept_busy() -> None:
     flow.run(100)
     assert flow.rate(20) > 0.9 * 8
     for sender in flow.routers:
-        seen = flow.routers[sender].view(1, 100)
+        seen = view(flow.routers[sender], 1, 100)
         assert {one.standing for one in seen.values()} == {"trusted"}
 
 
@@ -186,7 +187,7 @@ def test_the_same_events_give_the_same_choices() -> None:
 def test_senders_begin_at_different_replicas() -> None:
     first = set()
     for number in range(20):
-        made: Router[int] = Router(f"sender {number}", PATIENCE_S)
+        made: Router = Router(f"sender {number}", PATIENCE_S)
         made.set_replicas(1, dict.fromkeys("abcd", 1.0), 0.0)
         first.add(made.pick(1, 0.0))
     assert first == set("abcd")
@@ -205,16 +206,16 @@ def test_a_stage_whose_replicas_are_all_banned_tries_each_again_after_the_patien
     for key in range(4):
         made.sent("b", key, 0.0)
         made.failed("b", key, 0.0)
-    assert made.view(1, 0.0)["b"].standing == "banned"
+    assert view(made, 1, 0.0)["b"].standing == "banned"
     assert bans_in_patiences(made, avoid={"b"}) == [1, 2, 4, 8, 16, 32, 32, 32], "b is let out, and free again"
 
 
-def bans_in_patiences(made: Router[int], avoid: set[str]) -> list[float]:
+def bans_in_patiences(made: Router, avoid: set[str]) -> list[float]:
     """How long each of eight bans of a lasts, of which each begins with its first micro-batch after the one before."""
     now_s, key = 0.0, 100
     made.sent("a", key, now_s)
     made.failed("a", key, now_s)
-    assert made.view(1, now_s)["a"].standing == "probation"
+    assert view(made, 1, now_s)["a"].standing == "probation"
     bans_s = []
     for _ in range(8):
         key += 1
@@ -222,9 +223,9 @@ def bans_in_patiences(made: Router[int], avoid: set[str]) -> list[float]:
         made.sent("a", key, now_s)
         assert made.pick(1, now_s, avoid) is None, "one at a time on probation"
         made.failed("a", key, now_s)
-        assert made.view(1, now_s)["a"].standing == "banned"
+        assert view(made, 1, now_s)["a"].standing == "banned"
         assert made.pick(1, now_s, avoid) is None
-        ends_s = made.wake_s(now_s)
+        ends_s = wake_s(made, now_s)
         assert ends_s is not None
         assert made.pick(1, ends_s - 0.001, avoid) is None
         bans_s.append((ends_s - now_s) / PATIENCE_S)
@@ -237,17 +238,17 @@ def test_who_delivers_on_probation_is_trusted_and_in_time_forgiven() -> None:
     for key in range(3):
         made.sent("a", key, now_s)
         made.failed("a", key, now_s)
-        now_s = made.wake_s(now_s) or now_s
+        now_s = wake_s(made, now_s) or now_s
     assert now_s == PATIENCE_S + 2 * PATIENCE_S, "the ban, and the second one, twice as long"
     for key in range(10, 18):
-        assert made.view(1, now_s)["a"].standing == ("trusted" if key > 10 else "probation")
+        assert view(made, 1, now_s)["a"].standing == ("trusted" if key > 10 else "probation")
         made.sent("a", key, now_s)
         assert made.finished("a", key, now_s + 1)
         now_s += 1
     for key in (20, 21):
         made.sent("a", key, now_s)
         made.failed("a", key, now_s)
-    assert made.wake_s(now_s) == now_s + PATIENCE_S, "after eight in a row it begins with a short ban again"
+    assert wake_s(made, now_s) == now_s + PATIENCE_S, "after eight in a row it begins with a short ban again"
 
 
 def test_what_failed_together_is_one_failure() -> None:
@@ -256,19 +257,19 @@ def test_what_failed_together_is_one_failure() -> None:
         made.sent("a", key, 0.0)
     for key in range(4):
         made.failed("a", key, 5.0)
-    assert made.view(1, 5.0)["a"].standing == "probation"
+    assert view(made, 1, 5.0)["a"].standing == "probation"
 
 
 def test_a_replica_that_hangs_is_banned_and_comes_back() -> None:
     hangs = Replica(lambda now_s: None if 30 <= now_s < 60 else 0.25)
     flow = Flow({"hangs": hangs, "steady": steady(4)}, window=6)
     flow.run(55)
-    assert flow.routers["s0"].view(1, 55)["hangs"].standing == "banned"
+    assert view(flow.routers["s0"], 1, 55)["hangs"].standing == "banned"
     assert hangs.dropped <= 6, "the window once, and single ones on probation"
     assert [peer for at_s, peer in flow.picked if 45 < at_s <= 55].count("hangs") <= 1
     assert flow.rate(45) > 0.8 * 4
     flow.run(140)
-    assert flow.routers["s0"].view(1, 140)["hangs"].standing == "trusted"
+    assert view(flow.routers["s0"], 1, 140)["hangs"].standing == "trusted"
     assert flow.shares(110)["hangs"] == pytest.approx(0.5, abs=0.05)
 
 
@@ -279,10 +280,10 @@ def test_leaving_the_stage_heals_nobody_but_dying_is_forgotten() -> None:
         made.failed("a", key, 0.0)
     made.set_replicas(1, {"b": None}, 1.0)
     made.set_replicas(1, {"a": None, "b": None}, 2.0)
-    assert made.view(1, 2.0)["a"].standing == "banned"
+    assert view(made, 1, 2.0)["a"].standing == "banned"
     made.retire("a")
     made.set_replicas(1, {"a": None, "b": None}, 3.0)
-    assert made.view(1, 3.0)["a"].standing == "trusted"
+    assert view(made, 1, 3.0)["a"].standing == "trusted"
 
 
 def test_failures_count_against_the_estimate() -> None:
@@ -293,7 +294,7 @@ def test_failures_count_against_the_estimate() -> None:
         made.finished("a", key, now_s)
     made.sent("a", 8, now_s)
     made.failed("a", 8, now_s)  # the link broke at once
-    assert made.view(1, now_s)["a"].rate == pytest.approx(8 / 15)
+    assert view(made, 1, now_s)["a"].rate == pytest.approx(8 / 15)
 
 
 # What is pending, and for how long ---------------------------------------------------------------------------
@@ -303,10 +304,10 @@ def test_the_way_back_is_the_way_there_while_it_is_pending() -> None:
     made = router("a", "b")
     made.sent("a", 1, 0.0)
     made.sent("b", 2, 0.0)
-    assert (made.way(1), made.way(2), made.way(3)) == ("a", "b", None)
+    assert (way(made, 1), way(made, 2), way(made, 3)) == ("a", "b", None)
     assert not made.finished("b", 1, 1.0), "nobody else's gradient counts"
     assert made.retire("a") == (1,)
-    assert made.way(1) is None
+    assert way(made, 1) is None
     assert not made.finished("a", 1, 1.0)
     assert made.finished("b", 2, 1.0)
     assert not made.finished("b", 2, 1.0), "a second time"
@@ -319,7 +320,7 @@ def test_one_that_left_the_stage_may_finish_what_it_has() -> None:
     made.sent("a", 1, 0.0)
     made.set_replicas(1, {"b": None}, 1.0)
     assert made.pick(1, 1.0) == "b"
-    assert made.way(1) == "a"
+    assert way(made, 1) == "a"
     assert made.finished("a", 1, 2.0)
 
 
@@ -327,7 +328,7 @@ def test_little_is_known_at_first_so_the_patience_counts() -> None:
     made = router("a")
     made.sent("a", 1, 5.0)
     assert made.overdue(5.0 + PATIENCE_S - 0.001) == ()
-    assert made.wake_s(5.0) == 5.0 + PATIENCE_S
+    assert wake_s(made, 5.0) == 5.0 + PATIENCE_S
     assert made.overdue(5.0 + PATIENCE_S) == (1,)
 
 
@@ -362,12 +363,12 @@ def test_who_delivers_others_is_waited_for_but_not_for_ever() -> None:
 def test_what_is_withdrawn_says_nothing_of_the_replica() -> None:
     made = router("a")
     made.sent("a", 1, 0.0)
-    before = made.view(1, 0.0)["a"]
+    before = view(made, 1, 0.0)["a"]
     assert made.withdrawn("a", 1)
-    assert made.way(1) is None
+    assert way(made, 1) is None
     assert not made.withdrawn("a", 1)
     assert made.pick(1, 0.0) == "a", "nobody is full"
-    after = made.view(1, 30.0)["a"]
+    after = view(made, 1, 30.0)["a"]
     assert (after.rate, after.queue, after.standing) == (before.rate, 0, "trusted")
 
 
@@ -377,9 +378,9 @@ def test_a_full_replica_is_asked_again_later_and_later() -> None:
     for key in range(7):
         made.sent("b", key, now_s)
         assert made.refused("b", key, now_s)
-        assert made.way(key) is None
+        assert way(made, key) is None
         assert made.pick(2, now_s) is None
-        again_s = made.wake_s(now_s)
+        again_s = wake_s(made, now_s)
         assert again_s is not None
         assert made.pick(2, again_s) == "b"
         pauses_s.append(again_s - now_s)
@@ -397,7 +398,7 @@ class Anything(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router: Router[int] = Router("me", PATIENCE_S)
+        self.router: Router = Router("me", PATIENCE_S)
         self.now_s = 0.0
         self.present: set[str] = set()
         self.pending: dict[int, str] = {}
@@ -415,7 +416,7 @@ class Anything(RuleBasedStateMachine):
     @rule(avoid=st.sets(st.sampled_from("abcde"), max_size=2), count=st.integers(1, 4))
     def send(self, avoid: set[str], count: int) -> None:
         for _ in range(count):
-            seen = self.router.view(1, self.now_s)
+            seen = view(self.router, 1, self.now_s)
             peer = self.router.pick(1, self.now_s, avoid)
             if peer is None:
                 return
@@ -461,8 +462,8 @@ class Anything(RuleBasedStateMachine):
     @invariant()
     def the_books_balance(self) -> None:
         assert self.sent == self.settled + len(self.pending)
-        assert {key: self.router.way(key) for key in range(1, self.sent + 1) if self.router.way(key)} == self.pending
-        seen = self.router.view(1, self.now_s)
+        assert {key: way(self.router, key) for key in range(1, self.sent + 1) if way(self.router, key)} == self.pending
+        seen = view(self.router, 1, self.now_s)
         assert seen.keys() == self.present
         for peer, one in seen.items():
             assert one.queue == sum(at == peer for at in self.pending.values())
@@ -470,10 +471,10 @@ class Anything(RuleBasedStateMachine):
 
     @invariant()
     def everybody_well_gets_some_in_the_end(self) -> None:
-        wake_s = self.router.wake_s(self.now_s)
-        assert wake_s is None or wake_s > self.now_s
+        due_s = wake_s(self.router, self.now_s)
+        assert due_s is None or due_s > self.now_s
         if self.present and self.router.pick(1, self.now_s) is None:
-            assert self.router.overdue(self.now_s) or (wake_s is not None and wake_s - self.now_s <= 32 * PATIENCE_S)
+            assert self.router.overdue(self.now_s) or (due_s is not None and due_s - self.now_s <= 32 * PATIENCE_S)
 
 
 TestAnything = Anything.TestCase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from shoal.swarm.pipeline.engine.engine import AttemptKey
+from shoal.swarm.pipeline.engine.effects import AttemptKey
 
 
 class Turns:
