@@ -11,10 +11,10 @@ from shoal.swarm.sample_ranges import Ranges, count, merge, subtract, union
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples ``start <= s < stop`` of a round, in micro-batches of ``micro`` samples; the last one may be smaller.
+    """Samples ``start <= s < stop`` of a round, in micro-batches of ``micro`` samples; the last one may be smaller.
 
-    Of anchor version v it is the v-th batch of the run's sequence of samples: what is behind the anchor is all before
-    it, whatever was aborted or undone on the way."""
+    The round that starts from anchor version v has the v-th batch of the run's sequence of samples: exactly the samples
+    before it are in the anchor, whatever was aborted or undone meanwhile."""
 
     start: int
     stop: int
@@ -25,7 +25,7 @@ class Batch:
         return [(self.start, self.stop)]
 
     def cells(self, ranges: Ranges) -> Ranges:
-        """The micro-batches that ``ranges`` (merged, of this batch) lie in."""
+        """Return the micro-batches that ``ranges`` (merged, of this batch) overlap."""
         cells: Ranges = []
         for start, stop in ranges:
             at = start - (start - self.start) % self.micro
@@ -36,27 +36,29 @@ class Batch:
 
 
 def fair_samples(finished: Mapping[str, int], peer: str, left: int, micro: int) -> int:
-    """Whole micro-batches, one at least. ``finished``: samples, by driver; ``left``: those that are not."""
+    """Return a driver's fair part of the ``left`` samples, in whole micro-batches and at least one. ``finished``: the
+    samples that each driver has finished."""
     share = finished[peer] / sum(finished.values())
     return max(1, math.ceil(share * left / micro)) * micro
 
 
 @dataclass
 class MicroBatchLedger:
-    """Of one round. ``driven``: what has been given to anybody to drive; ``in_flight``: by driver, what it has not said
-    to be done since. Two drivers may have the same: the second one was asked as the first stood still. ``finished``:
-    how many samples each driver has said to be done, in this round and lately."""
+    """Ledger of one round. ``driven``: samples that were given to any driver; ``in_flight``: by driver, those that it
+    has not reported as done; two drivers may have the same samples, if the second was asked because the first had
+    stalled. ``finished``: by driver, the number of samples that it has reported as done in this round, and a decaying
+    part of those before."""
 
     driven: Ranges = field(default_factory=list)
     in_flight: dict[str, Ranges] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
 
     def next_round(self) -> MicroBatchLedger:
-        """Nothing is driven yet; how fast everybody was counts half as much as how fast it will be."""
+        """Return the ledger of the next round. What drivers have finished so far counts half."""
         return MicroBatchLedger(finished={peer: samples // 2 for peer, samples in self.finished.items()})
 
     def take(self, peer: str, ranges: Ranges, done: Ranges) -> None:
-        """``peer`` drives ``ranges`` now, and ``done`` no longer."""
+        """Note that ``peer`` drives ``ranges`` from now on, and has finished ``done``."""
         left = union(subtract(self.in_flight.pop(peer, []), merge(done)), merge(ranges))
         if left:
             self.in_flight[peer] = left
@@ -65,13 +67,14 @@ class MicroBatchLedger:
         self.driven = union(self.driven, merge(ranges))
 
     def lose(self, peer: str) -> None:
-        """It drives nothing any more."""
+        """Forget a driver that is gone."""
         self.in_flight.pop(peer, None)
         self.finished.pop(peer, None)
 
     def fair_samples(self, peer: str, batch: Batch) -> int | None:
-        """The most that a driver should have under way: its part, as fast as it has been, of what is left of the batch,
-        or the others would wait for it in the end. None while there is nothing to tell by, and once all was given."""
+        """Return the most samples that a driver should have in flight: its part, by its speed so far, of what is left
+        of the batch; with more, the others would wait for it in the end. None while its speed is unknown, and once all
+        samples were given out."""
         fresh = count(subtract(batch.ranges, self.driven))
         if not fresh or not self.finished.get(peer):
             return None
@@ -79,10 +82,10 @@ class MicroBatchLedger:
         return fair_samples(self.finished, peer, left, batch.micro)
 
     def choose(self, batch: Batch, missing: Ranges, stalled: Sequence[str], samples: int) -> Ranges:
-        """The next micro-batches to drive, of about so many samples: those that nobody has driven yet; then those that
-        some stage misses and nobody is at, but for the ``stalled``. One range each.
+        """Choose the next micro-batches to drive, one range each, of about ``samples`` samples: those that were never
+        driven; else those that some stage is ``missing`` and that no driver has in flight, except ``stalled`` ones.
 
-        ``missing`` (merged, of the batch): what some stage has no claim on."""
+        ``missing`` (merged, of the batch): samples that are not claimed in every stage."""
         chosen = self._first(batch, subtract(batch.ranges, self.driven), samples)
         if not chosen:
             flying: Ranges = []

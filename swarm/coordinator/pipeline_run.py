@@ -8,7 +8,7 @@ from shoal.swarm.coordinator import events as ev
 from shoal.swarm.coordinator.barrier import Barrier
 from shoal.swarm.coordinator.lease_ledger import coverage_of
 from shoal.swarm.coordinator.pipeline_state import PipelineState
-from shoal.swarm.coordinator.placement import Question, believed, cost_of
+from shoal.swarm.coordinator.placement import PlacementRequest, believed, cost_of
 from shoal.swarm.coordinator.round_scope import Sign
 from shoal.swarm.coordinator.stage_scope import StageScope
 from shoal.swarm.coordinator.stall_detector import StallDetector
@@ -38,15 +38,15 @@ class PipelineRun(PipelineState):
         self._is_plan_due = True
         self._may_rebalance = False
         """Once a round, and not while a stage is empty."""
-        self._asked: Question | None = None
-        self._proposed: tuple[Question, StagePlan] | None = None
+        self._asked: PlacementRequest | None = None
+        self._proposed: tuple[PlacementRequest, StagePlan] | None = None
         """An answer whose moves wait for the end of the round."""
         self._cut_from_s: float | None = None
         """From when on the first plan may choose the number of stages: those that start together shall be in it."""
         self._barrier = Barrier()
         self._stall_detector = StallDetector(self.deadlines, 1 + run.outer.slots)
         self._resting: set[str] = set()
-        self._looks_s = now_s
+        self._next_stall_check_s = now_s
         self._drove_s: dict[str, float] = {}
         """When each driver was given something, or had done something, the last time."""
 
@@ -140,7 +140,7 @@ class PipelineRun(PipelineState):
         return now_s > self._drove_s.setdefault(peer, now_s) + self.deadlines.result_s
 
     # Spans ----------------------------------------------------------------------------------------------
-    # ``plan_question`` is asked when somebody comes or goes, and after each round; ``take_plan`` hears the answer.
+    # ``plan_request`` is asked when somebody comes or goes, and after each round; ``take_plan`` hears the answer.
 
     def show_capability(self, peer: str, shown: PeerToCoordinatorShowCapability, now_s: float) -> None:
         """Raises ``ModelMismatch`` when the layers are not the run's."""
@@ -185,7 +185,7 @@ class PipelineRun(PipelineState):
 
     # The planner ----------------------------------------------------------------------------------------
 
-    def plan_question(self, now_s: float) -> Question | None:
+    def plan_request(self, now_s: float) -> PlacementRequest | None:
         """What the planner is to be asked now, if anything; one at a time. Newcomers get a place at once, empty stages
         somebody who moves; else peers move between two rounds only, and one at a time."""
         self.now_s = now_s
@@ -203,15 +203,15 @@ class PipelineRun(PipelineState):
             return None
         rebalances = self._may_rebalance and not empty
         self._is_plan_due = self._may_rebalance = False
-        self._asked = self._question(Rebalancing(self.unix_s, dict(self.moved_s)) if rebalances else None)
+        self._asked = self._request(Rebalancing(self.unix_s, dict(self.moved_s)) if rebalances else None)
         return self._asked
 
-    def take_plan(self, asked: Question, plan: StagePlan | Infeasible, now_s: float) -> None:
+    def take_plan(self, asked: PlacementRequest, plan: StagePlan | Infeasible, now_s: float) -> None:
         """The planner's answer: as much of it as still holds, and what does not is asked anew."""
         self.now_s, self._asked = now_s, None
         if self.has_ended:
             return
-        unchanged = asked.unchanged(self._question(None))
+        unchanged = asked.unchanged(self._request(None))
         is_whole = len(unchanged) == len(asked.peers) + len(asked.resting)
         if not is_whole:
             self._is_plan_due = True
@@ -234,9 +234,9 @@ class PipelineRun(PipelineState):
             if not self.micro_batches.driven:  # nothing of the round is begun yet
                 self._move_one()
 
-    def _question(self, rebalancing: Rebalancing | None) -> Question:
+    def _request(self, rebalancing: Rebalancing | None) -> PlacementRequest:
         resting, peers = self.resting(), self._peers()
-        return Question(
+        return PlacementRequest(
             previous=StagePlan(self.boundaries, dict(self.spans)) if self.boundaries else None,
             layers=tuple(cost_of(one) for one in self.layers),
             peers=tuple(one for one in peers if one.peer not in resting),
@@ -256,10 +256,10 @@ class PipelineRun(PipelineState):
             return
         asked, plan = proposed
         moves = self._moves(asked, plan)
-        if asked.unchanged(self._question(None)) >= (asked.previous.spans.keys() if asked.previous else set()):
+        if asked.unchanged(self._request(None)) >= (asked.previous.spans.keys() if asked.previous else set()):
             self._assign(dict(list(moves.items())[:1]))
 
-    def _moves(self, asked: Question, plan: StagePlan) -> dict[str, tuple[int, int] | None]:
+    def _moves(self, asked: PlacementRequest, plan: StagePlan) -> dict[str, tuple[int, int] | None]:
         """Of those that held something then, who would hold something else, or nothing."""
         held = asked.previous.spans if asked.previous else {}
         return {peer: plan.spans.get(peer) for peer in held if plan.spans.get(peer) != self.spans.get(peer)}
@@ -339,7 +339,7 @@ class PipelineRun(PipelineState):
         """Whatever time decides: silence, spans, and how rounds go on."""
         self.now_s = now_s
         stood_s = self.excuse_own_silence(now_s)
-        self._stall_detector.excuse(stood_s)
+        self._stall_detector.postpone(stood_s)
         self._drove_s = {peer: since_s + stood_s for peer, since_s in self._drove_s.items()}
         for stage in self.stages:
             stage.now_s, stage.unix_offset_s = now_s, self.unix_offset_s
@@ -361,14 +361,14 @@ class PipelineRun(PipelineState):
 
     def _look_for_stalls(self, now_s: float) -> None:
         """Now and then: who keeps the others waiting has to go, and whoever has rested may come again."""
-        if now_s < self._looks_s:
+        if now_s < self._next_stall_check_s:
             return
-        self._looks_s = now_s + self.deadlines.heartbeat_s / 2
+        self._next_stall_check_s = now_s + self.deadlines.heartbeat_s / 2
         resting = self.resting()
         if resting != self._resting:
             self._resting, self._is_plan_due = resting, True
-        for overdue in self._stall_detector.look(self, now_s):
-            self.take_span(overdue.peer, overdue.reason)
+        for stalled in self._stall_detector.find_stalled(self, now_s):
+            self.take_span(stalled.peer, stalled.reason)
 
     def status(self, now_s: float) -> CoordinatorToPeerStatus:
         return status_of(self, now_s)

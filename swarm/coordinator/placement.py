@@ -1,4 +1,4 @@
-"""Placement of peers on stages: what the planner is asked, and what members see of its plan."""
+"""Placement of peers on stages: requests to the planner, and the view of its plan for members."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Protocol
 from shoal.swarm.pipeline.planner.model import Infeasible, LayerCost, PeerCapability, PlanningProblem, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing, plan_stages, predict_rates, replan
 from shoal.swarm.protocol.run_file import RunFile
-from shoal.swarm.protocol.types import Capability, LayerSize, PipelineView, Span
+from shoal.swarm.protocol.types import AssignedSpan, Capability, LayerSize, PipelineView
 
-# What members see -------------------------------------------------------------------------------------------
+# The members' view ------------------------------------------------------------------------------------------
 
 _FASTEST = 64.0
-"""Times as fast as usual, at a layer: more is not believed of anybody."""
+"""Largest believed speed at a layer, as a multiple of the median one."""
 _FASTEST_BPS = 1e11
 _MOST_BYTES = 2**48
-"""Of memory: no machine has so much, and sums of it stay exact."""
+"""Largest believed memory: no machine has so much, and sums of it stay exact."""
 
 
 class PipelineViews:
-    """The same object for as long as nothing has changed, so that it is packed once for everybody."""
+    """View of the placement; the same object until something changes, so that it is packed once for all members."""
 
     def __init__(self, run: RunFile) -> None:
         self._run = run
@@ -32,7 +32,7 @@ class PipelineViews:
     def of(
         self, plan: StagePlan, version: int, layers: Sequence[LayerSize], capabilities: Mapping[str, Capability]
     ) -> PipelineView:
-        """``version``: of the plan's spans. Who holds stages has shown a capability."""
+        """Return the view of a plan. ``version``: of its spans; every peer with a span has a capability."""
         made = self._made
         if made is None or made.version != version or self._capabilities != capabilities:
             self._capabilities = dict(capabilities)
@@ -47,7 +47,7 @@ class PipelineViews:
         return PipelineView(
             boundaries=plan.boundaries,
             spans=tuple(
-                Span(
+                AssignedSpan(
                     peer=peer,
                     first=first,
                     last=last,
@@ -61,13 +61,13 @@ class PipelineViews:
 
 
 def cost_of(layer: LayerSize) -> LayerCost:
-    """As the planner has it."""
+    """Convert a layer's description into the planner's form."""
     return LayerCost(layer.parameters_bytes, layer.activation_bytes, layer.kept_bytes)
 
 
 def believed(shown: Mapping[str, Capability]) -> list[PeerCapability]:
-    """As the planner has it, as far as what they say of themselves can be: nobody is faster than all others by any
-    factor, and nobody has more memory than machines have."""
+    """Convert the peers' own figures into the planner's form, within limits: no peer is believed to be faster than the
+    others by more than a factor, or to have more memory than machines have."""
     layers = zip(*(one.layer_s for one in shown.values()), strict=True)
     least_s = [statistics.median(seconds) / _FASTEST for seconds in layers]
     return [
@@ -83,12 +83,12 @@ def believed(shown: Mapping[str, Capability]) -> list[PeerCapability]:
     ]
 
 
-# What the planner is asked ----------------------------------------------------------------------------------
+# Requests ---------------------------------------------------------------------------------------------------
 
 
 class Planner(Protocol):
-    """The first plan for ``previous`` None; else one with the same boundaries, in which few peers move: without
-    ``rebalancing`` only for the sake of a stage that is empty."""
+    """Make the first plan if ``previous`` is None; else one with the same boundaries in which few peers move: without
+    ``rebalancing`` only to fill a stage that is empty."""
 
     def __call__(
         self,
@@ -100,8 +100,8 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True)
-class Question:
-    """``resting``: peers that are to have a place only if there is no plan without them."""
+class PlacementRequest:
+    """Request to the planner. ``resting``: peers that get stages only if there is no plan without them."""
 
     previous: StagePlan | None
     layers: tuple[LayerCost, ...]
@@ -109,7 +109,7 @@ class Question:
     resting: tuple[PeerCapability, ...]
     rebalancing: Rebalancing | None
 
-    def answer(self, planner: Planner) -> StagePlan | Infeasible:
+    def plan(self, planner: Planner) -> StagePlan | Infeasible:
         plan = planner(self.previous, self.layers, self.peers, self.rebalancing)
         if isinstance(plan, Infeasible) and self.resting:
             everybody = sorted((*self.peers, *self.resting), key=lambda one: one.peer)
@@ -117,10 +117,10 @@ class Question:
             return plan if isinstance(with_them, Infeasible) else with_them
         return plan
 
-    def unchanged(self, now: Question) -> set[str]:
-        """Those who have the same figures and the same span as when it was asked."""
-        asked, there = self._by_peer(), now._by_peer()
-        return {peer for peer, one in asked.items() if there.get(peer) == one}
+    def unchanged(self, now: PlacementRequest) -> set[str]:
+        """Return the peers that have the same figures and the same span in a later request."""
+        later = now._by_peer()
+        return {peer for peer, one in self._by_peer().items() if later.get(peer) == one}
 
     def _by_peer(self) -> dict[str, tuple[PeerCapability, tuple[int, int] | None]]:
         spans = self.previous.spans if self.previous else {}
@@ -131,7 +131,7 @@ class Question:
 
 
 def planner_of(run: RunFile) -> Planner:
-    """Of a run that has a pipeline."""
+    """Return the planner with the settings of a pipeline run."""
     assert run.pipeline is not None
     stages = None if run.pipeline.stages == "auto" else run.pipeline.stages
     max_in_flight, values = run.pipeline.in_flight, run.outer.slots

@@ -561,10 +561,10 @@ class CoordinatorService:
             await self._may_plan.wait()
             self._may_plan.clear()
             async with self.lock:
-                asked = machine.plan_question(time.monotonic())
+                asked = machine.plan_request(time.monotonic())
             if asked is None:
                 continue
-            plan = await in_thread(asked.answer, planner)
+            plan = await in_thread(asked.plan, planner)
             async with self.lock:
                 self._set_clock()
                 machine.take_plan(asked, plan, time.monotonic())

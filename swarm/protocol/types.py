@@ -229,7 +229,7 @@ class Headway(Record):
     plan_version: Count = 0
 
 
-class Span(Record):
+class AssignedSpan(Record):
     """The stages ``first <= s <= last`` that a peer holds, the micro-batches a second that the plan expects of it there
     (0: it does not know), and whether it ``recomputes`` what it has no memory to keep."""
 
@@ -247,7 +247,7 @@ class PipelineView(Record):
     not among them."""
 
     boundaries: Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_STAGES + 1)]
-    spans: Annotated[tuple[Span, ...], Field(max_length=MAX_MEMBERS)]
+    spans: Annotated[tuple[AssignedSpan, ...], Field(max_length=MAX_MEMBERS)]
     version: Count
 
     @model_validator(mode="after")

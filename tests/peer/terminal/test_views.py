@@ -14,7 +14,7 @@ from shoal.peer.terminal.reporter import status_json, status_table
 from shoal.peer.terminal.snapshot import Flow, HeldStages, held_stages, with_stages
 from shoal.peer.terminal.views import empty_text, flow_text, held_text, session_panel, stages_drawing, status_line
 from shoal.swarm.protocol.messages import CoordinatorToPeerStatus
-from shoal.swarm.protocol.types import PipelineView, Span, StageStatus
+from shoal.swarm.protocol.types import AssignedSpan, PipelineView, StageStatus
 
 WAITS = "waits for a peer that can hold it: nobody can hold stage 2, \x1b[2Jwhich takes 3,200.0 MB"
 STAGES = (
@@ -169,7 +169,7 @@ def test_a_peers_view_says_what_it_holds_and_what_goes_through() -> None:
 
 
 def test_what_a_peer_holds_as_the_view_has_it() -> None:
-    spans = (Span(peer=PEERS[0], first=0, last=2), Span(peer=PEERS[1], first=2, last=2))
+    spans = (AssignedSpan(peer=PEERS[0], first=0, last=2), AssignedSpan(peer=PEERS[1], first=2, last=2))
     view = PipelineView(boundaries=(0, 1, 4, 5, 8), spans=spans, version=1)
     held = held_stages(view, (0, 2), HELD.flow)
     assert (held.first, held.last, held.stages) == (0, 2, 4)

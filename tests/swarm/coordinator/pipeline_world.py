@@ -190,7 +190,7 @@ NOT_FROM_EVENTS = {
     "_cut_from_s",
     "_stall_detector",
     "_resting",
-    "_looks_s",
+    "_next_stall_check_s",
     "_views",
     "shortage",
     "keep",
@@ -520,8 +520,8 @@ class PipelineWorld(JournaledWorld[PipelineRun]):
 
     def plan(self) -> None:
         """The planner answers whatever it is asked, unless it is busy."""
-        while self.plans and (asked := self.machine.plan_question(self.now_s)) is not None:
-            self.machine.take_plan(asked, asked.answer(plan), self.now_s)
+        while self.plans and (asked := self.machine.plan_request(self.now_s)) is not None:
+            self.machine.take_plan(asked, asked.plan(plan), self.now_s)
 
     def settle(self) -> None:
         self.plan()

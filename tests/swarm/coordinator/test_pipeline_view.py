@@ -5,7 +5,7 @@ from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, Pipeli
 
 from shoal.swarm.coordinator.placement import PipelineViews
 from shoal.swarm.pipeline.planner.model import StagePlan
-from shoal.swarm.protocol.types import Capability, PipelineView, Span
+from shoal.swarm.protocol.types import AssignedSpan, Capability, PipelineView
 
 PLAN = StagePlan((0, 2, 4, 6), {"b" * 16: (0, 0), "a" * 16: (1, 2)})
 MEMORY_BYTES = 10**9
@@ -17,7 +17,7 @@ def able(layer_s: float, memory_bytes: int = MEMORY_BYTES) -> Capability:
     )
 
 
-def seen(shown: dict[str, Capability], plan: StagePlan = PLAN) -> dict[str, Span]:
+def seen(shown: dict[str, Capability], plan: StagePlan = PLAN) -> dict[str, AssignedSpan]:
     view = PipelineViews(run_file()).of(plan, 1, SIZES, shown)
     assert view.boundaries == plan.boundaries
     return {span.peer[0]: span for span in view.spans}
@@ -39,7 +39,7 @@ def test_who_has_too_little_memory_to_keep_everything_recomputes() -> None:
     assert not seen_by_a(least + 5000).recomputes
 
 
-def seen_by_a(memory_bytes: int) -> Span:
+def seen_by_a(memory_bytes: int) -> AssignedSpan:
     return seen({"a" * 16: able(0.1, memory_bytes), "b" * 16: able(0.4)})["a"]
 
 

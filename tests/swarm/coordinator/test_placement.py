@@ -4,21 +4,21 @@ from tests.swarm.coordinator.pipeline_world import LAYERS, SIZES, STAGES, Pipeli
 from tests.swarm.coordinator.test_pipeline import holder, rounds, training, until
 from tests.swarm.coordinator.world import heartbeat
 
-from shoal.swarm.coordinator.placement import Question
+from shoal.swarm.coordinator.placement import PlacementRequest
 from shoal.swarm.pipeline.planner.model import Infeasible, StagePlan
 from shoal.swarm.pipeline.planner.planner import Rebalancing
 from shoal.swarm.protocol.messages import PeerToCoordinatorShowCapability
 from shoal.swarm.protocol.types import Capability, Headway, PipelineView
 
 
-def asked(world: PipelineWorld) -> Question:
-    found = world.machine.plan_question(world.now_s)
+def asked(world: PipelineWorld) -> PlacementRequest:
+    found = world.machine.plan_request(world.now_s)
     assert found is not None
     return found
 
 
-def answer(world: PipelineWorld, question: Question, answered: StagePlan | Infeasible | None = None) -> None:
-    world.machine.take_plan(question, answered or question.answer(plan), world.now_s)
+def answer(world: PipelineWorld, question: PlacementRequest, answered: StagePlan | Infeasible | None = None) -> None:
+    world.machine.take_plan(question, answered or question.plan(plan), world.now_s)
     world.settle()
 
 
@@ -28,13 +28,13 @@ def test_one_question_at_a_time() -> None:
     world.start(world.peers[3])
     question = asked(world)
     world.start(world.peers[4])
-    assert world.machine.plan_question(world.now_s) is None
+    assert world.machine.plan_request(world.now_s) is None
     answer(world, question)
     assert world.peers[3].name in world.machine.spans
     assert world.peers[4].name not in world.machine.spans
     answer(world, asked(world))
     assert world.peers[4].name in world.machine.spans
-    assert world.machine.plan_question(world.now_s) is None
+    assert world.machine.plan_request(world.now_s) is None
 
 
 def test_who_left_meanwhile_gets_nothing_and_the_others_their_places() -> None:
@@ -64,8 +64,8 @@ def test_a_refill_is_planned_anew_when_somebody_left_meanwhile() -> None:
     assert all(world.machine.holders(stage) for stage in range(STAGES))
 
 
-def question_plan(question: Question) -> StagePlan:
-    answered = question.answer(plan)
+def question_plan(question: PlacementRequest) -> StagePlan:
+    answered = question.plan(plan)
     assert isinstance(answered, StagePlan)
     return answered
 
@@ -83,7 +83,7 @@ def test_the_first_cut_is_for_those_who_are_still_there() -> None:
     rounds(world, 1)
 
 
-def rebalanced(world: PipelineWorld, question: Question) -> StagePlan:
+def rebalanced(world: PipelineWorld, question: PlacementRequest) -> StagePlan:
     """With the driver of stage 0 that has nothing beside it moved to the last stage."""
     assert question.previous is not None
     spans = dict(question.previous.spans)
