@@ -20,7 +20,7 @@ help:
 	@echo 'make demo      train a small run with several peers on this machine      DEMO_ARGS=…'
 	@echo '               a model in stages, which none of them can hold            DEMO_ARGS=--pipeline'
 	@echo 'make test      run the tests                                             PYTEST_ARGS=…'
-	@echo 'make test-all  run what `make test` leaves out: fault matrices, attacks  PYTEST_ARGS=…'
+	@echo 'make test-all  run the cases that `make test` leaves out                 PYTEST_ARGS=…'
 	@echo 'make soak      twelve peers that are killed and started for ten minutes  SOAK_ARGS=…'
 	@echo 'make chaos     a pipeline under every fault at every step, 20 minutes     CHAOS_ARGS=…'
 	@echo 'make check     lint, format check and types, of benchmarks and examples too'
@@ -35,13 +35,15 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/shoal demo $(DEMO_ARGS)
 
-# Those with real processes last, as many at a time as there are cores: they mostly wait. 5: pytest chose no test.
+# Tests with real processes come last, as many at a time as there are cores: they mostly wait. Exit code 5 of pytest:
+# PYTEST_ARGS chose no test of that kind.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n auto -m 'not integration' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n auto -m 'not integration and not slow' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-all: $(INSTALLED)
-	@$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n auto -m 'slow and not integration' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and integration' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)

@@ -1,9 +1,11 @@
 """Settings of every test process: one thread, and property tests that no slow machine can fail.
 
-Which integration tests are slow is decided here, too: `make test` runs the others, `make test-all` those.
+Tests are divided here, too. Of those that start real processes ``make test`` runs one case of each capability and of
+each kind of attack, of the fault matrices in memory a part of each; ``make test-all`` runs all others.
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,20 +19,74 @@ settings.register_profile("local", deadline=None, max_examples=50)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-SLOW_FOLDERS = {"attacks", "chaos"}
-"""Fault matrices and attacks; the defences are shown by unit tests as well."""
+TIMEOUT_S = 900
+"""For a test with real processes, whose waits have deadlines of their own."""
 
-SMOKE_ATTACKS = {"test_joins", "test_pins"}
+CHAOS = "chaos"
+"""The folder of fault matrices: in memory, and a part of them with real processes, which are all slow."""
+
+MATRICES, EVERY = {"test_one_fault", "test_more_faults", "test_overlap"}, 5
+"""Modules there of which ``make test`` runs one case in so many. There are six moments of a round, so that each fault
+comes at another moment than the one before it."""
+
+SMOKE_ATTACKS = {
+    "test_accusations": "test_newcomers_cannot_accuse_the_owners_away",
+    "test_divergence": "test_a_machine_that_is_at_fault_leaves_and_nobody_goes_back",
+    "test_files": "test_another_run_than_the_invites",
+    "test_floods": "test_messages_for_the_host",
+    "test_influence": "test_contributions_above_their_claim_change_nothing",
+    "test_joins": "test_nobody_connects_to_an_address_that_is_not_the_joiners",
+    "test_leases": "test_who_does_no_work_gets_a_newcomers_share",
+    "test_manifests": "test_a_manifest_that_claims_8_8_tb",
+    "test_memory": "test_a_model_that_fits_nowhere_is_refused_before_it_is_built",
+    "test_never_delivering": "test_nobody_waits_for_it_for_ever",
+    "test_pins": "test_the_first_member_cannot_define_the_run",
+    "test_receive_queue": "test_who_fills_a_queue_and_resets_ends_nobody",
+}
+"""By module the attack that ``make test`` runs."""
+
+REPEATED = {
+    # The last stage of a pipeline's life and its loss; test_pipeline has the rest.
+    "test_mixed_pipeline": {"test_a_peer_with_the_whole_model_and_three_with_a_stage_each"},
+    "test_pipeline": {"test_a_replica_of_the_middle_stage_is_stopped_and_continued"},
+    "test_pipeline_loss": {"test_lost_everywhere_and_restored_from_copies_of_the_stages"},
+    "test_start": {"test_what_a_run_starts_from_can_be_exported_before_its_first_round_has_ended"},
+    # Kills that test_churn's first case, test_overlap's and test_whole_loss have as well.
+    "test_churn": {
+        "test_members_are_killed_at_random_moments",
+        "test_the_coordinator_is_killed_with_a_member",
+        "test_everybody_is_killed_and_comes_back",
+        "test_ctrl_c_on_the_host_and_the_same_command_again",
+    },
+    "test_overlap": {"test_the_coordinator_is_killed_when_members_work_ahead_and_one_of_them_with_it"},
+    "test_host_disk": {"test_the_hosts_machine_is_lost_and_another_goes_on_from_the_backup"},
+    "test_supervisor": {"test_who_ends_it_ends_both", "test_a_host_that_dies_again_and_again_is_given_up"},
+    "test_copies": {"test_somebody_else_cannot_restore_it"},
+    "test_training": {"test_an_export_in_bfloat16_is_the_rounded_anchor"},
+}
+"""By module the tests of ``tests/integration`` that show again what others show."""
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether that test, with real processes, is for ``make test-all``."""
+    module, name = item.path.stem, getattr(item, "originalname", item.name)
+    if CHAOS in item.path.parts:
+        return True
+    if "attacks" in item.path.parts:
+        return SMOKE_ATTACKS.get(module) != name
+    return name in REPEATED.get(module, ())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the real-process tests of those folders, and of a test with parameters all cases but the first."""
-    seen = set[tuple[Path, str]]()
+    """Mark the slow ones: besides, of a test with real processes and parameters, all cases but the first."""
+    cases = Counter[tuple[Path, str]]()
     for item in items:
-        if item.get_closest_marker("integration") is None:
-            continue
         case = item.path, getattr(item, "originalname", item.name)
-        is_repetition = case in seen
-        seen.add(case)
-        if is_repetition or (item.path.stem not in SMOKE_ATTACKS and SLOW_FOLDERS & set(item.path.parts)):
+        number = cases[case]
+        cases[case] += 1
+        if item.get_closest_marker("integration") is not None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            if number or is_slow(item):
+                item.add_marker("slow")
+        elif CHAOS in item.path.parts and item.path.stem in MATRICES and number % EVERY:
             item.add_marker("slow")

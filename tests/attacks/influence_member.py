@@ -18,7 +18,7 @@ from shoal.swarm.averaging import averager
 from shoal.swarm.averaging.norm_claims import pack
 from shoal.swarm.averaging.reduction import PartReducer, Reduced
 
-STEP_S = 0.25
+STEP_S = 0.5
 ENLARGED = 1e6
 
 

@@ -16,6 +16,7 @@ from tests.integration.harness import HERE, ROUNDS_S, SHOAL, START_S, Host, Memb
 from shoal.swarm.coordinator.events import MemberJoined
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.types import RosterEntry
+from shoal.swarm.transport.stranger_limits import STRANGER_S
 
 pytestmark = pytest.mark.integration
 
@@ -24,8 +25,13 @@ STRANGERS = 8
 FLOOD_S = 6.0
 """At least; it goes on until all that has to happen meanwhile has happened."""
 
+IDLE_S = 60.0
+
 GROWTH_BYTES = 100 * 2**20
-ADMITTED_S = 10.0
+ADMITTED_S = 15.0
+"""Longer than without the flood, times what a busy machine takes longer; see ``admitted_in_s``."""
+
+BUSY = 10
 FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
 
 
@@ -88,22 +94,29 @@ def arrived(attacker: Process) -> bool:
     return any(one["reached"] > 0 for one in said)
 
 
+def admitted_in_s(swarm: Swarm, host: Host, label: str) -> float:
+    """How long a newcomer takes to be admitted; its process's start is not counted."""
+    command = (sys.executable, str(HERE / "strangers.py"), str(swarm.folder / label), host.invite)
+    (swarm.folder / label).mkdir()
+    newcomer = swarm.command(label, *command)
+    assert newcomer.exit_code(START_S) == 0, newcomer.tail()
+    (said,) = [json.loads(line) for line in newcomer.text().splitlines() if line.startswith("{")]
+    assert said["error"] is None, said
+    return float(said["seconds"])
+
+
 @contextmanager
 def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -> Iterator[None]:
     """Around an attack: rounds commit, memory stays, a newcomer is admitted in time."""
     for member in members:
         member.committed(within_s=START_S + ROUNDS_S)
+    usual_s = admitted_in_s(swarm, host, "early")
     growth, last, began_s = Growth(victim.pid), members[0].last_round(), time.monotonic()
     yield
     attacker = swarm.processes[-1]
-    command = (sys.executable, str(HERE / "strangers.py"), str(swarm.folder), host.invite)
-    newcomer = swarm.command("newcomer", *command)
+    assert admitted_in_s(swarm, host, "newcomer") < ADMITTED_S + BUSY * usual_s
     for member in members:
         member.committed(after=last + 1)
-    assert newcomer.exit_code(START_S) == 0, newcomer.tail()
-    (said,) = [json.loads(line) for line in newcomer.text().splitlines() if line.startswith("{")]
-    assert said["error"] is None, said
-    assert said["seconds"] < ADMITTED_S
     time.sleep(max(0.0, began_s + FLOOD_S - time.monotonic()))
     assert attacker.running, attacker.tail()
     assert arrived(attacker), attacker.tail()
@@ -118,13 +131,13 @@ def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -
 
 @pytest.mark.parametrize("kind", ["messages", "frames", "parts", "small"])
 def test_messages_for_the_host(swarm: Swarm, kind: str) -> None:
-    host = swarm.host(run_toml())
+    host = swarm.host(run_toml(patience_s=6.0))
     with unharmed(swarm, host, swarm.members(host.invite, "ann", "bob"), host):
         attack(swarm, kind, host)
 
 
 def test_messages_for_a_volunteer(swarm: Swarm) -> None:
-    host = swarm.host(run_toml())
+    host = swarm.host(run_toml(patience_s=6.0))
     members = swarm.members(host.invite, "ann", "bob")
     with unharmed(swarm, host, members, members[0]):
         attack(swarm, "messages", entry_of(host, members[0]))
@@ -132,14 +145,14 @@ def test_messages_for_a_volunteer(swarm: Swarm) -> None:
 
 @pytest.mark.parametrize("kind", ["connections", "slow"])
 def test_connections_to_the_host(swarm: Swarm, kind: str) -> None:
-    host = swarm.host(run_toml(), launcher=(*FEW_DESCRIPTORS, *SHOAL))
+    host = swarm.host(run_toml(patience_s=6.0), launcher=(*FEW_DESCRIPTORS, *SHOAL))
     with unharmed(swarm, host, swarm.members(host.invite, "ann", "bob"), host):
         attack(swarm, kind, host, 2000)
 
 
 @pytest.mark.parametrize("data", [False, True])
 def test_connections_to_a_volunteer(swarm: Swarm, data: bool) -> None:
-    host = swarm.host(run_toml())
+    host = swarm.host(run_toml(patience_s=6.0))
     members = [swarm.member(host.invite, "ann", (*FEW_DESCRIPTORS, *SHOAL)), *swarm.members(host.invite, "bob")]
     with unharmed(swarm, host, members, members[0]):
         attack(swarm, "connections", entry_of(host, members[0]), 2000, data=data)
@@ -149,11 +162,9 @@ def test_who_says_nothing_is_hung_up_on(swarm: Swarm) -> None:
     host = swarm.host(run_toml())
     member = swarm.member(host.invite, "ann")
     member.committed(within_s=START_S + ROUNDS_S)
-    began_s = time.monotonic()
-    idle = attack(swarm, "idle", host, 5, 20.0)
-    assert idle.exit_code(25.0) == 0, idle.tail()
+    idle = attack(swarm, "idle", host, 5, IDLE_S)
+    assert idle.exit_code(IDLE_S + START_S) == 0, idle.tail()
     lasted_s = json.loads(idle.text().splitlines()[-1])["lasted_s"]
-    assert len(lasted_s) == 5
-    assert all(8.0 < one < 13.0 for one in lasted_s), lasted_s
-    assert time.monotonic() - began_s < 20.0
+    assert len(lasted_s) == 5, "all were hung up on before they would have gone themselves"
+    assert max(lasted_s) > STRANGER_S / 2, "they had some time to say something"
     finish(host, [member])

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.harness import HERE, ROUNDS_S, START_S, Host, Process, Swarm, eventually, run_toml
+from tests.attacks.test_floods import admitted_in_s
+from tests.integration.harness import ROUNDS_S, START_S, Host, Process, Swarm, eventually, run_toml
 
 from shoal.swarm.coordinator.events import MemberJoined
 from shoal.swarm.protocol.run_file import AccessSection
@@ -25,7 +26,10 @@ JOINER = (sys.executable, str(Path(__file__).parent / "joiner.py"))
 STRANGER = "127.9.8.7"
 """In another network than everybody else, 127.0.0.0/24."""
 
-ADMITTED_S = 10.0
+ADMITTED_S = 15.0
+"""Longer than without the flood, times what a busy machine takes longer."""
+
+BUSY = 10
 MOST_BYTES_PER_S = 2 * 2**20
 """Sent to the stranger, with all its members: the whole rosters that it asks for all the time are some 20 kB each."""
 
@@ -49,17 +53,15 @@ def test_a_flood_of_identities_keeps_nobody_out(swarm: Swarm) -> None:
     members = swarm.members(host.invite, "one", "two")
     for member in members:
         member.committed(within_s=START_S + ROUNDS_S)
+    usual_s = admitted_in_s(swarm, host, "early")
+    began_s = time.monotonic()
     attacker = swarm.command("attacker", *JOINER, host.invite, STRANGER, "600")
     eventually("the flood has risen", lambda: last_word(attacker)["seconds"] > 5, START_S, attacker.tail)
 
-    newcomer = swarm.command("newcomer", sys.executable, str(HERE / "strangers.py"), str(swarm.folder), host.invite)
     known, before = members[0], members[1].last_round()
     known.kill()
     known.start()
-    assert newcomer.exit_code(START_S) == 0, newcomer.tail()
-    said = json.loads(next(line for line in newcomer.text().splitlines() if line.startswith("{")))
-    assert said["error"] is None, said
-    assert said["seconds"] < ADMITTED_S
+    assert admitted_in_s(swarm, host, "newcomer") < ADMITTED_S + BUSY * usual_s
     known.event("joined", START_S)
     known.committed(after=before)
     members[1].committed(after=before)
@@ -67,9 +69,9 @@ def test_a_flood_of_identities_keeps_nobody_out(swarm: Swarm) -> None:
     reached = last_word(attacker)
     attacker.kill()
     assert reached["refused"] > 0, reached
-    most = limits.joins_per_minute_per_network * (1 + reached["seconds"] / 60) + 2
+    most = limits.joins_per_minute_per_network * (1 + (time.monotonic() - began_s) / 60) + 2
     assert reached["admitted"] <= most, reached
-    assert strangers_let_in(host) <= most + 2 * limits.joins_per_minute_per_network / 60
+    assert strangers_let_in(host) <= most
     assert reached["bytes"] < MOST_BYTES_PER_S * reached["seconds"], reached
     for member in members:
         member.interrupt()

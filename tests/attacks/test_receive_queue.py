@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integration.harness import START_S, Swarm, finish, run_toml
+from tests.integration.harness import ROUNDS_S, START_S, Swarm, finish, run_toml
 
 pytestmark = pytest.mark.integration
 
@@ -21,7 +21,7 @@ def test_who_fills_a_queue_and_resets_ends_nobody(swarm: Swarm, how: str) -> Non
     host = swarm.host(run_toml())
     members = swarm.members(host.invite, "a", "b")
     for member in members:
-        member.committed(within_s=START_S)
+        member.committed(within_s=START_S + ROUNDS_S)
     for whom in ("host", "a"):
         caller = swarm.command(f"caller-{whom}", *CALLER, host.invite, whom, how, str(TIMES[how]))
         assert caller.exit_code(START_S) == 0, caller.tail()

@@ -40,11 +40,15 @@ DOOMED_HOST = (sys.executable, str(HERE / "doomed_host.py"))
 LOOPBACK = "127.0.0.1:0"
 SLOW_DISK_HOST = (sys.executable, str(HERE / "slow_disk_host.py"))
 
-START_S = 40.0
-"""For a process to come up, and for a few rounds, on a machine that is busy with other tests."""
+START_S = 90.0
+"""For a process to come up. This and the next two are far longer than it takes: only what is broken comes near them."""
 
-ROUNDS_S = 60.0
-LEAVE_S = 20.0
+ROUNDS_S = 150.0
+"""For a few rounds."""
+
+LEAVE_S = 60.0
+"""For a process to end that was asked to."""
+
 KILLED = -signal.SIGKILL
 STOPPED_AT_ONCE = 130
 
@@ -99,6 +103,12 @@ tokens = {tokens}
 max_s = {max_s}
 patience_s = {patience_s}
 """
+
+
+def held(gate: Path, rest_s: float = 0.02) -> Sequence[str]:
+    """``CALM`` members that make no step while there is a file at ``gate``: with it a test lets several begin together,
+    however long each of them takes to start."""
+    return (sys.executable, str(HERE / "held_member.py"), str(gate), str(rest_s))
 
 
 def eventually(what: str, look: Callable[[], T | None], within_s: float, about: Callable[[], str] = lambda: "") -> T:

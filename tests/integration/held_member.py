@@ -1,4 +1,7 @@
-"""``shoal``, but no step is made while there is a file at GATE: ``held_member.py GATE join INVITE …``."""
+"""``shoal`` that makes no step while there is a file at GATE: ``held_member.py GATE SECONDS join INVITE …``.
+
+It says so when it first waits there. Once the file is gone each step takes SECONDS longer than it would.
+"""
 
 import sys
 import time
@@ -15,6 +18,8 @@ def hold_at(gate: Path) -> None:
     real = InnerLoop.backward
 
     def backward(self: InnerLoop, batch: Any) -> Any:
+        if gate.exists():
+            print("waits at the gate", flush=True)
         while gate.exists():
             time.sleep(0.02)
         return real(self, batch)
@@ -23,8 +28,8 @@ def hold_at(gate: Path) -> None:
 
 
 if __name__ == "__main__":
-    _, gate, *arguments = sys.argv
-    slow_down(0.02)
+    _, gate, seconds, *arguments = sys.argv
+    slow_down(float(seconds))
     hold_at(Path(gate))
     sys.argv = ["shoal", *arguments]
     main()

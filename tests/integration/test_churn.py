@@ -9,6 +9,7 @@ from tests.integration.harness import (
     DOOMED_HOST,
     DOOMED_MEMBER,
     KILLED,
+    LEAVE_S,
     ROUNDS_S,
     SHOAL,
     SLOW_DISK_HOST,
@@ -158,7 +159,7 @@ def test_ctrl_c_leaves_at_once_and_frees_the_samples(swarm: Swarm) -> None:
         member.event("synced", START_S)
     peer = leaver.peer
     leaver.leave()
-    gone = host.event("member_lost", within_s=5, peer=peer)
+    gone = host.event("member_lost", peer=peer)
     assert gone["reason"] != "silent"
     assert other.running
     finish(host, [other])
@@ -180,7 +181,7 @@ def test_the_second_ctrl_c_stops_at_once(swarm: Swarm) -> None:
     )
     member.interrupt()
     # Two signals that come at the same moment are one: once more, until it has ended.
-    eventually("the second Ctrl-C ends it", lambda: member.interrupt() or not member.running, 5, member.tail)
+    eventually("the second Ctrl-C ends it", lambda: member.interrupt() or not member.running, LEAVE_S, member.tail)
     assert member.exit_code(0) == STOPPED_AT_ONCE, member.tail()
 
 

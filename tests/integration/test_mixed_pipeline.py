@@ -7,7 +7,7 @@ from tests.integration.test_pipeline import STAGES, TOML, check, join, launcher,
 
 pytestmark = pytest.mark.integration
 
-ROUNDS = 16
+ROUNDS = 24
 EVEN = TOML.replace(f"rounds = {FEW}", f"rounds = {ROUNDS}").replace("layers = 4", f"layers = {STAGES}")
 """A block a stage: whoever holds all of them is of most use in all."""
 

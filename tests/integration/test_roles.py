@@ -1,19 +1,24 @@
 """Members that reduce nothing, and members that only follow."""
 
 import pytest
-from tests.integration.harness import ROUNDS_S, SHOAL, START_S, Swarm, check_journal, check_parity, run_toml
+from tests.integration.harness import ROUNDS_S, SHOAL, START_S, Swarm, check_journal, check_parity, held, run_toml
 
 pytestmark = pytest.mark.integration
 
 
 def test_a_contributor_reduces_nothing_and_a_validator_follows(swarm: Swarm) -> None:
     rounds = 3
-    host = swarm.host(run_toml(rounds=rounds, max_s=3))
-    full = swarm.member(host.invite, "full", SHOAL)
-    giver = swarm.member(host.invite, "giver", SHOAL, extra=["--role", "contribute-only"])
+    host = swarm.host(run_toml(rounds=rounds, tokens=6_000, max_s=60))
+    gate = swarm.folder / "gate"
+    gate.touch()
+    full = swarm.member(host.invite, "full", held(gate))
+    giver = swarm.member(host.invite, "giver", held(gate), extra=["--role", "contribute-only"])
     watcher = swarm.member(host.invite, "watcher", SHOAL, extra=["--role", "observe"])
     for member in (full, giver, watcher):
         member.event("synced", START_S)
+    for member in (full, giver):
+        member.says("waits at the gate", START_S)
+    gate.unlink()
     for member in (full, giver, watcher):
         assert member.exit_code(ROUNDS_S) == 0, member.tail()
     host.stop()

@@ -13,9 +13,13 @@ from tests.integration.harness import (
     SHOAL,
     START_S,
     Swarm,
+    eventually,
     finish,
     run_toml,
 )
+
+from shoal.peer.history.chain import unpack_history
+from shoal.peer.history.history_file import HISTORY_FILE
 
 pytestmark = pytest.mark.integration
 
@@ -59,6 +63,13 @@ def test_the_round_goes_on_at_the_second_address(swarm: Swarm, when: str, event:
         "host": said(swarm, "log-of-host", str(moved.state)),
         "member": said(swarm, "log-of-member", str(members[0].folder / "state")),
     }
+    # It fetches the history behind its work.
+    (history,) = late.folder.glob(f"state/*/*/{HISTORY_FILE}")
+    eventually(
+        "the late one knows all rounds",
+        lambda: len(unpack_history(history.read_bytes(), "late").verdicts) > ended,
+        START_S,
+    )
     verdicts = finish(moved, [*members, late])
     chain = [one.verdict.chain.hex() for one in verdicts]
     for source, lines in logs.items():

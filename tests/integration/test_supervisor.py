@@ -10,6 +10,7 @@ from tests.integration.harness import (
     FRESH,
     HERE,
     LEAVE_S,
+    ROUNDS_S,
     START_S,
     Host,
     Swarm,
@@ -53,7 +54,7 @@ def test_a_host_that_aborts_in_a_round_goes_on(swarm: Swarm) -> None:
     host = swarm.host(run_toml(), launcher=FRESH, supervised=True)
     members = swarm.members(host.invite, "a", "b")
     for member in members:
-        member.committed(within_s=START_S)
+        member.committed(within_s=START_S + ROUNDS_S)
     pids = [member.pid for member in members]
     for times, number in enumerate((signal.SIGABRT, signal.SIGKILL), 1):
         before = max(member.last_round() for member in members)
@@ -70,7 +71,7 @@ def test_a_host_that_aborts_in_a_round_goes_on(swarm: Swarm) -> None:
 
 
 def test_a_host_that_dies_again_and_again_is_given_up(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(), launcher=(*IMPATIENT, "2"), supervised=True)
+    host = swarm.host(run_toml(), launcher=(*IMPATIENT, "2", "0.05"), supervised=True)
     child = 0
     for _ in range(3):
         child = child_of(host, other_than=child)
@@ -93,9 +94,9 @@ def test_who_ends_it_ends_both(swarm: Swarm, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_ends_it_between_two_starts_ends_it(swarm: Swarm, number: signal.Signals) -> None:
-    host = swarm.host(run_toml(), launcher=FRESH, supervised=True)
+    host = swarm.host(run_toml(), launcher=(*IMPATIENT, "2", "20"), supervised=True)
     os.kill(child_of(host), signal.SIGABRT)
-    host.says("it goes on from its journal in 1 s")
+    host.says("it goes on from its journal in 20 s")
     host.send(number)
     assert host.exit_code(LEAVE_S) == 128 + number
 

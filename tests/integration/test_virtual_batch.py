@@ -1,18 +1,16 @@
 """``virtual_batch`` over several peers is synchronous training on the global batch: a plain PyTorch loop agrees."""
 
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.integration.harness import (
-    HERE,
     ROUNDS_S,
     SHOAL,
     START_S,
     Swarm,
     check_journal,
     check_parity,
+    held,
     run_toml,
 )
 from tests.integration.plain_loop import plain_loop
@@ -30,14 +28,14 @@ def test_three_unequal_peers_equal_one_process(swarm: Swarm) -> None:
         algorithm="virtual_batch", codec="float32", tokens=BATCH * CONTEXT, max_s=120, rounds=ROUNDS, outer=outer
     )
     host = swarm.host(toml)
-    slow = (sys.executable, str(HERE / "slow_member.py"))
-    members = [
-        swarm.member(host.invite, "slowest", (*slow, "0.3")),
-        swarm.member(host.invite, "slow", (*slow, "0.1")),
-    ]
-    members[0].event("synced", START_S)
-    # The fast one comes when the others are there: else it might do everything alone.
-    members.append(swarm.member(host.invite, "fast"))
+    # They begin together: else the first might do everything alone.
+    gate = swarm.folder / "gate"
+    gate.touch()
+    speeds = {"slowest": 0.3, "slow": 0.1, "fast": 0.02}
+    members = [swarm.member(host.invite, label, held(gate, rest_s)) for label, rest_s in speeds.items()]
+    for member in members:
+        member.says("waits at the gate", START_S)
+    gate.unlink()
     for member in members:
         assert member.exit_code(START_S + ROUNDS_S) == 0, member.tail()
     host.stop()

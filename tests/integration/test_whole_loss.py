@@ -32,8 +32,8 @@ def test_everybody_is_killed_at_the_verdict(swarm: Swarm, when: str) -> None:
         assert (back["from_version"], back["round"]) == (version, ended + 1)
         assert back["anchor_version"] < version
         assert sorted(back["keepers"]) <= sorted(member.peer for member in members)
-        host.says(f"nobody holds anchor version {version} any more: back to version {back['anchor_version']} (", 1.0)
-        synced = members[0].event("synced", 1.0)
+        host.says(f"nobody holds anchor version {version} any more: back to version {back['anchor_version']} (")
+        synced = members[0].event("synced")
         assert synced["anchor_version"] == back["anchor_version"]
         assert synced["digest"] == back["digest"]
     verdicts = finish(host, members)

