@@ -2,9 +2,9 @@
 
 from shoal.swarm.protocol import messages
 
-messages.PROTOCOL_VERSION += 1  # before anybody imports it from there
-
-from shoal.peer.cli.main import main  # noqa: E402
-
 if __name__ == "__main__":
+    messages.PROTOCOL_VERSION += 1  # before anybody imports it from there
+
+    from shoal.peer.cli.main import main
+
     main()

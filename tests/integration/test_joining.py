@@ -78,7 +78,7 @@ def test_a_donor_is_killed_in_the_midst_of_a_download(swarm: Swarm) -> None:
         joiners.append(joiner)
         eventually(
             "the donor dies, or the joiner has its state from the other one",
-            lambda joiner=joiner: not doomed.running or joiner.events("synced"),  # type: ignore[misc]
+            lambda joiner=joiner: not doomed.running or bool(joiner.events("synced")),  # type: ignore[misc]
             START_S + ROUNDS_S,
             swarm.tails,
         )
