@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.swarm import errors
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     path
@@ -68,3 +70,18 @@ def test_functions_of_the_hop_tables_exist(title: str) -> None:
         hop = re.match(r"\| `([\w/]+\.py)` `([\w.]+)` \| ", row)
         assert hop is not None, f"not a file and a function: {row}"
         assert hop[2] in functions_in(ROOT / hop[1]), row
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    said = {
+        (name, int(code))
+        for code, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", page, flags=re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    made = {
+        (name, one.exit_code)
+        for name, one in vars(errors).items()
+        if isinstance(one, type) and issubclass(one, errors.ShoalError) and one.exit_code != 1
+    }
+    assert said == made
