@@ -9,12 +9,12 @@ import pytest
 from shoal.swarm import errors
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("compression", "swarm", "peer")
 SOURCES = sorted(
-    path
-    for room in ("compression", "swarm", "peer", "tests", "benchmarks", "examples", "docs")
-    for path in (ROOT / room).rglob("*.py")
+    path for room in (*ROOMS, "tests", "benchmarks", "examples", "docs") for path in (ROOT / room).rglob("*.py")
 )
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PRODUCT = [path.read_text(encoding="utf-8") for path in SOURCES if path.relative_to(ROOT).parts[0] in ROOMS]
 HOP_TABLES = ("The way of a contribution", "The way of a report to the verdict")
 
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -43,11 +43,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @named
 def test_named_source_files_exist(page: Path) -> None:
-    if page.name == "CHANGELOG.md":
-        return  # it tells of files that are gone
     known = {f"/{path.relative_to(ROOT)}" for path in SOURCES}
     for name in re.findall(r"`([\w/.]+\.py)`", page.read_text(encoding="utf-8")):
         assert any(path.endswith(f"/{name}") for path in known), name
+
+
+@named
+def test_named_classes_exist(page: Path) -> None:
+    page_text = page.read_text(encoding="utf-8")
+    code = "".join(re.findall(r"^```.*?^```", page_text, flags=re.MULTILINE | re.DOTALL))
+    for name in re.findall(r"`([A-Z][a-z]+[A-Z]\w+)\b[^`]*`", page_text):
+        assert name.startswith("Llama") or name in code or any(name in text for text in PRODUCT), name
 
 
 def functions_in(path: Path) -> set[str]:
