@@ -73,7 +73,7 @@ def frames_of(kind: str) -> list[bytes]:
 
 
 def flood(kind: str, host: str, port: int, key: bytes, until_s: float) -> None:
-    """One stranger, whose key is a new one from time to time."""
+    """Flood as one stranger, with a new key every second."""
     global made, reached
     frames, context = frames_of(kind), zmq.Context()
     while time.monotonic() < until_s:
@@ -134,7 +134,7 @@ def connect(host: str, port: int, count: int, until_s: float, *, slowly: bool) -
 
 
 def idle(host: str, port: int, key: bytes, count: int, until_s: float) -> list[float]:
-    """The seconds from each handshake until the connection was closed by the other side."""
+    """Return the seconds from each handshake until the victim closed the connection."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     lasted: list[float] = []
 
@@ -159,7 +159,7 @@ def idle(host: str, port: int, key: bytes, count: int, until_s: float) -> list[f
 
 
 def join(host: str, port: int, key: bytes, run: str, until_s: float) -> None:
-    """One identity after the other."""
+    """Join under one new identity after the other."""
     global made, reached
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     while time.monotonic() < until_s:

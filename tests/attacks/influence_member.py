@@ -23,7 +23,7 @@ ENLARGED = 1e6
 
 
 def send_huge() -> None:
-    """All values are 1e30 when they are packed; norms have been measured before."""
+    """Send contributions of 1e30; their norms have been measured before."""
     real = ErrorFeedback.begin
 
     def begin(self: ErrorFeedback, contribution: Tensor, largest: float | None = None) -> None:
@@ -33,7 +33,7 @@ def send_huge() -> None:
 
 
 def send_random() -> None:
-    """Packed bytes are random; where the codec keeps scales, whatever they then are."""
+    """Send random bytes as packed contributions, with scales that are large numbers."""
     real = ErrorFeedback.encode_chunk
 
     def encode_chunk(self: ErrorFeedback, codec: Any, start: int, stop: int, packed: Any = None) -> Tensor:

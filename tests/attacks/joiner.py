@@ -51,7 +51,7 @@ HEARTBEAT = PeerToCoordinatorHeartbeat(
 
 
 class Joiner:
-    """``admitted``, ``refused``: its joins; ``received_bytes``: all that it was sent."""
+    """Joins again and again. ``admitted``, ``refused``: number of joins; ``received_bytes``: all that was received."""
 
     def __init__(self, invite: Invite, source: str) -> None:
         self.admitted = self.refused = self.received_bytes = 0
@@ -95,7 +95,7 @@ class Joiner:
             await socket.send(encode(Envelope("request", 7, HEARTBEAT)))
 
     async def once(self, host: str, port: int) -> str:
-        """Join naming that address; the answer's class, or its error's."""
+        """Join once with that address; return the answer's class, or the error's code and message."""
         socket, keys = self._open(), CurveKeys.fresh()
         self._connect(socket, keys)
         async with asyncio.timeout(4 * ANSWER_S):

@@ -33,7 +33,7 @@ _LET_IN_MS = 8000
 
 
 class Tap:
-    """Between a well-behaved CURVE client and its victim: it can keep what the client sends, to send it at once."""
+    """Proxy between a well-behaved CURVE client and its victim; it can hold back what the client sends."""
 
     def __init__(self, victim: tuple[str, int]) -> None:
         self._victim = victim
@@ -86,7 +86,7 @@ class Tap:
 
 
 def attack(victim: tuple[str, int], key: bytes, me: CurveKeys, how: str) -> bool:
-    """Returns whether the victim has let us in."""
+    """Attack once; return whether the victim has completed the handshake."""
     context, tap = zmq.Context(), Tap(victim)
     client = context.socket(zmq.DEALER)
     client.linger, client.sndhwm = 0, 0

@@ -18,7 +18,7 @@ UNBOUNDED = 'averaging.robust = "none"\n'
 
 
 def agree(members: list[Member]) -> None:
-    """Everybody's anchor after each round is the same. Versions come twice here, rounds do not."""
+    """Check that all have the same anchor after each round. Versions come twice here, rounds do not."""
     digests: defaultdict[int, set[str]] = defaultdict(set)
     for member in members:
         for event in member.all_events():

@@ -41,7 +41,7 @@ WORDS = "a secret of the sea "
 
 
 def refused(process: Process, error: type[ShoalError], *words: str) -> None:
-    """It ends with this error's exit code and a sentence that has these words."""
+    """Check that the process ends with this error's exit code and a sentence with these words."""
     assert process.exit_code(START_S) == error.exit_code, process.tail()
     for word in (f"{error.__name__}: ", *words):
         assert word in process.text(), process.tail()
@@ -49,7 +49,7 @@ def refused(process: Process, error: type[ShoalError], *words: str) -> None:
 
 
 def lying_host(swarm: Swarm, runs: Sequence[dict[str, Any]]) -> tuple[dict[str, str], Path]:
-    """Its invites by name, and the file with all that it hears."""
+    """Start the lying host; return its invites by name, and the file with all that it hears."""
     folder = swarm.folder / "liar"
     folder.mkdir()
     (folder / "runs.json").write_text(json.dumps(runs))
@@ -63,7 +63,7 @@ def kinds(heard: Path) -> set[str]:
 
 
 def home_with_secrets(swarm: Swarm) -> tuple[Path, Path]:
-    """A volunteer's home, and the folder in it that it gives to runs."""
+    """Make a volunteer's home; return it, and the folder in it that it gives to runs."""
     home = swarm.folder / "home"
     data = home / "data"
     (data / "books").mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_another_run_than_the_invites(swarm: Swarm) -> None:
 
 
 class Seated:
-    """A ``shoal join`` with somebody at its terminal, 80 columns wide; a context manager that leaves no process."""
+    """A ``shoal join`` at a terminal 80 columns wide; a context manager that ends its process."""
 
     def __init__(self, member: Sequence[str], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ class Seated:
         os.close(self._screen)
 
     def reads(self, words: str, within_s: float = START_S) -> str:
-        """Wait until that is on the screen, or fails."""
+        """Wait until the words are on the screen; return all of it."""
         until_s = time.monotonic() + within_s
         while words not in self.screen:
             assert time.monotonic() < until_s, f"not within {within_s} s: {words}\n{self.screen}"
@@ -188,7 +188,7 @@ class Seated:
 
     @property
     def screen(self) -> str:
-        """Without colours."""
+        """The screen's text without colours."""
         return re.sub(r"\x1b\[\d*m", "", self._text.decode(errors="replace"))
 
     def _read(self) -> bool:
@@ -216,7 +216,7 @@ class Seated:
 
 
 def mentions(folder: Path, *words: str) -> list[str]:
-    """The files below the folder that have one of the words in them."""
+    """Return the files below the folder that contain one of the words."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     return [str(path) for path in found if any(word.encode() in path.read_bytes() for word in words)]
 

@@ -1,4 +1,4 @@
-"""Strangers that flood a port take no memory, no descriptors and no time from those who belong there."""
+"""Strangers that flood a port cost its members no memory, descriptors or rounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
 
 
 class Growth:
-    """By how much a process's memory has grown at most."""
+    """Watches a process's memory for its largest growth."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -74,7 +74,7 @@ def attack(
     seconds: float = 300.0,
     data: bool = False,
 ) -> Process:
-    """Returns once it has begun."""
+    """Start an attacker, and return once it has begun."""
     if isinstance(at, RosterEntry):
         where, key = at.address, at.certificate.curve_key
     else:
@@ -89,13 +89,13 @@ def attack(
 
 
 def arrived(attacker: Process) -> bool:
-    """Whether its flood has reached the victim, as that has answered some of its connections."""
+    """Whether the flood has reached the victim, which has answered some of its connections."""
     said = [json.loads(line) for line in attacker.text().splitlines() if line.startswith('{"made"')]
     return any(one["reached"] > 0 for one in said)
 
 
 def admitted_in_s(swarm: Swarm, host: Host, label: str) -> float:
-    """How long a newcomer takes to be admitted; its process's start is not counted."""
+    """Return the seconds until a newcomer is admitted, without the start of its process."""
     command = (sys.executable, str(HERE / "strangers.py"), str(swarm.folder / label), host.invite)
     (swarm.folder / label).mkdir()
     newcomer = swarm.command(label, *command)
@@ -107,7 +107,7 @@ def admitted_in_s(swarm: Swarm, host: Host, label: str) -> float:
 
 @contextmanager
 def unharmed(swarm: Swarm, host: Host, members: list[Member], victim: Process) -> Iterator[None]:
-    """Around an attack: rounds commit, memory stays, a newcomer is admitted in time."""
+    """Check during an attack that rounds commit, memory stays, and a newcomer is admitted in time."""
     for member in members:
         member.committed(within_s=START_S + ROUNDS_S)
     usual_s = admitted_in_s(swarm, host, "early")

@@ -35,7 +35,7 @@ MOST_BYTES_PER_S = 2 * 2**20
 
 
 def last_word(attacker: Process) -> dict[str, Any]:
-    """What the attacker has reached so far."""
+    """Return the attacker's newest counts."""
     lines = [line for line in attacker.text().splitlines() if line.startswith("{") and line.endswith("}")]
     found: dict[str, Any] = json.loads(lines[-1]) if lines else {"admitted": 0, "refused": 0, "bytes": 0, "seconds": 0}
     return found
@@ -82,7 +82,7 @@ def test_a_flood_of_identities_keeps_nobody_out(swarm: Swarm) -> None:
 
 @contextmanager
 def listener(address: str) -> Iterator[tuple[int, list[Any]]]:
-    """A port at that address, and who has connected to it."""
+    """Listen at that address; yields the port, and a list of all who have connected."""
     callers: list[Any] = []
 
     def listen() -> None:

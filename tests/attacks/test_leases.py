@@ -1,4 +1,4 @@
-"""A member that does no work, and so is always the fastest: it neither makes up a round nor uses the samples up."""
+"""A member that does no work, and so is always the fastest, gets no more than a newcomer's share of the samples."""
 
 import itertools
 import sys
@@ -22,7 +22,7 @@ CONTEXT = 32
 
 
 def tokens_of(verdict: Verdict, peer: str) -> int:
-    """What a committed round has of this peer's work."""
+    """Return the tokens of this peer's work in a committed round."""
     members = verdict.plan.members if verdict.plan else ()
     return sum(member.weight_tokens for member in members if member.peer == peer)
 

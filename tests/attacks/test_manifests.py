@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else costs no memory for what it only claims, and holds nobody up."""
+"""A stranger's checkpoint costs no memory for what its manifest claims, and blocks no command."""
 
 import os
 import shutil

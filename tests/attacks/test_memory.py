@@ -20,7 +20,7 @@ HUGE = run_toml().replace("layers = 1\nheads = 2\nwidth = 32", "layers = 128\nhe
 
 
 def most_bytes(process: Process, error: type[ShoalError]) -> int:
-    """Wait for its end by that error; the most memory that it, or a process that it started, had at any time."""
+    """Wait for the process to end with that error; return the most memory that it or a child of it had at any time."""
     most = 0
 
     def has_ended() -> bool:

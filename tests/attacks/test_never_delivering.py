@@ -1,4 +1,4 @@
-"""A member that is always ready and never delivers: after two rounds nobody waits for it."""
+"""A member that is always ready and never delivers is left out after two rounds."""
 
 import itertools
 import sys

@@ -1,4 +1,4 @@
-"""Whoever comes first defines nothing: model, data and first state of a run are fixed before its invite is there."""
+"""The first member defines nothing: model, data and first state are pinned before the invite is printed."""
 
 import sys
 from operator import itemgetter

@@ -1,4 +1,4 @@
-"""Receive queues that strangers fill, and connections that they reset then, end no process.
+"""Strangers who fill a receive queue and then reset the connection end no process.
 
 libzmq ends it otherwise (``Assertion failed: !_io_error``): when it has stopped reading at a high-water mark, the other
 side resets, and it then answers a PING that had come before, or one of its own heartbeats falls due.

@@ -1,4 +1,4 @@
-"""Members that have a record, for attacks by others that have none."""
+"""Members with a record, for attacks by members without one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROUND_S = 1.0
 
 
 def committed_with(host: Host, peer: str) -> list[Verdict]:
-    """The committed rounds that this peer's work is in."""
+    """Return the committed rounds with this peer's work in them."""
     verdicts = [one.verdict for one in host.journal_events() if isinstance(one, VerdictGiven) and one.verdict.committed]
     return [one for one in verdicts if one.plan is not None and peer in [member.peer for member in one.plan.members]]
 
 
 def wait_for_rounds(host: Host, member: Member, rounds: int) -> list[Verdict]:
-    """Until that many rounds were committed with its work in them."""
+    """Wait until that many rounds were committed with this member's work in them; return them."""
     peer = member.peer
 
     def look() -> list[Verdict] | None:

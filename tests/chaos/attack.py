@@ -1,4 +1,4 @@
-"""What a fault is made of: whom it hits, what it is, and at which step of the round."""
+"""Faults as data: the role that is hit, the fault, and the step of the round."""
 
 from dataclasses import dataclass
 

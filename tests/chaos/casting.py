@@ -1,4 +1,4 @@
-"""Who plays which role in the attacked round, in one group and in a grid."""
+"""Roles of members in the attacked round, in one group and in a two-level all-reduce."""
 
 from tests.chaos.attack import Attack
 
@@ -41,7 +41,7 @@ def _cast_grid(plan: RoundPlan) -> dict[str, int]:
 
 
 def other_end(plan: RoundPlan, attack: Attack) -> str:
-    """Whose link with the victim is attacked, where it is one link: the role of somebody it gives or gets much."""
+    """Role at the other end of the attacked link, where only one is: somebody who exchanges much with the victim."""
     match attack.role:
         case "contributor":
             return "row reducer" if plan.columns else "owner"

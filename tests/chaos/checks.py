@@ -1,4 +1,4 @@
-"""What has to be true after every fault, in one place."""
+"""Invariants that hold after every fault."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ def check(run: Swarm, lives: list[Life], others: int) -> None:
 
 
 def check_verdicts(run: Swarm) -> None:
-    """One a round, each after the one before, signed."""
+    """Check that there is one signed verdict a round, each chained to the one before."""
     verdicts = [one.verdict for one in run.coordinator.events if isinstance(one, ev.VerdictGiven)]
     assert [one.round for one in verdicts] == list(range(len(verdicts)))
     chain = genesis(run.coordinator.run.hash)
@@ -48,7 +48,7 @@ def run_ledger(run: Swarm) -> Ledger:
 
 
 def check_parity(run: Swarm, lives: list[Life]) -> None:
-    """Everybody's anchor is the sum of the committed means, to the last bit: no update of anybody's own."""
+    """Check that every anchor is the sum of the committed means, to the last bit."""
     anchor = torch.zeros(run.elements)
     for _, applied in sorted(run_ledger(run).rounds.items()):
         anchor = anchor - applied.mean
@@ -61,7 +61,7 @@ def check_parity(run: Swarm, lives: list[Life]) -> None:
 
 
 def check_tokens(run: Swarm) -> None:
-    """Every committed token is a sample that was leased, once, and is with nobody any more."""
+    """Check that every committed token is a sample that was leased once and that no member holds any more."""
     machine = run.coordinator.machine
     leases = machine.leases
     assert machine.tokens_committed == leases.fresh - count(leases.pool) - leases.outstanding()
@@ -96,7 +96,7 @@ def check_lost_work(run: Swarm) -> None:
 
 
 def check_memory(run: Swarm, life: Life) -> None:
-    """Back to its level: the last committed results and the residual, nothing of a contribution."""
+    """Check that memory is back at its level: the last committed results and the residual."""
     averager = life.averager
     kept = set(sorted(run_ledger(run).rounds)[-1:])
     assert {(blob.kind, blob.number) for blob in life.endpoint.blobs} == {

@@ -1,4 +1,4 @@
-"""What each fault does, and how it heals."""
+"""Faults: what each does, and how it heals."""
 
 import struct
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def _of_member(scene: "Scene", fault: str, peer: str, other: str) -> Infliction:
 
 
 def _of_network(scene: "Scene", fault: str) -> Infliction:
-    """Two halves; the coordinator is with the owner, or with all."""
+    """Split the network into two halves; the coordinator is with the owner, or with both."""
     network = scene.run.network
     here = {scene.named("owner"), scene.named("contributor")}
     there = {one.peer for one in scene.run.members} - here

@@ -1,4 +1,4 @@
-"""Books of who offered what, kept beside the product: what is owed to a member is what no mean has held yet."""
+"""Independent ledger of offers: what is owed to a member is what no mean has included yet."""
 
 from dataclasses import dataclass, field
 
@@ -55,14 +55,14 @@ class Ledger:
     given_up: list[GivenUp] = field(default_factory=list)
 
     def commit(self, applied: Applied) -> None:
-        """Every member's account of a round is the same one."""
+        """Record a committed round; all members' accounts of it have to agree."""
         first = self.rounds.setdefault(applied.verdict.round, applied)
         assert first.verdict == applied.verdict
         assert first.included == applied.included
         assert torch.equal(first.mean, applied.mean), "everybody applies the same bytes"
 
     def check_means(self) -> None:
-        """What was applied is what its members were owed: nothing else, nothing less."""
+        """Check that the applied means are exactly what their members were owed."""
         for applied in self.rounds.values():
             weights = [member.weight_tokens for member in applied.plan.members]
             peers = [member.peer for member in applied.plan.members]
@@ -76,7 +76,7 @@ class Ledger:
                 near(applied.mean[where].double() * weight, brought, f"round {number}, chunk {chunk}")
 
     def check_given_up(self) -> None:
-        """Who went out of date may lose what it had carried, where it cannot know; it must not bring it twice."""
+        """Check that a member that fell behind may lose what it carried, and never offers it twice."""
         for one in self.given_up:
             applied = self.rounds.get(one.round)
             if applied is not None:

@@ -75,7 +75,7 @@ class Life(SimMember):
         return tasks.create_task(coroutine, context=context_of(self.process))
 
     def die(self) -> None:
-        """For good; also of what it does in the middle of it."""
+        """Die for good, in the middle of whatever it does."""
         super().die()
         self.is_dead = True
         if self.living is not None:
@@ -129,7 +129,7 @@ class Life(SimMember):
         return self.offer(contribution)
 
     async def act(self, number: int, joins: int, outcome: Outcome) -> None:
-        """What comes of an offer to that round, made as a member of so many joins."""
+        """Act on the outcome of an offer to that round, made as a member of so many joins."""
         self.outcomes.append(outcome)
         match outcome:
             case Committed():
@@ -177,7 +177,7 @@ class Life(SimMember):
         return carried.residual.double() * carried.weight_tokens
 
     def carry(self, residual: Tensor, weight_tokens: int) -> None:
-        """As if rounds before had left this over."""
+        """Carry a residual, as if earlier rounds had left it over."""
         self.averager.restore(CarriedResidual(residual, weight_tokens))
         self.carried = residual.double() * weight_tokens
 
@@ -226,7 +226,7 @@ class Life(SimMember):
     # Account ------------------------------------------------------------------------------------------------
 
     def check_account(self) -> None:
-        """What the product holds for this member is what is owed to it."""
+        """Check that the member's residual is what is owed to it."""
         near(self._held_residual(), self.carried, f"residual of {self.peer}")
         late = self.averager._late
         if late is not None and late.joins == self.client.joins:

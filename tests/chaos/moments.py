@@ -1,4 +1,4 @@
-"""When an attack is due: predicates over the step that is about to happen, and over what the coordinator just did."""
+"""Predicates for the moment of an attack, over the step that is about to happen and the coordinator's last events."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What must hold of a pipeline run that is over, whatever happened in it."""
+"""Invariants of a pipeline run that is over, whatever happened in it."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ def check_samples(events: Sequence[JournalEvent]) -> None:
 
 
 def aborted(events: Sequence[JournalEvent]) -> list[str]:
-    """Why, of each round that was."""
+    """Return the reasons of all aborted rounds."""
     return [
         event.event.verdict.reason
         for event in events
@@ -59,7 +59,7 @@ def aborted(events: Sequence[JournalEvent]) -> list[str]:
 
 
 def trained(peers: Sequence[Peer]) -> Tensor:
-    """The stages of the last round, one after the other; all replicas' are the same."""
+    """Return the stages' parameters of the last round, one after the other; all replicas' have to agree."""
     stages: dict[int, list[Tensor]] = {}
     digests: dict[int, set[bytes]] = {}
     for peer in peers:

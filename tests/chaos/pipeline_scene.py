@@ -84,7 +84,7 @@ class Peer:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """As it knows itself."""
+        """The span that the peer believes to hold."""
         return (self.held.span.first, self.held.span.last) if self.held is not None else None
 
     @property
@@ -95,7 +95,7 @@ class Peer:
         return [one for one in self.events if one["event"] == event]
 
     def _live(self) -> None:
-        """As ``daemon.py`` does."""
+        """Run the peer as ``shoal join`` does."""
         folder = self.scene.folder / f"peer{self.number}"
         folder.mkdir(exist_ok=True)
         options = SessionOptions(
@@ -171,7 +171,7 @@ class Scene:
         TrainingThread.current().wait_if_stopped()
 
     def heard(self, sender: str, receiver: str, envelope: Envelope) -> None:
-        """A message is about to be handled."""
+        """Called when a message is about to be handled."""
         name = type(envelope.message).__name__
         for process, way in ((sender, "said"), (receiver, "heard")):
             if (peer := self.of_process(process)) is not None:

@@ -1,4 +1,4 @@
-"""One run with attacks in it: who plays which role, what happens at which step, and how it all ends."""
+"""One run with attacks in it: roles, faults at named steps, and the checks at its end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -77,7 +77,7 @@ class Scene:
         return [life for life in everybody if not life.is_dead]
 
     def life(self, peer: str) -> Life:
-        """The latest process of that peer."""
+        """Return the latest process of that peer."""
         life = next(one for one in reversed(self.run.members) if one.peer == peer)
         assert isinstance(life, Life)
         return life
@@ -96,15 +96,15 @@ class Scene:
         return self._plan
 
     def named(self, role: str) -> str:
-        """The peer in that role, as in ``cast``."""
+        """Return the peer in that role, as ``cast`` has it."""
         return cast(self.planned)[role]
 
     def victim(self, attack: Attack) -> str:
-        """Of faults of the coordinator's link, the member at its other end."""
+        """Return the attacked peer; for faults of the coordinator's link, the member at its other end."""
         return self.named("owner" if attack.role in GLOBAL else attack.role)
 
     def other(self, attack: Attack) -> str:
-        """The other end of a link that fails between two members."""
+        """Return the peer at the other end of a failing link between two members."""
         return self.named(other_end(self.planned, attack))
 
     # Attacks ------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Scene:
         self.tasks.create_task(wait(), context=context_of(""))
 
     def come_back(self, peer: str) -> None:
-        """The same command again."""
+        """Start the dead peer again."""
 
         async def start() -> None:
             life = self.life(peer).reborn()
@@ -192,7 +192,7 @@ class Scene:
         self.tasks.create_task(start(), context=context_of(""))
 
     def void_parts(self) -> int:
-        """Of the attacked round."""
+        """Number of void parts in the attacked round."""
         (verdict,) = [
             one.verdict
             for one in self.run.coordinator.events

@@ -78,7 +78,7 @@ class SmallRecipe:
 
 
 def measured(*about: object) -> ModelProfile:
-    """All layers cost the same, whatever the machine is doing."""
+    """Return a profile in which all layers cost the same, whatever the machine is doing."""
     layer = LayerProfile("block", LayerCost(10**6, 1000, 1000), 0.05)
     return ModelProfile(2, tuple(f"block{number}" for number in range(LAYERS)), (layer,) * LAYERS)
 

@@ -48,7 +48,7 @@ class Memory:
     seen_bytes: list[int] = field(default_factory=list)
 
     def growth_bytes(self) -> int:
-        """Of the last third over the second one: what the first was busy with is coming up."""
+        """Growth from the second to the last third; the first third is the start."""
         third = len(self.seen_bytes) // 3
         if third < 5:
             return 0
@@ -99,7 +99,7 @@ class Soak:
     # Books ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """All that is new. Raises ``AssertionError`` with what is wrong."""
+        """Check all new events. Raises ``AssertionError`` with what is wrong."""
         for member in self.members:
             events = member.all_events()
             self.parity.take_events(events[self._events_seen.get(member.label, 0) :])
@@ -129,7 +129,7 @@ class Soak:
     # End --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """All are there again, commit rounds together, and leave."""
+        """Wait until all members are there and commit rounds together; then let them leave."""
         for member in self.members:
             if not member.running:
                 member.start()
@@ -154,7 +154,7 @@ class Soak:
         self.check_at_end()
 
     def check_at_end(self) -> None:
-        """With nobody there any more to write."""
+        """Check the files once all processes have ended."""
         decided = self.host.journal_events()
         self.audit.take(decided[self._journal_seen :])
         self.parity.take_journal_events(decided[self._journal_seen :])
@@ -191,7 +191,7 @@ class Soak:
 
 
 def run(minutes: float, peers: int, seed: int, folder: Path) -> Soak:
-    """Raises ``AssertionError``."""
+    """Disturb the swarm for that long and check it. Raises ``AssertionError``."""
     draw = random.Random(seed)
     swarm = Swarm(folder)
     try:

@@ -10,17 +10,17 @@ from shoal.swarm.protocol.rounds import RoundPlan
 
 
 def honest(values: Tensor) -> bytes:
-    """What a member claims that brings ``(n,) float32``."""
+    """Return the honest claim of a contribution, ``(n,) float32``."""
     return pack(norms_of(values, ranges(values.numel())))
 
 
 def generous(elements: int) -> bytes:
-    """The largest claim that there is, of every range."""
+    """Return the largest possible claim of every range."""
     return pack([3.39e38] * len(ranges(elements)))
 
 
 def claiming(plan: RoundPlan, claims: Sequence[bytes], factors: Sequence[float] | None = None) -> RoundPlan:
-    """The same plan, in which members claim that. ``factors``: what it cuts them to."""
+    """Return the plan with these claims. ``factors``: the members' factors in it."""
     factors = factors or [1.0] * len(claims)
     members = [
         member.model_copy(update={"norms": claim, "factor": factor})

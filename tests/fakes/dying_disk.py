@@ -15,7 +15,7 @@ MOMENTS = ("before", "amid", "after")
 
 
 class MachineDied(BaseException):
-    """Nothing catches it: whoever runs next is another process."""
+    """The machine has died. Nothing catches this: whoever runs next is another process."""
 
 
 class Disk:
@@ -41,7 +41,7 @@ class Disk:
 
 @contextmanager
 def disk(die_at: int | None = None, moment: str = "before") -> Iterator[Disk]:
-    """``MachineDied`` at that step, if it comes to it."""
+    """Have the machine die at that step, if it comes to it."""
     reals = {step: getattr(durable, step) for step in STEPS}
     made = Disk(die_at, moment)
 
@@ -59,7 +59,7 @@ def disk(die_at: int | None = None, moment: str = "before") -> Iterator[Disk]:
 
 @contextmanager
 def full_disk(in_folder: Path, written_bytes: int = 0) -> Iterator[None]:
-    """Files in this folder do not grow any more, but for so many bytes of the first attempt."""
+    """Have the disk be full: files in this folder do not grow, but for so many bytes of the first attempt."""
     real = durable.append
 
     def append(descriptor: int, data: bytes) -> None:

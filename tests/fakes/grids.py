@@ -1,4 +1,4 @@
-"""Plans of grids, for tests."""
+"""Plans of two-level all-reduces, for tests."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ def plan_of(
 
 
 def sent_bytes(plan: RoundPlan, codec_map: CodecMap) -> list[int]:
-    """What each member sends in a round without failures, of contributions, partials and results."""
+    """Return the bytes that each member sends in a round without failures: contributions, partial sums and results."""
     sent, group = [0] * len(plan.members), Group.of(plan)
     for part in plan.parts:
         row_reducers = plan.row_reducers(part) or (part.owner,)

@@ -1,4 +1,4 @@
-"""What the mean of contributions has to be, and how near to it a codec comes."""
+"""Reference means of contributions, and how near to them a codec comes."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ not here lose most of a value: of them it is told what the residuals must hold."
 
 
 def weighted(contributions: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """The weighted mean of ``(n,) float32``, as float64."""
+    """Return the weighted mean of ``(n,) float32`` contributions as float64."""
     total = sum(one.double() * weight for one, weight in zip(contributions, weights, strict=True))
     assert isinstance(total, Tensor)
     return total / sum(weights)

@@ -43,7 +43,7 @@ _DEVICE = DeviceInfo(kind="cpu", name="fake", memory_bytes=0)
 
 
 def identity(number: int) -> Identity:
-    """Always the same one for the same number: the order of members is an order of peer ids."""
+    """Return the identity of that number, always the same; the order of numbers is that of peer ids."""
     return Identity(Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big")))
 
 
@@ -88,7 +88,7 @@ class MemoryCoordinator:
         self._start()
 
     def add_scope(self, scope: int, run_toml: str) -> "MemoryCoordinator":
-        """A run of its own on the same channels; ``serve`` it, too."""
+        """Add a scope with rounds of its own on the same channels; ``serve`` it, too."""
         other = self.scopes[scope] = MemoryCoordinator(run_toml)
         other.scope, other.scopes = scope, self.scopes
         return other
@@ -98,7 +98,7 @@ class MemoryCoordinator:
         self.machine.replay(list(self.events), now_s())
 
     def restart(self) -> None:
-        """As after ``kill -9``: what was not journaled is forgotten."""
+        """Restart as after ``kill -9``: what was not journaled is forgotten."""
         self._epoch += EPOCH_STEP
         self._verdicts.clear()
         self._rosters.clear()
@@ -106,7 +106,7 @@ class MemoryCoordinator:
         self.away = False
 
     async def serve(self) -> None:
-        """Tick and push, for ever."""
+        """Tick and push views for ever."""
         while True:
             if not self.away and not self.stopped:
                 await self._hear_late()
@@ -115,14 +115,14 @@ class MemoryCoordinator:
             await asyncio.sleep(0.1)
 
     async def _hear_late(self) -> None:
-        """What lay in the socket while we were stopped; nobody waits for the answers any more."""
+        """Handle what lay in the socket while we were stopped; nobody waits for the answers any more."""
         unheard, self.unheard = self.unheard, []
         for channel, message in unheard:
             with suppress(ShoalError):
                 await self.answer(channel, message)
 
     def verdicts(self, first: int, limit: int, scope: int | None = None) -> list[VerdictGiven]:
-        """As a journal's."""
+        """Return verdicts as a journal does."""
         return [event for event in self.events if isinstance(event, VerdictGiven)][first : first + limit]
 
     async def _flush(self) -> None:
@@ -231,7 +231,7 @@ class MemoryChannel:
         self.handlers: dict[tuple[int, type[Message]], Callable[[Any, Any], Awaitable[None]]] = {}
 
     def at(self, port: int) -> "MemoryChannel":
-        """The same member's connection to another port; ``open`` and ``silent`` are this one's."""
+        """Return the member's connection to another port, with ``open`` and ``silent`` of this one."""
         if port == self.port:
             return self
         other = MemoryChannel(self._coordinator, self.own_keys, self._latency_s, port)
@@ -302,7 +302,7 @@ class _Control:
 
 
 class MemoryNode:
-    """What ``CoordinatorClient`` needs of a node."""
+    """The part of a node that ``CoordinatorClient`` uses."""
 
     control_port = data_port = 1
 

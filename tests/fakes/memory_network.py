@@ -59,7 +59,7 @@ class MemoryNetwork:
         return self.endpoints[peer]
 
     def kill(self, peer: str) -> None:
-        """From now on nobody gets anything from it, nor it from anybody."""
+        """Cut the peer off in both directions from now on."""
         self.endpoints[peer].alive = False
 
     def connected(self, one: str, other: str) -> bool:
@@ -67,13 +67,13 @@ class MemoryNetwork:
         return alive and frozenset((one, other)) not in self.cut
 
     async def carried(self, sender: str, receiver: str) -> None:
-        """Returns when what the one sends now gets to the other; never, if nothing does."""
+        """Return when what the one sends now reaches the other; never, if nothing does."""
         await until(lambda: not self.is_stopped(sender), 0.01)
         if (sender, receiver) in self.silent:
             await asyncio.Event().wait()
 
     def link(self, one: str, other: str) -> tuple[float, float]:
-        """Latency and bandwidth from one to the other."""
+        """Return latency and bandwidth from one peer to the other."""
         draw = random.Random(f"{self._seed} {one} {other}")
         return draw.uniform(*self._latency_s), draw.uniform(*self._bandwidth_bps)
 
@@ -107,7 +107,7 @@ class MemoryEndpoint:
         self.blobs[blob] = source
 
     def share_uplink(self, shares: Mapping[str, float], scope: int = 0) -> None:
-        """Links are even here: only remembered."""
+        """Remember the shares; links are even here."""
         self.uplink_shares = dict(shares)
 
     def leave(self, scope: int) -> None:

@@ -60,7 +60,7 @@ class MemoryNodes:
                 self.shut(node)
 
     def kill(self, process: str) -> None:
-        """As SIGKILL: nothing of it runs any more, and its connections are lost."""
+        """Kill a node as by SIGKILL: nothing of it runs any more, and its connections are lost."""
         self.loop.stop_process(process)
         for node in [node for node in self.by_port.values() if node.process == process]:
             self.shut(node)
@@ -97,12 +97,12 @@ class _Line(Channel):
         asyncio.get_running_loop().call_later(_LATENCY_S, other._arrive, context=context_of(other.plane.process))
 
     def _arrive(self) -> None:
-        """In the receiver's process."""
+        """Deliver in the receiver's process."""
         if self._arriving:
             self.plane.take(self, self._arriving.popleft())
 
     def part(self) -> None:
-        """The connection is lost, for both ends."""
+        """Lose the connection, for both ends."""
         other, self.other = self.other, None
         self._arriving.clear()
         self.mark_away()
@@ -111,7 +111,7 @@ class _Line(Channel):
 
 
 class _Plane(ControlPlane):
-    """The real one's handlers over lines."""
+    """A control plane with the real handlers, over lines in memory."""
 
     def __init__(self, nodes: MemoryNodes, keys: CurveKeys, tasks: asyncio.TaskGroup, process: str) -> None:
         self.keys = keys
@@ -155,7 +155,7 @@ class _Plane(ControlPlane):
             await asyncio.sleep(_RETRY_S)
 
     def accept(self, line: _Line) -> None:
-        """A caller's line: this end of it."""
+        """Accept a caller's line; return this end of it."""
         end = _Line(self, line.plane.keys.public, "a caller", b"caller")
         earlier = self._incoming.pop(end.remote_key, None)
         if earlier is not None:
@@ -181,7 +181,7 @@ class _Plane(ControlPlane):
 
 
 async def _in_process(process: str, work: Awaitable[bool]) -> bool:
-    """Done by another process, when it runs."""
+    """Have another process do this when it runs."""
 
     async def do() -> bool:
         return await work
@@ -191,7 +191,7 @@ async def _in_process(process: str, work: Awaitable[bool]) -> bool:
 
 @dataclass
 class _Bulk:
-    """What a node wants of its data plane."""
+    """The part of a data plane that a node uses."""
 
     endpoint: MemoryEndpoint
     meter: TrafficMeter

@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 
 class _Caller:
-    """What the coordinator needs of a member's channel."""
+    """The part of a member's channel that the coordinator uses."""
 
     def __init__(self, channel: Channel) -> None:
         self.own_keys = SimpleNamespace(public=channel.remote_key)

@@ -24,7 +24,7 @@ class ProcessLoop(VirtualLoop):
         self._parked: list[asyncio.Handle] = []
 
     def stop_process(self, process: str) -> None:
-        """From the next turn of the loop on."""
+        """Stop a process from the next turn of the loop on."""
         self._stopped.add(process)
 
     def resume_process(self, process: str) -> None:
@@ -50,14 +50,14 @@ def _process_of(handle: asyncio.Handle) -> str:
 
 
 def context_of(process: str) -> Context:
-    """For ``create_task``: the task, and all that it starts, belong to this process."""
+    """Return a context for ``create_task``: the task and all that it starts belong to this process."""
     context = copy_context()
     context.run(_PROCESS.set, process)
     return context
 
 
 def current_process() -> str:
-    """That of the running task; empty for the test itself."""
+    """Return the process of the running task; empty for the test itself."""
     return _PROCESS.get()
 
 
@@ -68,6 +68,6 @@ def the_loop() -> ProcessLoop:
 
 
 def run_processes(main: Coroutine[Any, Any, T], horizon_s: float = 3600.0) -> T:
-    """As ``run_virtual``, with processes."""
+    """Run a coroutine as ``run_virtual`` does, with processes."""
     with asyncio.Runner(loop_factory=lambda: ProcessLoop(horizon_s)) as runner:
         return runner.run(main)

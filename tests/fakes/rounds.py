@@ -17,7 +17,7 @@ RUN_HASH = hashlib.sha256(b"a run").digest()
 
 
 def results_of(plan: RoundPlan, codec_map: CodecMap, seed: int = 0, empty: Collection[int] = ()) -> list[memoryview]:
-    """A mean of random values, with everybody in it but in the chunks of ``empty``, which have nobody."""
+    """Return results with random means, which include all members; chunks in ``empty`` include none."""
     store, generator = ResultStore(plan, codec_map), torch.Generator().manual_seed(seed)
     everybody, chunks = ChunkHeader(store.group.members), []
     for chunk in range(store.chunks):
@@ -32,7 +32,7 @@ def results_of(plan: RoundPlan, codec_map: CodecMap, seed: int = 0, empty: Colle
 
 
 def verdict_on(plan: RoundPlan, chunks: list[memoryview], void: Collection[int] = ()) -> Verdict:
-    """Committed, but for the parts of ``void``."""
+    """Return a signed verdict that commits all parts but those in ``void``."""
     digests = [
         None if index in void else part_digest(chunks[one] for one in chunks_of(plan, part))
         for index, part in enumerate(plan.parts)
@@ -43,7 +43,7 @@ def verdict_on(plan: RoundPlan, chunks: list[memoryview], void: Collection[int] 
 
 
 def signed(**fields: object) -> Verdict:
-    """With these fields; all others say nothing."""
+    """Return a signed verdict with these fields; all others are empty."""
     nothing = {
         "reason": "",
         "plan": None,

@@ -59,7 +59,7 @@ class StatefulMember(SimMember):
         return [event.verdict for event in events if event.verdict.round >= first]
 
     def apply(self, mean: Tensor) -> None:
-        """Later, with the verdict."""
+        """Apply nothing yet: the state changes with the verdict."""
 
     async def average(self, contribution: Tensor) -> Outcome:
         outcome = await super().average(contribution)
@@ -74,12 +74,12 @@ class StatefulMember(SimMember):
     # Cut off ------------------------------------------------------------------------------------------------
 
     def cut_off(self) -> None:
-        """It notices nothing, and nobody hears of it."""
+        """Cut the member off: it notices nothing, and nobody hears of it."""
         self.channel.open = False
         self.endpoint.alive = False
 
     async def come_back(self) -> None:
-        """As a member again, with what it held."""
+        """Join again as a member, with the state that it held."""
         self.channel.open = self.endpoint.alive = True
         await self.client.join()
         self.done, self.round = [], self.view.round
@@ -89,7 +89,7 @@ class StatefulMember(SimMember):
 async def stateful_swarm(
     folder: Path, members: int, toml: str, elements: int, network: MemoryNetwork | None = None
 ) -> AsyncIterator[tuple[Swarm, list[StatefulMember]]]:
-    """The run, and its members in the order of plans."""
+    """Yield the run, and its members in the order of plans."""
 
     class Member(StatefulMember):
         pass

@@ -73,7 +73,7 @@ class SimMember:
         self._begin(swarm)
 
     def in_scope(self, swarm: "Swarm") -> "SimMember":
-        """The same process as a member of another scope's run."""
+        """Return the same process as a member of another scope."""
         scope, other = swarm.coordinator.scope, copy.copy(self)
         other.client, other.endpoint = self.client.in_scope(scope), ScopedEndpoint(self.endpoint, scope)
         other._begin(swarm)
@@ -122,7 +122,7 @@ class SimMember:
         return Averager(self.client, self.endpoint, codec_map, self.elements)
 
     def die(self) -> None:
-        """As by ``kill -9``: no goodbye, no bytes, no answers."""
+        """Die as by ``kill -9``: no goodbye, no bytes, no answers."""
         self.channel.open = False
         self.swarm.network.kill(self.peer)
         assert self.task is not None
@@ -211,11 +211,11 @@ class SimMember:
         return outcome
 
     def apply(self, mean: Tensor) -> None:
-        """The outer step."""
+        """Make the outer step."""
         self.anchor = self.anchor - mean
 
     async def play(self, contribution: Tensor, samples: int) -> Outcome:
-        """Work, then average; as often as the round reopens."""
+        """Work and average, again for as long as the round reopens."""
         await self.work(samples)
         while True:
             outcome = await self.average(contribution)
@@ -231,11 +231,11 @@ class Swarm:
     members: list[SimMember] = field(default_factory=list)
 
     def __getitem__(self, index: int) -> SimMember:
-        """Members by the order of their peer ids, which is the order of plans."""
+        """Return a member by the order of peer ids, which is the order of plans."""
         return sorted(self.members, key=lambda member: member.peer)[index]
 
     async def own_nothing(self, *slow: SimMember) -> None:
-        """From the next plan on; so that the parts do not need them."""
+        """Have these members own no parts from the next plan on."""
         for member in slow:
             member.bandwidth_bps = 1.0
             await member.beat()
@@ -253,7 +253,7 @@ async def swarm(
     latency_s: float = 0.01,
     make: type[SimMember] = SimMember,
 ) -> AsyncIterator[Swarm]:
-    """A run whose members have all joined and are in step."""
+    """Run a coordinator with members that have all joined and hold the anchor."""
     coordinator = MemoryCoordinator(toml)
     made = Swarm(coordinator, network or MemoryNetwork(), elements)
     async with asyncio.TaskGroup() as tasks:
@@ -271,7 +271,7 @@ async def swarm(
 
 
 async def together(*plays: "asyncio.Future[Outcome] | object") -> list[Outcome]:
-    """All at once; their outcomes in order."""
+    """Run all at once; return their outcomes in order."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(play) for play in plays]  # type: ignore[arg-type]
     return [task.result() for task in running]

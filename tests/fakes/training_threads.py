@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class Killed(BaseException):
-    """Takes a thread of a dead process down when the test is over."""
+    """Ends a dead process's thread when the test is over."""
 
 
 class TrainingThread:
@@ -47,11 +47,11 @@ class TrainingThread:
         return thread
 
     def go_on(self) -> None:
-        """Give it a turn, soon; from any thread."""
+        """Give the thread a turn soon; callable from any thread."""
         self._loop.call_soon_threadsafe(self._turn, context=self.context)
 
     def end(self) -> None:
-        """Of a process that was killed: take it down."""
+        """End the thread of a process that was killed."""
         self.is_killed = True
         while not self.is_over:
             self._turn()
@@ -63,18 +63,18 @@ class TrainingThread:
             self._waits.acquire()
 
     def wait_for(self, future: futures.Future[Any]) -> None:
-        """In the thread: let the loop go on until there is a result."""
+        """Called in the thread: let the loop go on until there is a result."""
         if not future.done():
             future.add_done_callback(lambda _: self.go_on())
         while not future.done():
             self._pause()
 
     def sleep(self, seconds: float) -> None:
-        """In the thread, on the loop's clock."""
+        """Called in the thread: sleep on the loop's clock."""
         self.wait_for(asyncio.run_coroutine_threadsafe(asyncio.sleep(seconds), self._loop))
 
     def wait_if_stopped(self) -> None:
-        """In the thread: a process that was stopped or killed just now goes on in its next turn, or never."""
+        """Called in the thread: a process that was just stopped or killed goes on in its next turn, or never."""
         if self._loop.is_stopped(self._process):
             self.go_on()
             self._pause()

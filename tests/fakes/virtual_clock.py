@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Stuck(AssertionError):
-    """Nothing will ever happen again, or time has run away."""
+    """Raised when nothing will ever happen again, or the horizon is passed."""
 
 
 class _Selector(selectors.SelectSelector):
@@ -30,7 +30,7 @@ class _Selector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Deterministic: no sockets, no threads (executors run inline), no time but its own."""
+    """A deterministic event loop: no sockets, no threads (executors run inline), no time but its own."""
 
     def __init__(self, horizon_s: float) -> None:
         self._virtual = _Selector(horizon_s)
@@ -49,7 +49,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T], horizon_s: float = 3600.0) -> T:
-    """``asyncio.run`` on a virtual clock that starts at 0."""
+    """Run a coroutine as ``asyncio.run`` does, on a virtual clock that starts at 0."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(horizon_s)) as runner:
         return runner.run(main)
 
@@ -59,7 +59,7 @@ def now_s() -> float:
 
 
 async def until(condition: Callable[[], object], step_s: float = 0.001) -> None:
-    """Look again and again: time is free here."""
+    """Poll until the condition holds; time is free here."""
     while True:
         if condition():
             return

@@ -1,4 +1,4 @@
-"""The books of a run, checked as they are written: event by event from the journal, digest by digest from members."""
+"""Audit of a run while it goes on: the journal event by event, members' digests one by one."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ class Audit:
 
 
 class Parity:
-    """Everybody's digest of each anchor version, and everybody's word on how each round ended."""
+    """Checks that all members have the same digest of each anchor version, and the same end of each round."""
 
     def __init__(self) -> None:
         self._digests: dict[int, set[str]] = defaultdict(set)
         self._ends: dict[int, set[str]] = defaultdict(set)
 
     def take_events(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Of a member."""
+        """Take in the events of a member."""
         for event in events:
             kind = event["event"]
             if kind in ("synced", "committed") or (kind == "left" and event["digest"] is not None):
@@ -99,7 +99,7 @@ class Parity:
                 self._ends[event["round"]].add(kind)
 
     def take_journal_events(self, events: Iterable[JournalEvent]) -> None:
-        """Of the coordinator."""
+        """Take in the coordinator's journal events."""
         for event in events:
             if isinstance(event, RoundPlanned):
                 self._digests[event.plan.anchor_version].add(event.plan.state_digest.hex())
@@ -107,7 +107,7 @@ class Parity:
                 self._ends[event.verdict.round].add("committed" if event.verdict.committed else "aborted")
 
     def check(self) -> dict[int, str]:
-        """Returns the digests by version."""
+        """Check everything so far; returns the digests by version."""
         assert {version: found for version, found in self._digests.items() if len(found) > 1} == {}, "parity"
         assert {number: found for number, found in self._ends.items() if len(found) > 1} == {}, "one verdict for all"
         return {version: next(iter(found)) for version, found in self._digests.items()}

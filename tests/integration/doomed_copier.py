@@ -21,7 +21,7 @@ def die() -> None:
 
 
 def sending(name: str) -> None:
-    """When half of the file is there."""
+    """Kill itself when half of the file is at the URL."""
     real = RemoteStore.put
 
     def put(self: Any, local: Path, path: str) -> None:
@@ -36,7 +36,7 @@ def sending(name: str) -> None:
 
 
 def sent(name: str) -> None:
-    """When the file is there, and that has not been noted."""
+    """Kill itself when the file is at the URL and not yet in the ledger."""
     real = RemoteStore.put
 
     def put(self: Any, local: Path, path: str) -> None:
@@ -48,7 +48,7 @@ def sent(name: str) -> None:
 
 
 def reading(name: str) -> None:
-    """When the file is about to be brought."""
+    """Kill itself when the file is about to be downloaded."""
     real = RemoteStore.read
 
     def read(self: Any, path: str, start: int, stop: int) -> bytes:
@@ -60,7 +60,7 @@ def reading(name: str) -> None:
 
 
 def installing(name: str) -> None:
-    """When all is here, and has not got its name."""
+    """Kill itself when all files are here and the folder does not have its name yet."""
     CheckpointRestorer._install = lambda self, incoming, place: die()  # type: ignore[method-assign]
 
 

@@ -22,7 +22,7 @@ Step = Callable[..., None]
 
 
 def path_of(arguments: Sequence[Any]) -> str:
-    """Of the file that a step is about: its last argument, or its open descriptor."""
+    """Path of the file that a step is about: its last argument, or that of its open descriptor."""
     if isinstance(arguments[-1], Path):
         return str(arguments[-1])
     if sys.platform == "darwin":

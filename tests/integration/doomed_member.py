@@ -30,7 +30,7 @@ from shoal.swarm.protocol.messages import PeerToCoordinatorRoundReady, PeerToCoo
 
 
 class Doom:
-    """``comes_to(n)`` where the step is reached in round n."""
+    """The death of this process; ``comes_to(n)`` is called where the step is reached in round n."""
 
     def __init__(self, times: int, armed: Path) -> None:
         self._times = times
@@ -49,7 +49,7 @@ class Doom:
 
 
 def serving(doom: Doom) -> None:
-    """When a chunk of its contribution is asked for that the plan counts on; earlier ones are on their way or there."""
+    """Kill itself when a chunk that the plan counts on is requested; earlier ones are on their way or have arrived."""
     real, begin = ContributionSource.chunk, AllReduce.run
     planned: set[int] = set()
 
@@ -69,7 +69,7 @@ def serving(doom: Doom) -> None:
 
 
 def reducing(doom: Doom) -> None:
-    """As the owner of a part, when a chunk is complete and about to be reduced."""
+    """Kill itself as an owner, when a chunk is complete and about to be reduced."""
     real = Reduction._reduce
 
     def reduce(self: Any, *rest: Any) -> Reduced:
@@ -80,7 +80,7 @@ def reducing(doom: Doom) -> None:
 
 
 def exchanged(doom: Doom) -> None:
-    """When all results are here and the report is about to be made."""
+    """Kill itself when all results are here and the report is about to be made."""
     real = AllReduce.run
 
     async def run(self: Any) -> Any:
@@ -104,17 +104,17 @@ def answered(doom: Doom, kind: type) -> None:
 
 
 def ready(doom: Doom) -> None:
-    """When the coordinator knows that its contribution is waiting."""
+    """Kill itself when the coordinator knows that its contribution is ready."""
     answered(doom, PeerToCoordinatorRoundReady)
 
 
 def reported(doom: Doom) -> None:
-    """When the coordinator has its report."""
+    """Kill itself when the coordinator has its report."""
     answered(doom, PeerToCoordinatorRoundReport)
 
 
 def applying(doom: Doom) -> None:
-    """When the verdict is known and the outer step is about to be made."""
+    """Kill itself when the verdict is known and the outer step is about to be made."""
     real = TrainingReplica._apply
 
     def apply(self: Any, outcome: Any) -> None:
@@ -125,7 +125,7 @@ def applying(doom: Doom) -> None:
 
 
 def sharing(doom: Doom) -> None:
-    """As a donor, when a chunk of a version of the state is asked for."""
+    """Kill itself as a donor, when a chunk of a state is requested."""
     real = StateSource.chunk
 
     async def chunk(self: Any, index: int) -> memoryview:
@@ -137,7 +137,7 @@ def sharing(doom: Doom) -> None:
 
 
 def fetching(doom: Doom) -> None:
-    """As a joiner, when a chunk of a version of the state is about to be written to its file."""
+    """Kill itself as a joiner, when a chunk of a state is about to be written to its file."""
     real = IncomingFile.write
 
     def write(self: Any, partial: PartialState, index: int) -> None:
@@ -166,17 +166,17 @@ def _on_file(doom: Doom, *, before: bool) -> None:
 
 
 def saving(doom: Doom) -> None:
-    """Before a file of a checkpoint; the last one is the manifest."""
+    """Kill itself before it writes a file of a checkpoint; the last one is the manifest."""
     _on_file(doom, before=True)
 
 
 def saved(doom: Doom) -> None:
-    """After a file of a checkpoint; after the last one it only lacks its name."""
+    """Kill itself after it wrote a file of a checkpoint; after the last one only the folder's name is missing."""
     _on_file(doom, before=False)
 
 
 def named(doom: Doom) -> None:
-    """When a checkpoint has its name and older ones may be removed."""
+    """Kill itself when a checkpoint has its name and older ones may be removed."""
     real = CheckpointStore._publish
 
     def publish(self: Any, hidden: Path, place: Path) -> None:
@@ -187,7 +187,7 @@ def named(doom: Doom) -> None:
 
 
 def retiring(doom: Doom) -> None:
-    """When an old checkpoint has lost its name and not yet its files."""
+    """Kill itself when an old checkpoint has lost its name and not yet its files."""
     real = shutil.rmtree
 
     def remove(path: Any, *rest: Any, **more: Any) -> None:
@@ -199,7 +199,7 @@ def retiring(doom: Doom) -> None:
 
 
 def _record_of(arguments: tuple[Any, ...]) -> int:
-    """The round of the record that such arguments name: the last number of eight digits among them."""
+    """Round of the record that these arguments name: the last number of eight digits among them."""
     return int(re.findall(r"[0-9]{8}", " ".join(str(one) for one in arguments if isinstance(one, Path)))[-1])
 
 
@@ -218,22 +218,22 @@ def _recording(doom: Doom, step: str, *, before: bool) -> None:
 
 
 def recording(doom: Doom) -> None:
-    """When a round's record is about to be written."""
+    """Kill itself when a round's record is about to be written."""
     _recording(doom, "_write", before=True)
 
 
 def recorded(doom: Doom) -> None:
-    """When a record is written, and has not got its name."""
+    """Kill itself when a record is written and does not have its name yet."""
     _recording(doom, "replace", before=True)
 
 
 def published(doom: Doom) -> None:
-    """When a record has its name."""
+    """Kill itself when a record has its name."""
     _recording(doom, "replace", before=False)
 
 
 def half_recorded(doom: Doom) -> None:
-    """When the head of a record is written, and one byte of its first chunk."""
+    """Kill itself when the head of a record and one byte of its first chunk are written."""
     real_write, real_all = round_records._write, round_records._write_all
     number = 0
 
@@ -254,7 +254,7 @@ def half_recorded(doom: Doom) -> None:
 
 
 def removing(doom: Doom) -> None:
-    """When a record that is needed no more is about to be removed."""
+    """Kill itself when a record that nobody needs any more is about to be removed."""
     real = round_records.RoundRecords.remove
 
     def remove(self: Any, numbers: Any) -> None:

@@ -1,4 +1,4 @@
-"""A journal as its events are written, read from the outside while its coordinator compacts it."""
+"""Follows a journal's events from the outside, while its coordinator writes and compacts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.swarm.coordinator.record_log import RecordFile
 
 
 class FollowedJournal:
-    """A file that was replaced can be read to its end by who had opened it before."""
+    """Follows a journal through compactions: an open descriptor still reads a replaced file to its end."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL

@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported everything: what takes each two seconds of CPU otherwise takes it once,
+"""Processes forked from one that has imported everything: the imports' two seconds of CPU are spent once,
 so that many can come and go on a small machine. Processes of their own in everything else."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SERVER.set_forkserver_preload(["pytest", "shoal.peer.cli.main", "shoal.peer.rec
 
 
 def can_fork(command: Sequence[str]) -> bool:
-    """Whether that is a script or a module for this Python, on a system where forking after imports is safe."""
+    """Whether the command is a script or module for this Python, on a system where forking after imports is safe."""
     return (
         sys.platform == "linux"
         and command[0] == sys.executable
@@ -26,7 +26,7 @@ def can_fork(command: Sequence[str]) -> bool:
 
 
 class Forked:
-    """The few things that are asked of a ``Popen``. ``command``: one that ``can_fork``."""
+    """The part of ``Popen`` that tests use. ``command``: one for which ``can_fork`` holds."""
 
     def __init__(self, command: Sequence[str], log: Path, cwd: Path) -> None:
         log.touch()
@@ -51,7 +51,7 @@ class Forked:
 
 
 def _end_with_starter() -> None:
-    """However that ends; the process that we were forked from goes on for as long as we do."""
+    """End with the process that started us, however it ends; the fork server outlives it."""
     starter = multiprocessing.parent_process()
     assert starter is not None
     starter.join()

@@ -73,7 +73,7 @@ def run_toml(
     outer: str = "",
     overlap: bool = False,
 ) -> str:
-    """A run of a tiny gpt model, about 20,000 parameters. A round ends after ``max_s``, however fast the machine."""
+    """Run file of a tiny gpt, about 20,000 parameters. A round ends after ``max_s``, however fast the machine."""
     ends = f"rounds = {rounds}" if rounds else ""
     return f"""
 algorithm = "{algorithm}"
@@ -112,7 +112,7 @@ def held(gate: Path, rest_s: float = 0.02) -> Sequence[str]:
 
 
 def eventually(what: str, look: Callable[[], T | None], within_s: float, about: Callable[[], str] = lambda: "") -> T:
-    """The first result that is not None or False; fails with ``what`` after ``within_s``."""
+    """Wait for a result that is not None or False, and return it; fail with ``what`` after ``within_s``."""
     deadline_s = time.monotonic() + within_s
     while True:
         found = look()
@@ -124,13 +124,13 @@ def eventually(what: str, look: Callable[[], T | None], within_s: float, about: 
 
 
 def end_with_parent() -> None:
-    """Where there is such a thing: SIGKILL when pytest itself is killed. The fixture cleans up in all other cases."""
+    """Have Linux kill this process when pytest is killed. The fixture cleans up in all other cases."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Spawned(Protocol):
-    """What is needed of a ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that tests use."""
 
     @property
     def pid(self) -> int: ...
@@ -144,7 +144,7 @@ class Spawned(Protocol):
 
 
 class Process:
-    """One process with its log and, if it writes any, its events. ``again`` starts the same command anew."""
+    """One process with its log and, if it writes any, its events. ``start`` starts the same command anew."""
 
     def __init__(self, label: str, command: Sequence[str], log: Path, events: Path | None, cwd: Path) -> None:
         self.label = label
@@ -158,7 +158,7 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        """What was written before is not looked at any more, except by ``all_events``."""
+        """Start the command. What was written before is left out from now on, except by ``all_events``."""
         self._events_before = len(self.all_events())
         self._log_before = self.log.stat().st_size if self.log.exists() else 0
         self._popen = self._spawn()
@@ -186,7 +186,7 @@ class Process:
         return self._popen.poll() is None
 
     def send(self, number: signal.Signals) -> None:
-        """Nothing happens to a process that has ended, or does so meanwhile."""
+        """Send a signal; nothing happens to a process that has ended."""
         if self.running:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -195,12 +195,12 @@ class Process:
         self.send(signal.SIGINT)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL, and return when the process is gone."""
         self.send(signal.SIGKILL)
         self._popen.wait()
 
     def exit_code(self, within_s: float) -> int:
-        """Wait for its end."""
+        """Wait for the process to end; return its exit code."""
         eventually(f"{self.label} ends", lambda: not self.running, within_s, self.tail)
         code = self._popen.returncode
         assert isinstance(code, int)
@@ -209,7 +209,7 @@ class Process:
     # What it said -------------------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """The log of this start."""
+        """Return the log of this start."""
         return self.log.read_bytes()[self._log_before :].decode(errors="replace")
 
     def tail(self, lines: int = 25) -> str:
@@ -218,7 +218,7 @@ class Process:
         return f"--- {self.label} (pid {self.pid}, {state})\n" + "\n".join(text.splitlines()[-lines:])
 
     def all_events(self) -> list[Event]:
-        """Of all starts, oldest first. A line that is being written is left for later."""
+        """Return the events of all starts, oldest first. A line that is being written is left for later."""
         if self._events is not None and self._events.exists():
             with self._events.open("rb") as file:
                 file.seek(self._events_read_bytes)
@@ -229,12 +229,12 @@ class Process:
         return self._all_events
 
     def events(self, kind: str, **fields: Any) -> list[Event]:
-        """Of this start, with these values."""
+        """Return the events of this start with these values."""
         mine = self.all_events()[self._events_before :]
         return [one for one in mine if one["event"] == kind and all(one[key] == fields[key] for key in fields)]
 
     def event(self, kind: str, within_s: float = ROUNDS_S, **fields: Any) -> Event:
-        """Wait for the first one; fails at once when the process has ended without it."""
+        """Wait for the first such event; fail at once when the process has ended without it."""
 
         def look() -> Event | None:
             ended = not self.running
@@ -246,7 +246,7 @@ class Process:
         return eventually(f"{self.label}: {kind} {fields}", look, within_s, self.tail)
 
     def says(self, words: str, within_s: float = ROUNDS_S) -> None:
-        """Wait for words in the log of this start; fails at once when the process has ended without them."""
+        """Wait for words in the log of this start; fail at once when the process has ended without them."""
 
         def look() -> bool:
             ended = not self.running
@@ -258,7 +258,7 @@ class Process:
 
 
 class Host(Process):
-    """``invite`` as it was printed to its file."""
+    """A ``shoal host``; ``invite`` is read from its file."""
 
     def __init__(self, label: str, command: Sequence[str], folder: Path, run_file: Path) -> None:
         self.run_file = run_file
@@ -273,12 +273,12 @@ class Host(Process):
         self.invite = (self.state / "invite.txt").read_text().strip()
 
     def journal_events(self) -> list[JournalEvent]:
-        """All of the run's, as far as they were seen before the journal was compacted twice."""
+        """Return the run's journal events, as far as they were read before the journal was compacted twice."""
         self._journal_events += self._journal.take()
         return self._journal_events
 
     def stop(self) -> None:
-        """Ctrl-C; it must be clean."""
+        """Stop the host with Ctrl-C; its exit code must be 0."""
         self.interrupt()
         assert self.exit_code(LEAVE_S) == 0, self.tail()
 
@@ -306,11 +306,11 @@ class Member(Process):
         return eventually(f"{self.label} commits a round after {after}", look, within_s, self.tail)
 
     def last_round(self) -> int:
-        """The highest round that it knows the end of; -1 before the first."""
+        """Return the newest round whose end the member has logged; -1 before the first."""
         return max((one["round"] for kind in ("committed", "aborted") for one in self.events(kind)), default=-1)
 
     def leave(self) -> Event:
-        """Ctrl-C; it must leave with exit 0. Returns its goodbye."""
+        """Stop the member with Ctrl-C; its exit code must be 0. Returns its ``left`` event."""
         self.interrupt()
         return self.has_left()
 
@@ -320,7 +320,7 @@ class Member(Process):
 
 
 class Swarm:
-    """All processes of one test; ``close`` leaves none behind. ``data``: the folder that members name for the run, and
+    """All processes of one test; ``close`` ends them. ``data``: the folder that members name for the run, and
     agree to; None for runs that read no files."""
 
     def __init__(self, folder: Path) -> None:
@@ -343,7 +343,7 @@ class Swarm:
         pins: bool = False,
         supervised: bool = False,
     ) -> Host:
-        """Returns when the invite is there. ``pins``: it has another process build the model first, which takes seconds
+        """Start a host, and return when its invite is there. ``pins``: it builds the model first, which takes seconds
         of processor time. ``supervised``: as people have it; otherwise its process is the coordinator's own, which
         tests stop, kill and start quickly."""
         folder = self._folder(label)
@@ -366,7 +366,7 @@ class Swarm:
         kind: type[Member] = Member,
         data: Path | None = None,
     ) -> Member:
-        """Returns at once. ``launcher`` takes ``shoal``'s arguments after its own; ``extra`` are more of those.
+        """Start a member, and return at once. ``launcher`` takes ``shoal``'s arguments after its own; ``extra``: more.
         ``data``: for this member only."""
         folder = self._folder(label)
         identity = identity or folder / "identity"
@@ -381,12 +381,12 @@ class Swarm:
         return [self.member(invite, label, launcher) for label in labels]
 
     def command(self, label: str, *command: str, cwd: Path | None = None) -> Process:
-        """Anything else, such as ``shoal status``."""
+        """Start any other command, such as ``shoal status``."""
         folder = self._folder(label)
         return self._add(Process(label, command, folder / "log.txt", None, cwd or folder))
 
     def identity(self, label: str) -> tuple[Path, str]:
-        """A new identity file and its peer id."""
+        """Make an identity file; return its path and peer id."""
         path = self._folder(label) / "identity"
         return path, Identity.load_or_create(path).peer_id
 
@@ -416,7 +416,7 @@ ProcessT = TypeVar("ProcessT", bound=Process)
 
 
 def check_parity(host: Host, members: Iterable[Member]) -> dict[int, str]:
-    """Everybody's digest of each anchor version is the same, and so is everybody's verdict on each round.
+    """Check that all have the same digest of each anchor version, and the same verdict on each round.
 
     Returns the digests by version."""
     parity = Parity()
@@ -427,7 +427,7 @@ def check_parity(host: Host, members: Iterable[Member]) -> dict[int, str]:
 
 
 def check_journal(host: Host) -> list[VerdictGiven]:
-    """As ``Audit``. Returns the verdicts."""
+    """Check the journal as ``Audit`` does. Returns the verdicts."""
     _, run = load_run_file(host.run_file)
     audit = Audit(run)
     audit.take(host.journal_events())
@@ -435,7 +435,7 @@ def check_journal(host: Host) -> list[VerdictGiven]:
 
 
 def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:
-    """Stop everybody with Ctrl-C and check all that must hold. Returns the verdicts."""
+    """Stop all with Ctrl-C, and check parity and journal. Returns the verdicts."""
     for member in members:
         member.interrupt()
     for member in members:
@@ -446,7 +446,7 @@ def finish(host: Host, members: Sequence[Member]) -> list[VerdictGiven]:
 
 
 def invite_with(invite: str, **changes: Any) -> str:
-    """The invite with other parts: ``host``, ``port``, ``addresses``, ``run``, ``key``, ``run_hash``."""
+    """Return the invite with other parts: ``host``, ``port``, ``addresses``, ``run``, ``key``, ``run_hash``."""
     parts = Invite.parse(invite)
     address, *others = parts.addresses
     first = Address(host=changes.pop("host", address.host), control_port=changes.pop("port", address.control_port))

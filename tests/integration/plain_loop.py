@@ -1,4 +1,4 @@
-"""What a run with virtual batches has to equal: one process, one optimizer, the batches in order."""
+"""Reference of a run with virtual batches: one process, one optimizer, the batches in order."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from shoal.swarm.protocol.run_file import parse_run_file
 
 
 def plain_loop(toml: str, rounds: int, batch: int) -> dict[str, Tensor]:
-    """The parameters after so many rounds of ``batch`` samples, by name, in the model's order. The run's outer
+    """Return the parameters after so many rounds of ``batch`` samples, by name, in the model's order. The run's outer
     optimizer is AdamW with ``lr = 2e-3`` and ``weight_decay = 0.01``."""
     run = parse_run_file(toml)
     recipe = load_recipe(run)

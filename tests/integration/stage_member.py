@@ -46,27 +46,27 @@ def _computing(step: str, doom: Doom) -> None:
 
 
 def never(doom: Doom) -> None:
-    """It lives."""
+    """Do not die."""
     _computing("_forward", Doom(0, Path("/nonexistent")))
 
 
 def forward(doom: Doom) -> None:
-    """When the input of a micro-batch is here and about to go forward."""
+    """Kill itself before the forward pass of a micro-batch."""
     _computing("_forward", doom)
 
 
 def backward(doom: Doom) -> None:
-    """When the gradient of a micro-batch is here and about to go back; its samples are claimed."""
+    """Kill itself before the backward pass of a micro-batch whose samples are claimed."""
     _computing("_backward", doom)
 
 
 def claimed(doom: Doom) -> None:
-    """When samples have just become its own."""
+    """Kill itself when its claim has just been granted."""
     answered(doom, PeerToCoordinatorClaim)
 
 
 def ready(doom: Doom) -> None:
-    """When the coordinator knows that its contribution is waiting."""
+    """Kill itself when the coordinator knows that its contribution is ready."""
     answered(doom, PeerToCoordinatorRoundReady)
 
 

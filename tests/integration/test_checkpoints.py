@@ -27,7 +27,7 @@ KEEP_TWO = ("--keep-checkpoints", "2")
 
 
 def whole_rounds(member: Member) -> list[int]:
-    """Of the checkpoints on its disk, all of which have to be whole; oldest first."""
+    """Return the rounds of the member's checkpoints, oldest first; all of them have to be whole."""
     results = verify_checkpoints(find_checkpoints(member.folder / "state"))
     assert all(isinstance(one, Verified) for one in results), results
     return [one.manifest.round for one in results if isinstance(one, Verified)]

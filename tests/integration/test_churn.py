@@ -1,4 +1,4 @@
-"""Members and the coordinator are killed at named steps; the others go on, and who was killed comes back."""
+"""Members and the coordinator are killed at named steps; the others go on, and the killed ones come back."""
 
 import signal
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def test_members_are_killed_at_random_moments(swarm: Swarm) -> None:
 
 
 def restart(host: Host, launcher: Sequence[str] = SHOAL) -> None:
-    """The same command again: same invite, port included."""
+    """Start the host's command again; the invite stays the same, port included."""
     invite = host.invite
     host.command = [*launcher, *host.command[host.command.index("host") :]]
     host.start()
@@ -108,7 +108,7 @@ def restart(host: Host, launcher: Sequence[str] = SHOAL) -> None:
 
 
 def goes_on(host: Host, members: list[Member], pids: list[int], ended: int) -> list[VerdictGiven]:
-    """Rounds after ``ended`` are committed by the very same processes, with all their work."""
+    """Check that rounds after ``ended`` are committed by the same processes, with all their work."""
     for member in members:
         member.committed(after=ended + 1)
     assert [member.pid for member in members] == pids

@@ -15,7 +15,7 @@ DOOMED = (sys.executable, str(HERE / "doomed_copier.py"))
 
 
 def again(process: Process, launcher: tuple[str, ...], command: str) -> None:
-    """Start it with another launcher."""
+    """Start the process's command again with another launcher."""
     process.command = [*launcher, *process.command[process.command.index(command) :]]
     process.start()
 

@@ -22,7 +22,7 @@ DOOMED_DISK = (sys.executable, str(HERE / "doomed_disk.py"))
 
 
 def check_verdicts(folder: Path, host: Host) -> list[VerdictGiven]:
-    """One verdict a round, signed, in an unbroken chain."""
+    """Check that there is one signed verdict a round, in an unbroken chain. Returns them."""
     _, run = load_run_file(host.run_file)
     files = JournalFiles(folder)
     verdicts = files.verdicts()
@@ -38,7 +38,7 @@ def check_verdicts(folder: Path, host: Host) -> list[VerdictGiven]:
 
 
 def end(host: Host, members: list[Member], backup: Path | None = None) -> list[VerdictGiven]:
-    """Stop all; the books are right, here and in the backup."""
+    """Stop all, and check the journal here and in the backup. Returns the verdicts."""
     for member in members:
         member.interrupt()
     for member in members:
@@ -134,7 +134,7 @@ def test_the_hosts_machine_is_lost_and_another_goes_on_from_the_backup(swarm: Sw
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_an_outdated_copy_is_stopped_by_the_members(swarm: Swarm, anew: bool) -> None:
-    """By what they remember, or, when all were started anew, by what is on their disks."""
+    """Members recognise the old copy by what they remember or, if all were started anew, by their history files."""
     host = swarm.host(run_toml())
     members = swarm.members(host.invite, "a", "b")
     for member in members:

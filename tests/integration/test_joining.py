@@ -1,4 +1,4 @@
-"""Joiners and donors are killed at named steps of a download; the joiner comes to the run's state all the same."""
+"""Joiners and donors are killed at named steps of a download; the joiner gets the run's state all the same."""
 
 import sys
 

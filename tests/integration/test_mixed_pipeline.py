@@ -1,4 +1,4 @@
-"""A swarm in which one peer holds the whole model and others hold a stage of it each, as real processes."""
+"""One peer holds the whole model and others one stage each, as real processes."""
 
 import pytest
 from tests.integration.harness import KILLED, ROUNDS_S, START_S, Swarm
@@ -13,7 +13,7 @@ EVEN = TOML.replace(f"rounds = {FEW}", f"rounds = {ROUNDS}").replace("layers = 4
 
 
 def test_a_peer_with_the_whole_model_and_three_with_a_stage_each(swarm: Swarm) -> None:
-    """It averages with another replica in each stage, and when it dies those go on with what it had done."""
+    """The whole peer averages with another replica in each stage; when it dies, these keep what it had contributed."""
     host = swarm.host(EVEN)
     others = [join(swarm, host, f"peer{number}") for number in range(STAGES)]
     assert sorted(span(member) for member in others) == [(stage, stage) for stage in range(STAGES)]

@@ -1,4 +1,4 @@
-"""Runs with ``overlap``: members train on while a round is averaged, and while somebody dies in it."""
+"""Runs with ``overlap``: members train on while a round is averaged, and while one of them dies in it."""
 
 import signal
 from contextlib import suppress

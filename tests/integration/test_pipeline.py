@@ -86,18 +86,18 @@ def join(swarm: Swarm, host: Host, label: str, *doom: object, extra: Sequence[st
 
 
 def span(member: Member) -> tuple[int, int]:
-    """The stages that it holds."""
+    """Return the first and the last stage that the member holds."""
     event = member.event("span", START_S + ROUNDS_S)
     return event["first"], event["last"]
 
 
 def plain_vector(rounds: int = ROUNDS, toml: str = TOML) -> Tensor:
-    """What one process has after so many rounds: its parameters, one after the other."""
+    """Return the parameters that one process has after so many rounds, one after the other."""
     return torch.cat([one.reshape(-1) for one in plain_loop(toml, rounds, BATCH).values()])
 
 
 def trained(members: Sequence[Member], rounds: int = ROUNDS) -> Tensor:
-    """What the stages' checkpoints of the last round hold, one after the other; all replicas' are the same."""
+    """Return the stages' parameters from their newest checkpoints, one after the other; all replicas' have to agree."""
     stages = []
     for stage in range(STAGES):
         found = [
@@ -114,7 +114,7 @@ def trained(members: Sequence[Member], rounds: int = ROUNDS) -> Tensor:
 
 
 def check_samples(host: Host, committed: int = ROUNDS) -> None:
-    """Every round is committed or aborted in all stages; of the committed ones, so many, each sample counts once in
+    """Check that each round is committed or aborted in all stages, and that each committed sample counts once in
     each stage."""
     plans: dict[int, RoundPlanned] = {}
     ends: dict[int, list[bool]] = {}
@@ -136,7 +136,7 @@ def check_samples(host: Host, committed: int = ROUNDS) -> None:
 
 
 def check(host: Host, members: Sequence[Member], rounds: int = ROUNDS, toml: str = TOML) -> None:
-    """After the run's end, which is that of so many rounds."""
+    """Wait for the members' end after so many rounds, and check samples and parameters."""
     for member in members:
         assert member.exit_code(START_S + ROUNDS_S) == 0, member.tail()
         left = member.event("left", START_S)
@@ -149,7 +149,7 @@ def check(host: Host, members: Sequence[Member], rounds: int = ROUNDS, toml: str
 
 
 def check_live(host: Host, members: Sequence[Member], folder: Path) -> None:
-    """What guests of the running run get of all stages: of one version, and what their replicas had then."""
+    """Check what guests of the live run get: all stages of one version, as their replicas had it."""
     invite = Invite.parse(host.invite)
 
     async def look() -> tuple[Manifest, int, int]:
@@ -180,13 +180,13 @@ def check_live(host: Host, members: Sequence[Member], folder: Path) -> None:
 
 
 def shows(place: str) -> None:
-    """``shoal log`` knows the history from there, and finds it whole."""
+    """Check that ``shoal log`` reads a whole history from that place."""
     shown = CliRunner().invoke(app, ["log", place, "--round", "0"])
     assert shown.exit_code == 0, shown.output
 
 
 def check_replay(members: Sequence[Member]) -> None:
-    """Whoever has kept rounds of its stages can make them again."""
+    """Check that peers can replay the rounds of their stages that they have kept."""
     held: set[int | None] = set()
     for member in members:
         (peer,) = member.folder.glob("state/*/*")
@@ -198,7 +198,7 @@ def check_replay(members: Sequence[Member]) -> None:
 
 
 def check_kept(members: Sequence[Member], folder: Path) -> None:
-    """What the peers' folders give together, after the run's end."""
+    """Check the models and checkpoints that the peers' folders give together after the run's end."""
     whole = trained(members)
     check_replay(members)
     for kept in ("checkpoints", "rounds"):
@@ -216,12 +216,12 @@ def check_kept(members: Sequence[Member], folder: Path) -> None:
 
 
 def values(model: Path) -> Tensor:
-    """Of all parameters of an exported model, one after the other."""
+    """Return the values of an exported model, parameter by parameter."""
     return torch.cat([one.detach().reshape(-1) for one in read_model(model).parameters()])
 
 
 def check_copied(folder: Path, whole: Tensor) -> None:
-    """What comes back on another machine when all of them are lost."""
+    """Check what another machine restores from the copies."""
     remote, me = RemoteStore.open(f"file://{folder / 'copies'}"), Identity.generate()
     found = CheckpointRestorer(remote, folder / "restored", me, print).restore(find_copies(remote))
     assert len(found) == STAGES
@@ -247,7 +247,7 @@ def test_three_stages_over_five_peers_equal_one_process(swarm: Swarm, tmp_path_f
 
 
 def middle_of_five(swarm: Swarm, host: Host, step: str, times: int) -> tuple[Member, list[Member], Path]:
-    """A replica of the middle stage, the others, and the file that arms it."""
+    """Return a replica of the middle stage, the other members, and the file that arms the replica's death."""
     armed = {label: swarm.folder / f"armed-{label}" for label in "abcde"}
     members = {label: join(swarm, host, label, step, times, armed[label]) for label in armed}
     spans = {label: span(member) for label, member in members.items()}
@@ -258,7 +258,7 @@ def middle_of_five(swarm: Swarm, host: Host, step: str, times: int) -> tuple[Mem
 
 @pytest.mark.parametrize(("step", "times"), [("backward", 2), ("ready", 1)])
 def test_a_replica_of_the_middle_stage_is_killed(swarm: Swarm, step: str, times: int) -> None:
-    """All other steps, stages and faults are in ``tests/chaos``; what sockets do of processes that die is only here."""
+    """Only real sockets show how the death of a process arrives; ``tests/chaos`` has all other steps and faults."""
     host = swarm.host(TOML)
     victim, others, armed = middle_of_five(swarm, host, step, times)
     armed.touch()
@@ -267,7 +267,7 @@ def test_a_replica_of_the_middle_stage_is_killed(swarm: Swarm, step: str, times:
 
 
 def test_a_replica_of_the_middle_stage_is_stopped_and_continued(swarm: Swarm) -> None:
-    """Its sockets stay open meanwhile, which no network in memory has."""
+    """A stopped process keeps its sockets open, which no network in memory does."""
     host = swarm.host(TOML)
     victim, others, armed = middle_of_five(swarm, host, "forward", 2)
     peer = victim.peer

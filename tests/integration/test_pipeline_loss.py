@@ -27,13 +27,13 @@ def finished(copies: Path) -> list[RemoteCopy]:
 
 
 def shared_rounds(copies: Path) -> list[int]:
-    """Of all stages, newest first."""
+    """Return the rounds of which all stages have a copy, newest first."""
     found = finished(copies)
     return list(in_step(found)) if len({copy.stage for copy in found}) == STAGES else []
 
 
 def stand_still(members: list[Member], copies: Path) -> bool:
-    """Stop all where two rounds of all stages are copied; they would tidy up between a look and their end."""
+    """Stop all members once two rounds of all stages are copied: running ones would remove the older copies."""
     if len(shared_rounds(copies)) < 2:
         return False
     for member in members:
@@ -46,7 +46,7 @@ def stand_still(members: list[Member], copies: Path) -> bool:
 
 
 def stop_short(copies: Path, last: int) -> None:
-    """As if the machine of one stage had been killed in its next copy after that round: the manifest comes last."""
+    """Make the copies look as if one stage's machine had been killed in its next copy: the manifest comes last."""
     for copy in finished(copies):
         if copy.stage == LOST_STAGE and copy.round > last:
             (copies / copy.path / MANIFEST).unlink()
@@ -101,7 +101,7 @@ def test_lost_everywhere_and_restored_from_copies_of_the_stages(swarm: Swarm, id
 
 
 def check_goes_on(host: Host, members: list[Member], version: int) -> None:
-    """Once back, in all stages to that version of the anchor, then to the end of what one process would do."""
+    """Check that the run went back once, in all stages to that version, and then trained as one process would."""
     returns = host.events("went_back")
     assert [one["stage"] for one in returns] == list(range(STAGES))
     assert {one["anchor_version"] for one in returns} == {version}

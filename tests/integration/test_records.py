@@ -1,4 +1,4 @@
-"""Real processes: records of rounds as their writer is killed, and members that come back by what rounds committed."""
+"""Round records in real processes: their writer is killed at every step, and returning members catch up by them."""
 
 import json
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 
 def whole_records(member: Member) -> list[int]:
-    """The rounds whose records are there; all of them have to be whole."""
+    """Return the rounds whose records are on the member's disk; all of them have to be whole."""
     paths = sorted(member.folder.glob(f"state/*/*/{RECORDS}/*.safetensors"))
     for path in paths:
         assert any(open_record(path).read())

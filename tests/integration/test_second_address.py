@@ -25,13 +25,13 @@ pytestmark = pytest.mark.integration
 
 
 def free_ports() -> tuple[int, int]:
-    """Two that nobody listens on."""
+    """Return two ports that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         return one.getsockname()[1], two.getsockname()[1]
 
 
 def said(swarm: Swarm, label: str, source: str) -> list[dict[str, Any]]:
-    """What ``shoal log --json`` says of it."""
+    """Return the lines of ``shoal log --json`` for that source."""
     log = swarm.command(label, *SHOAL, "log", source, "--json")
     assert log.exit_code(START_S) == 0, log.tail()
     return [json.loads(line) for line in log.text().splitlines() if line.startswith("{")]

@@ -25,12 +25,12 @@ PIPELINE = SHORT[SHORT.index("[pipeline]") : SHORT.index("[inner]")]
 
 
 def newest(folder: Path) -> Checkpoint:
-    """Of those below it."""
+    """Return the newest checkpoint below that folder."""
     return read_checkpoint(FolderSource(max(folder.glob("**/round-*"), key=lambda place: place.name)))
 
 
 def a_whole_run(swarm: Swarm) -> Member:
-    """The one peer of a run without stages, which has ended."""
+    """Run one peer of a plain run to its end, and return it."""
     host = swarm.host(SHORT.replace(PIPELINE, "").replace("reef", "whole"), "host-of-the-whole")
     peer = swarm.member(host.invite, "whole")
     assert peer.exit_code(START_S + ROUNDS_S) == 0, peer.tail()

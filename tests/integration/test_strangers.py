@@ -1,4 +1,4 @@
-"""Who does not belong here is told so, clearly and soon; and the run does not notice."""
+"""Processes with a wrong invite, key, version, corpus or model are refused clearly and soon; the run goes on."""
 
 import json
 import socket
@@ -42,7 +42,7 @@ ends."""
 
 
 def refused(member: Member, error: type[ShoalError], *words: str) -> None:
-    """It ends with this error's name, exit code and sentence."""
+    """Check that the member ends with this error's name, exit code and words."""
     assert member.exit_code(START_S) == error.exit_code, member.tail()
     assert f"{error.__name__}: " in member.text()
     for word in words:
@@ -52,7 +52,7 @@ def refused(member: Member, error: type[ShoalError], *words: str) -> None:
 
 @contextmanager
 def server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Some other program's port, which does ``answer`` with every connection."""
+    """Port of some other program, which calls ``answer`` with every connection."""
 
     def serve() -> None:
         while True:

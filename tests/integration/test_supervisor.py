@@ -1,4 +1,4 @@
-"""A host that dies is started again by itself; one that is ended by people ends, and leaves nothing behind."""
+"""A host that dies is started again; one that people end leaves no process behind."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ IMPATIENT = ("env", sys.executable, str(HERE / "impatient_host.py"))
 
 
 def child_of(host: Host, other_than: int = 0) -> int:
-    """The process that a supervisor runs."""
+    """Return the pid of the process that the supervisor runs."""
 
     def look() -> int | None:
         children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()

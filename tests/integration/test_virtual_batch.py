@@ -1,4 +1,4 @@
-"""``virtual_batch`` over several peers is synchronous training on the global batch: a plain PyTorch loop agrees."""
+"""``virtual_batch`` over several peers equals synchronous training on the global batch by a plain PyTorch loop."""
 
 import pytest
 import torch

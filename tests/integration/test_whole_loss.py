@@ -10,7 +10,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_everybody_is_killed_at_the_verdict(swarm: Swarm, when: str) -> None:
-    """``after``: it is in the journal, and nobody has heard of it: the state that it made is nowhere."""
+    """``after``: the verdict is in the journal and nobody has heard of it, so nobody has the state that it made."""
     host = swarm.host(run_toml(), launcher=(*DOOMED_HOST, when, "VerdictGiven", "3"))
     members = swarm.members(host.invite, "a", "b", "c")
     assert host.exit_code(2 * START_S + ROUNDS_S) == KILLED, host.tail()

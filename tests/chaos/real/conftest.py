@@ -11,7 +11,7 @@ from tests.integration.harness import Swarm
 
 
 class Theatre:
-    """``stage`` is the one to play on."""
+    """Holds the swarm that the tests of a module share; ``stage`` returns it."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory
@@ -44,7 +44,7 @@ class Theatre:
 
 @pytest.fixture
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    """Whose processes never outlive a test."""
+    """A swarm whose processes never outlive the test."""
     processes = Swarm(tmp_path_factory.mktemp("swarm"))
     try:
         yield processes

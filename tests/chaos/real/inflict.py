@@ -1,4 +1,4 @@
-"""What faults do to the process that carries them out: signals, connections that end or fall silent, wrong bytes."""
+"""Faults as a process inflicts them on itself: signals, connections that end or fall silent, wrong bytes."""
 
 from __future__ import annotations
 

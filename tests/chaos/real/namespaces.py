@@ -46,7 +46,7 @@ class Wire:
         return f"10.79.0.{list(self._segment).index(machine) + 1}"
 
     def inside(self, machine: str) -> tuple[str, ...]:
-        """What to put in front of a command to run it there."""
+        """Return what to put before a command to run it in that namespace."""
         return ("nsenter", f"--net=/proc/{self._holders[machine]}/ns/net")
 
     def pull(self) -> None:

@@ -49,7 +49,7 @@ class Orders:
             self._write(self._open / order.name, asdict(order))
 
     def open(self) -> list[Order]:
-        """Those that nobody has carried out."""
+        """Return the orders that nobody has carried out."""
         return [Order(**json.loads(text)) for path in self._open.iterdir() if (text := _text(path))]
 
     def claim(self, order: Order, **about: Any) -> bool:
@@ -64,7 +64,7 @@ class Orders:
         return True
 
     def done(self, order: Order) -> dict[str, Any] | None:
-        """What was said when it was carried out; None before."""
+        """Return what was said when the order was carried out; None before."""
         text = _text(self._done / order.name)
         return json.loads(text) if text else None
 

@@ -71,7 +71,7 @@ class Stage:
 
     @classmethod
     def open(cls, swarm: Swarm) -> Stage:
-        """Everybody has been started."""
+        """Start all processes; return the stage."""
         folder, corpus = swarm.folder / "orders", swarm.folder / "data" / "corpus.txt"
         swarm.data = corpus.parent
         corpus.parent.mkdir()
@@ -86,7 +86,7 @@ class Stage:
         return cls(swarm, Orders(folder), host, members, Audit(load_run_file(host.run_file)[1]))
 
     def finish(self) -> None:
-        """Everybody leaves, and all is checked once more."""
+        """Let all leave, and check everything once more."""
         finish(self.host, self.members)
 
     # Who is who -----------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Stage:
         return done
 
     def carry_out(self, *orders: Order) -> list[Done]:
-        """Returns when they have been."""
+        """Place the orders, and return when they have been carried out."""
         self.orders.place(*orders)
         return [
             eventually(f"somebody does: {order}", lambda order=order: self.orders.done(order), ROUNDS_S, self._about)
@@ -187,7 +187,7 @@ class Stage:
             victim.start()
 
     def verdict_of(self, number: int) -> VerdictGiven:
-        """Waits for it."""
+        """Wait for the verdict of that round, and return it."""
 
         def look() -> bool:
             return any(one["event"] == "verdict" and one["round"] == number for one in self.host.all_events())
@@ -197,7 +197,7 @@ class Stage:
         return next(one for one in given if one.verdict.round == number)
 
     def _trains_on(self, after: int) -> None:
-        """Rounds that are committed with everybody's work, by everybody."""
+        """Wait for rounds that all commit with the work of all."""
 
         def together() -> bool:
             rounds = [
@@ -223,7 +223,7 @@ class Stage:
         return Level(member.pid, {what: of(one[what] for one in found) for what in found[-1]})
 
     def _check_level(self, member: Member, before: Level) -> None:
-        """Of one that has lived through it."""
+        """Check the memory of a process that has lived through the faults."""
 
         def is_down() -> bool:
             now = self._level(member).held
