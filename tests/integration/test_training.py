@@ -98,7 +98,7 @@ def test_peers_agree_whatever_packs_their_contributions(swarm: Swarm, algorithm:
 def test_exports_of_the_live_run_and_of_a_saved_state_are_the_same(swarm: Swarm) -> None:
     # Held within a round that has a long way to go: the anchor stays the same while it is fetched.
     gate = swarm.folder / "gate"
-    host = swarm.host(run_toml(tokens=12_000, max_s=3600, patience_s=10))
+    host = swarm.host(run_toml(tokens=12_000, max_s=3600, patience_s=20))
     member = swarm.member(host.invite, "a", held(gate))
     member.event("committed", START_S + ROUNDS_S)
     gate.touch()
@@ -123,7 +123,7 @@ def test_exports_of_the_live_run_and_of_a_saved_state_are_the_same(swarm: Swarm)
 
 
 def test_an_export_in_bfloat16_is_the_rounded_anchor(swarm: Swarm) -> None:
-    host = swarm.host(run_toml(max_s=3600, patience_s=10))
+    host = swarm.host(run_toml(max_s=3600, patience_s=20))
     members = swarm.members(host.invite, "a", "b")
     for member in members:
         member.event("synced", START_S)
