@@ -1,4 +1,4 @@
-"""Averaging alone: weighted means of named arrays over everybody in a run, for training loops of any framework.
+"""Array averager: weighted means of named arrays over all members of a run, for training loops of any framework.
 
 ::
 
@@ -6,9 +6,9 @@
         while (means := averager.average({"w": gradient}, weight=samples)) is not None:
             w -= 0.1 * means["w"]
 
-Arrays are NumPy's, torch's, or whatever ``numpy.asarray`` takes (JAX, TensorFlow); means come as NumPy arrays, or as
-torch tensors where tensors went in. The run file has ``recipe.name = "own"``, ``data.source = "own"``; a round closes
-when the weights of all members reach ``round.tokens``, or after ``round.max_s``.
+Arrays are NumPy's, torch's, or whatever ``numpy.asarray`` takes (JAX, TensorFlow); means are NumPy arrays, or torch
+tensors on the CPU where torch tensors were given. The run file has ``recipe.name = "own"`` and ``data.source = "own"``;
+a round closes when the members' weights add up to ``round.tokens``, or after ``round.max_s``.
 """
 
 from __future__ import annotations
@@ -32,52 +32,59 @@ from shoal.swarm.errors import UserError
 
 
 class _Arrays(nn.Module):
-    """The arrays' names and shapes as a model's; its values are the run's anchor, which nobody here reads."""
+    """Model with the arrays' names and shapes; its values, the run's anchor, are not used."""
 
     def __init__(self, like: Mapping[str, Any]) -> None:
         super().__init__()
         for name, array in like.items():
             shape = array.shape if isinstance(array, Tensor) else np.shape(array)
-            # A dot would be a module within a module.
+            # A parameter's name may not contain a dot.
             self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(tuple(shape))))
 
 
-class _Given:
-    """Local work that is given, not done (a ``LocalWork``)."""
+class _GivenArrays:
+    """Local work that contributes given arrays instead of training (a ``LocalWork``)."""
 
     def __init__(self, vector: ParameterVector) -> None:
         self._vector = vector
         self.values: Tensor | None = None
 
     def step(self, samples: int, lr_factor: float) -> None:
-        """Nothing to do."""
+        """Do nothing, because the arrays are given."""
 
     def contribution(self, anchor: Tensor) -> Tensor:
-        """See ``LocalWork.contribution``."""
         return torch.zeros_like(anchor) if self.values is None else self.values.clone()
 
     def reset_optimizer(self) -> None:
-        """There are none here: who gives the arrays has them."""
+        """Do nothing, because the caller has its own optimizer."""
 
     def restart_from(self, anchor: Tensor) -> None:
-        """Keep the given arrays: they are offered until they have been in a mean."""
+        """Keep the given arrays, which are offered again until a mean contains them."""
         self._vector.write(anchor)
 
     def continue_from(self, anchor: Tensor) -> None:
-        """See ``restart_from``."""
         self.restart_from(anchor)
 
 
 class ArrayAverager:
-    """Made with ``join``; a context manager that leaves the run at its end. For one thread."""
+    """Member of a run that averages arrays, made with ``join``; a context manager that leaves the run at its end.
+
+    For use by one thread.
+    """
 
     def __init__(self, session: Session, like: Mapping[str, Any]) -> None:
-        """``session``: connected and not started. Raises ``UserError`` for a run with ``overlap``."""
+        """``session``: connected and not started; ``like``: arrays of the names and shapes to average.
+
+        Raises ``UserError`` for a run with ``averaging.overlap``.
+        """
         if session.run_file.averaging.overlap:
-            raise UserError("the run has averaging.overlap = true, but average() waits for its mean: host it without")
+            raise UserError(
+                "the run has averaging.overlap = true, which average() cannot use, as it waits for each mean: host the "
+                "run without it"
+            )
         self._session = session
         self._names = list(like)
-        self._work: _Given
+        self._work: _GivenArrays
         self._mean: Tensor | None = None
         model = _Arrays(like)
         self._shapes = [tuple(one.shape) for one in model.parameters()]
@@ -85,10 +92,13 @@ class ArrayAverager:
 
     @classmethod
     def join(cls, invite: str, like: Mapping[str, Any], options: SessionOptions | None = None) -> ArrayAverager:
-        """Join the run with arrays of these names and shapes. Raises the errors of a failed join, ``ModelMismatch``
-        when the run's other members average something else."""
+        """Join the run with arrays of these names and shapes.
+
+        ``like``: arrays by name; their values are not used. Raises ``UserError`` for no arrays, ``ModelMismatch`` if
+        the run's other members average arrays of other names or shapes, and the errors of ``Session.join``.
+        """
         if not like:
-            raise UserError("give at least one array to average")
+            raise UserError("there are no arrays to average: give at least one")
         session = Session.connect(invite, options)
         try:
             return cls(session, like)
@@ -97,11 +107,14 @@ class ArrayAverager:
             raise
 
     def average(self, arrays: Mapping[str, Any], weight: int = 1) -> dict[str, Any] | None:
-        """The weighted mean of everybody's arrays in the round that these got into; None when the run has ended.
+        """Return the weighted mean, over all members, of the round that these arrays got into; None at the run's end.
 
-        ``arrays``: of the names and shapes of ``join``, any float type; ``weight``: 1 or more, such as the samples
-        behind them. Blocks until the round is committed; goes on over aborted rounds, restarts of the coordinator and
-        dead members. Raises ``UserError`` for other names, shapes or values.
+        ``arrays``: names, order and shapes of ``join``, any numeric type; they are averaged as float32. ``weight``: 1
+        or more, such as the number of samples behind them. The means are float32, by name. Blocks until a committed
+        round contains the arrays, over aborted rounds, restarts of the coordinator and deaths of members.
+
+        Raises ``UserError`` for other names, shapes or values that are not finite, and the error that ended the
+        connection.
         """
         if weight < 1:
             raise UserError(f"weight: expected 1 or more, not {weight}")
@@ -136,8 +149,8 @@ class ArrayAverager:
     ) -> None:
         self.close()
 
-    def _make_work(self, vector: ParameterVector) -> _Given:
-        self._work = _Given(vector)
+    def _make_work(self, vector: ParameterVector) -> _GivenArrays:
+        self._work = _GivenArrays(vector)
         return self._work
 
     def _on_mean(self, mean: Tensor, included: bool) -> None:
@@ -146,14 +159,14 @@ class ArrayAverager:
 
     def _flat(self, arrays: Mapping[str, Any]) -> Tensor:
         if list(arrays) != self._names:
-            raise UserError(f"arrays: expected {', '.join(self._names)}, in this order, not {', '.join(arrays)}")
+            raise UserError(f"arrays: expected {', '.join(self._names)} in this order, not {', '.join(arrays)}")
         pieces = []
         for (name, array), shape in zip(arrays.items(), self._shapes, strict=True):
             tensor = array.detach().cpu() if isinstance(array, Tensor) else torch.from_numpy(np.array(array))
             if tuple(tensor.shape) != shape:
                 raise UserError(f"{name}: expected the shape {shape}, not {tuple(tensor.shape)}")
             if not bool(torch.isfinite(tensor).all()):
-                raise UserError(f"{name}: holds NaN or infinity")
+                raise UserError(f"{name}: holds NaN or infinity, which cannot be averaged")
             pieces.append(tensor.to(torch.float32).reshape(-1))
         return torch.cat(pieces)
 

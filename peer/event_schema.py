@@ -1,4 +1,4 @@
-"""The schema of events: name, meaning and fields of everything that a peer or a host logs with ``--log-json``.
+"""Schema of events: name, meaning and fields of everything that a peer or a host logs with ``--log-json``.
 
 ``docs/events.md`` is made from it (`make docs`). ``make_event`` is the only place that makes an event.
 """
@@ -21,7 +21,7 @@ FIELDS_OF_ALL: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class EventKind:
-    """What one event means, and the meaning of its fields. A field may be absent or null where it does not apply."""
+    """Meaning of an event and of its fields. A field is absent or null where it does not apply."""
 
     meaning: str
     fields: Mapping[str, str]
@@ -179,8 +179,8 @@ EVENTS: Mapping[str, EventKind] = {**PEER_EVENTS, **HOST_EVENTS}
 
 
 def make_event(name: str, /, **fields: Any) -> Event:
-    """An event of now. Raises ``ValueError`` for a name or a field that the schema does not have."""
+    """Make an event of this moment. Raises ``ValueError`` for a name or a field that is not in the schema."""
     kind = EVENTS.get(name)
     if kind is None or not fields.keys() <= kind.fields.keys() | {"stage"}:
-        raise ValueError(f"no such event in the schema: {name} with {', '.join(fields)}")
+        raise ValueError(f"the schema of events has no {name} with the fields {', '.join(fields)}")
     return {"event": name, "time": time.time(), **fields}

@@ -15,7 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def parse_memory(text: str) -> int:
-    """``8G``, ``500M``, ``1.5 GiB`` to bytes. Raises ``DeviceError``."""
+    """Convert a size such as ``8G``, ``500M`` or ``1.5 GiB`` to bytes. Raises ``DeviceError``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise DeviceError(f"--max-memory {text}: expected a size such as 8G or 500M")
@@ -29,18 +29,18 @@ def memory_text(size_bytes: int) -> str:
 
 
 def machine_bytes() -> int:
-    """All of the machine's memory."""
+    """Return the size of the machine's memory."""
     return int(psutil.virtual_memory().total)
 
 
 def free_machine_bytes() -> int:
-    """Bytes that programs can have without swapping, within the limit of this container, if any."""
+    """Return the bytes that programs can use without swapping, within the limit of this container, if any."""
     free, limit = int(psutil.virtual_memory().available), _free_in_cgroup()
     return free if limit is None else min(free, limit)
 
 
 def _free_in_cgroup() -> int | None:
-    """The limit of a container (cgroup v2) less what it uses; None without a limit. psutil knows only the machine."""
+    """Return the limit of a container (cgroup v2), which psutil ignores, less its use; None without a limit."""
     most, current = _read_cgroup("memory.max"), _read_cgroup("memory.current")
     if not (most.isdecimal() and current.isdecimal()):
         return None

@@ -1,4 +1,4 @@
-"""Network thread with an asyncio loop and one root task: the one place where the training thread meets the loop."""
+"""Network thread, which runs an asyncio loop, and the calls with which the training thread uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERRUPT_POLL_S = 0.2
 
 
 class Interrupted(Exception):
-    """The wait was given up because somebody asked to stop; not an error."""
+    """A wait ended early because this peer was asked to stop; not an error."""
 
 
 T = TypeVar("T")
@@ -23,9 +23,9 @@ R = TypeVar("R")
 
 
 class NetworkThread(Generic[R]):
-    """Runs ``open()``'s context in its own thread from ``start`` to ``stop``; ``resource`` is what it yields.
+    """Thread that runs an asyncio loop inside the context ``open()``, from ``start`` to ``stop``.
 
-    Everything asynchronous happens in there; the training thread only submits coroutines and waits for them.
+    Everything asynchronous happens on this thread; the training thread submits coroutines and waits for them.
     """
 
     def __init__(self, open: Callable[[], AbstractAsyncContextManager[R]]) -> None:
@@ -37,31 +37,33 @@ class NetworkThread(Generic[R]):
         self._failure: BaseException | None = None
         self._interrupted = threading.Event()
         self._lock = threading.Lock()
-        """Held to hand something to the loop, and to say that it takes no more."""
+        """Guards submissions to the loop against its end."""
         self._calls: set[concurrent.futures.Future[Any]] = set()
 
     @property
     def resource(self) -> R:
-        """Value that the context yielded; after ``start``."""
+        """Value that the context yields; after ``start``."""
         return self._started.result(timeout=0)
 
     def start(self) -> R:
-        """Start the thread; returns the resource or raises what opening it raised."""
+        """Start the thread and return the resource; raises the error of opening it."""
         self._thread.start()
         return self._started.result()
 
     def interrupt(self) -> None:
-        """Make the calls that allow it, now and later, raise ``Interrupted``; from any thread or signal handler."""
+        """Make all interruptible waits, now and later, raise ``Interrupted``; from any thread or signal handler."""
         self._interrupted.set()
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, interruptible: bool | Callable[[], bool] = False) -> T:
-        """Run it in the loop and wait. Raises what it raises, or what ended the network thread meanwhile.
+        """Run a coroutine on the loop and wait for its result.
 
-        ``interruptible``: whether ``interrupt`` may end the wait, or a function that says whether it may now."""
+        ``interruptible``: whether ``interrupt`` may end the wait, or a function that returns whether it may now. Raises
+        the coroutine's error, ``Interrupted``, or the error that ended the thread.
+        """
         return self.wait_for(self.submit(coroutine), interruptible=interruptible)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run it in the loop beside the training thread, which has to ``finish`` it. Raises what ended the thread."""
+        """Begin a coroutine on the loop; ``wait_for`` its result later. Raises the error that ended the thread."""
         with self._lock:
             loop = self._loop
             if loop is None:
@@ -72,7 +74,7 @@ class NetworkThread(Generic[R]):
         return future
 
     def wait_for(self, future: concurrent.futures.Future[T], *, interruptible: bool | Callable[[], bool] = False) -> T:
-        """The second half of ``call``."""
+        """Wait for a submitted coroutine; raises as ``call``. An interrupted wait cancels the coroutine."""
         try:
             return self._wait(future, interruptible)
         except (concurrent.futures.CancelledError, asyncio.CancelledError):
@@ -86,8 +88,8 @@ class NetworkThread(Generic[R]):
             self._calls.discard(future)
 
     def _wait(self, future: concurrent.futures.Future[T], interruptible: bool | Callable[[], bool]) -> T:
-        # A plain lock: Ctrl-C may strike anywhere, and within a condition's methods it would leave the condition
-        # locked, with the loop waiting on it for ever.
+        # A plain lock, because Ctrl-C may strike anywhere: inside the methods of a condition it would leave the
+        # condition locked, and the loop would wait for it for ever.
         finished = threading.Lock()
         finished.acquire()
         future.add_done_callback(lambda _: finished.release())
@@ -99,14 +101,14 @@ class NetworkThread(Generic[R]):
         return future.result()
 
     def post(self, callback: Callable[[], object]) -> None:
-        """Run a plain function in the loop, soon; does nothing once the thread has ended."""
+        """Run a function on the loop soon, without waiting; does nothing once the thread has ended."""
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(callback)
 
     @property
     def failure(self) -> BaseException | None:
-        """Error that ended the thread before its time, or None."""
+        """Error that ended the thread before ``stop``, or None."""
         return self._failure
 
     def stop(self) -> None:
@@ -121,7 +123,7 @@ class NetworkThread(Generic[R]):
             asyncio.run(self._run())
         except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
             self._failure = leaf(error)
-        # The loop is closed: what it was given last has not even begun.
+        # The loop is closed; calls submitted last have not even begun.
         if not self._started.done():
             self._started.set_exception(self._failure or _not_running())
         for call in list(self._calls):
@@ -134,7 +136,7 @@ class NetworkThread(Generic[R]):
                 self._started.set_result(resource)
                 await self._stop.wait()
         except BaseException as error:
-            # Before the loop cancels the calls that are under way, so that they know why.
+            # Before the loop cancels the pending calls, so that these raise this error.
             self._failure = leaf(error)
             raise
         finally:

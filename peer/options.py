@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHOAL_HOME = Path.home() / ".shoal"
 DEFAULT_PORT = 7707
-"""A host's."""
+"""Port that a host listens on by default."""
 
 STOPPED_AT_ONCE = 130
 """Exit code after a second Ctrl-C."""
@@ -25,10 +25,11 @@ STOPPED_AT_ONCE = 130
 
 @dataclass(frozen=True)
 class StartFrom:
-    """Where the checkpoint is that a new run starts from.
+    """Checkpoint that a new run starts from.
 
-    ``folder``: with a checkpoint, or any above; ``identity``: file with the keys that open sealed ones;
-    ``only_parameters``: schedule, order of the samples and outer optimizer begin anew."""
+    ``folder``: folder of the checkpoint, or one above it; ``identity``: file of the keys that open a sealed checkpoint;
+    ``only_parameters``: begin schedule, sample order and outer optimizer anew.
+    """
 
     folder: Path
     identity: Path | None = None
@@ -37,12 +38,17 @@ class StartFrom:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """Options of a member on this machine. ``bind`` is where it listens (port 0: any free one, data on the next);
-    ``advertise`` the host or address that others shall use, by default the one that the coordinator sees; ``role``
-    whether it trains and reduces parts (``trainer``), only trains (``contributor``) or only follows (``validator``);
-    ``checkpoints``: which are kept, below ``state``; None: none; ``copy_to``: where they are copied to; ``start_from``:
-    the folder with the checkpoint that the run starts from, where it does and this machine has it; ``data``: the
-    folders below which the run may read the files that it names. Without any it reads none."""
+    """Options of a member on this machine.
+
+    ``identity``: file of its key pair, made if missing; ``state``: folder of everything that it keeps; ``name``: shown
+    to other members, by default the host name; ``bind``: host and port to listen on, data on the next port, 0 for any
+    free ones; ``advertise``: host and port that other members connect to, by default the address that the coordinator
+    sees; ``role``: ``trainer`` trains and reduces parts of the mean, ``contributor`` only trains, ``validator`` only
+    follows; ``checkpoints``: which are kept, None for none; ``copy_to``: where checkpoints are copied to;
+    ``start_from``: folder of the checkpoint that the run starts from, if this machine has it; ``data``: folders below
+    which the run may read the files that it names, without any none; ``on_event``: called with every event, from any
+    thread.
+    """
 
     identity: Path = SHOAL_HOME / "identity"
     state: Path = SHOAL_HOME / "runs"
@@ -57,5 +63,5 @@ class SessionOptions:
     on_event: Callable[[Event], None] | None = None
 
     def folder(self, run: RunFile, peer: str) -> Path:
-        """Of a peer in a run: its checkpoints and all else that it keeps."""
+        """Return the folder of a peer in a run: its checkpoints, records, history and downloads."""
         return self.state / f"{run.run.name}-{run.hash.hex()[:8]}" / peer

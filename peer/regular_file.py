@@ -1,6 +1,6 @@
-"""Files that others may have put here, opened and read without being held up and within the memory that there is.
+"""Regular files of unknown origin, opened without blocking and read only if they fit into the free memory.
 
-To open a FIFO waits for somebody to write, and a device may do anything; neither is ever a file of a checkpoint.
+Opening a FIFO blocks until another process writes to it, and opening a device may do anything; both are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal
 from shoal.peer.machine_memory import free_machine_bytes
 
 _UNSEEN_BYTES = 64 * 2**20
-"""So much is read without a look at how much memory there is."""
+"""Bytes that may be read without a check of the free memory."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -26,18 +26,18 @@ _KINDS = {
 
 
 class NotRegular(OSError):
-    """It is a FIFO, a device, a socket or a folder."""
+    """The path names a FIFO, a device, a socket or a folder."""
 
 
 def open_regular(path: Path, mode: Literal["rb", "r+b", "ab"] = "rb", buffering: int = -1) -> BinaryIO:
-    """As ``path.open``, at once. Raises ``OSError``; ``NotRegular`` for what is no regular file."""
+    """Open as ``path.open`` does, without blocking. Raises ``OSError``, ``NotRegular`` for what is no regular file."""
 
     def opened(name: str, flags: int) -> int:
-        with suppress(FileNotFoundError):  # it is for the next line to make it, or to say so
-            _check(os.stat(name))  # to open some devices does something already
+        with suppress(FileNotFoundError):  # os.open creates a missing file or raises
+            _check(os.stat(name))  # before opening, which has effects on some devices
         descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         try:
-            _check(os.fstat(descriptor))  # it may be another one by now
+            _check(os.fstat(descriptor))  # the file may have been replaced since
         except BaseException:
             os.close(descriptor)
             raise
@@ -47,8 +47,8 @@ def open_regular(path: Path, mode: Literal["rb", "r+b", "ab"] = "rb", buffering:
 
 
 def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
-    """All of it; only a byte more than ``limit_bytes`` where it is longer. Raises ``OSError``, also for what does not
-    fit into memory."""
+    """Read a file; if it is longer than ``limit_bytes``, one byte more than those. Raises ``OSError``, also for lack of
+    memory."""
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         wanted = size_bytes if limit_bytes is None else min(size_bytes, limit_bytes)
@@ -57,9 +57,9 @@ def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
 
 
 def check_memory(needed_bytes: int) -> None:
-    """Raises ``OSError`` when so much is more than there is free now."""
+    """Raise ``OSError`` if so many bytes are more than the free memory."""
     if needed_bytes > _UNSEEN_BYTES and needed_bytes > (free := free_machine_bytes()):
-        raise OSError(f"expected what fits into memory, of which {free:,} bytes are free, not {needed_bytes:,} bytes")
+        raise OSError(f"{needed_bytes:,} bytes do not fit into memory, of which {free:,} bytes are free")
 
 
 def _check(found: os.stat_result) -> None:

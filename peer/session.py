@@ -1,4 +1,4 @@
-"""The SDK: a member of a run for people who own their training loop. ``shoal join`` is built on it.
+"""Session: a member of a run for training loops of one's own. ``shoal join`` is built on it.
 
 ::
 
@@ -44,13 +44,17 @@ class Readiness(Enum):
 
     READY = "ready"
     NOT_YET = "not yet"
-    """Something went before it: ``Session.settle`` is to be called again."""
+    """A round or a resync went before local work: call ``Session.settle`` again."""
     OVER = "over"
     """The run has ended, or this peer stops."""
 
 
 class Session:
-    """Made with ``join`` (or ``connect`` and ``start``); a context manager that leaves the run at its end."""
+    """Member of a run, made with ``join``; a context manager that leaves the run at its end.
+
+    Train on ``batches`` and call ``step`` after each. One thread trains; ``view``, ``snapshot`` and ``request_stop``
+    may be used from any thread. ``peer``: this peer's id; ``run_file``: the run's validated run file.
+    """
 
     def __init__(self, connection: RunConnection) -> None:
         self._connection = connection
@@ -68,7 +72,10 @@ class Session:
 
     @classmethod
     def connect(cls, invite: str, options: SessionOptions | None = None, device: str = "cpu") -> Session:
-        """Join, to learn the run file; ``start`` comes next. Raises the errors of a failed join."""
+        """Join the run without a model, to learn its run file; ``start`` comes next.
+
+        ``device``: name of the torch device, for other members to read. Raises as ``join``.
+        """
         return cls(RunConnection(invite, options or SessionOptions(), device))
 
     @classmethod
@@ -80,7 +87,15 @@ class Session:
         inner_optimizer: Optimizer | None = None,
         options: SessionOptions | None = None,
     ) -> Session:
-        """Join with this model, which gets the run's anchor. ``inner_optimizer`` is needed by ``diloco``."""
+        """Join the run and load its anchor into the model.
+
+        ``invite``: the URL that the host printed; ``model``: on its device, with float32 parameters; the order, names
+        and shapes of its trainable ones must be the run's; ``inner_optimizer``: over the model's parameters, required
+        by the algorithm ``diloco``. Blocks until the state is here.
+
+        Raises ``UserError`` for an invite, options or an optimizer that do not fit, ``Unreachable`` if no coordinator
+        answers, ``NotAdmitted`` if it refuses this peer, ``ModelMismatch`` if the model is not the run's, ``RunEnded``.
+        """
         device = next(model.parameters()).device
         session = cls.connect(invite, options, str(device))
         try:
@@ -91,12 +106,15 @@ class Session:
         return session
 
     def start(self, setup: TrainingSetup) -> None:
-        """Agree on the model with the run and load the anchor into it. Raises ``ModelMismatch``, ``CorpusError``, and
-        ``UserError`` for a run whose model is cut into stages."""
+        """Agree with the run on model and data, and load the anchor into the model.
+
+        Raises ``ModelMismatch``, ``CorpusError`` if the data is not the run's, ``Interrupted``, and ``UserError`` for
+        the run of a pipeline.
+        """
         if self.run_file.pipeline is not None:
             raise UserError(
-                f"the run {self.invite.run!r} has a [pipeline], whose members hold a part of the model each: join it "
-                f"with `shoal join`, not with a training loop of your own"
+                f"the run {self.invite.run!r} has a [pipeline], whose members each hold a part of the model: join it "
+                f"with `shoal join` instead of a training loop of your own"
             )
         connection = self._connection
         self._replica_or_none = connection.replica(self._member, setup, connection.folder, self._emit)
@@ -105,7 +123,7 @@ class Session:
 
     @property
     def samples(self) -> LeasedSamples:
-        """This peer's leased samples; after ``start``."""
+        """Samples that this peer has leased and done; after ``start``."""
         return self._replica.samples
 
     @property
@@ -116,10 +134,12 @@ class Session:
     # The loop -----------------------------------------------------------------------------------------------
 
     def batches(self, dataset: Dataset) -> Iterator[Any]:
-        """Batches of the samples leased to this peer, until the run ends or ``request_stop``.
+        """Iterate over batches of the samples leased to this peer, until the run ends or ``request_stop``.
 
-        ``dataset``: ``len`` and ``[i]``, collated as ``torch.utils.data`` does, or with ``batch(indices)``. All
-        peers need the same one. Call ``step`` after each batch.
+        ``dataset``: map-style (``len`` and ``[i]``), the same on every peer. ``torch.utils.data.default_collate`` makes
+        batches, or the dataset's own ``batch(indices)`` with (b,) int64 indices. A batch has ``inner.batch_samples``
+        samples or fewer. Raises ``CorpusError`` if the data is not the run's, ``UserError`` if ``step`` was not called
+        after a batch, ``Diverged``, and the error that ended the connection.
         """
         replica, samples, length = self._replica, self._replica.samples, len(dataset)
         if replica.recipe_config is None:
@@ -131,14 +151,14 @@ class Session:
                 self._timer.start()
                 yield take_batch(dataset, order.indices(*bounds))
                 if samples.in_hand:
-                    raise UserError("call session.step(loss) after every batch of session.batches()")
+                    raise UserError("session.step(loss) was not called after a batch of session.batches(): call it")
                 if self._stopping or self.view.phase == "ended":
                     break
 
     def step(self, loss: Tensor) -> None:
-        """After ``loss.backward()``: the inner step; closes the round when it is due.
+        """Take the inner step after ``loss.backward()``, and close the round when it is due.
 
-        ``loss``: () the mean over the batch, any device.
+        ``loss``: (), mean over the batch, on any device. Raises ``Diverged`` and the error that ended the connection.
         """
         replica = self._replica
         samples = replica.samples.finish_batch(loss)
@@ -148,24 +168,27 @@ class Session:
         self._timer.stop(samples * replica.tokens_per_sample)
         self.report_progress()
         if replica.verdict_is_known:
-            self._act(replica.conclude_round)
+            self._run_round(replica.conclude_round)
         if self._is_due(self._timer.step_s):
-            self._act(replica.close_round)
+            self._run_round(replica.close_round)
 
     @property
     def view(self) -> RunView:
-        """Newest view of the run from the coordinator; replaced, never changed."""
+        """Newest view of the run from the coordinator, immutable. Raises the error that ended the connection."""
         failure = self._network.failure
         if failure is not None:
             raise failure
         return self._member.client.view
 
     def snapshot(self) -> Snapshot:
-        """The current state, from any thread."""
+        """Return plain values of this session's present state; from any thread."""
         return take_snapshot(self._member, self.view, self.peer, self.device)
 
     def request_stop(self) -> None:
-        """Leave soon: finishes the round if it is closing, else hands its samples back. Safe in signal handlers."""
+        """Make ``batches`` end soon. A closing round is finished first; otherwise unfinished samples go to other peers.
+
+        Safe in signal handlers and from any thread.
+        """
         self._stopping = True
         self._network.interrupt()
 
@@ -177,7 +200,7 @@ class Session:
         try:
             if self._replica_or_none is not None and self._network.failure is None:
                 self._replica.save_checkpoint()
-                self._say_goodbye(self._replica)
+                self._emit_left(self._replica)
         finally:
             self._connection.close(error)
 
@@ -188,13 +211,13 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self._replica_or_none is not None and self._replica.exchanging:
-            self._act(self._replica.conclude_round)  # the others count on what was offered
+            self._run_round(self._replica.conclude_round)  # the other members wait for this peer's contribution
         self._close(error)
 
     # Work ---------------------------------------------------------------------------------------------------
 
     def _next_range(self) -> bool:
-        """Make sure there are leased samples to train on; False at the end."""
+        """Wait for leased samples to train on; returns False at the run's end."""
         batch = self.run_file.inner.batch_samples
         while (readiness := self.settle()) is not Readiness.OVER:
             if readiness is Readiness.NOT_YET:
@@ -206,45 +229,50 @@ class Session:
         return False
 
     def settle(self) -> Readiness:
-        """Do one thing that goes before work, if any: conclude a round, close one that is due, or get the run's state
-        again."""
+        """Do one thing that goes before local work, if any: conclude a round, close one that is due, or resync.
+
+        Raises ``Diverged``, ``Interrupted``, and the error that ended the connection.
+        """
         view, replica = self.view, self._replica
         if replica.verdict_is_known or (replica.exchanging and (self._stopping or view.phase == "ended")):
-            return self._act(replica.conclude_round)
+            return self._run_round(replica.conclude_round)
         rejoined = self._member.rejoined
         match attention([view], lambda _: self._is_due(self._least_s()), rejoined=rejoined, stopping=self._stopping):
             case Attention.ENDED:
-                # Others may still need results that we hold.
+                # Other peers may still fetch the round's results from this one.
                 self._network.call(self._member.wait_for_change(self._member.client.deadlines.heartbeat_s))
                 return Readiness.OVER
             case Attention.RESYNC:
-                replica.resync("the coordinator had given this peer up" if rejoined else "its state is not the run's")
+                replica.resync("the coordinator had removed this peer" if rejoined else "its state is not the run's")
                 return Readiness.NOT_YET
             case Attention.ROUND:
-                return self._act(replica.close_round)
+                return self._run_round(replica.close_round)
         return Readiness.OVER if self._stopping else Readiness.READY
 
     def fetch_lease(self, samples: int) -> None:
-        """Ask for so many samples; when there are none now, wait a little."""
+        """Lease about so many samples; if there are none now, wait a little."""
         try:
             follows = self.options.role == "validator"
             leased = () if follows else self._network.call(self._member.lease(samples), interruptible=True)
             for one in leased:
                 self._replica.samples.add_lease(one.start, one.stop)
             if not leased:
-                self._set_activity("following" if follows else "waiting")
+                self._member.progress.activity = "following" if follows else "waiting"
                 self.wait_for_change()
         except Interrupted:
-            log.debug("no lease any more: stopping")
+            log.debug("no further lease, because this session stops")
 
     def wait_for_change(self) -> None:
-        """Until the round or its phase changes, or half a second. Raises ``Interrupted`` when asked to stop."""
+        """Wait until the round or its phase changes, at most half a second and not beyond the round's closing.
+
+        Raises ``Interrupted`` after ``request_stop``.
+        """
         closes_at_s = self._member.client.closes_at_s
         left_s = 0.5 if closes_at_s is None else closes_at_s - time.monotonic()
         self._network.call(self._member.wait_for_change(min(0.5, max(0.02, left_s))), interruptible=True)
 
     def report_progress(self) -> None:
-        """Let the next heartbeats tell what is done."""
+        """Update the progress that the next heartbeats report."""
         progress = self._member.progress
         progress.activity = "training"
         progress.tokens_done = self._replica.samples.tokens_done
@@ -252,11 +280,8 @@ class Session:
         progress.step_s = self._timer.step_s
         progress.loss = self._replica.samples.recent_loss()
 
-    def _set_activity(self, activity: str) -> None:
-        self._member.progress.activity = activity
-
     def _is_due(self, step_s: float) -> bool:
-        """Return whether the round has to be closed here before another step of that length."""
+        """Return whether the round has to be closed here, because a step of ``step_s`` does not fit any more."""
         replica = self._replica
         return is_due(
             self.view,
@@ -272,8 +297,8 @@ class Session:
         unknown_s = self._member.client.deadlines.first_step_s
         return least_s(self._replica.samples.left, self._timer.step_s, unknown_s, may_ask=asks)
 
-    def _act(self, on_round: Callable[[], object]) -> Readiness:
-        """Close or conclude a round; over when the wait for its end was given up, to stop."""
+    def _run_round(self, on_round: Callable[[], object]) -> Readiness:
+        """Close or conclude a round; OVER if this peer stops without waiting for its end."""
         try:
             on_round()
         except Interrupted:
@@ -282,7 +307,7 @@ class Session:
             self._timer.reset()
         return Readiness.NOT_YET
 
-    def _say_goodbye(self, replica: TrainingReplica) -> None:
+    def _emit_left(self, replica: TrainingReplica) -> None:
         meter, state = self._member.node.meter, replica.state
         self._emit(
             "left",
@@ -295,9 +320,9 @@ class Session:
 
 
 class StepTimer:
-    """Speed of this peer's steps, smoothed over recent ones; time spent waiting is not counted.
+    """Speed of this peer's steps, smoothed over recent ones, without the time between steps.
 
-    ``start`` it when a batch is handed out, ``stop`` it when its step is done.
+    Call ``start`` when a batch is handed out and ``stop`` when its step is done.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -310,7 +335,7 @@ class StepTimer:
         self._started_s = self._clock()
 
     def stop(self, tokens: int) -> None:
-        """The step took in ``tokens`` tokens."""
+        """End a step of ``tokens`` tokens."""
         if self._started_s is None:
             return
         seconds = max(self._clock() - self._started_s, 1e-6)
@@ -320,5 +345,5 @@ class StepTimer:
         self.tokens_per_s += share * (tokens / seconds - self.tokens_per_s)
 
     def reset(self) -> None:
-        """Forget a step that was begun; the averages stay."""
+        """Drop a step that was begun; the averages stay."""
         self._started_s = None

@@ -31,10 +31,17 @@ log = logging.getLogger(__name__)
 
 
 class RunConnection:
-    """Joined when it is made; ``close`` leaves the run. A run without stages is ``members.run`` alone."""
+    """Connection to a run, which it joins when it is made and leaves at ``close``.
+
+    ``members``: memberships in the run and, in a pipeline, in the stages held.
+    """
 
     def __init__(self, invite: str, options: SessionOptions, device: str) -> None:
-        """Raises the errors of a failed join."""
+        """``device``: name of the torch device, for other members to read.
+
+        Raises ``UserError`` for options that do not fit the run, ``StateFileError`` if the run's start cannot be read,
+        and the errors of ``CoordinatorClient.join``.
+        """
         self.invite = Invite.parse(invite)
         self.options = options
         self.device = device
@@ -51,8 +58,8 @@ class RunConnection:
         self.run_file: RunFile = client.run_file
         if not client.reachable:
             log.warning(
-                "other peers cannot open connections to this machine: it can still train and average, "
-                "but reduces nothing; if it has a public address, give it with --advertise HOST:PORT"
+                "other peers cannot connect to this machine: it trains and contributes, but reduces no parts of the "
+                "mean; if it has a public address, give it with --advertise HOST:PORT"
             )
         try:
             self.members.run.start = self._run_start()
@@ -62,12 +69,14 @@ class RunConnection:
         self.emit("joined", run=self.invite.run, peer=self.peer, reachable=client.reachable)
 
     def _run_start(self) -> RunStart | None:
-        """What the run starts from, offered to others if its files are here. Raises ``StateFileError`` where they are
-        needed and are not what they should be."""
+        """Return the checkpoint that the run starts from, if any; offer it to other peers if its files are here.
+
+        Raises ``StateFileError`` for wrong files before the first round; ``UserError`` if the run starts from none.
+        """
         start, folder, client = self.run_file.start, self.options.start_from, self.members.run.client
         if start is None:
             if folder is not None:
-                raise UserError(f"the run {self.run_file.run.name} starts from no checkpoint: leave out --from")
+                raise UserError(f"the run {self.run_file.run.name} does not start from a checkpoint: leave out --from")
             return None
         files = None
         if folder is not None:
@@ -76,7 +85,7 @@ class RunConnection:
             except StateFileError as error:
                 if client.view.anchor_version == 0:
                     raise
-                log.warning("the run has begun without them: %s", error)
+                log.warning("going on without the checkpoint that the run started from: %s", error)
         node = self.members.run.node
         slots, silent_s = outer_of(self.run_file.outer).slots, client.deadlines.patience_s / 2
         found = RunStart(start, slots, files, node, lambda: witnesses(node.trainers(), self.peer), silent_s)
@@ -86,14 +95,14 @@ class RunConnection:
 
     @property
     def folder(self) -> Path:
-        """This peer's, in this run."""
+        """Folder of this peer in this run."""
         return self.options.folder(self.run_file, self.peer)
 
     def replica(self, member: LocalMember, setup: TrainingSetup, folder: Path, emit: Emit) -> TrainingReplica:
-        """Make this peer's replica of the run, or of a stage: ``TrainingReplica.register`` comes next.
+        """Make this peer's replica of the run or of a stage; ``TrainingReplica.register`` comes next.
 
-        ``member``: of the same; ``folder``: where its checkpoints, records and history are. The checkpoints are copied
-        to where the options say from now on, also once a stage is not held any more.
+        ``member``: membership in the run or the stage; ``folder``: its checkpoints, records and history. Checkpoints
+        in the folder are copied to where the options say, also after the stage is left.
         """
         store = self._open_store(folder)
         needed_since = store.oldest_of_newest if store else lambda: None
@@ -101,7 +110,7 @@ class RunConnection:
         return TrainingReplica(self.run_file, setup, self.network, member, folder, store, emit)
 
     def _open_store(self, folder: Path) -> CheckpointStore | None:
-        """Return the store of the checkpoints below ``folder``, the same one each time; None when none are kept."""
+        """Return the one store of the checkpoints below ``folder``; None if the options keep none."""
         run, retention = self.run_file, self.options.checkpoints
         if retention is None:
             return None
@@ -114,21 +123,23 @@ class RunConnection:
         return self._stores[folder]
 
     def _copy(self, store: CheckpointStore, to: CopyDestination) -> None:
-        """Copy the store's checkpoints to ``to``, where they get the same paths as below this peer's folder."""
+        """Copy the store's checkpoints to ``to``, under the same paths as on this machine."""
         inside = store.folder.parent.relative_to(self.folder.parent.parent)
-        # On a loop of its own: what is left to copy at the end must not keep this peer in the run.
+        # On a loop of its own, so that copies that are left at the end do not keep this peer in the run.
         copies = CheckpointUploader(store, to, inside.as_posix(), in_step=self.run_file.pipeline is not None)
         self._copies.append(NetworkThread(copies.running))
         self._copies[-1].start()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Tell whoever listens, from any thread."""
+        """Report an event to the listener of the options, if any; from any thread."""
         if self.options.on_event is not None:
             self.options.on_event(make_event(event, **fields))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the run and end the threads; copies that are due are finished. ``error``: what ended the training, for
-        the others to know."""
+        """Leave the run, finish the copies that are due, and end the threads.
+
+        ``error``: what ended the training; other members learn its kind.
+        """
         if error is not None:
             client = self.members.run.client
             self.network.post(lambda: setattr(client, "farewell", _farewell(error)))
@@ -138,7 +149,7 @@ class RunConnection:
         for copies in self._copies:
             copies.stop()
             if copies.failure is not None:
-                log.warning("checkpoints were not copied any more: %s", copies.failure)
+                log.warning("copying checkpoints has failed, so the newest may be missing there: %s", copies.failure)
 
     def _introduction(self) -> MemberInfo:
         _, port = self.options.advertise
@@ -152,20 +163,22 @@ class RunConnection:
 
 
 def _address_of(host: str, port: int) -> str:
-    """Look up the name under which others shall reach this peer, as nobody else looks up names that members give.
-    Raises ``UserError`` for one without an address."""
+    """Resolve the name of ``--advertise``, because other peers do not resolve names that members give.
+
+    Raises ``UserError`` for a name without an address.
+    """
     try:
         return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]) if host else ""
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--advertise {host}: it has no address ({error}); give the address itself") from error
+        raise UserError(f"--advertise {host}: the name has no address ({error}); give an IP address") from error
 
 
 def _farewell(error: BaseException) -> tuple[LeaveReason, str]:
-    """Others read it: the words of most errors are about this machine only."""
+    """Return reason and text for other members, without messages of errors that concern this machine alone."""
     match error:
         case Diverged():
             return "diverged", str(error)
         case Exception():
-            return "failed", f"{type(error).__name__}; what was printed there says more"
+            return "failed", f"{type(error).__name__}; its own output says more"
         case _:
             return "done", ""

@@ -1,6 +1,7 @@
-"""Membership in the run, or in one of its stages, on the event loop: heartbeats, leases, state, records, rounds.
+"""Membership of this process in the run or in one of its stages: heartbeats, leases, state, records, rounds.
 
-``session.py`` drives it from the training thread; ``memberships.py`` holds one for each stage."""
+It lives on the event loop; the training thread awaits its coroutines through ``NetworkThread``. ``Memberships`` holds
+one for the run and one for each stage."""
 
 from __future__ import annotations
 
@@ -50,18 +51,17 @@ T = TypeVar("T")
 
 
 class StageMembership:
-    """Right of this peer to a stage: whatever is awaited for it gives way when the plan gives the stage to others.
-
-    It lasts for as long as ``is_ours`` holds of the run's views, which ``client`` receives; ``what``: for messages.
-    """
+    """Right of this peer to a stage; work for the stage is cancelled when the plan gives it to another peer."""
 
     def __init__(self, client: CoordinatorClient, is_ours: Callable[[RunView], bool], what: str) -> None:
+        """``client``: the run's, which receives its views; ``is_ours``: returns whether a view's plan assigns the stage
+        to this peer; ``what``: name of the stage for messages."""
         self._client = client
         self._is_ours = is_ours
         self._what = what
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await the work; raises what it raises. Cancels it and raises ``NotAdmitted`` when the membership ends."""
+        """Await ``work`` and return its result; if the membership ends first, cancel it and raise ``NotAdmitted``."""
         async with task_scope() as tasks:
             working = tasks.create_task(work)
             working.add_done_callback(lambda _: self._client.wake())
@@ -69,16 +69,20 @@ class StageMembership:
             if working.done():
                 return working.result()
             working.cancel()
-        raise NotAdmitted(f"{self._what} is not this peer's any more: the plan has given it to others")
+        raise NotAdmitted(f"the plan has given {self._what} to another peer")
 
 
 _COMPILED_ELEMENTS = 2**19
-"""From this size of a model on it pays to compile the codecs: below, a round's coding takes milliseconds anyway."""
+"""Elements from which it pays to compile the codecs; coding a smaller model takes milliseconds anyway."""
 
 
 @dataclass
 class Progress:
-    """Progress of the training thread, which writes it; heartbeats read it."""
+    """Progress that the training thread writes and heartbeats report.
+
+    ``prepared``: share of the way to the first computation, 0 to 1; ``computed``: number of computations done;
+    ``has_work``: whether a computation is under way or could begin.
+    """
 
     activity: str = "joining"
     round: int = 0
@@ -92,16 +96,17 @@ class Progress:
 
 
 class LocalMember:
-    """A peer's membership in the run, or in one of its stages; made with ``open`` or ``joined``.
+    """Membership in the run or in one of its stages, made with ``open`` or ``joined``.
 
-    Its coroutines run on the event loop; the training thread awaits them through ``NetworkThread``. ``compression``:
-    float32 bytes of a contribution for each of its bytes as sent.
+    ``state``: state held and offered to other peers, if any; ``compression``: ratio of a contribution's float32 bytes
+    to its sent bytes; ``rejoined``: the coordinator had removed this peer, which has joined again and lost its leases;
+    ``start``: checkpoint that the run starts from, if any.
     """
 
     def __init__(
         self, node: Node, client: CoordinatorClient, tasks: asyncio.TaskGroup, stage: StageMembership | None = None
     ) -> None:
-        """``stage``: None for the run's own membership; the end of a stage's ends every wait by ``NotAdmitted``."""
+        """``stage``: the right to the stage, whose end raises ``NotAdmitted`` in all waits; None for the run."""
         self.node = node
         self.client = client
         self.endpoint: Endpoint = ScopedEndpoint(node, client.scope) if client.scope else node
@@ -123,14 +128,16 @@ class LocalMember:
         self._diverged: KeptState | None = None
         self.rejoined = False
         self.start: RunStart | None = None
-        """Checkpoint that the run starts from, if it does."""
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, invite: Invite, identity: Identity, bind: tuple[str, int], describe: Callable[[], MemberInfo]
     ) -> AsyncIterator[LocalMember]:
-        """Bind, join the run, and heartbeat until the context ends; leaves it then."""
+        """Listen at ``bind``, join the run and send heartbeats; leave the run when the context ends.
+
+        ``describe``: returns what other members see of this one. Raises the errors of ``CoordinatorClient.join``.
+        """
         keys = CurveKeys.fresh()
         client: CoordinatorClient | None = None
 
@@ -152,11 +159,11 @@ class LocalMember:
     async def joined(
         cls, client: CoordinatorClient, stage: StageMembership | None = None
     ) -> AsyncIterator[LocalMember]:
-        """Join what the client is for, on its node, and heartbeat until the context ends; leaves it then."""
+        """Join the client's scope on its node and send heartbeats; leave the scope when the context ends."""
         await client.join_in_time()
         async with task_scope() as tasks:
             member = cls(client.node, client, tasks, stage)
-            member._background.append(tasks.create_task(member._beat()))
+            member._background.append(tasks.create_task(member._send_heartbeats()))
             try:
                 yield member
             finally:
@@ -166,7 +173,7 @@ class LocalMember:
 
     # Heartbeats ---------------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             self._beat_now.clear()
             try:
@@ -174,7 +181,7 @@ class LocalMember:
             except (Superseded, RunEnded):
                 raise
             except LinkError as error:
-                log.warning("heartbeat: %s", error)
+                log.warning("the heartbeat did not reach the coordinator, and is sent again: %s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.client.deadlines.heartbeat_s):
                     await self._beat_now.wait()
@@ -183,25 +190,25 @@ class LocalMember:
         self.node.meter.probed_bps = probed_bps
         if probed_bps:
             self._beat_now.set()
-            log.info("the link carries about %.0f Mbit/s", probed_bps / 1e6)
+            log.info("this machine's link carries about %.0f Mbit/s", probed_bps / 1e6)
 
     def _others(self) -> list[str]:
         return witnesses(self.node.trainers(self.client.scope), self.client.peer)
 
     @property
     def activity(self) -> str:
-        """Activity of this peer, in a word or two."""
+        """Present activity of this peer, in a word or two, for people."""
         done = self._download.share_done if self._download else None
         if done is not None:
             return f"{self.progress.activity} {done:.0%}"
         return (self._averager.activity if self._averager else "") or self.progress.activity
 
     def request_heartbeat(self) -> None:
-        """Something has changed that the coordinator waits for."""
+        """Send the next heartbeat at once, because the coordinator waits for something in it."""
         self._beat_now.set()
 
     async def send_heartbeat(self) -> None:
-        """Tell the coordinator how we are, now. A coordinator that forgot us gets us anew, without our work."""
+        """Send a heartbeat now. If the coordinator has removed this peer, join again, without its leases and work."""
         progress, state, averager, meter = self.progress, self.state, self._averager, self.node.meter
         sent_bytes, received_bytes = meter.totals(self.client.scope)
         heartbeat = PeerToCoordinatorHeartbeat(
@@ -225,11 +232,11 @@ class LocalMember:
         try:
             await self.client.heartbeat(heartbeat)
         except NotAdmitted:
-            log.warning("the coordinator had given us up; joining again")
+            log.warning("the coordinator had removed this peer, whose work since the anchor is lost: joining again")
             await self._come_back()
 
     def _headway(self) -> Headway:
-        """In the run how far this process is, in a stage how much of its state is here."""
+        """Return the headway: of this process in the run, of the state's download in a stage."""
         one, done = self.progress, self._download.share_done if self._download else None
         if self.client.scope:
             return Headway(prepared=1.0 if self.state else done or 0.0)
@@ -241,33 +248,36 @@ class LocalMember:
         except NotAdmitted as error:
             if not self.client.scope:
                 raise
-            # A stage that is not ours any more, or whose run has to be joined first: the next beat tries again.
-            log.info("not in stage %d: %s", self.client.scope - 1, error)
+            # The stage may belong to another peer, or the run has to be joined first: the next heartbeat tries again.
+            log.info("stage %d could not be joined again: %s", self.client.scope - 1, error)
         else:
             self.rejoined = True
 
     # Joining ------------------------------------------------------------------------------------------------
 
     def keep_history(self, path: Path) -> None:
-        """From now on, beside everything else."""
+        """Keep the history of verdicts in the file at ``path``, in the background."""
         self.history = HistorySync(self.client, path)
         self._background.append(self._tasks.create_task(self.history.run()))
 
     async def describe(self, model: PeerToCoordinatorDescribeModel) -> None:
-        """Raises ``ModelMismatch`` or ``CorpusError`` naming the difference to the run's."""
+        """Describe model and data to the coordinator.
+
+        Raises ``ModelMismatch`` or ``CorpusError``, which name the difference, if they are not the run's.
+        """
         await self._guarded(self._describe(model))
 
     async def _describe(self, model: PeerToCoordinatorDescribeModel) -> None:
         while True:
             try:
                 await self.client.ask(model, CoordinatorToPeerModelAccepted)
-            except NotAdmitted:  # it has been started again meanwhile, from a journal without us
+            except NotAdmitted:  # the coordinator has restarted from a journal without this member
                 await self.send_heartbeat()
             else:
                 return
 
     def hold_state(self, state: AnchorState) -> None:
-        """This is our state now: offer it to joiners and tell the coordinator."""
+        """Hold ``state`` from now on: offer it to joiners and report it to the coordinator."""
         self._donor.offer(state)
         self.state, self._earlier = state, None
         self._beat_now.set()
@@ -281,11 +291,12 @@ class LocalMember:
         catch_up: CatchUp | None = None,
         start: StartState | None = None,
     ) -> AnchorState:
-        """The run's current state: one of our own, or what we held before we started afresh, where it is that, else
-        fetched from others. Waits for a donor, or until the run goes back to what somebody has.
+        """Obtain the run's current state: from local candidates, by catching up, or from other peers.
 
-        ``shape``: (1 + slots, n); ``folder``: where what has come is kept, for this process's successor;
-        ``start``: what version 0 is, where the run starts from a checkpoint."""
+        Waits for a donor, or until the run goes back to a state that some peer has. ``shape``: (1 + slots, n);
+        ``folder``: keeps an unfinished download for the next process; ``report``: emits events; ``start``: state of
+        version 0 if the run starts from a checkpoint.
+        """
         candidates.earlier = self._earlier
         silent_s = self.client.deadlines.patience_s / 2
         self._download = CurrentDownload(self.endpoint, self._others, silent_s, folder, report, self._format, start)
@@ -296,17 +307,20 @@ class LocalMember:
             self._download = None
 
     def drop_state(self) -> None:
-        """Hold no state any more: the one held is not the run's."""
+        """Hold no state any more, because the one held is not the run's."""
         self.state = None
 
     async def report_kept(self, kept: tuple[KeptState, ...]) -> None:
-        """Say what we could go back to: it may be that nobody has anything newer."""
+        """Report the earlier states that this peer has kept, in case the run has to go back to one of them."""
         self._kept = kept
         await self.send_heartbeat()
 
-    async def await_word(self, bad: KeptState, kept: Callable[[], tuple[KeptState, ...]]) -> DivergenceWord:
-        """Say that local work from that state on is of no use, and what we could go back to (``kept``, which reads and
-        hashes), until there is an answer; after ``start_afresh``, so that nobody waits for our work."""
+    async def ask_about_divergence(self, bad: KeptState, kept: Callable[[], tuple[KeptState, ...]]) -> DivergenceWord:
+        """Report that local work from the state ``bad`` diverged, and wait for the coordinator's answer.
+
+        ``kept``: returns the earlier states that this peer has kept; it reads and hashes them. Call after
+        ``rejoin_without_work``, so that no round waits for this peer.
+        """
         self._kept = tuple(one for one in await in_thread(kept) if one.anchor_version < bad.anchor_version)
         self._diverged = bad
         try:
@@ -318,10 +332,11 @@ class LocalMember:
         finally:
             self._diverged = None
 
-    async def start_afresh(self) -> None:
-        """Give everything back and join again, as somebody new with an old name.
+    async def rejoin_without_work(self) -> None:
+        """Give all leases back and join again.
 
-        The state is kept until we know a newer one: it may be that nobody has it but those who start afresh."""
+        The state stays a candidate for ``agreed_state``: perhaps no peer has it but those that rejoin.
+        """
         self._earlier, self.state = self.state or self._earlier, None
         await self.client.rejoin()
         self.rejoined = False
@@ -329,7 +344,7 @@ class LocalMember:
     # Work ---------------------------------------------------------------------------------------------------
 
     async def lease(self, samples: int) -> tuple[SampleRange, ...]:
-        """Samples to train on, about so many; none when there is nothing to do now. Waits for the coordinator."""
+        """Lease about so many samples to train on; empty if there are none now. Waits for the coordinator."""
         ask = PeerToCoordinatorRequestLease(
             round=self.progress.round, samples=samples, tokens_done=self.progress.tokens_done
         )
@@ -339,14 +354,17 @@ class LocalMember:
             return ()  # the next heartbeat joins again
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Until the round, its phase or its closing moment changes."""
+        """Wait until the round or its phase changes, at most ``timeout_s``."""
         before = self.client.view
         await self.client.wait_for(lambda view: (view.round, view.phase) != (before.round, before.phase), timeout_s)
 
     # Records of rounds --------------------------------------------------------------------------------------
 
     async def keep_records(self, folder: Path, needed_since: Callable[[], int | None]) -> None:
-        """Keep what rounds commit there, and offer what is there. Before ``prepare_averaging``."""
+        """Keep the records of committed rounds in ``folder`` and offer them; call before ``prepare_averaging``.
+
+        ``needed_since``: returns the version of the oldest state that the records must lead on from, if any.
+        """
         owner = RecordOwner(self.client.run_file.hash, self.client.coordinator_key)
         vectors = 1 + outer_of(self.client.run_file.outer).slots
         self._keeper = RecordArchive(RoundRecords(folder, owner), self.endpoint, self._tasks, vectors, needed_since)
@@ -354,13 +372,13 @@ class LocalMember:
 
     @property
     def records(self) -> RoundRecords:
-        """Those in our folder, for any thread."""
-        assert self._keeper is not None, "keep_records first"
+        """Records of committed rounds on the disk; from any thread."""
+        assert self._keeper is not None, "keep_records comes first"
         return self._keeper.records
 
     def missed_rounds(self, steps: RoundApplier) -> RoundCatchUp:
-        """Make the catcher-up that brings an earlier state to the run's, by rounds from other peers."""
-        assert self._keeper is not None, "keep_records first"
+        """Make the object that brings an earlier state up to the run's by applying the rounds that it missed."""
+        assert self._keeper is not None, "keep_records comes first"
         client, donors = self.client, self._others
 
         async def verdicts_from(first: int) -> list[Verdict]:
@@ -372,7 +390,7 @@ class LocalMember:
     # Rounds -------------------------------------------------------------------------------------------------
 
     def prepare_averaging(self, layout: tuple[TensorSpec, ...]) -> None:
-        """Once, when the model's tensors are known."""
+        """Make the averager of a model with this layout; once."""
         codec_map = CodecMap(self.client.run_file.format_map([(spec.name, spec.shape) for spec in layout]))
         elements = sum(spec.elements for spec in layout)
         self.compression = 4 * elements / codec_map.contribution(0, elements).packed_bytes(elements)
@@ -384,7 +402,7 @@ class LocalMember:
 
     @property
     def averager(self) -> Averager:
-        assert self._averager is not None, "prepare_averaging first"
+        assert self._averager is not None, "prepare_averaging comes first"
         return self._averager
 
     async def average(self, offer: RoundOffer) -> Outcome:

@@ -1,4 +1,4 @@
-"""Memberships of a process in a pipeline: in the run and in each stage that it holds, on one node and connection.
+"""Memberships of this process: in the run and in each stage that it holds, on one node and connection.
 
 A stage is averaged like a run of its own, so this process is a separate ``LocalMember`` of each, with its own
 heartbeats, state, records and history. Stages are entered and left at any time.
@@ -29,7 +29,7 @@ def scope_of(stage: int) -> int:
 
 
 class Memberships:
-    """Memberships in the run (``run``) and in stages (``stages``); made with ``open``, lives on the network thread."""
+    """Memberships in the run (``run``) and in its stages; made with ``open``, on the network thread."""
 
     def __init__(self, run: LocalMember, tasks: asyncio.TaskGroup) -> None:
         self.run = run
@@ -51,20 +51,22 @@ class Memberships:
 
     @property
     def stages(self) -> Mapping[int, LocalMember]:
-        """Those that were entered and not left, by number."""
+        """Memberships in the stages that were entered and not left, by stage number."""
         entered = {stage: stay.member for stage, stay in self._stays.items() if stay.member is not None}
         return MappingProxyType(dict(sorted(entered.items())))
 
     async def enter(self, stage: int, is_ours: Callable[[RunView], bool] = lambda view: True) -> LocalMember:
-        """Join that stage. While the run's view says that it ``is_ours``, the member waits for others as long as it
-        takes; else it gives way. Raises as ``CoordinatorClient.join``; whatever else ends the stay later ends all of
-        them."""
-        assert stage not in self._stays, f"stage {stage} was entered already"
+        """Join a stage, until ``leave``. Raises as ``CoordinatorClient.join``.
+
+        ``is_ours``: returns whether a view's plan assigns the stage to this peer; once it does not, the member's waits
+        raise ``NotAdmitted``. Any other error ends all memberships.
+        """
+        assert stage not in self._stays, f"stage {stage} was entered before and not left"
         stay = _Stay()
         life = self._stay(stage, stay, is_ours)
         try:
             stay.task = self._tasks.create_task(life)
-        except RuntimeError:  # all of it is ending, and whoever waits here is told why when it has
+        except RuntimeError:  # the task group is ending; its error reaches the caller when it has
             life.close()
             await asyncio.Event().wait()
             raise
@@ -76,15 +78,14 @@ class Memberships:
             raise
 
     async def leave(self, stage: int) -> None:
-        """Once no round of that stage is under way here: give back what was held of it and forget all of it. The other
-        stages go on."""
+        """Leave a stage of which no round is under way here; its claims go to other peers. Other stages go on."""
         stay = self._stays[stage]
         stay.over.set()
         assert stay.task is not None
         await asyncio.wait([stay.task])
 
     async def leave_all(self) -> None:
-        """Every stage at once."""
+        """Leave all stages at once, also those that are being joined."""
         tasks = []
         for stay in self._stays.values():
             assert stay.task is not None
@@ -115,7 +116,7 @@ class Memberships:
 
 
 class _Stay:
-    """Stay in one stage, from ``entered`` until it is ``over``."""
+    """Membership in one stage: ``entered`` resolves when it is joined, ``over`` is set to leave it."""
 
     def __init__(self) -> None:
         self.member: LocalMember | None = None

@@ -1,6 +1,6 @@
-"""This peer's copy of the run, or of one stage: its state, the local work on it, and how a round changes both.
+"""This peer's replica of the run's model, or of one stage: its state, the local work on it, and its rounds.
 
-Runs on the training thread; ``member.py`` does everything asynchronous on the network thread."""
+It lives on the training thread; its ``LocalMember`` does everything asynchronous on the network thread."""
 
 from __future__ import annotations
 
@@ -47,10 +47,8 @@ log = logging.getLogger(__name__)
 
 
 class LocalState:
-    """State of a training peer that is its own, beside the run's: saved in its checkpoints and restored from them.
-
-    Optimizer, buffers, random state, counters and the averager's residual. Used on the training thread.
-    """
+    """State of this peer beside the run's, saved in its checkpoints: optimizer, buffers, random state, counters and
+    the averager's residual. Used on the training thread."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, samples: LeasedSamples, member: LocalMember
@@ -61,15 +59,17 @@ class LocalState:
         self._member = member
 
     def tree(self) -> dict[str, Any]:
-        """All of it, by reference: see ``local_state_tree``."""
+        """Return all of it by reference, see ``local_state_tree``."""
         carried = self._member.averager.carried
         return {**local_state_tree(self._optimizer, self._model, carried), **self._samples.counters()}
 
     def take_up(self, checkpoint: Checkpoint, state: AnchorState) -> bool:
-        """Go on from it with ``state``, the run's; returns whether the residual came back, too.
+        """Restore the local state of a checkpoint of this peer; returns whether the residual was restored, too.
 
-        Optimizer, buffers and random state of some rounds ago are better than none. The residual belongs to its state,
-        and only where none of it may be in a mean by now."""
+        Optimizer, buffers and random state are restored even if the run's ``state`` is some rounds ahead of them. The
+        residual is restored only with the checkpoint's own state, before a further round is planned: else a mean may
+        contain it already.
+        """
         own = checkpoint.own
         if own is None or checkpoint.manifest.peer != self._member.client.peer:
             return False
@@ -81,7 +81,7 @@ class LocalState:
         try:
             self._member.averager.restore(carried)
         except CodecError as error:
-            log.warning("going on without the residual of the checkpoint: %s", error)
+            log.warning("the checkpoint's residual cannot be used, so this peer goes on without it: %s", error)
             return False
         return True
 
@@ -93,10 +93,11 @@ Emit = Callable[..., None]
 class TrainingSetup:
     """Model, optimizer and data that a member brings to the run.
 
-    ``inner_optimizer``: needed by ``diloco``; ``data``: may come later; ``recipe_config``: None for training loops of
-    one's own; ``make_work``: makes local work of another kind than the algorithm's; ``on_mean``: called with every
-    committed mean, (n,) float32, and whether our contribution is in it; ``stage``: which stage of a pipeline the model
-    is; ``build``: builds the model anew, as it is at the run's start; ``divergence``: this peer's.
+    ``inner_optimizer``: required by the algorithm ``diloco``; ``data``: may be given to ``TrainingReplica.describe``
+    later; ``recipe_config``: None for a training loop of one's own; ``make_work``: makes other local work than the
+    algorithm's; ``on_mean``: called with every committed mean, (n,) float32, and whether this peer's contribution is in
+    it; ``stage``: the pipeline's stage that the model is; ``build``: builds the model as it is at the run's start;
+    ``divergence``: shared by all stages of a peer.
     """
 
     model: nn.Module
@@ -112,15 +113,17 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Contribution to ``round`` that is being averaged; ``outcome`` is awaited on the network thread."""
+    """Contribution to ``round`` that is being averaged on the network thread."""
 
     round: int
     outcome: futures.Future[Outcome]
 
 
 class TrainingReplica:
-    """``register`` before anything else. ``round`` is the round that the local work is for: with ``overlap`` the one
-    after the round that is being averaged."""
+    """Replica of the run's model, or of one stage, on this peer; call ``register``, then ``sync_state``, first.
+
+    ``round``: round that the local work is for; with ``averaging.overlap`` the one after that which is being averaged.
+    """
 
     def __init__(
         self,
@@ -132,10 +135,11 @@ class TrainingReplica:
         store: CheckpointStore | None,
         emit: Emit,
     ) -> None:
-        """``member``: of the run, or of the stage whose layers the model is, living on ``network``; ``folder``: of this
-        peer in that; ``store``: None to keep no checkpoints.
+        """``member``: membership in the run or the stage, on ``network``; ``folder``: for records, history and an
+        unfinished download; ``store``: checkpoints, None to keep none.
 
-        Raises ``ModelMismatch`` and ``UserError`` for a model or optimizer that cannot take part."""
+        Raises ``ModelMismatch`` or ``UserError`` for a model or an optimizer that no run can have.
+        """
         self.vector = ParameterVector(setup.model)
         self.tokens_per_sample = (setup.data.tokens_per_sample if setup.data else run.data.tokens_per_sample) or 1
         self.samples = LeasedSamples(self.tokens_per_sample)
@@ -157,37 +161,41 @@ class TrainingReplica:
         self._start = member.start.state_of(self.vector.layout) if member.start is not None else None
         self._emit = emit
         self._exchange: _Exchange | None = None
-        self._is_other_start_said = False
+        self._warned_of_first_state = False
         self._state: AnchorState
         self._verdict: Verdict | None = None
-        """Verdict that made the state, where it is known."""
+        """Verdict of the round that made the state, if known."""
         self._own = LocalState(setup.model, setup.inner_optimizer, self.samples, self._member)
         subject = self._subject(setup.stage)
         self._checkpointer = Checkpointer(store, network, subject, self._own.tree) if store else None
 
     @property
     def state(self) -> AnchorState | None:
-        """The state held now; None before ``sync_state``."""
+        """State held now; None before ``sync_state``."""
         return getattr(self, "_state", None)
 
     def register(self, data: DataAbout | None) -> None:
-        """Agree with the run on the model, and begin to keep its history; once, ``sync_state`` comes next.
+        """Agree with the run on model and data, keep its history from now on, and prepare averaging; once.
 
-        Raises as ``describe``."""
+        Raises as ``describe``.
+        """
         self.describe(data)
         self._network.post(lambda: self._member.keep_history(self._folder / HISTORY_FILE))
         self._member.prepare_averaging(self.vector.layout)
 
     def describe(self, data: DataAbout | None) -> None:
-        """Raises ``ModelMismatch`` naming the first difference to the run's, or ``CorpusError``, which says here, and
-        nowhere else, what the data is."""
+        """Agree with the run on the model and on ``data``.
+
+        Raises ``ModelMismatch``, which names the first difference to the run's model, or ``CorpusError``, which also
+        describes the data of this machine.
+        """
         model = PeerToCoordinatorDescribeModel(
             layout=self.vector.layout,
             corpus_digest=data.digest if data else None,
             tokens_per_sample=self.tokens_per_sample,
             samples=data.samples if data else None,
         )
-        if self._run.pins is not None and self._stage is None:  # whatever the coordinator says
+        if self._run.pins is not None and self._stage is None:  # do not rely on the coordinator's check
             self._run.pins.check_model(model)
         try:
             self._network.call(self._member.describe(model), interruptible=True)
@@ -195,8 +203,11 @@ class TrainingReplica:
             raise CorpusError(f"{error}\n  here: {data.about if data else 'no data'}") from error
 
     def sync_state(self, *, afresh: bool = False) -> None:
-        """Get the run's current state: what we hold if it is that, else by the rounds that we missed, else from others.
-        Raises ``Interrupted``."""
+        """Obtain the run's current state and restart the local work from it.
+
+        It comes from this peer's own states, from those and the rounds that it missed, or from other peers. ``afresh``:
+        the state held is not the run's, so no checkpoint's local state is restored. Raises ``Interrupted``.
+        """
         self._member.progress.activity = "syncing"
         own = self._candidates(is_first=not afresh)
         shape, folder = (1 + self._outer.slots, self.vector.elements), self._folder / "incoming"
@@ -210,7 +221,7 @@ class TrainingReplica:
         view = self._member.client.view
         self._verdict = view.verdict if view.anchor_version == self._state.version else None
         if view.verdict is not None:
-            self._heard(view.verdict)
+            self._note_verdict(view.verdict)
         carries = found is not None and self._own.take_up(found, self._state)
         self.work.restart_from(self._state.anchor)
         self._enter_round(view.round)
@@ -224,50 +235,58 @@ class TrainingReplica:
         )
 
     def resync(self, reason: str, bad: KeptState | None = None) -> None:
-        """Drop the local work and begin again from the run's current state, once a round under way has ended. ``bad``:
-        a state that nothing comes of; the others are asked first, see ``recover_from_divergence``."""
+        """Drop the local work and begin again from the run's current state.
+
+        A round that is being averaged is concluded first. ``reason``: for people; ``bad``: state whose local work
+        diverges, which the coordinator is asked about, see ``recover_from_divergence``. Raises ``Interrupted``,
+        ``Diverged``.
+        """
         if self.exchanging and not self.conclude_round():
             return
-        log.warning("starting again from the anchor: %s", reason)
+        log.warning("dropping the local work and starting again from the anchor: %s", reason)
         self._emit("resync", reason=reason)
         self.samples.drop_all()
-        self._network.call(self._member.start_afresh(), interruptible=True)
+        self._network.call(self._member.rejoin_without_work(), interruptible=True)
         if bad is not None:
-            self._await_word(bad)
+            self._await_rollback(bad)
         self.sync_state(afresh=True)
 
     def recover_from_divergence(self, reason: str) -> None:
-        """``resync``, as the local work is of no use to anybody. When that was so several times in a row, the
-        others are asked first: raises ``Diverged`` unless the run goes back, and ``Interrupted``."""
+        """Drop local work that is infinite or not a number, and ``resync``.
+
+        After several times in a row ask the coordinator whether it is so for all: raises ``Diverged`` unless the run
+        goes back to an earlier state, and ``Interrupted``.
+        """
         number = self._stage.number if self._stage is not None else None
         bad = self._divergence.note_failure(number, self._state, reason)
-        if bad is not None and self._stage is not None:  # stages go back together, and no one of them has a say in that
+        if bad is not None and self._stage is not None:  # a pipeline does not go back because of one stage
             raise self._divergence.as_error("")
         self.work.reset_optimizer()
         self.resync(reason, bad)
 
-    def _await_word(self, bad: KeptState) -> None:
-        """Returns when the run has gone back behind that state; raises ``Diverged`` where it does not."""
+    def _await_rollback(self, bad: KeptState) -> None:
+        """Wait until the run goes back to a state before ``bad``; raises ``Diverged`` if it does not."""
         log.warning(
-            "nothing comes of the work from version %d: asking whether it is the same for all", bad.anchor_version
+            "the local work from anchor version %d diverges: asking the coordinator whether it does for all peers",
+            bad.anchor_version,
         )
         self._emit("diverged", anchor_version=bad.anchor_version, digest=bad.digest.hex())
         self._member.progress.activity = "diverged"
         own = self._candidates(is_first=False)
-        word = self._network.call(self._member.await_word(bad, own.kept_states), interruptible=True)
+        word = self._network.call(self._member.ask_about_divergence(bad, own.kept_states), interruptible=True)
         if word != "go on":
             raise self._divergence.as_error(word)
         self._divergence.clear()
-        self._member.averager.forget_residual()  # what it has of the rounds that are undone may be as bad as those
+        self._member.averager.forget_residual()  # the residual of undone rounds may have diverged, too
 
     def step(self, samples: int, lr_factor: float) -> None:
-        """The gradients of so many samples are there: the local step."""
+        """Take a local step with the gradients at the model's parameters, those of a mean loss over ``samples``."""
         self.work.step(samples, lr_factor)
         if self._checkpointer is not None:
             self._checkpointer.prepare()
 
     def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
-        """In a pipeline: the gradients of these samples are in ``work``."""
+        """Count samples whose gradients are in ``work``, in a pipeline. ``loss``: their mean, () float32, if known."""
         self.samples.count_trained(start, stop, loss)
         if self._checkpointer is not None:
             self._checkpointer.prepare()
@@ -276,12 +295,12 @@ class TrainingReplica:
 
     @property
     def exchanging(self) -> bool:
-        """Whether a round that was closed here has not been concluded."""
+        """Whether a round that was closed here is not concluded yet."""
         return self._exchange is not None
 
     @property
     def verdict_is_known(self) -> bool:
-        """Whether ``conclude_round`` would not wait."""
+        """Whether ``conclude_round`` would return without waiting."""
         return self._exchange is not None and self._exchange.outcome.done()
 
     def close_round(self) -> None:
@@ -291,8 +310,11 @@ class TrainingReplica:
             self.conclude_round()
 
     def begin_exchange(self) -> bool:
-        """The first half of ``close_round``: who holds several stages offers them all before it concludes any, as their
-        rounds end together. False when the local work was lost instead, and there is nothing to conclude."""
+        """Offer the local work to the round; ``conclude_round`` comes next.
+
+        Peers of a pipeline do this for all their stages before they conclude any, because rounds of stages end
+        together. Returns False if the local work was dropped instead. Raises ``Interrupted``, ``Diverged``.
+        """
         if self.exchanging and not self.conclude_round():
             return False
         self._member.progress.activity = "ready"
@@ -311,36 +333,39 @@ class TrainingReplica:
         return True
 
     def conclude_round(self) -> bool:
-        """Await the verdict of the closed round and act on it; False when that cost the local work. Raises
-        ``Interrupted``, and ``NotAdmitted`` for a stage that is not this peer's any more."""
+        """Wait for the verdict of the closed round and apply it; returns False if the local work was dropped.
+
+        Raises ``Interrupted``, ``Diverged``, and ``NotAdmitted`` if the stage was given to another peer.
+        """
         exchange, self._exchange = self._exchange, None
-        assert exchange is not None, "close_round() comes first"
+        assert exchange is not None, "begin_exchange() comes first"
+        client = self._member.client
         try:
-            # Without a coordinator there may be no verdict for a long time: who wants to go, need not wait for it.
-            outcome = self._network.wait_for(exchange.outcome, interruptible=self._coordinator_is_away)
+            # Only while the coordinator is away a peer may leave without the verdict, which may take long to come.
+            outcome = self._network.wait_for(exchange.outcome, interruptible=lambda: client.coordinator_is_away)
         except (Interrupted, NotAdmitted):
-            self._carry_on(exchange.round, Aborted("stopped"))
+            self._keep_work(exchange.round, Aborted("stopped"))
             raise
         match outcome:
             case Committed():
                 self._apply(outcome)
             case Aborted():
-                self._carry_on(exchange.round, outcome)
+                self._keep_work(exchange.round, outcome)
             case Resync(is_unusable=True):
                 self.recover_from_divergence(outcome.reason)
             case Resync():
                 self.resync(outcome.reason)
         return not isinstance(outcome, Resync)
 
-    def _carry_on(self, offered_round: int, outcome: Aborted) -> None:
+    def _keep_work(self, offered_round: int, outcome: Aborted) -> None:
         self.samples.take_back()
         if outcome.verdict is None:
             self._enter_round(offered_round)
         else:
-            if self._run.pipeline is not None:  # every round has a batch of its own, which is given out anew
+            if self._run.pipeline is not None:  # every round has a batch of its own, which is driven again
                 self.samples.drop_all()
                 self.work.restart_from(self._state.anchor)
-            self._heard(outcome.verdict)
+            self._note_verdict(outcome.verdict)
             self._enter_round(outcome.verdict.round + 1)
             self._emit("aborted", round=outcome.verdict.round, reason=outcome.reason)
 
@@ -358,10 +383,9 @@ class TrainingReplica:
         self._enter_round(verdict.round + 1)
         self._network.post(lambda: self._member.hold_state(self._state))
         self._verdict = verdict
-        self._heard(verdict)
-        if (
-            self._checkpointer is not None and not self._divergence.is_doubtful
-        ):  # older ones may be what the run goes back to
+        self._note_verdict(verdict)
+        # While in doubt keep the older checkpoints, which the run may go back to.
+        if self._checkpointer is not None and not self._divergence.is_doubtful:
             self._checkpointer.save_if_due(self._state, verdict)
         self._emit(
             "committed",
@@ -376,9 +400,6 @@ class TrainingReplica:
             bytes_received=self._member.node.meter.received_bytes,
         )
 
-    def _coordinator_is_away(self) -> bool:
-        return self._member.client.coordinator_is_away
-
     def _enter_round(self, number: int) -> None:
         self.round = number
         progress = self._member.progress
@@ -388,24 +409,24 @@ class TrainingReplica:
     # Checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
-        """Have a checkpoint of the state on disk, and drop what is on its way."""
+        """Cancel a round that is being averaged and write a checkpoint of the state."""
         if self._exchange is not None:
             self._exchange.outcome.cancel()
         if self._checkpointer is not None and self.state is not None:
             self._checkpointer.save_final(self._state, self._verdict)
 
     def _roll_forward(self, state: AnchorState, newest: int) -> AnchorState:
-        """That state, and the rounds since that are kept here, up to that version."""
+        """Bring a state up to version ``newest`` by the records of rounds on the disk, as far as they lead."""
         found = roll_forward(state, self._member.records, self._applier, newest)
         if found is not state:
-            log.info("rolled forward from version %d to %d by rounds that were kept here", state.version, found.version)
+            log.info("applied the recorded rounds from version %d to %d", state.version, found.version)
         return found
 
     def _candidates(self, *, is_first: bool) -> LocalCandidates:
         start = self._start
         if start is not None:
             make, digest = (start.read if start.is_here else None), start.digest
-        else:  # what the model was made with is gone once it has trained
+        else:  # a model that has trained must be built anew for its initial values
             make, digest = (self._initial_state if is_first or self._build else None), None
         return LocalCandidates(self._checkpointer, make, self._roll_forward, is_first=is_first, initial_digest=digest)
 
@@ -413,15 +434,15 @@ class TrainingReplica:
         vector = ParameterVector(self._build()) if self._build else self.vector
         state = AnchorState.make(vector.read(), torch.zeros(self._outer.slots, self.vector.elements), 0)
         pins = self._run.pins
-        if pins is not None and pins.state not in (None, state.digest.hex()) and not self._is_other_start_said:
-            self._is_other_start_said = True
+        if pins is not None and pins.state not in (None, state.digest.hex()) and not self._warned_of_first_state:
+            self._warned_of_first_state = True
             log.warning(
-                "this machine makes another first state of the model than the run file pins, as another version of "
-                "PyTorch or of the recipe may; the pinned one has to come from a peer that makes it"
+                "this machine builds the model with another first state than the run file pins, as with another "
+                "version of PyTorch or of the recipe; the pinned state has to come from another peer"
             )
         return state
 
-    def _heard(self, verdict: Verdict) -> None:
+    def _note_verdict(self, verdict: Verdict) -> None:
         if self._checkpointer is not None:
             self._checkpointer.add_verdict(verdict)
 
@@ -434,5 +455,5 @@ class TrainingReplica:
 
 
 def _is_undone(before: AnchorState, now: AnchorState) -> bool:
-    """Return whether the run has gone back, so that the work behind the residual is to be done again by others."""
+    """Return whether the run has gone back, so that the residual is of rounds that are undone."""
     return now.version <= before.version and now.digest != before.digest

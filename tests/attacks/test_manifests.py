@@ -61,7 +61,7 @@ def test_a_manifest_that_claims_8_8_tb(swarm: Swarm, command: str) -> None:
         process = swarm.command(f"{command}-{sparse}", *FRESH, *arguments)
         assert most_bytes(process, StateFileError) < LEAST_BYTES
         words = " ".join(process.text().split())
-        assert ("expected what fits into memory" if sparse else "size: expected 4398047559680 bytes, not") in words
+        assert ("do not fit into memory" if sparse else "size: expected 4398047559680 bytes, not") in words
         assert str(place).rpartition("/")[2] in words
 
 

@@ -33,7 +33,7 @@ class Doubter(Keeper):
             await super().close_round()
 
     async def sync(self) -> None:
-        """As ``LocalMember.await_word`` does it, before anything else."""
+        """As ``LocalMember.ask_about_divergence`` does it, before anything else."""
         bad = self.diverged
         if bad is not None:
             self.holds = False

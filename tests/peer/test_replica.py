@@ -70,10 +70,10 @@ class FakeMember:
     def _forget(self) -> None:
         self.forgotten += 1
 
-    async def start_afresh(self) -> None:
+    async def rejoin_without_work(self) -> None:
         self.afresh += 1
 
-    async def await_word(self, bad: KeptState, kept: Callable[[], tuple[KeptState, ...]]) -> DivergenceWord:
+    async def ask_about_divergence(self, bad: KeptState, kept: Callable[[], tuple[KeptState, ...]]) -> DivergenceWord:
         self.bad.append(bad)
         return self.word
 

@@ -34,7 +34,7 @@ def test_threads_end_although_the_last_checkpoint_fails() -> None:
     ("error", "said"),
     [
         (Diverged("host a new one"), ("diverged", "host a new one")),
-        (StorageError("/home/somebody/secret: full"), ("failed", "StorageError; what was printed there says more")),
+        (StorageError("/home/somebody/secret: full"), ("failed", "StorageError; its own output says more")),
         (KeyboardInterrupt(), ("done", "")),
         (None, ("done", "")),
     ],
