@@ -1,4 +1,4 @@
-"""Algorithms of local work between two rounds and of its contribution to the next one; one class an algorithm."""
+"""Algorithms of local work between rounds and of its contribution to the next round; one class an algorithm."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from shoal.swarm.protocol.run_file import RunFile
 
 
 class LocalWork(Protocol):
-    """Local work since the anchor; ``vector`` is the model it works on."""
+    """Local work of one peer since the anchor."""
 
     def step(self, samples: int, lr_factor: float) -> None:
-        """Take in the gradients of a mean loss over ``samples`` samples, and clear them."""
+        """Take in and clear the gradients at the model's parameters, those of a mean loss over ``samples``.
+
+        ``lr_factor``: the schedule's factor on the inner learning rate.
+        """
 
     def contribution(self, anchor: Tensor) -> Tensor:
-        """(n,) float32 on the CPU, a new tensor; zeros when nothing was done."""
+        """Return the contribution, a new (n,) float32 on the CPU; zeros if no work was done."""
 
     def restart_from(self, anchor: Tensor) -> None:
-        """Forget the work and begin again from ``anchor``."""
+        """Drop the work and begin again from ``anchor``, (n,) float32."""
 
     def reset_optimizer(self) -> None:
-        """The work was infinite or not a number: so may be what the inner optimizer remembers of its steps."""
+        """Reset the inner optimizer's state, which may be infinite or not a number as the work was."""
 
     def continue_from(self, anchor: Tensor) -> None:
-        """A round that the last contribution was made for is committed: go on from its ``anchor``, with the work that
-        was done since, if any may be."""
+        """Go on from ``anchor``, that of the round which the last contribution was for.
+
+        Algorithms with overlap keep the work since that contribution; others drop it.
+        """
 
 
 class PseudoGradient:
-    """Inner optimizer steps; contributes anchor - local (DiLoCo, arXiv:2311.08105)."""
+    """Steps of an inner optimizer; contributes anchor - local parameters (DiLoCo, arXiv:2311.08105)."""
 
     def __init__(self, vector: ParameterVector, optimizer: Optimizer, clip_norm: float | None) -> None:
         self._vector = vector
@@ -67,9 +72,12 @@ class PseudoGradient:
 
 
 class OverlappedPseudoGradient(PseudoGradient):
-    """A ``PseudoGradient`` whose rounds are averaged while the inner optimizer steps on. What it does meanwhile is a
-    part of its next contribution, in full: the local parameters move by as much as the anchor did from what they were
-    when the contribution was made. (Streaming DiLoCo, arXiv:2501.18512, mixes local and global parameters instead.)"""
+    """``PseudoGradient`` whose rounds are averaged while the inner optimizer goes on.
+
+    The work done meanwhile is kept in full for the next contribution: local parameters move by the difference between
+    the new anchor and the parameters that were contributed. (Streaming DiLoCo, arXiv:2501.18512, mixes local and global
+    parameters instead.)
+    """
 
     def __init__(self, vector: ParameterVector, optimizer: Optimizer, clip_norm: float | None) -> None:
         super().__init__(vector, optimizer, clip_norm)
@@ -85,14 +93,16 @@ class OverlappedPseudoGradient(PseudoGradient):
 
     def continue_from(self, anchor: Tensor) -> None:
         assert self._offered is not None, "contribution() comes first"
-        # In this order, so that whoever did nothing meanwhile is exactly at the anchor.
+        # In this order the result is exactly the anchor if no work was done meanwhile.
         self._vector.write(self._vector.read().sub_(self._offered).add_(anchor))
         self._offered = None
 
 
 class AccumulatedGradient:
-    """No inner step; contributes the mean gradient over all its samples, so that the round's weighted mean is the
-    gradient of the global batch."""
+    """Gradient accumulation without inner steps; contributes the mean gradient over all its samples.
+
+    The round's weighted mean is then the gradient of the global batch.
+    """
 
     def __init__(self, vector: ParameterVector) -> None:
         self._vector = vector
@@ -110,7 +120,7 @@ class AccumulatedGradient:
         return (self._sum / float(self._samples)).to("cpu", copy=True)
 
     def reset_optimizer(self) -> None:
-        """There are none between two rounds."""
+        """Do nothing: there is no inner optimizer."""
 
     def restart_from(self, anchor: Tensor) -> None:
         self._sum, self._samples = None, 0
@@ -121,10 +131,10 @@ class AccumulatedGradient:
 
 
 def local_work(run: RunFile, vector: ParameterVector, inner: Optimizer | None) -> LocalWork:
-    """The algorithm's. Raises ``UserError`` where it needs an inner optimizer, and there is none."""
+    """Make the local work of the run's algorithm. Raises ``UserError`` if a required inner optimizer is missing."""
     if run.algorithm == "virtual_batch":
         return AccumulatedGradient(vector)
     if inner is None:
-        raise UserError("the run's algorithm is diloco: give the session an inner_optimizer")
+        raise UserError("the run's algorithm diloco needs an inner optimizer: give the session an inner_optimizer")
     kind = OverlappedPseudoGradient if run.averaging.overlap else PseudoGradient
     return kind(vector, inner, run.inner.clip_norm)

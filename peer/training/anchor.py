@@ -1,4 +1,4 @@
-"""Anchor and outer optimizer state of one version, which all peers of a run hold alike, with digests."""
+"""Anchor and outer optimizer state of one version, bit-identical on all peers of a run, with digests."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ from torch import Tensor
 from shoal.compression.scratch import empty_aligned
 
 CHUNK_BYTES = 2**20
-"""States are hashed and sent in pieces of so many bytes, the last one shorter."""
+"""Bytes of a chunk, the unit in which states are hashed and sent; the last chunk may be shorter."""
 
 DIGEST_BYTES = 32
-_CHUNKS_A_THREAD = 8  # a thread for less than 8 MiB would cost more than it saves
+_CHUNKS_A_THREAD = 8  # starting a thread for less than 8 MiB costs more than it saves
 
 
 @dataclass(frozen=True)
 class AnchorState:
-    """``values``: (1 + slots, n) float32 on the CPU, the anchor and the outer optimizer's vectors. Never changed
-    in place, so it can be served while the next one is being made. ``version``: committed rounds behind it."""
+    """Anchor and outer optimizer state of one version, never changed in place, so that it can be served meanwhile.
+
+    ``values``: (1 + slots, n) float32 on the CPU, the anchor and the outer optimizer's vectors; ``version``: number of
+    committed rounds behind it; ``chunk_digests``: SHA-256 of each chunk, concatenated.
+    """
 
     values: Tensor
     version: int
     digest: bytes
     chunk_digests: bytes
-    """SHA-256 of each chunk, one after the other: 32 bytes each."""
 
     @classmethod
     def make(cls, anchor: Tensor, outer: Tensor, version: int) -> AnchorState:
-        """``anchor`` (n,), ``outer`` (slots, n). Hashes everything."""
+        """Make a state of copies of ``anchor``, (n,), and ``outer``, (slots, n), and hash it."""
         rows, n = 1 + len(outer), anchor.numel()
         values = empty_aligned(rows * n).view(rows, n)
         return cls.of(torch.cat([anchor.unsqueeze(0), outer], out=values), version)
 
     @classmethod
     def of(cls, values: Tensor, version: int, digest: bytes | None = None) -> AnchorState:
-        """``digest``: the run's for this state, where it is not made of the chunks' (``StartSection.state_digest``)."""
+        """Make a state of ``values`` without a copy, and hash it.
+
+        ``digest``: the run's digest of a state that is not hashed by its chunks (``StartSection.state_digest``).
+        """
         chunk_digests = _chunk_digests(bytes_of(values))
         digest = digest or state_digest(version, tuple(values.shape), chunk_digests)
         return cls(values, version, digest, chunk_digests)
@@ -53,8 +58,10 @@ class AnchorState:
 
 
 def state_digest(version: int, shape: tuple[int, ...], chunk_digests: bytes) -> bytes:
-    """The digest of a state whose chunks have these digests: whoever has the run's can check the list by it, and then
-    every chunk by itself."""
+    """Return the digest of a state whose chunks have these digests.
+
+    With the run's digest a peer checks a received list of chunk digests, and with that list every chunk by itself.
+    """
     return hashlib.sha256(f"shoal state 2 {version} {shape}\0".encode() + chunk_digests).digest()
 
 
@@ -67,10 +74,10 @@ class GrowingDigest:
         self._size_bytes = 4 * shape[0] * shape[1]
         self._digests: list[bytes] = [b""] * chunks_in(self._size_bytes)
         self._open: dict[int, tuple[bytearray, int]] = {}
-        """Chunks of which a part has come, and how much of them."""
+        """Unfinished chunks, and the bytes of each that were added."""
 
     def take(self, row: int, column: int, values: Tensor) -> None:
-        """The values that begin there, (k,) float32; each comes once."""
+        """Add the values, (k,) float32, that begin at a row and a column; add each value once."""
         data, at = bytes_of(values), 4 * (row * self._shape[1] + column)
         while data.nbytes:
             chunk = at // CHUNK_BYTES
@@ -93,8 +100,8 @@ class GrowingDigest:
             self._open[chunk] = (kept, filled)
 
     def digest(self) -> bytes:
-        """Once all values have come."""
-        assert all(self._digests), "some values are missing"
+        """Return the state's digest, after all values were added."""
+        assert all(self._digests), "some values were not added"
         return state_digest(self._version, self._shape, b"".join(self._digests))
 
 
@@ -120,6 +127,6 @@ def chunks_in(size_bytes: int) -> int:
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     assert values.is_contiguous()
     return values.detach().reshape(-1).view(torch.uint8).numpy().data

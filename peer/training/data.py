@@ -1,8 +1,8 @@
 """Sample order and leased samples: from the coordinator's leases to batches of a dataset.
 
 The order is an endless sequence, permuted anew in every epoch. Peers lease ranges of this sequence, so every machine
-has to compute the same order at any position without holding a permutation in memory: hence a keyed permutation of our
-own and no library's random generator."""
+computes the same order at any position, without a permutation in memory: by a keyed permutation, which libraries'
+random generators do not offer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PROBES = 16
 
 
 class Dataset(Protocol):
-    """Map-style: the same on every peer."""
+    """Map-style dataset, the same on every peer."""
 
     def __len__(self) -> int: ...
 
@@ -35,8 +35,11 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class DataAbout:
-    """Description of the data for the run: its digest, a line for people, how many tokens a sample counts, and how many
-    samples there are."""
+    """Description of the data for the run.
+
+    ``about``: a line for people; ``tokens_per_sample``: tokens that a sample counts as; ``samples``: length of the
+    dataset, if known.
+    """
 
     digest: bytes
     about: str
@@ -45,7 +48,7 @@ class DataAbout:
 
 
 def fingerprint(dataset: Dataset) -> bytes:
-    """SHA-256 over the length and 16 samples spread over the dataset: enough to notice another one."""
+    """Hash the length and 16 samples spread over the dataset (SHA-256), enough to recognise another dataset."""
     digest = hashlib.sha256(f"shoal data {len(dataset)}".encode())
     for index in np.linspace(0, len(dataset) - 1, min(_PROBES, len(dataset))).astype(int):
         _hash_value(digest, dataset[int(index)])
@@ -56,7 +59,7 @@ def _hash_value(digest: Any, value: Any) -> None:
     match value:
         case Tensor():
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        case np.ndarray() | np.generic():  # the text of a NumPy scalar is not the same in all its releases
+        case np.ndarray() | np.generic():  # NumPy's releases differ in the repr of a scalar
             digest.update(np.ascontiguousarray(value).tobytes())
         case dict():
             for key in sorted(value, key=str):
@@ -70,7 +73,7 @@ def _hash_value(digest: Any, value: Any) -> None:
 
 
 def take_batch(dataset: Dataset, indices: NDArray[np.int64]) -> Any:
-    """The samples at ``indices`` (b,), collated."""
+    """Return the samples at ``indices``, (b,), collated by the dataset's own ``batch``, if any, else by torch."""
     batch = getattr(dataset, "batch", None)
     if batch is not None:
         return batch(indices)
@@ -79,7 +82,7 @@ def take_batch(dataset: Dataset, indices: NDArray[np.int64]) -> Any:
 
 @dataclass
 class _Done:
-    """Samples that were trained on, and the sum of their losses: () float32 on the model's device."""
+    """Samples that were trained on, and the sum of their losses, () float32 on the model's device."""
 
     ranges: Ranges = field(default_factory=list)
     loss_sum: Tensor | None = None
@@ -91,8 +94,10 @@ class _Done:
 
 
 class LeasedSamples:
-    """Samples of this peer's leases, in four states: left to do, in hand (one batch), done, offered to a round.
-    ``steps`` and ``tokens_trained`` count on over restarts."""
+    """Samples of this peer's leases in four states: left, in hand (one batch), done, and offered to a round.
+
+    ``steps`` and ``tokens_trained`` count on over restarts.
+    """
 
     def __init__(self, tokens_per_sample: int) -> None:
         self._tokens_per_sample = tokens_per_sample
@@ -105,11 +110,11 @@ class LeasedSamples:
         self.tokens_trained = 0
 
     def counters(self) -> dict[str, int]:
-        """Counters that go on over restarts."""
+        """Return the counters that checkpoints keep."""
         return {"steps": self.steps, "tokens_trained": self.tokens_trained}
 
     def restore_counters(self, counters: Mapping[str, Any]) -> None:
-        """From the ``counters`` of a process before."""
+        """Restore the ``counters`` of an earlier process; invalid ones are ignored."""
         steps, tokens = counters.get("steps"), counters.get("tokens_trained")
         if isinstance(steps, int) and isinstance(tokens, int):
             self.steps, self.tokens_trained = steps, tokens
@@ -124,7 +129,7 @@ class LeasedSamples:
 
     @property
     def in_round(self) -> int:
-        """Number of samples done and not offered: all since the last committed round, but while one is averaged."""
+        """Number of samples done and not offered."""
         return count(self._done.ranges)
 
     @property
@@ -132,12 +137,12 @@ class LeasedSamples:
         return self.in_round * self._tokens_per_sample
 
     def add_lease(self, start: int, stop: int) -> None:
-        """A new lease."""
+        """Add a lease of the samples [start, stop)."""
         self._left.append((start, stop))
 
     def next_batch(self, samples: int) -> tuple[int, int] | None:
-        """Bounds of the next at most ``samples`` samples, now in hand; None when there are none."""
-        if self._in_hand is not None:  # the loop over batches was left before its step
+        """Take the next samples, at most ``samples``, in hand and return their bounds; None if none are left."""
+        if self._in_hand is not None:  # the caller left its loop between a batch and its step
             self._left.insert(0, self._in_hand)
             self._in_hand = None
         if not self._left:
@@ -150,7 +155,7 @@ class LeasedSamples:
         return self._in_hand
 
     def finish_batch(self, loss: Tensor) -> int:
-        """The batch in hand is done, with that mean loss; returns its samples."""
+        """Count the batch in hand as done and return its number of samples. ``loss``: its mean, ()."""
         assert self._in_hand is not None, "step() without a batch of batches()"
         start, stop = self._in_hand
         self._in_hand = None
@@ -158,7 +163,7 @@ class LeasedSamples:
         return stop - start
 
     def count_trained(self, start: int, stop: int, loss: Tensor | None) -> None:
-        """These samples are done, leased or claimed; with that mean loss, where it is known."""
+        """Count the samples [start, stop) as done. ``loss``: their mean, (), if known."""
         self._done.add([(start, stop)], None if loss is None else loss.detach().float() * (stop - start))
         self.tokens_trained += (stop - start) * self._tokens_per_sample
         self.steps += 1
@@ -166,11 +171,11 @@ class LeasedSamples:
             self._recent = float(loss.detach())
 
     def recent_loss(self) -> float | None:
-        """The loss of a step not long ago; None before the first or when it is not finite."""
+        """Return the loss of a recent step; None before the first step or if it is not finite."""
         return self._recent if self._recent is not None and np.isfinite(self._recent) else None
 
     def mean_loss(self) -> float | None:
-        """Over all done samples."""
+        """Return the mean loss of all samples done; None if unknown or not finite."""
         if self._done.loss_sum is None:
             return None
         mean = float(self._done.loss_sum) / self.in_round
@@ -180,21 +185,21 @@ class LeasedSamples:
         return to_wire(self._done.ranges)
 
     def offer_to_round(self) -> None:
-        """Offer the samples done to a round; those done from now on are for the next one."""
-        assert not self._offered.ranges, "one round after the other"
+        """Move the samples done to the round that is averaged next; later ones are for the round after it."""
+        assert not self._offered.ranges, "the round before has to be concluded first"
         self._offered, self._done = self._done, _Done()
 
     def drop_offered(self) -> None:
-        """Drop the offered samples, which are part of the anchor now; those done since and those left stay ours."""
+        """Drop the offered samples, which are in the anchor now."""
         self._offered = _Done()
 
     def take_back(self) -> None:
-        """The round did without what was offered: it goes into the next one, with what is done since."""
+        """Return the offered samples to those done, because the round did not include them."""
         self._done.add(self._offered.ranges, self._offered.loss_sum)
         self._offered = _Done()
 
     def drop_all(self) -> None:
-        """None of it is ours any more."""
+        """Drop all samples, because the leases have ended."""
         self._left, self._in_hand = [], None
         self._done, self._offered = _Done(), _Done()
 
@@ -206,19 +211,17 @@ _UintArray = npt.NDArray[np.uint64]
 
 
 class SampleOrder:
-    """Sample number ``s`` of the run is index ``permutation(seed, s // length)(s % length)`` of the data.
+    """Order of the run's samples: number ``s`` is index ``permutation(seed, s // length)(s % length)`` of the data.
 
-    Every epoch of ``length`` numbers visits every index once. The permutation is a Feistel network on the
-    smallest power of two that holds ``length``, walked along its cycle until it lands inside (Black &
-    Rogaway 2002, "Ciphers with Arbitrary Finite Domains"): fewer than two evaluations an index on average,
-    O(1) memory. It has to look random, not to withstand anybody.
+    Every epoch of ``length`` numbers visits every index once. The permutation is a Feistel network on the smallest
+    power of two that holds ``length``, iterated until the result is below ``length`` (Black & Rogaway 2002, "Ciphers
+    with Arbitrary Finite Domains"): fewer than two evaluations an index on average, O(1) memory. It looks random but is
+    not cryptographically strong.
     """
 
     def __init__(self, length: int, seed: int, first: int = 0) -> None:
-        """``length``: samples in the data, 1 to 2**62. ``seed``: the run's, 0 to 2**64 - 1. ``first``: which number of
-        the sequence the run calls 0.
-
-        Raises ``ValueError`` outside these ranges.
+        """``length``: samples in the data, 1 to 2**62; ``seed``: the run's, 0 to 2**64 - 1; ``first``: position in the
+        sequence of the run's sample number 0. Raises ``ValueError`` outside these ranges.
         """
         if not 1 <= length <= MAX_LENGTH:
             raise ValueError(f"length: expected 1 to 2**62 samples, not {length}")
@@ -233,10 +236,9 @@ class SampleOrder:
         self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The data indices of the sample numbers ``start`` to ``stop - 1``: ``(stop - start,) int64``.
+        """Return the data indices of the sample numbers [start, stop), (stop - start,) int64.
 
-        Splitting a range and joining the results gives the same array. Raises ``ValueError`` unless
-        ``0 <= start <= stop``.
+        Raises ``ValueError`` unless ``0 <= start <= stop``.
         """
         if not 0 <= start <= stop:
             raise ValueError(f"sample range: expected 0 <= start <= stop, not {start} to {stop}")
@@ -253,27 +255,27 @@ class SampleOrder:
         return out
 
     def _round_keys(self, epoch: int) -> _UintArray:
-        """``(_ROUNDS,) uint64`` for one epoch: a hash, so that neighbouring epochs share nothing."""
+        """Return the Feistel rounds' keys of an epoch, (_ROUNDS,) uint64, by a hash of seed and epoch."""
         text = f"shoal sample order {self._seed} {epoch}".encode()
         digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
         return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def _permute(self, numbers: _UintArray, keys: _UintArray) -> _UintArray:
-        """The permutation of ``range(length)``, elementwise. ``numbers``: ``(n,)``, each below ``length``."""
+        """Apply the permutation of ``range(length)`` to ``numbers``, (n,), each below ``length``."""
         out = self._feistel(numbers, keys)
         outside = np.flatnonzero(out >= np.uint64(self.length))
         while outside.size:
-            # Walking on from an outside value ends inside, as the cycle leads back to where it started.
+            # This ends, because every cycle of the permutation leads back to a value below the length.
             walked = self._feistel(out[outside], keys)
             out[outside] = walked
             outside = outside[walked >= np.uint64(self.length)]
         return out
 
     def _feistel(self, numbers: _UintArray, keys: _UintArray) -> _UintArray:
-        """The permutation of the power of two. ``numbers``: ``(n,)``.
+        """Apply the permutation of the power of two to ``numbers``, (n,).
 
-        The halves take turns instead of changing places, which also works when they differ in size. Each is
-        changed by a function of the other one alone, so every round can be undone: a bijection for any keys.
+        The halves take turns instead of changing places, so they may differ in size. Each is changed by a function of
+        the other alone, so every round can be undone and the network is a bijection for any keys.
         """
         low = numbers & self._low_mask
         high = numbers >> self._low_bits
@@ -284,12 +286,12 @@ class SampleOrder:
 
 
 def run_order(run: RunFile, length: int, tokens_per_sample: int) -> SampleOrder:
-    """The run's order over data of ``length`` samples; where it starts from a checkpoint, it goes on from there."""
+    """Return the run's order over ``length`` samples. A run that starts from a checkpoint continues the order there."""
     return SampleOrder(length, run.run.seed, run.start.tokens // tokens_per_sample if run.start else 0)
 
 
 def _scramble(values: _UintArray, key: np.uint64) -> _UintArray:
-    """The upper 32 bits of splitmix64's finalizer (Steele et al. 2014) of ``values + key``: ``(n,)``."""
+    """Return the upper 32 bits of splitmix64's finalizer (Steele et al. 2014) of ``values + key``, (n,)."""
     mixed = values + key
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
-"""The files that a run may read on this machine: below folders that its owner has named, and nothing else.
+"""Files that a run may read on this machine: only regular files below folders that the machine's owner has named.
 
-A run file comes from a stranger. It names files relative to those folders (see ``swarm/protocol/run_sources.py``),
-links do not lead out of them, and only regular files are opened, along a path that is checked at every step while it
-is walked: what is exchanged for a link between looking and reading is refused, too.
+A run file comes from a stranger. It names files relative to those folders (see ``swarm/protocol/run_sources.py``).
+Links that lead out of the folders are refused, also ones that replace a file between its check and its reading, because
+every folder of a path is opened and checked in turn.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from shoal.swarm.errors import CorpusError, UserError
 
 MAX_FILES = 1 << 20
-"""Of one corpus: a pattern that matches more is a mistake, and would take the memory of the list before that of the
-text. No more folders are looked into either: links that lead in a circle have no end."""
+"""Most files of one corpus, and most folders that are searched for them. A pattern that matches more is a mistake, and
+links that lead in a circle have no end."""
 
 _EVERYTHING = "**"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -30,7 +30,11 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class DataFile:
-    """``name``: relative to ``folder``, with ``/``; ``place``: the same without links; ``size_bytes``: when found."""
+    """File below a named folder.
+
+    ``name``: path relative to ``folder``, with ``/``; ``place``: the parts of that path with links resolved;
+    ``size_bytes``: size when the file was found.
+    """
 
     folder: Path
     name: str
@@ -42,7 +46,7 @@ class DataFile:
         return self.folder / self.name
 
     def open(self) -> FileIO:
-        """For reading. Raises ``CorpusError`` unless it still is a regular file below the folder."""
+        """Open for reading. Raises ``CorpusError`` unless it is still a regular file below the folder."""
         try:
             handle = os.open(self.folder, _FOLDER)
             try:
@@ -51,7 +55,7 @@ class DataFile:
                     os.close(handle)
                     handle = inner
                 last = self.place[-1]
-                # Looked at before it is opened: opening some devices does something, and a pipe's writer would see us.
+                # Checked before it is opened, since opening has effects on some devices and on a pipe's writer.
                 _require_regular(os.stat(last, dir_fd=handle, follow_symlinks=False), self.path)
                 file = FileIO(os.open(last, _FILE, dir_fd=handle), "r")
             finally:
@@ -67,7 +71,7 @@ class DataFile:
 
 
 def named_folders(folders: Sequence[Path]) -> tuple[Path, ...]:
-    """The folders that ``--data`` names, without links, each once. Raises ``UserError`` for what is no folder."""
+    """Resolve the folders that ``--data`` names, each once. Raises ``UserError`` for a path that is no folder."""
     found = []
     for folder in folders:
         try:
@@ -75,29 +79,30 @@ def named_folders(folders: Sequence[Path]) -> tuple[Path, ...]:
         except (OSError, RuntimeError) as error:
             raise UserError(f"--data {folder}: there is no such folder") from error
         if not real.is_dir():
-            raise UserError(f"--data {folder}: is no folder; give the one that the file is in")
+            raise UserError(f"--data {folder}: this is not a folder; give the folder that the file is in")
         found.append(real)
     return tuple(dict.fromkeys(found))
 
 
 def find_files(kind: str, pattern: str, folders: Sequence[Path]) -> tuple[DataFile, ...]:
-    """Find the files that ``text:GLOB`` or ``tokens:FILE`` names, at least one file, sorted by name. ``**`` stands for
-    folders of any depth, and follows no links; wildcards match no hidden names. Nothing is opened.
+    """Find the files, at least one, that ``text:GLOB`` or ``tokens:FILE`` names, sorted by name; opens none.
 
-    ``folders``: what ``--data`` says. Raises ``CorpusError``, which says on this machine's terminal what to do, and
-    ``UserError`` as ``named_folders``."""
+    ``**`` stands for folders of any depth and follows no links; wildcards match no hidden names. ``folders``: those of
+    ``--data``. Raises ``CorpusError``, whose message says what to do on this machine, and ``UserError`` as
+    ``named_folders``.
+    """
     folders = named_folders(folders)
     if not folders:
         raise CorpusError(
-            f"the run trains on files of this machine ({kind}:{pattern}): say below which folder they are, with "
-            "--data FOLDER (SessionOptions.data); nothing outside of it is read"
+            f"the run trains on files of this machine ({kind}:{pattern}): name the folder that they are in with "
+            "--data FOLDER (SessionOptions.data); the run can read nothing outside of it"
         )
     found: dict[str, DataFile] = {}
     for folder in folders:
         for one in _matches(folder, pattern, literal=kind == "tokens"):
             other = found.setdefault(one.name, one)
             if other.folder != one.folder:
-                raise CorpusError(f"{other.path} and {one.path} have one name in the run: leave out one --data")
+                raise CorpusError(f"{other.path} and {one.path} have the same name in the run: leave out one --data")
             if len(found) > MAX_FILES:
                 raise CorpusError(f"{kind}:{pattern}: matches more than {MAX_FILES:,} files below {folder}")
     if not found:
@@ -138,14 +143,14 @@ def _matches(folder: Path, pattern: str, *, literal: bool) -> Iterator[DataFile]
 
 
 def _step(part: str, *, literal: bool) -> Callable[[str], object] | None:
-    """Compile the test of an entry's name; None for any number of folders."""
+    """Make the test of an entry's name for a part of the pattern; None for ``**``, any number of folders."""
     if literal or not glob.has_magic(part):
         return part.__eq__
     return None if part == _EVERYTHING else re.compile(fnmatch.translate(part)).match
 
 
 def _closed(steps_at: set[int], steps: Sequence[object]) -> frozenset[int]:
-    """With the steps after each ``**``, which may stand for no folder at all."""
+    """Add the step after each ``**``, which may stand for no folder at all."""
     closed = set(steps_at)
     for at in range(len(steps) - 1):
         if at in closed and steps[at] is None:
@@ -162,21 +167,21 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _led_to(link: Path, folder: Path) -> Path:
-    """Raises ``CorpusError`` for a link out of the folder."""
+    """Resolve a link. Raises ``CorpusError`` if it leads out of the folder."""
     try:
         real = Path(os.path.realpath(link))
     except OSError as error:
         raise CorpusError(f"{link}: cannot be read ({error.strerror}); fix it or leave it out") from error
     if not real.is_relative_to(folder):
         raise CorpusError(
-            f"{link}: is a link that leads out of {folder}, where the run may read nothing: remove it, or name the "
-            "folder that it leads to with --data"
+            f"{link}: this link leads out of {folder}, where the run may read nothing: remove it, or name the folder "
+            "that it leads to with --data"
         )
     return real
 
 
 def _stat(real: Path) -> os.stat_result | None:
-    """None for what is gone, or was never there: a link to nothing."""
+    """Return the status of a path; None if it is gone, or was a link to nothing."""
     try:
         return os.stat(real, follow_symlinks=False)
     except FileNotFoundError:
@@ -187,7 +192,7 @@ def _stat(real: Path) -> os.stat_result | None:
 
 def _require_regular(about: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(about.st_mode):
-        raise CorpusError(f"{path}: is no regular file, but a {_kind(about.st_mode)}; remove it or leave it out")
+        raise CorpusError(f"{path}: this is no regular file, but a {_kind(about.st_mode)}; remove it or leave it out")
 
 
 def _kind(mode: int) -> str:

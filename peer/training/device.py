@@ -20,7 +20,7 @@ _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 
 def choose_device(asked: str) -> torch.device:
-    """``auto`` takes CUDA, then MPS, then the CPU. Raises ``DeviceError`` for one that is not here."""
+    """Choose the device of ``--device``; ``auto`` takes CUDA, else MPS, else the CPU. Raises ``DeviceError``."""
     if not _DEVICE.fullmatch(asked):
         raise DeviceError(f"--device {asked}: expected auto, cpu, cuda, cuda:N or mps")
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -30,37 +30,35 @@ def choose_device(asked: str) -> torch.device:
     if device.type == "cuda" and not (has_cuda and (device.index or 0) < torch.cuda.device_count()):
         raise DeviceError(f"--device {asked}: there are {torch.cuda.device_count()} CUDA devices here; try auto")
     if device.type == "mps" and not has_mps:
-        raise DeviceError("--device mps: this is no Mac with Metal; try auto")
+        raise DeviceError("--device mps: this machine is no Mac with Metal; try auto")
     return device
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All of the device's memory; the machine's for the CPU and MPS."""
+    """Return the size of the device's memory; of the machine's for the CPU and MPS."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_bytes()
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free bytes of the device's memory; for the CPU and MPS of the machine's, within a container's limit."""
+    """Return the free bytes of the device's memory; for the CPU and MPS those of the machine or container."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_machine_bytes()
 
 
 def has_all_state(device: torch.device) -> bool:
-    """Whether the memory that counts is the machine's, in which all copies of a state are: what is computed with, and
-    those of the averaging and the checkpoints."""
+    """Return whether the device's memory is the machine's, which also holds the copies of averaging and checkpoints."""
     return device.type != "cuda"
 
 
 def usable_bytes(device: torch.device, limit: int | None) -> int:
-    """Of what is available as much as a member takes: all but a tenth, which others may want meanwhile, and at most
-    ``limit`` (``--max-memory``)."""
+    """Return the bytes that a member may take: nine tenths of the free ones, at most ``limit`` (``--max-memory``)."""
     usable = int(0.9 * available_bytes(device))
     return usable if limit is None else min(usable, limit)
 
 
 def describe_device(name: str) -> DeviceInfo:
-    """For the others to read."""
+    """Describe a device for other members."""
     device = torch.device(name)
     match device.type:
         case "cuda":
@@ -73,14 +71,14 @@ def describe_device(name: str) -> DeviceInfo:
 
 
 def autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of contexts for the forward pass: bfloat16 where the device has it (``auto``) or where asked for."""
+    """Return a maker of contexts for the forward pass: bfloat16 if asked for, or if the device has it (``auto``)."""
     if precision == "bfloat16" or (precision == "auto" and _has_bfloat16(device)):
         return lambda: torch.autocast(device.type, torch.bfloat16)
     return nullcontext
 
 
 def _has_bfloat16(device: torch.device) -> bool:
-    """In its circuits: older GPUs imitate it, and are slower so than in float32."""
+    """Return whether a GPU has bfloat16 in hardware; older ones emulate it, slower than float32."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -88,9 +86,10 @@ def _has_bfloat16(device: torch.device) -> bool:
 
 
 def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], most: float = math.inf) -> int:
-    """Measure what autograd keeps of ``forward`` for its backward pass, beside the parameters of ``model``.
+    """Measure the bytes that autograd keeps of ``forward`` for its backward pass, without the model's parameters.
 
-    Raises ``DeviceError`` as soon as that is more than ``most`` bytes, not after it has been made."""
+    Raises ``DeviceError`` as soon as they are more than ``most``, before more memory is taken.
+    """
     seen: dict[int, int] = {}
     total = 0
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
@@ -103,8 +102,8 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], most: float = ma
             seen[storage.data_ptr()] = storage.nbytes()
         if total > most:
             raise DeviceError(
-                f"one sample needs more than {most / 2**20:.0f} MiB beside the model, and no more is left: "
-                "allow more --max-memory or join a run with a smaller model"
+                f"one sample needs more than the {most / 2**20:.0f} MiB that the model leaves: allow more --max-memory "
+                "or join a run with a smaller model"
             )
         return tensor
 
@@ -115,28 +114,27 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], most: float = ma
 
 
 _BACKWARD = 1.5
-"""Half as much again is for what the backward pass itself makes."""
+"""Ratio of all memory of a sample to that which autograd keeps; the backward pass makes tensors of its own."""
 
 
 def samples_that_fit(model: nn.Module, sample_loss: Callable[[], Tensor], batch: int, free_bytes: int) -> int:
-    """Return how many of ``batch`` samples may run at once, a divisor-free count of at least one.
+    """Return how many of ``batch`` samples may run at once, at least one.
 
-    Measured: the bytes that autograd keeps for one sample's backward pass, on any device. Raises ``DeviceError``
-    when even one sample does not fit.
+    It is computed from the bytes that autograd keeps of one sample's loss, ``sample_loss``. Raises ``DeviceError`` if
+    not even one sample fits.
     """
     per_sample = max(1, int(_BACKWARD * kept_bytes(model, sample_loss, free_bytes / _BACKWARD)))
     fits = free_bytes // per_sample
     if fits < 1:
         raise DeviceError(
             f"one sample needs about {per_sample / 2**20:.0f} MiB beside the model, "
-            f"{free_bytes / 2**20:.0f} MiB are left: allow more --max-memory or join a run with a smaller model"
+            f"which leaves {free_bytes / 2**20:.0f} MiB: allow more --max-memory or join a run with a smaller model"
         )
     return int(min(batch, fits))
 
 
 def free_bytes(device: torch.device, model: nn.Module, limit: int | None, copies: float) -> int:
-    """What is left for activations beside the state: of each parameter ``copies`` values, itself among them, which is
-    there already."""
+    """Return the bytes left for activations, with ``copies`` values for each parameter, itself among them."""
     static = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     total = available_bytes(device) + static
     allowed = min(total, limit) if limit else int(0.9 * total)

@@ -1,7 +1,7 @@
-"""Divergence of local work: results that are infinite or not a number are tried again a few times.
+"""Divergence of local work: work that became infinite or not a number is done again a few times.
 
-One machine or one batch may be at fault. After that the other peers are asked: either the run goes back to an earlier
-state, or this machine has to leave."""
+One machine or one batch may be at fault. After that the coordinator compares with the other peers: either the run goes
+back to an earlier state, or this machine has to leave."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DIVERGED = (
 
 
 class Divergence:
-    """Of one peer. In a pipeline all its stages share one, which outlives them."""
+    """Count of diverged local work of one peer; in a pipeline all its stages share one, which outlives spans."""
 
     def __init__(self) -> None:
         self._times: Counter[int | None] = Counter()
@@ -31,18 +31,20 @@ class Divergence:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether nothing of ours has counted since local work was of no use: nobody may be able to go on from here."""
+        """Whether no work of this peer has been committed since some diverged; perhaps no peer can go on from here."""
         return bool(self._times)
 
     def clear(self) -> None:
-        """A round was committed with our work in it, or the run has gone back."""
+        """Forget the failures: a round with this peer's work was committed, or the run has gone back."""
         self._times.clear()
         self._first.clear()
 
     def note_failure(self, stage: int | None, state: AnchorState, reason: str) -> KeptState | None:
-        """The work of ``stage``, None without stages, came to nothing; it began at ``state``. Returns where that began,
-        when it is of no use to try again: the third time since something of ours counted, or at once where the anchor
-        itself is infinite or not a number, for every peer alike."""
+        """Note that local work from ``state`` diverged. ``stage``: None without a pipeline; ``reason``: for people.
+
+        Returns the state of the first failure if a further try is useless: at the third failure in a row, or, without
+        stages, at once if the anchor itself is infinite or not a number. Otherwise returns None.
+        """
         first = self._first.setdefault(stage, KeptState(anchor_version=state.version, digest=state.digest))
         self._times[stage] += 1
         where = "the model" if stage is None else f"stage {stage}"
@@ -50,17 +52,17 @@ class Divergence:
         if not bool(torch.isfinite(state.anchor).all()):
             self._found = f"{where} at version {version} is itself infinite or not a number, for every peer alike"
             return first if times >= TRIES or stage is None else None
-        self._found = f"the local work from version {version} of {where} was {times} times in a row of no use: {reason}"
+        self._found = f"the local work from version {version} of {where} diverged {times} times in a row: {reason}"
         return first if times >= TRIES else None
 
     def as_error(self, word: DivergenceWord) -> Diverged:
-        """Make the error that ends this peer, by the coordinator's word if there is one."""
-        at_fault = "this machine is at fault: look at its memory and its driver, and join again"
+        """Make the error that ends this peer. ``word``: the coordinator's answer; empty if it was not asked."""
+        at_fault = "this machine is at fault: check its memory and its driver, and join again"
         match word:
             case "at fault":
-                advice = f"The others train on from there, so {at_fault}"
+                advice = f"The other peers train on from there, so {at_fault}"
             case "hopeless":
-                advice = f"It is the same for the others, and there is nothing better to go back to: {_DIVERGED}"
+                advice = f"It is the same for the other peers, and no earlier state is left to go back to: {_DIVERGED}"
             case _:
-                advice = f"If the other peers train on, {at_fault}. If they stop, too: {_DIVERGED}"
+                advice = f"If the other peers train on, {at_fault}. If they stop, too, {_DIVERGED}"
         return Diverged(f"{self._found}. {advice}")

@@ -16,7 +16,7 @@ LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 
 def make_inner(model: nn.Module, inner: InnerSection) -> Optimizer:
-    """AdamW without weight decay on vectors (norms, biases), or SGD with momentum."""
+    """Make the inner optimizer: AdamW or SGD with momentum; weight decay spares vectors (norms, biases)."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [one for one in trainable if one.dim() >= 2], "weight_decay": inner.weight_decay},
@@ -28,7 +28,7 @@ def make_inner(model: nn.Module, inner: InnerSection) -> Optimizer:
 
 
 def optimizer_states(inner: InnerSection, algorithm: str) -> int:
-    """Values that are kept for each parameter besides itself and its gradient."""
+    """Return the number of values kept for each parameter besides itself and its gradient."""
     if algorithm == "virtual_batch":
         return 1
     return 2 if inner.optimizer == "adamw" else int(inner.momentum > 0)
@@ -51,7 +51,10 @@ class InnerLoop:
         self._device = next(model.parameters()).device
 
     def backward(self, batch: Tensor) -> Tensor:
-        """``batch``: (b, …) on any device. Returns the mean loss, () float32, after its backward pass."""
+        """Add the gradient of a batch's mean loss to the model's gradients and return that loss, () float32.
+
+        ``batch``: (b, …) on any device.
+        """
         total = torch.zeros((), device=self._device)
         for micro in torch.split(batch, self.micro_batch):
             moved = micro.to(self._device, non_blocking=True)

@@ -23,13 +23,13 @@ from shoal.swarm.protocol.types import TensorSpec
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its parts run one after the other, each called as it is in the whole model (``blocks.3``)."""
+    """Layer of a model: parts that run one after the other, each with its name in the whole model (``blocks.3``)."""
 
     name: str
     parts: tuple[tuple[str, nn.Module], ...]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By their plain names in the whole model; one that is there twice counts once."""
+        """Iterate over the parameters by their plain names in the whole model, each parameter once."""
         seen: set[nn.Parameter] = set()
         for prefix, part in self.parts:
             for name, parameter in named_parameters(part, prefix):
@@ -43,21 +43,21 @@ class Layer:
         return given
 
 
-class Around(Protocol):
-    """Maker of the context that a layer's forward pass runs in."""
+class LayerContext(Protocol):
+    """Maker of the context that a layer's forward pass runs in; ``layer``: its place in the stage."""
 
     def __call__(self, layer: int) -> AbstractContextManager[None]: ...
 
 
 class _Names(nn.Module):
-    """A dot in names, such as the one in ``blocks.3``; it computes nothing."""
+    """Empty module that stands for a dot in names such as ``blocks.3``."""
 
 
 class StageModel(nn.Module):
-    """Layers that run one after the other. ``named_parameters`` and ``state_dict`` have the whole model's names."""
+    """Consecutive layers as a module whose parameters and buffers have the whole model's names."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        """Raises ``RecipeError`` for names of parts that cannot be in one model, or not in this order."""
+        """Raises ``RecipeError`` if the parts' names cannot be in one model, or give its parameters another order."""
         super().__init__()
         for layer in layers:
             for name, part in layer.parts:
@@ -69,12 +69,12 @@ class StageModel(nn.Module):
             if ours is not its:
                 where = next(layer.name for layer in layers if any(one is ours for _, one in layer.named_parameters()))
                 raise RecipeError(
-                    f"layer {where}: parts whose names begin alike have to follow each other, so that parameters have "
-                    f"the order of the layers"
+                    f"layer {where}: its parameters come in another order than the layers; parts whose names begin "
+                    f"alike have to follow each other"
                 )
 
-    def forward(self, given: Tensor, around: Around | None = None) -> Tensor:
-        """The last layer's output for the first one's input; ``around``: what each layer runs in, by its place here."""
+    def forward(self, given: Tensor, around: LayerContext | None = None) -> Tensor:
+        """Return the last layer's output for the first one's input. ``around``: makes each layer's context."""
         for number, layer in enumerate(self._layers):
             if around is None:
                 given = layer(given)
@@ -95,7 +95,7 @@ def _graft(root: nn.Module, name: str, part: nn.Module) -> None:
 
 
 def _free(at: nn.Module, step: str, name: str) -> str:
-    # A module's own attributes, and parts that are there, keep their names.
+    # A module's own attributes and earlier parts keep their names.
     if not step or not isinstance(at, _Names | StageModel) or hasattr(at, step):
         raise RecipeError(f"a part of the model cannot be called {name!r}: the name is taken")
     return step
@@ -115,11 +115,11 @@ class _Tie:
 class Layered:
     """Layers of a model for a pipeline: their names and shapes, and a builder of any consecutive ones.
 
-    ``outline``: all layers, on the meta device where the whole would not fit; only names and shapes are read.
-    ``build(first, stop)``: layers first to stop - 1, float32 on the CPU, each time new ones unless they exist anyway,
-    with the values that they have in the whole model. ``untie``: what to do about weights that layers share.
+    ``outline``: all layers, of which only names and shapes are read; on the meta device if they would not fit.
+    ``build(first, stop)``: builds layers first to stop - 1, float32 on the CPU, with the values that they have in the
+    whole model. ``untie``: advice for errors about weights that layers share.
 
-    Layers that share weights, and those between them, are one layer here: stages are averaged apart.
+    Layers that share weights, and the layers between them, are one layer here, because stages are averaged separately.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Layered:
         self._untied = len(outline)
         self._why_tied = "".join(
             f"; layers {outline[tie.first].name} and {outline[tie.second].name} share the parameter {tie.parameter}, "
-            f"and stages are averaged apart: {untie}"
+            f"and stages are averaged separately: {untie}"
             for tie in ties[:1]
         )
         self._starts = (*(at for at in range(len(outline)) if not _is_tied(ties, at)), len(outline))
@@ -141,31 +141,31 @@ class Layered:
         self._outline = self._joined(outline, 0)
         self.names = tuple(layer.name for layer in self._outline)
         self.layouts = tuple(_layouts(self._outline))
-        """By layer: its trainable parameters as they follow each other in the parameter vector."""
+        """Trainable parameters of each layer, in the order of the parameter vector."""
 
     def __len__(self) -> int:
         return len(self.names)
 
     @property
     def layout(self) -> tuple[TensorSpec, ...]:
-        """That of the whole model."""
+        """Layout of the whole model's parameter vector."""
         return tuple(spec for layout in self.layouts for spec in layout)
 
     def outline(self, layer: int) -> tuple[nn.Module, ...]:
-        """Modules of a layer, perhaps on the meta device: for kinds and shapes only."""
+        """Return the modules of a layer, perhaps on the meta device, for their structure and shapes."""
         return tuple(part for _, part in self._outline[layer].parts)
 
     def parameters_bytes(self, layer: int) -> int:
-        """Of its trainable parameters, float32."""
+        """Return the size of a layer's trainable parameters in float32."""
         return 4 * sum(spec.elements for spec in self.layouts[layer])
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The layers, but the first, that a stage may begin with: there are parameters on both sides."""
+        """Layers, other than the first, that a stage may begin with: there are parameters on both sides."""
         return tuple(at for at in range(1, len(self)) if any(self.layouts[:at]) and any(self.layouts[at:]))
 
     def check_stages(self, stages: int) -> None:
-        """Raises ``RecipeError`` when the model cannot be cut into that many stages wherever it is cut."""
+        """Raise ``RecipeError`` if the model cannot be cut into that many stages."""
         if len(self.cuts) + 1 < stages:
             raise RecipeError(
                 f"pipeline.stages: a model of {self._untied} layers that can be cut at {len(self.cuts)} places gives "
@@ -173,10 +173,10 @@ class Layered:
             )
 
     def check_boundaries(self, boundaries: Sequence[int]) -> None:
-        """Check that the model can be cut there (first layer of each stage, the number of layers last).
+        """Check that the model can be cut at ``boundaries``: first layer of each stage, then the number of layers.
 
-        Raises ``RecipeError`` when a stage would have no parameters, ``ModelMismatch`` when the boundaries are not
-        those of a model with so many layers.
+        Raises ``RecipeError`` if a stage would have no parameters, ``ModelMismatch`` if the boundaries are not those of
+        a model with so many layers.
         """
         edges = list(boundaries)
         if len(edges) < 2 or edges[0] != 0 or edges[-1] != len(self) or edges != sorted(set(edges)):
@@ -192,7 +192,7 @@ class Layered:
                 )
 
     def build(self, first: int, stop: int) -> StageModel:
-        """Layers first to stop - 1, with the values of the whole model."""
+        """Build layers first to stop - 1 with the values that they have in the whole model."""
         assert 0 <= first < stop <= len(self), (first, stop, len(self))
         model = StageModel(self._joined(self._build(self._starts[first], self._starts[stop]), first))
         found = ParameterVector(model).layout if any(self.layouts[first:stop]) else ()
@@ -201,7 +201,7 @@ class Layered:
         return model
 
     def check_whole(self, model: nn.Module) -> None:
-        """Raises ``ModelMismatch`` unless the vector of ``model`` is those of the layers, one after the other."""
+        """Raise ``ModelMismatch`` unless the layout of ``model`` is the concatenation of the layers' layouts."""
         found = ParameterVector(model).layout
         for ours, its in zip(self.layout, found, strict=False):
             if ours != its:
@@ -214,8 +214,10 @@ class Layered:
 
     @torch.no_grad()
     def activation_shapes(self, given: Tensor) -> tuple[tuple[int, ...], ...]:
-        """The shape of each layer's output for an input like ``given``, found without computing. Raises
-        ``RecipeError`` for a layer that needs values for that."""
+        """Return the shape of each layer's output for an input like ``given``, without computing values.
+
+        Raises ``RecipeError`` for a layer whose output shape depends on values.
+        """
         shapes = []
         flowing = given.to("meta")
         for layer in self._outline:
@@ -229,7 +231,7 @@ class Layered:
         return tuple(shapes)
 
     def _joined(self, given: Sequence[Layer], first: int) -> tuple[Layer, ...]:
-        """The recipe's layers as ours, from our layer ``first`` on."""
+        """Join the recipe's layers that share weights; ``given`` begins with the joined layer ``first``."""
         begin = self._starts[first]
         edges = [at - begin for at in self._starts[first:] if at - begin <= len(given)]
         return tuple(
@@ -243,41 +245,51 @@ class Layered:
 
 @runtime_checkable
 class LayeredRecipe(Protocol):
-    """Additional interface of a ``Recipe`` whose models train in a pipeline. ``loss(model, batch)`` is
-    ``loss_of(model(input_of(batch)), targets_of(batch))``."""
+    """Additional interface of a ``Recipe`` whose models train in a pipeline.
+
+    ``loss(model, batch)`` has to equal ``loss_of(model(input_of(batch)), targets_of(batch))``.
+    """
 
     def layers(self, seed: int) -> Layered:
-        """The layers of ``build_model(seed)``: each parameter has the same name and the same bits."""
+        """Return the layers of ``build_model(seed)``; each parameter has the same name and the same bits."""
         ...
 
     def input_of(self, batch: Tensor) -> Tensor:
-        """Input of the first layer, ``(b, …)``."""
+        """Return the input of the first layer, (b, …)."""
         ...
 
     def targets_of(self, batch: Tensor) -> Tensor:
-        """Part of ``batch`` that the loss needs besides the output, ``(b, …)``: it travels to the last stage."""
+        """Return what the loss needs besides the output, (b, …); it travels to the last stage."""
         ...
 
     def check_targets(self, targets: Tensor, samples: int) -> None:
-        """Raises ``ValueError`` unless ``targets``, from somebody else and on the CPU, could be those of that many
-        samples: indices out of range would end the process on a GPU."""
+        """Raise ``ValueError`` unless ``targets`` could be those of so many samples.
+
+        They come from another peer and are on the CPU; on a GPU an index out of range would end the process.
+        """
         ...
 
     def loss_of(self, output: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over the samples, ``() float32``, from the last layer's output."""
+        """Return the mean loss over the samples, () float32, from the last layer's output."""
         ...
 
 
 def layered_from_sequential(model: nn.Sequential) -> Layered:
-    """The children of ``model``, which is in memory already, are the layers; those without parameters belong to the
-    layer before them, or after where there is none. Built layers are the model's own, not copies."""
+    """Use the children of a model in memory as layers.
+
+    Children without parameters join the layer before them, or after them at the beginning. Built layers are the model's
+    own modules, not copies.
+    """
     layers = _grouped([(name, part) for name, part in model._modules.items() if part is not None])
     return Layered(layers, lambda first, stop: layers[first:stop])
 
 
 def layered_from_makers(makers: Sequence[tuple[str, Maker]], seed: int) -> Layered:
-    """A model larger than this machine: the name and the maker of each layer, grouped as above. Every layer has random
-    numbers of its own, a function of ``seed`` and its place, so that it can be built alone."""
+    """Use makers of layers, for a model larger than this machine; grouped as in ``layered_from_sequential``.
+
+    ``makers``: name and maker of each module. Each has random numbers of its own, derived from ``seed`` and its place,
+    so that it can be built alone.
+    """
     with torch.device("meta"):
         outline = _grouped([(name, make()) for name, make in makers])
     places = {name: number for number, (name, _) in enumerate(makers)}
@@ -322,7 +334,7 @@ def _ties(layers: Sequence[Layer]) -> Iterator[_Tie]:
 
 
 def _is_tied(ties: Sequence[_Tie], at: int) -> bool:
-    """Return whether a parameter is used on both sides of where that layer begins."""
+    """Return whether layers before and after the beginning of layer ``at`` share a parameter."""
     return any(tie.first < at <= tie.second for tie in ties)
 
 

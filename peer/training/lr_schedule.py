@@ -1,6 +1,6 @@
-"""Learning-rate schedule: a function of the run's global tokens, so that peers of every speed agree on it.
+"""Learning-rate schedule as a function of the run's global tokens, so that peers of every speed agree on it.
 
-Local steps play no part, because two peers that took a different number of them share one model."""
+It does not depend on local steps, whose number differs among the peers of a round."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import math
 from shoal.swarm.protocol.run_file import RunFile, ScheduleSection
 
 WARMUP_START = 0.01
-"""The factor at zero tokens: small, but not zero, or the first round would contribute nothing."""
+"""Factor at zero tokens: small, but not zero, since the first round would contribute nothing."""
 
 
 def run_lr_factor(run: RunFile, tokens: int) -> float:
-    """The factor after so many tokens of the run. Where it starts from a checkpoint, the schedule goes on from there
-    and ends with the run."""
+    """Return the factor after so many tokens of the run.
+
+    In a run that starts from a checkpoint the schedule continues at the checkpoint's tokens and ends with the run.
+    """
     before, total = run.start.tokens if run.start else 0, run.run.tokens
     return lr_factor(run.schedule, None if total is None else before + total, before + tokens)
 
 
 def lr_factor(schedule: ScheduleSection, total_tokens: int | None, tokens: int) -> float:
-    """The factor on the learning rate after ``tokens`` global tokens, in (0, 1] or ``final_factor``.
+    """Return the factor on the learning rate after ``tokens`` global tokens.
 
-    Rises linearly from ``WARMUP_START`` to 1 at ``warmup_tokens``; then stays (``constant``), or falls along
-    half a cosine (Loshchilov & Hutter 2017, SGDR, without restarts) or a line to ``final_factor`` at
-    ``total_tokens``, and stays there. ``total_tokens`` is the run's ``tokens`` and may be None for
-    ``constant`` only; the run file has been checked for that.
+    It rises linearly from ``WARMUP_START`` to 1 at ``warmup_tokens``; then it stays (``constant``), or falls along half
+    a cosine (Loshchilov & Hutter 2017, SGDR, without restarts) or a line to ``final_factor`` at ``total_tokens``, and
+    stays there. ``total_tokens``: may be None for ``constant`` only, which the run file's validation ensures.
     """
     if tokens < schedule.warmup_tokens:
         return WARMUP_START + (1.0 - WARMUP_START) * tokens / schedule.warmup_tokens
@@ -33,7 +34,7 @@ def lr_factor(schedule: ScheduleSection, total_tokens: int | None, tokens: int) 
         return 1.0
     assert total_tokens is not None, "a decaying schedule without run.tokens passed the run file's check"
     decay_tokens = total_tokens - schedule.warmup_tokens
-    # A run that is no longer than its warm-up has no decay left: it is at its end already.
+    # A run that is no longer than its warm-up has no decay: the factor falls to its end at once.
     progress = min(1.0, (tokens - schedule.warmup_tokens) / decay_tokens) if decay_tokens > 0 else 1.0
     remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1.0 - progress
     return schedule.final_factor + (1.0 - schedule.final_factor) * remaining

@@ -1,7 +1,7 @@
-"""Outer optimizers: from the anchor and the round's mean to the next anchor, bit for bit alike on every machine.
+"""Outer optimizers: from the anchor and the round's mean to the next anchor, bit-identical on every machine.
 
-float32, elementwise, one rounding an operation: only separate kernels whose result IEEE 754 fixes, and scalars that are
-rounded to float32 beforehand."""
+They work elementwise in float32 with one rounding an operation: only separate kernels whose results IEEE 754 fixes, and
+scalars that are rounded to float32 beforehand."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from shoal.compression.scratch import empty_aligned_like
 from shoal.swarm.protocol.run_file import OuterSection
 
 _SLICE = 2**20
-"""Elements worked on at a time, so that temporaries stay small."""
+"""Elements of one pass, so that temporaries stay small."""
 
 
 class OuterOptimizer(Protocol):
-    """Turns the mean of a round into the next anchor. Holds settings only; the state is passed in and out."""
+    """Outer optimizer: settings only; the state is passed in and returned."""
 
     @property
     def slots(self) -> int:
-        """Number of state vectors that it keeps."""
+        """Number of state vectors."""
         ...
 
     def step(
         self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The next anchor ``(n,)`` and the next state ``(slots, n)``, both new tensors.
+        """Return the next anchor, (n,), and the next state, (slots, n), both new tensors.
 
-        ``anchor`` ``(n,)``, ``state`` ``(slots, n)``, zeros at first, and ``mean`` ``(n,)`` are contiguous
-        float32 on one device and are left as they are: they may be being served. ``mean`` is the mean
-        pseudo-gradient (anchor - local) or gradient, so the step goes against it. ``version`` is how many
-        steps were committed before this one. ``lr_factor`` is the schedule's factor on the learning rate.
+        ``anchor``, (n,), ``state``, (slots, n), zeros at first, and ``mean``, (n,), are contiguous float32 on one
+        device and are not changed, because they may be being served. ``mean``: mean pseudo-gradient (anchor - local) or
+        gradient, so the step goes against it; ``version``: number of steps before this one; ``lr_factor``: the
+        schedule's factor on the learning rate.
         """
         ...
 
@@ -56,7 +56,7 @@ class SGD:
     def step(
         self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """anchor - lr * mean. See OuterOptimizer."""
+        """Return anchor - lr * mean; see ``OuterOptimizer.step``."""
         _check(self.slots, anchor, state, mean)
         lr = f32(self.lr * lr_factor)
         new_anchor, new_state = empty_aligned_like(anchor), empty_aligned_like(state)
@@ -84,7 +84,7 @@ class Nesterov:
     def step(
         self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """One Nesterov step; the state is the momentum buffer. See OuterOptimizer."""
+        """Take a step; the state is the momentum buffer. See ``OuterOptimizer.step``."""
         _check(self.slots, anchor, state, mean)
         lr, momentum = f32(self.lr * lr_factor), f32(self.momentum)
         new_anchor, new_state = empty_aligned_like(anchor), empty_aligned_like(state)
@@ -101,7 +101,7 @@ class Nesterov:
 class AdamW:
     """AdamW (arXiv:1711.05101), with the formula of ``torch.optim.AdamW``.
 
-    The state is the first and the second moment. Bias corrections are computed in double precision.
+    The state is the first and the second moment. Bias corrections are computed in float64.
     """
 
     slots: ClassVar[int] = 2
@@ -125,12 +125,12 @@ class AdamW:
     def step(
         self, anchor: Tensor, state: Tensor, mean: Tensor, version: int, lr_factor: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """One AdamW step; ``version`` 0 is the first. See OuterOptimizer."""
+        """Take a step; ``version`` 0 is the first. See ``OuterOptimizer.step``."""
         _check(self.slots, anchor, state, mean)
         lr, (beta1, beta2), t = self.lr * lr_factor, self.betas, version + 1
         decay = f32(1.0 - lr * self.weight_decay)
         step_size = f32(lr / (1.0 - _power(beta1, t)))
-        # No division by a scalar: CUDA multiplies with its reciprocal then, the CPU divides.
+        # No division by a scalar: CUDA would multiply with its reciprocal where the CPU divides.
         root_factor = f32(1.0 / math.sqrt(1.0 - _power(beta2, t)))
         keep1, new1, keep2, new2 = f32(beta1), f32(1.0 - beta1), f32(beta2), f32(1.0 - beta2)
         eps = f32(self.eps)
@@ -178,12 +178,12 @@ def outer_of(outer: OuterSection) -> OuterOptimizer:
 
 
 def f32(x: float) -> float:
-    """``x`` rounded to float32: the value that a float32 kernel makes of it on any device."""
+    """Round ``x`` to float32, as a float32 kernel does on any device."""
     return float(np.float32(x))
 
 
 def _power(base: float, exponent: int) -> float:
-    """``base ** exponent`` by squaring, for C libraries differ in the last bit of ``pow``."""
+    """Return ``base ** exponent`` by squaring, because C libraries differ in the last bit of ``pow``."""
     power = 1.0
     while exponent:
         if exponent & 1:
@@ -194,11 +194,11 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded float32 square root of ``x``, ``(n,)``, as a new tensor.
+    """Return the correctly rounded float32 square root of ``x``, (n,), as a new tensor.
 
-    ``torch.sqrt`` is not that on the CPU: through MKL it is one bit off for every sixth value or so. NumPy's
-    is the processor's own, which is exact. Elsewhere: a float64 root with an error below one bit of float64
-    rounds to the right float32, for no root of a float32 comes that near to the middle of two float32.
+    On the CPU ``torch.sqrt`` is one bit off for about every sixth value, through MKL, while NumPy uses the processor's
+    exact instruction. On other devices a float64 root is rounded: its error is below one bit of float64, and no root of
+    a float32 comes that near to the middle of two float32.
     """
     if x.device.type == "cpu":
         root = torch.empty_like(x)

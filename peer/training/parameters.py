@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,29 +12,30 @@ from shoal.swarm.errors import ModelMismatch
 from shoal.swarm.protocol.types import TensorSpec
 
 _WRAPPERS = frozenset(("_orig_mod", "module"))
-"""Prefixes that ``torch.compile`` and ``DistributedDataParallel`` add to the names in a wrapped module."""
+"""Steps that ``torch.compile`` and ``DistributedDataParallel`` add to the names in a wrapped module."""
 
 _EXACT = (torch.float32, torch.float64)
-"""The types that hold every value of a float32 anchor. In another one a model would differ from the anchor before it
-has done any work, and that difference would be taken for work."""
+"""Types that hold every value of a float32 anchor. A model of another type would differ from the anchor by rounding,
+and that difference would be taken for work."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or buffer's name without the parts that wrappers add, at its beginning or inside: a compiled model
-    and a plain one are the same run."""
+    """Return a parameter's or buffer's name without the steps that wrappers add: compiled models fit plain ones."""
     *path, last = name.split(".")
     return ".".join([step for step in path if step not in _WRAPPERS] + [last])
 
 
 def named_parameters(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """As the model's own method, with plain names."""
+    """Iterate over the model's parameters by plain names."""
     for name, parameter in model.named_parameters(prefix):
         yield plain_name(name), parameter
 
 
 def layout_of(named: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
-    """Names, shapes and types. Raises ``ModelMismatch`` for a type that cannot hold the anchor, and for two tensors of
-    one name."""
+    """Return the layout: names, shapes and types, in order.
+
+    Raises ``ModelMismatch`` for a type that cannot hold the anchor, and for two tensors of one name.
+    """
     layout: dict[str, TensorSpec] = {}
     for name, one in named:
         dtype = str(one.dtype).removeprefix("torch.")
@@ -53,13 +54,13 @@ def layout_of(named: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
 
 
 class ParameterVector:
-    """Views a model's trainable parameters, in the order of ``named_parameters``, as (n,) float32 on the CPU.
+    """Trainable parameters of a model, in the order of ``named_parameters``, as a vector (n,) float32 on the CPU.
 
-    Buffers (such as BatchNorm's running statistics) are local to each peer and are not averaged.
+    Buffers, such as BatchNorm's running statistics, are local to each peer and are not averaged.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ``ModelMismatch`` for a model that no run can have."""
+        """Raises ``ModelMismatch`` for a model without trainable parameters, and as ``layout_of``."""
         named = [(name, one) for name, one in named_parameters(model) if one.requires_grad]
         if not named:
             raise ModelMismatch("the model has no trainable parameters")
@@ -68,8 +69,13 @@ class ParameterVector:
         self.elements = sum(parameter.numel() for parameter in self.parameters)
 
     def read(self) -> Tensor:
-        """The parameters' values, a new (n,) float32 on the CPU."""
-        return self._gather(lambda parameter: parameter.detach())
+        """Return the parameters' values, a new (n,) float32 on the CPU."""
+        flat = empty_aligned(self.elements)
+        at = 0
+        for parameter in self.parameters:
+            flat[at : at + parameter.numel()].copy_(parameter.detach().reshape(-1))
+            at += parameter.numel()
+        return flat
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
@@ -82,7 +88,7 @@ class ParameterVector:
 
     @torch.no_grad()
     def take_gradients(self) -> Tensor:
-        """The gradients as a new (n,) float32 on the model's device; zeros where there is none. Clears them."""
+        """Return the gradients, a new (n,) float32 on the model's device, zeros where there is none, and clear them."""
         device = self.parameters[0].device
         flat = torch.empty(self.elements, device=device)
         at = 0
@@ -97,20 +103,12 @@ class ParameterVector:
         return flat
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """(n,) float32 cut into tensors by parameter name, without copies."""
+        """Cut a vector, (n,), into tensors by parameter name, without copies."""
         return split_by_layout(vector, self.layout)
-
-    def _gather(self, of: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        flat = empty_aligned(self.elements)
-        at = 0
-        for parameter in self.parameters:
-            flat[at : at + parameter.numel()].copy_(of(parameter).reshape(-1))
-            at += parameter.numel()
-        return flat
 
 
 def split_by_layout(vector: Tensor, layout: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
-    """(n,) float32 cut into tensors by name and shape, without copies."""
+    """Cut a vector, (n,), into tensors by name and shape, without copies."""
     named, at = {}, 0
     for spec in layout:
         size = spec.elements

@@ -1,4 +1,4 @@
-"""Random numbers as a function of their purpose, independent of who draws them and when."""
+"""Random numbers as a function of their purpose, the same on every peer and at any time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 
 
 def derived_seed(*numbers: int) -> int:
-    """A seed of 63 bits, another one for other ``numbers`` (each of -2**63 to 2**63 - 1)."""
+    """Hash ``numbers``, each of -2**63 to 2**63 - 1, to a seed of 63 bits."""
     packed = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, the global generators of the CPU and of ``device`` start from ``seed``; afterwards they are what they
-    were. They are the process's: what other threads draw meanwhile comes from the same stream."""
+    """Seed the global generators of the CPU and of ``device``, and restore their states at the end.
+
+    The generators are the process's, so other threads draw from the same sequence meanwhile.
+    """
     state, device_state = _states(device)
     torch.default_generator.manual_seed(seed)
     if device_state is not None:
@@ -32,7 +34,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def random_states(device: torch.device) -> tuple[bytes, bytes]:
-    """Of the CPU's global generator and of the device's (empty where that is the CPU), to see whether anybody drew."""
+    """Return the states of the global generators of the CPU and of the device (empty for the CPU), for comparison."""
     state, device_state = _states(device)
     return state.numpy().tobytes(), b"" if device_state is None else device_state.cpu().numpy().tobytes()
 
@@ -48,7 +50,7 @@ def _states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _set_on_device(device: torch.device, device_state: torch.Tensor | None, seed: int) -> None:
-    """To that state, or where there is none to the seed."""
+    """Set the device's generator to a state, or to ``seed`` if the state is None."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             if device_state is None:

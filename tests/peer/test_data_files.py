@@ -78,14 +78,14 @@ def test_several_folders(data: Path, tmp_path: Path) -> None:
     assert names("*.txt", data, tmp_path / "secret") == ["a.txt", "c[1].txt", "s.txt"]
     assert names("*.txt", data, data, data / ".." / "data") == ["a.txt", "c[1].txt"]
     write(tmp_path / "more" / "a.txt")
-    with pytest.raises(CorpusError, match="have one name in the run"):
+    with pytest.raises(CorpusError, match="have the same name in the run"):
         names("*.txt", data, tmp_path / "more")
 
 
 def test_what_is_no_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="there is no such folder"):
         named_folders([tmp_path / "nothing"])
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="this is not a folder"):
         named_folders([data / "a.txt"])
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "link").symlink_to(data)

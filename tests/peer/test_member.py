@@ -147,7 +147,7 @@ def test_whatever_a_stages_member_waits_for_gives_way_when_the_stage_is_taken_aw
             assert not waiting.done(), "as long as it takes"
             ours[0] = False
             member.client.wake()
-            with pytest.raises(NotAdmitted, match="has given .* to another peer"):
+            with pytest.raises(NotAdmitted, match=r"has given .* to another peer"):
                 await asyncio.wait_for(waiting, 1.0)
             serving.cancel()
 

@@ -72,7 +72,7 @@ def test_what_does_not_fit_into_memory_is_not_read(tmp_path: Path, monkeypatch: 
     assert len(read_regular(path, 10)) == 11
     monkeypatch.setattr(regular_file, "free_machine_bytes", lambda: 2**30)
     regular_file.check_memory(2**30)
-    with pytest.raises(OSError, match="1,073,741,825 bytes do not fit .* 1,073,741,824 bytes are free"):
+    with pytest.raises(OSError, match=r"1,073,741,825 bytes do not fit .* 1,073,741,824 bytes are free"):
         regular_file.check_memory(2**30 + 1)
 
 

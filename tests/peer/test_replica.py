@@ -284,7 +284,7 @@ def test_work_that_is_never_finite_is_given_up_in_the_end(side: Side) -> None:
         assert torch.equal(side.local, side.anchor)
         side.replica.samples.add_lease(0, 100)
     spoil(side)
-    with pytest.raises(Diverged, match=r"3 times in a row .* lower learning rate"):
+    with pytest.raises(Diverged, match=r"3 times in a row: .* lower learning rate"):
         side.replica.close_round()
     assert side.member.offers == [], "nothing of it went anywhere"
 
