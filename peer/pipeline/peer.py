@@ -24,7 +24,7 @@ from shoal.peer.pipeline.profile import ModelProfile, profile_model
 from shoal.peer.pipeline.span import HeldSpan, SpanContext
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import ComputeResult, TrainingSamples
-from shoal.peer.pipeline.view_watch import AssignedSpan, assigned_span
+from shoal.peer.pipeline.view_watch import SpanAssignment, assigned_span
 from shoal.peer.recipes import Recipe, layered_recipe
 from shoal.peer.recipes.model_memory import check_layers_fit
 from shoal.peer.terminal.snapshot import Snapshot, take_snapshot
@@ -193,7 +193,7 @@ class PipelinePeer:
         except NotAdmitted as error:
             log.info("the coordinator did not take the capability, which is reported again after rejoining: %s", error)
 
-    def _wait_for_span(self) -> AssignedSpan | None:
+    def _wait_for_span(self) -> SpanAssignment | None:
         """Wait for the assigned span; None when the run has ended or this peer stops."""
         client = self._members.run.client
         self._members.run.progress.activity = "waiting"

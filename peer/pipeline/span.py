@@ -23,7 +23,7 @@ from shoal.peer.pipeline.mailbox import StageShapes
 from shoal.peer.pipeline.runner import StageRunner
 from shoal.peer.pipeline.tensor_io import Staging
 from shoal.peer.pipeline.training import ComputeResult, SpanTraining, Task, TrainingSamples
-from shoal.peer.pipeline.view_watch import AssignedSpan, is_held
+from shoal.peer.pipeline.view_watch import SpanAssignment, is_held
 from shoal.peer.terminal.snapshot import Flow, Snapshot, held_stages, with_stages
 from shoal.peer.training.data import DataAbout
 from shoal.peer.training.device import autocast
@@ -86,7 +86,7 @@ class HeldSpan:
         self._running: futures.Future[None] | None = None
 
     @classmethod
-    def enter(cls, work: SpanContext, place: AssignedSpan) -> HeldSpan:
+    def enter(cls, work: SpanContext, place: SpanAssignment) -> HeldSpan:
         """Build the layers of an assigned span and join its stages.
 
         Raises ``NotAdmitted`` if the plan has given a stage to others, ``Interrupted``, and ``ModelMismatch`` for
@@ -209,7 +209,7 @@ def _initial_layers(work: SpanContext, first: int, stop: int) -> StageModel:
     return work.samples.recipe.layers(work.run.run.seed).build(first, stop)
 
 
-def _expected_s(work: SpanContext, place: AssignedSpan, from_stage: int, *, is_last: bool) -> float:
+def _expected_s(work: SpanContext, place: SpanAssignment, from_stage: int, *, is_last: bool) -> float:
     """Return the profiled seconds of a micro-batch that enters at a stage, through the rest of the span.
 
     Stages that recompute their forward pass take longer; the last stage never does.

@@ -85,7 +85,7 @@ class ViewWatch:
 
 
 @dataclass(frozen=True)
-class AssignedSpan:
+class SpanAssignment:
     """Span that the plan assigns to a peer.
 
     ``boundaries``: first layer of each of the model's stages, then the number of layers; ``recomputes``: whether to
@@ -102,13 +102,13 @@ class AssignedSpan:
         return len(self.boundaries) - 1
 
 
-def assigned_span(view: RunView, peer: str) -> AssignedSpan | None:
+def assigned_span(view: RunView, peer: str) -> SpanAssignment | None:
     """Return the span that the plan assigns to a peer, if any."""
     if view.pipeline is None:
         return None
     for one in view.pipeline.spans:
         if one.peer == peer:
-            return AssignedSpan(view.pipeline.boundaries, StageSpan(one.first, one.last), one.recomputes)
+            return SpanAssignment(view.pipeline.boundaries, StageSpan(one.first, one.last), one.recomputes)
     return None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.peer.checkpoints.making import IDENTITY, RUN_TOML, signed
-from tests.peer.test_replica import FakeNetwork
+from tests.peer.member.test_replica import FakeNetwork
 from torch import Tensor, nn
 
 from shoal.peer.checkpoints.checkpoint import unpack_verdicts

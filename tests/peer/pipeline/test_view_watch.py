@@ -7,7 +7,7 @@ import pytest
 
 from shoal.peer.member.member import Progress
 from shoal.peer.member.round_deadline import Attention
-from shoal.peer.pipeline.view_watch import AssignedSpan, ViewWatch, assigned_span
+from shoal.peer.pipeline.view_watch import SpanAssignment, ViewWatch, assigned_span
 from shoal.swarm.pipeline.engine.engine import StageSpan
 
 ROUND = 4
@@ -87,7 +87,7 @@ def test_who_is_gone_or_begins_anew_is_named_once() -> None:
 
 def test_a_place_is_what_the_plan_has() -> None:
     world = World()
-    assert assigned_span(world.run.client.view, "me") == AssignedSpan((0, 1, 2, 3), StageSpan(0, 1), recomputes=True)
+    assert assigned_span(world.run.client.view, "me") == SpanAssignment((0, 1, 2, 3), StageSpan(0, 1), recomputes=True)
     assert assigned_span(world.run.client.view, "nobody") is None
     assert assigned_span(view(), "me") is None, "nothing is cut yet"
 
