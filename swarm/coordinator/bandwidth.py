@@ -1,4 +1,4 @@
-"""Estimates of each member's bandwidth: by what the others got from it, not by what it says itself."""
+"""Estimates of the members' bandwidths, from what other members received from each, not from its own claim."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from shoal.swarm.protocol.rounds import RoundPlan
 _ROUNDS = 3
 _SLOW_START = 3.0
 _FEWEST_BYTES = 2**20
-"""Less says more about delays than about a link."""
+"""Fewer bytes say more about delays than about a link."""
 
 _ALIKE = 1.3
-"""Links whose figures differ by no more are taken to be equal: what rounds show is no more exact than that, and the
-best shares of owners differ by several times as much as their links."""
+"""Links whose figures differ by no more than this factor count as equal: rounds show no more exact figures, and the
+best shares of owners differ several times as much as their links."""
 
 
 class Bandwidths:
-    """What rounds have shown of each member, by peer id; kept when it leaves, or it would come back unknown.
+    """Bandwidths that rounds have shown, by peer id. They are kept when a member leaves, as it may come back.
 
-    One figure a round: what the middle one of those who collect got from it, over that one's share of all that it sent,
-    as it serves everybody at the same time. Of two in the middle the faster one, as the other may be slow itself; but
-    of two in all the slower one for a member that claims nothing, as nothing else bounds the other. Else only most of
-    the members together can make one of them faster than it is. Taken is the median of its last three rounds, of two
-    the lower one: one odd round changes little, and a link that has become slow is known for it after two.
+    Each round gives one figure for a member: the median, over those who collect from it, of the rate at which they
+    received, divided by their share of all that the member sent, as it serves all of them at the same time. Of two
+    values in the middle the faster one counts, as the slower receiver may have a slow link itself. Of two values in all
+    the slower one counts for a member that claims nothing, as nothing else bounds the faster one. So only a majority of
+    the members together can make a member look faster than it is. The estimate is the median of the last three rounds,
+    and the lower of two: one odd round changes little, and a link that became slow is recognized after two rounds.
 
-    But no link is slower than what went over it in a round that nothing failed in (``sent_at_least``): who waits for a
-    chunk cannot tell a slow link from a processor that is busy.
+    No link is estimated slower than what it carried in a round without failures (``sent_at_least``), as a receiver
+    cannot distinguish a slow link from a busy processor.
     """
 
     def __init__(self) -> None:
         self._seen: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
-        """Of each round the figure without a claim and the one with it."""
+        """Of each round: the figure for a member without a claim, and the one for a member with a claim."""
         self._least: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_ROUNDS))
 
     def learn(
@@ -47,9 +48,9 @@ class Bandwidths:
         reports: Mapping[str, PeerToCoordinatorRoundReport],
         least_bps: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Take in the reports of a round, by peer id, and what ``sent_at_least`` says of it. One witness is not
-        believed where there could have been two."""
-        for planned in plan.members:  # a round that says nothing counts, too: what a link once carried it may have lost
+        """Learn from a round. ``reports``: by peer id; ``least_bps``: the result of ``sent_at_least``. A single witness
+        is not believed where there could have been two."""
+        for planned in plan.members:  # also in rounds without a figure, as a link may have become slower since
             self._least[planned.peer].append(least_bps.get(planned.peer, 0.0))
         rates: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for witness, report in reports.items():
@@ -65,17 +66,17 @@ class Bandwidths:
                 self._seen[plan.members[member].peer].append((unclaimed, median_high(values)))
 
     def believed(self, claims_bps: Mapping[str, float], counting: Collection[str] | None = None) -> dict[str, float]:
-        """Bits a second of each of these members; 0 for unknown.
+        """Return the believed bandwidth of each member in bits a second; 0 if unknown. ``claims_bps``: own figures.
 
-        A member may claim less than the others have seen of it, never more. Of whom nobody has seen anything yet is
-        believed at most what is usual here: for those who are ``counting``, all for None."""
+        A claim may be lower than what others have seen, and never counts for more. Of a member that nobody has seen
+        sending, at most the usual figure is believed: that of the members in ``counting``; of all for None."""
         counted = claims_bps.keys() if counting is None else set(counting)
         seen = {
             peer: max(median_low(figures[claims_bps[peer] > 0] for figures in rounds), self._at_least(peer))
             for peer, rounds in self._seen.items()
             if peer in claims_bps
         }
-        # A member's first round opens its links as well: a figure that this may explain is the usual one.
+        # In its first round a member also opens its links; a figure that this explains is raised to the usual one.
         first = [peer for peer in seen if len(self._seen[peer]) == 1]
         known = [figure for peer, figure in seen.items() if peer in counted] or list(seen.values())
         shown = median_low(known) if known else 0.0
@@ -85,15 +86,15 @@ class Bandwidths:
         return _levelled({peer: _capped(claim, seen.get(peer), usual) for peer, claim in claims_bps.items()})
 
     def _at_least(self, peer: str) -> float:
-        """Of two rounds the better one: the first of all warms everything up."""
+        """Return the median of the last rounds; of two the higher one, as the run's first round is slow."""
         return median_high(self._least[peer]) if peer in self._least else 0.0
 
 
 def sent_at_least(
     plan: RoundPlan, reports: Mapping[str, PeerToCoordinatorRoundReport], format_map: FormatMap, took_s: float
 ) -> dict[str, float]:
-    """What each member must have sent, in bits a second, by peer id, for all to have everything after ``took_s``: since
-    the first of them was ready, as some of it goes out then. Nothing where anything is missing."""
+    """Return the least rate at which each member must have sent, in bits a second by peer id, as all members had
+    everything after ``took_s``, counted from when the first was ready. Empty if anything of the round is missing."""
     members = [member.peer for member in plan.members]
     if took_s <= 0.0 or len(members) < 2:
         return {}
@@ -109,9 +110,10 @@ def sent_at_least(
 
 
 def _levelled(figures: Mapping[str, float]) -> dict[str, float]:
-    """Those that are alike get the lower middle one of their figures; the fastest one's come first, then the rest's.
-    So are all that are too fast to tell: what they have shown says how much they had to do, and whoever were given more
-    because of it would show more still."""
+    """Give members with similar figures the lower median of these figures, beginning with the fastest member's group.
+
+    All members above ``FAST_BPS`` are one group: their figures only show how much they had to send, and members that
+    were given more because of it would show even higher ones."""
     levelled: dict[str, float] = {}
     left = sorted(figures, key=lambda peer: (-figures[peer], peer))
     while left:

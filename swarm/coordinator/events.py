@@ -1,4 +1,4 @@
-"""Events of the coordinator's journal: what it has decided. Replaying them gives its state again."""
+"""Events of the coordinator's journal: its decisions, from which its state can be restored by replaying them."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ Network = Annotated[str, Field(max_length=255)]
 
 
 class JournalEvent(Record):
-    """One decision. Events are only ever appended."""
+    """One decision of the coordinator. Events are never changed."""
 
 
 class ModelDescribed(JournalEvent):
-    """What the run's first peer built from the run file; everybody else's must be the same."""
+    """Model that the run's first peer built from the run file; every other peer's must be equal."""
 
     model: PeerToCoordinatorDescribeModel
 
 
 class StateAgreed(JournalEvent):
-    """The digest of anchor and outer state that this anchor version has."""
+    """Digest of the anchor and the outer state of one anchor version."""
 
     anchor_version: Count
     digest: Digest
 
 
 class MemberJoined(JournalEvent):
-    """A member came, or came back. ``network``: that it was seen to come from (``addresses.network_of``)."""
+    """A member joined, for the first time or again. ``network``: of its address (``addresses.network_of``)."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -60,11 +60,11 @@ class MemberJoined(JournalEvent):
 
 
 KEPT_SAMPLES = "kept samples from the others"
-"""Reason for which a member is lost that was waited for in vain: as if its contribution had not come."""
+"""Reason of the loss of a member that the others waited for in vain. It counts as a missing contribution."""
 
 
 class MemberLost(JournalEvent):
-    """A member left or fell silent; what it held is for others. ``trouble``: what it said of why it could not go on."""
+    """A member left or fell silent; its leases are free again. ``trouble``: its own words on why it could not go on."""
 
     peer: PeerId
     reason: Text
@@ -72,7 +72,7 @@ class MemberLost(JournalEvent):
 
 
 class LeaseGranted(JournalEvent):
-    """These samples are with this peer. ``round`` and ``tokens_done`` are of its request: the same again is a
+    """Samples were leased to a peer. ``round`` and ``tokens_done`` are those of its request: an equal request is a
     repetition by a peer that did not get the answer."""
 
     peer: PeerId
@@ -82,26 +82,27 @@ class LeaseGranted(JournalEvent):
 
 
 class CoordinatorStarted(JournalEvent):
-    """A process took over the journal. Every later one's ``epoch`` is larger, also where its clock is behind."""
+    """A process has the lease on the journal (``journal.Journal.lease``); ``epoch``: of that lease."""
 
     epoch: Count
 
 
 class RoundClosing(JournalEvent):
-    """The closing moment of this round has been announced."""
+    """The moment at which this round closes was announced."""
 
     round: Count
 
 
 class RoundReopened(JournalEvent):
-    """The round goes on: samples of its batch were lost with a member, or all its members were."""
+    """The round goes on, as samples of its batch were lost with a member, or all its members were lost."""
 
     round: Count
 
 
 class RoundPlanned(JournalEvent):
-    """Who averages, and with which samples behind it (in the order of the plan's members). ``loss``: the mean of their
-    losses; ``median_loss``: the median of those with a record, which few members do not move."""
+    """Plan of a round. ``ranges``: the samples in each member's contribution, in the order of the plan's members;
+    ``loss``: mean of the members' losses; ``median_loss``: median over those with a record, which a few members cannot
+    move."""
 
     plan: RoundPlan
     ranges: tuple[tuple[SampleRange, ...], ...]
@@ -110,10 +111,10 @@ class RoundPlanned(JournalEvent):
 
 
 class WentBack(Record):
-    """With this verdict the run goes back to an earlier anchor version: nobody holds ``from_version`` any more, or it
-    has ``diverged``. ``digest``: of the state gone back to; ``vouched_round``: the committed round that was
-    planned on it; ``keepers``: who said to have it; ``bad_version``: of a divergence, the version that was of no use;
-    ``suspects``: who may have spoilt it; their work does not count for a while."""
+    """Rollback of the run to an earlier anchor version with a verdict: nobody holds ``from_version`` any more, or
+    training has ``diverged``. ``digest``: of the restored state; ``vouched_round``: the committed round that was
+    planned on it; ``keepers``: members that report to have it; ``bad_version``: after a divergence, the version from
+    which no work succeeds; ``suspects``: members that may have spoilt it, whose work does not count for a while."""
 
     from_version: Count
     digest: Digest
@@ -125,7 +126,7 @@ class WentBack(Record):
 
 
 class Accusation(Record):
-    """In that round the member ``by`` did not get from ``of`` what that one had to give it, as it says."""
+    """Accusation: the member ``by`` reports that in this round ``of`` did not deliver what it owed to ``by``."""
 
     by: PeerId
     of: PeerId
@@ -133,11 +134,11 @@ class Accusation(Record):
 
 
 class VerdictGiven(JournalEvent):
-    """How a round ended. ``lost``: members whose samples the committed mean does without; they are leased again.
-    ``failed``: those that others did not get from what they had to; they own nothing for a while. ``missing``: those
-    whose contributions did not come; after two rounds in a row they are left out for a while. ``accusations``: all of
-    the first kind, also those that are not enough for that. ``carrying``: members that are here still, and bring what
-    the mean lacks of their contribution to the next round."""
+    """End of a round. ``lost``: members whose samples are not in the committed mean, and are leased again. ``failed``:
+    members that did not deliver what they owed, and own nothing for a while. ``missing``: members whose contributions
+    did not arrive; after two rounds in a row they are left out for a while. ``accusations``: all of this round, also
+    where they are too few for ``failed``. ``carrying``: members that are still present, and carry over to the next
+    round what the mean lacks of their contributions."""
 
     verdict: Verdict
     elapsed_s: Seconds
@@ -150,7 +151,7 @@ class VerdictGiven(JournalEvent):
 
 
 class LossRose(JournalEvent):
-    """This round was committed with a loss far above what had been usual."""
+    """A round was committed with a loss far above the usual one."""
 
     round: Count
     loss: Loss
@@ -158,8 +159,8 @@ class LossRose(JournalEvent):
 
 
 class EpochsCovered(JournalEvent):
-    """All samples of the epochs ``first`` up to ``stop`` (without it) are committed, each once. Of them were trained on
-    again: ``lost`` since their first contributor died in its round and ``undone`` since their round was."""
+    """All samples of the epochs ``first <= e < stop`` are committed, each once. Trained on again among them: ``lost``,
+    because their first contributor died in its round, and ``undone``, because their round was undone."""
 
     first: Count
     stop: Count
@@ -169,7 +170,7 @@ class EpochsCovered(JournalEvent):
 
 
 class MemberKept(Record):
-    """What a journal has to bring back of one member."""
+    """State of one member in a snapshot."""
 
     entry: RosterEntry
     device: DeviceInfo
@@ -196,13 +197,14 @@ class MemberKept(Record):
 
 
 class RunSnapshot(JournalEvent):
-    """All that the events before it have made of the run, as it was between two rounds: a journal that was compacted
-    begins with it. ``members``: in the order in which they joined first; ``replaced``: CURVE keys of the last processes
-    in whose place others of the same identity have come; ``fresh``, ``pool``, ``held``: the ledger of samples;
-    ``answered``: everybody's last lease; ``history``: the committed rounds behind the anchor, packed
-    (``rollback.History``): a record each would hold up the event loop for seconds in a long run; ``lost_again``,
-    ``undone_again``: samples that are trained on once more; ``setback``: how often the run went back since it diverged
-    (``divergence.Setback``); ``accusations``: who does without whom."""
+    """State of the run between two rounds, which stands for all events before it: a compacted journal begins with it.
+
+    ``members``: in the order in which they first joined; ``replaced``: CURVE keys of processes that were replaced by
+    others of the same identity; ``fresh``, ``pool``, ``held``: the ledger of samples; ``answered``: the last lease of
+    each member; ``history``: the committed rounds behind the anchor, packed (``rollback.History``), as one record for
+    each would hold up the event loop for seconds in a long run; ``lost_again``, ``undone_again``: samples to be trained
+    on again (``lease_ledger.RetrainedSamples``); ``setback``: rollbacks since the run diverged
+    (``divergence.Setback``); ``accusations``: those in force."""
 
     epoch: Count
     round: Count
@@ -235,33 +237,33 @@ class RunSnapshot(JournalEvent):
 
 
 class InScope(JournalEvent):
-    """An event of the stage ``scope - 1``; all others are of the run's own scope."""
+    """Event of the stage ``scope - 1``. Events without this wrapper are of the run's own scope."""
 
     scope: Count
     event: JournalEvent
 
 
 class LayersDescribed(JournalEvent):
-    """What each of the model's layers takes."""
+    """Sizes of the model's layers."""
 
     layers: tuple[LayerSize, ...]
 
 
 class CapabilityShown(JournalEvent):
-    """What a peer has measured of itself."""
+    """Capability that a peer has measured and reported."""
 
     peer: PeerId
     capability: Capability
 
 
 class StagesCut(JournalEvent):
-    """Where the model is cut, for the whole run: the first layer of each stage, then the number of layers."""
+    """Cut of the model into stages, for the whole run: the first layer of each stage, then the number of layers."""
 
     boundaries: tuple[Count, ...]
 
 
 class SpanAssigned(JournalEvent):
-    """This peer holds the stages ``first <= s <= last`` from now on, in place of those that it held."""
+    """A peer holds the stages ``first <= s <= last`` from now on, instead of those before."""
 
     peer: PeerId
     first: Count
@@ -270,7 +272,7 @@ class SpanAssigned(JournalEvent):
 
 
 class SpanTaken(JournalEvent):
-    """This peer holds no stage any more. With a ``reason``, which is for people: it kept others waiting, and gets none
+    """A peer holds no stage any more. With a ``reason``, for people: it kept the others waiting, and gets no stage
     before ``until_s`` if the run can do without it."""
 
     peer: PeerId
@@ -280,7 +282,7 @@ class SpanTaken(JournalEvent):
 
 
 class Rest(Record):
-    """Until when a peer is to hold no stage, and why; ``times``: how often that has been since its process joined."""
+    """Pause in which a peer gets no stage; ``times``: number of such pauses since its process joined."""
 
     until_s: UnixTime
     reason: Text
@@ -288,7 +290,7 @@ class Rest(Record):
 
 
 class SamplesDriven(JournalEvent):
-    """``ranges``, one a micro-batch, are with this peer to be driven through the stages; ``done`` no longer."""
+    """A peer was given ``ranges``, one a micro-batch, to drive through the stages; it has finished ``done``."""
 
     peer: PeerId
     ranges: tuple[SampleRange, ...]
@@ -296,22 +298,22 @@ class SamplesDriven(JournalEvent):
 
 
 class SamplesClaimed(JournalEvent):
-    """In a stage: the gradient of these samples counts at this replica, and at no other."""
+    """In a stage: the gradient of these samples counts at this replica only."""
 
     peer: PeerId
     ranges: tuple[SampleRange, ...]
 
 
 class SamplesReleased(JournalEvent):
-    """In a stage: what this replica had claimed is for others again."""
+    """In a stage: other replicas may claim these samples again."""
 
     peer: PeerId
     ranges: tuple[SampleRange, ...]
 
 
 class PipelineSnapshot(JournalEvent):
-    """As ``RunSnapshot``, of a pipeline: its own scope and all its stages. ``former``: the last span of every peer;
-    ``moved_s``: when somebody was last given another span than it had."""
+    """State of a pipeline run, as ``RunSnapshot``: of its own scope and of all stages. ``former``: the last span of
+    every peer; ``moved_s``: when each peer was last given another span."""
 
     epoch: Count
     model: PeerToCoordinatorDescribeModel | None
@@ -336,12 +338,12 @@ class PipelineSnapshot(JournalEvent):
 
 
 def verdicts_in(events: Iterable[JournalEvent]) -> dict[int, VerdictGiven]:
-    """Those among them, by scope."""
+    """Return the verdicts among the events, by scope."""
     found: dict[int, VerdictGiven] = {}
     for event in events:
         scope, event = (event.scope, event.event) if isinstance(event, InScope) else (0, event)
         if isinstance(event, VerdictGiven):
-            assert scope not in found, "a round's verdict is told before the next round ends"
+            assert scope not in found, "a round's verdict is journaled before the next round ends"
             found[scope] = event
     return found
 
@@ -352,7 +354,7 @@ EVENTS: dict[str, type[JournalEvent]] = {
 
 
 def pack_event(event: JournalEvent) -> bytes:
-    """The journal's bytes of an event: its name and its fields, and its scope where that is a stage."""
+    """Pack an event for the journal: its name and fields, and its scope if that is a stage's."""
     scope: list[int] = []
     if isinstance(event, InScope):
         scope, event = [event.scope], event.event
@@ -361,13 +363,15 @@ def pack_event(event: JournalEvent) -> bytes:
 
 
 def unpack_event(data: bytes) -> JournalEvent:
-    """Raises ``StorageError`` when the record is of a later release, or none of ours."""
+    """Unpack an event. Raises ``StorageError`` if this release does not know it, or for damaged bytes."""
     try:
         name, body, scope = _fields(msgpack.unpackb(data, use_list=False))
         event = EVENTS[name].model_validate(body)
         return InScope(scope=scope, event=event) if scope is not None else event
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise StorageError(f"the journal has a record that this release cannot read: {error}") from error
+        raise StorageError(
+            f"the journal has an event that this release cannot read; go on with the release that wrote it: {error}"
+        ) from error
 
 
 def _fields(value: Any) -> tuple[str, dict[str, Any], int | None]:
