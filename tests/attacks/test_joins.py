@@ -49,7 +49,7 @@ def strangers_let_in(host: Host) -> int:
 
 def test_a_flood_of_identities_keeps_nobody_out(swarm: Swarm) -> None:
     limits = AccessSection()
-    host = swarm.host(run_toml())
+    host = swarm.host(run_toml(patience_s=10))
     members = swarm.members(host.invite, "one", "two")
     for member in members:
         member.committed(within_s=START_S + ROUNDS_S)
