@@ -1,4 +1,4 @@
-"""Helpers for asyncio: task groups with plain errors, threads that are waited for, conditions without a lock."""
+"""Helpers for asyncio: task groups with plain errors, a condition without a lock, threads that are waited for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def leaf(error: BaseException) -> BaseException:
-    """The first single error inside nested groups."""
+    """The first error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -19,7 +19,7 @@ def leaf(error: BaseException) -> BaseException:
 
 @asynccontextmanager
 async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first error comes out alone: callers expect what the body raised, not a group of it."""
+    """A task group that raises its first error itself, not an exception group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -28,14 +28,15 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class Changes:
-    """A condition variable for one event loop, without the lock of ``asyncio.Condition``: chunks come and go by the
-    hundred, and hardly any of them is waited for."""
+    """A condition variable of one event loop, without the lock of ``asyncio.Condition``.
+
+    It is announced for every chunk, and hardly ever awaited, so ``announce`` has to be cheap."""
 
     def __init__(self) -> None:
         self._next: asyncio.Event | None = None
 
     def announce(self) -> None:
-        """Have everybody who waits test its condition again."""
+        """Make all waiters test their conditions again."""
         if self._next is not None:
             self._next.set()
             self._next = None
@@ -49,10 +50,9 @@ class Changes:
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
-    """``asyncio.to_thread`` that, when cancelled, first waits until the thread has left the memory alone.
+    """Run ``work`` in a thread; when cancelled, wait until the thread has finished.
 
-    The caller of a cancelled fetch may use its buffers for something else at once.
-    """
+    The caller of a cancelled fetch may reuse its buffers at once, so no thread may still write to them."""
     future = asyncio.get_running_loop().run_in_executor(None, work, *args)
     try:
         await asyncio.wait([future])

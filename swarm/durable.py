@@ -1,4 +1,4 @@
-"""Durable file operations: each change is on the disk when its function returns. Also the lock on a folder."""
+"""Durable file operations: each change is on the disk when its function returns. Also the lock of a folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, mode)
     try:
-        os.fchmod(descriptor, mode)  # whatever the umask says
+        os.fchmod(descriptor, mode)  # independent of the umask
         append(descriptor, data)
         os.fsync(descriptor)
     finally:
@@ -64,14 +64,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def put(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a small file atomically, by a temporary one beside it. Raises ``OSError``."""
+    """Write a small file atomically, through a temporary file beside it. Raises ``OSError``."""
     new = path.with_name(path.name + ".new")
     write_whole(new, data, mode)
     replace(new, path)
 
 
 def lock_folder(folder: Path) -> FileLock:
-    """Lock a journal's folder for this process, until ``release`` or the end of the process, however it ends.
+    """Lock a journal's folder for this process, until ``release`` or the end of the process, even by a kill.
 
     Raises ``StorageError`` when another process holds the lock, and ``OSError``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,5 +79,5 @@ def lock_folder(folder: Path) -> FileLock:
     try:
         lock.acquire()
     except Timeout:
-        raise StorageError(f"{folder}: another coordinator writes to this journal: end one of the two") from None
+        raise StorageError(f"{folder}: another coordinator is using this journal; stop one of the two") from None
     return lock

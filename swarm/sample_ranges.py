@@ -1,4 +1,4 @@
-"""Ranges of the run's endless sample sequence: set operations, counting, and their form in messages."""
+"""Ranges of the run's endless sample sequence: set operations, counting, and conversion to and from messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Ranges = list[tuple[int, int]]
 
 
 def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sorted, without empty ones, neighbours joined. Ranges must not overlap."""
+    """Sort ranges, drop empty ones and join neighbours. The ranges must not overlap."""
     merged: Ranges = []
     for start, stop in sorted(ranges):
         if start >= stop:
@@ -24,7 +24,7 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def subtract(ranges: Ranges, taken: Ranges) -> Ranges:
-    """``ranges`` without ``taken``; both merged."""
+    """The samples of ``ranges`` that are not in ``taken``; both merged."""
     left: Ranges = []
     for start, stop in ranges:
         at = start
@@ -45,17 +45,17 @@ def covers(ranges: Ranges, wanted: Ranges) -> bool:
 
 
 def overlap(ranges: Ranges, others: Ranges) -> Ranges:
-    """What lies in both; both merged."""
+    """The samples that are in both; both merged."""
     return subtract(ranges, subtract(ranges, others))
 
 
 def union(ranges: Ranges, others: Ranges) -> Ranges:
-    """What lies in one of them or in both; both merged."""
+    """The samples that are in either; both merged."""
     return merge([*ranges, *subtract(others, ranges)])
 
 
 def is_tidy(ranges: Ranges) -> bool:
-    """Whether no range is empty and no sample is named twice, so that ``count`` counts samples."""
+    """Whether no range is empty and no two overlap, so that ``count`` is the number of samples."""
     ordered = sorted(ranges)
     return all(start < stop for start, stop in ordered) and all(
         one[1] <= other[0] for one, other in itertools.pairwise(ordered)
@@ -63,7 +63,7 @@ def is_tidy(ranges: Ranges) -> bool:
 
 
 def count(ranges: Iterable[tuple[int, int]]) -> int:
-    """Samples in all the ranges."""
+    """Number of samples in ranges that do not overlap."""
     return sum(stop - start for start, stop in ranges)
 
 
@@ -72,7 +72,7 @@ def from_wire(ranges: Sequence[SampleRange]) -> Ranges:
 
 
 def within(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> int:
-    """How many of their samples lie in ``start <= s < stop``."""
+    """Number of samples of the ranges in ``start <= s < stop``."""
     return sum(max(0, min(other_stop, stop) - max(other_start, start)) for other_start, other_stop in ranges)
 
 

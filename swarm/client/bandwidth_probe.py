@@ -1,6 +1,7 @@
-"""Bandwidth probes: fetch a few random bytes from other members to measure what this machine's link carries.
+"""Bandwidth probes: fetch random bytes from other members to measure this machine's link.
 
-A newcomer measures before its first round, a pipeline's peer every few minutes, as the plan depends on it."""
+A newcomer measures before its first round, and a pipeline's peer every few minutes, as plans depend on the result.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ PROBE = Blob(kind="probe", number=0)
 PROBE_CHUNKS = 16
 PROBE_CHUNK_BYTES = 2**16
 PROBE_S = 1.0
-"""No member is asked for longer, and for 1 MiB at most."""
+"""Longest probe of one member, which sends 1 MiB at most."""
 
 AGAIN_S, FIRST_S = 300.0, 10.0
-"""Between two probes, and until the next one where nobody answered."""
+"""Time between two probes, and until the next one if no member answered."""
 
-_COUNTED = 3
-_WITNESSES = 2
-_ASKED = 4
+_RECENT_PROBES = 3
+_ANSWERS = 2
+_MAX_ASKED = 4
 
 
 class ProbeSource:
-    """1 MiB that nothing on the way can compress (a ``ChunkSource``)."""
+    """1 MiB of incompressible bytes (a ``ChunkSource``)."""
 
     chunks = PROBE_CHUNKS
 
@@ -43,10 +44,10 @@ class ProbeSource:
 
 
 async def probe(endpoint: Endpoint, members: Sequence[str]) -> float:
-    """The faster of what the first two of these members that answer deliver, bits a second; 0 when none does."""
+    """The higher rate of the first two members that answer, in bits a second; 0 if none does."""
     rates: list[float] = []
-    for member in members[:_ASKED]:
-        if len(rates) < _WITNESSES and (rate := await _probe_one(endpoint, member)):
+    for member in members[:_MAX_ASKED]:
+        if len(rates) < _ANSWERS and (rate := await _probe_one(endpoint, member)):
             rates.append(rate)
     return max(rates, default=0.0)
 
@@ -56,7 +57,7 @@ async def _probe_one(endpoint: Endpoint, member: str) -> float:
 
     def sink(chunk: int, size_bytes: int) -> memoryview:
         if size_bytes != PROBE_CHUNK_BYTES:
-            raise WireError(f"a chunk of a probe of {size_bytes} bytes")
+            raise WireError(f"a probe's chunk has {PROBE_CHUNK_BYTES} bytes, not {size_bytes}")
         return place
 
     loop = asyncio.get_running_loop()
@@ -68,7 +69,7 @@ async def _probe_one(endpoint: Endpoint, member: str) -> float:
         ):
             async for chunk in stream:
                 arrived_s = loop.time()
-                if chunk == 0:  # connecting and asking is not the link's speed
+                if chunk == 0:  # the time to connect and ask does not count
                     began_s = arrived_s
                 else:
                     arrived_bytes += PROBE_CHUNK_BYTES
@@ -76,8 +77,9 @@ async def _probe_one(endpoint: Endpoint, member: str) -> float:
 
 
 async def probe_link(client: CoordinatorClient, endpoint: Endpoint, found: Callable[[float], None]) -> None:
-    """For those that plan our first round, where who will reduce nothing need not; or, until the run ends, our
-    stages."""
+    """Measure the link for the plan of the first round or, in a pipeline, for the plans of stages until the run ends.
+
+    Members that reduce nothing need not measure."""
 
     def members() -> list[str]:
         return witnesses(client.node.trainers(client.scope), client.peer)
@@ -91,9 +93,10 @@ async def probe_link(client: CoordinatorClient, endpoint: Endpoint, found: Calla
 async def keep_probing(
     client: CoordinatorClient, endpoint: Endpoint, members: Callable[[], Sequence[str]], found: Callable[[float], None]
 ) -> None:
-    """Until the run ends; ``found`` is told the highest of the last three probes, in bits a second: others use the
-    link, too, and hardly each time."""
-    rates: deque[float] = deque(maxlen=_COUNTED)
+    """Probe until the run ends; call ``found`` with the highest of the last three rates, in bits a second.
+
+    Other traffic lowers single probes, but rarely three in a row."""
+    rates: deque[float] = deque(maxlen=_RECENT_PROBES)
     while client.view.phase != "ended":
         if rate := await probe_between_rounds(client, endpoint, members()):
             rates.append(rate)
@@ -102,7 +105,7 @@ async def keep_probing(
 
 
 async def probe_between_rounds(client: CoordinatorClient, endpoint: Endpoint, members: Sequence[str]) -> float:
-    """As ``probe``, but not while a round is averaging: its bytes come first, and would spoil the figure."""
+    """Probe while no round is averaging: its transfers have precedence, and would lower the rate."""
     view = await client.wait_for(lambda view: view.phase != "averaging")
     if view.phase == "ended":
         return 0.0
@@ -119,7 +122,7 @@ async def probe_between_rounds(client: CoordinatorClient, endpoint: Endpoint, me
 
 
 def witnesses(members: Sequence[str], me: str) -> list[str]:
-    """The other members, beginning with another one for each of them, so that they do not all ask the same."""
+    """The other members, in an order that begins at a different one for each member, so that all share the load."""
     others = sorted(member for member in members if member != me)
     first = sum(other < me for other in others)
     return others[first:] + others[:first]

@@ -1,7 +1,7 @@
-"""A member's side of the coordinator: connect, join, heartbeat, the current view, requests that outlive its absence.
+"""A member's side of the coordinator: connection, join, heartbeats, current view, and requests that are repeated.
 
-``CoordinatorConnector`` chooses among the invite's addresses, ``fetch_run`` gets the run file for who is no member
-(yet), ``CoordinatorClient`` is a membership.
+``CoordinatorConnector`` chooses among the invite's addresses, ``fetch_run`` fetches the run file without joining, and
+``CoordinatorClient`` is a membership.
 """
 
 from __future__ import annotations
@@ -55,50 +55,50 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 HEAD_START_S = 1.0
-"""Between the first calls to two addresses. All go on trying, so none has to be given up for the next one."""
+"""Time between the first attempts at two addresses. Attempts continue in parallel, so no address is given up."""
 
 _FIRST_ANSWER_S = 3.0
-"""For an answer from whoever is connected and silent, while there is another address; doubled with each failure of all
-of them, as a slow coordinator must be heard in the end."""
+"""Time for an answer of a connected coordinator while there are other addresses. It doubles whenever all addresses have
+failed, so that a slow coordinator gets enough time in the end."""
 
 
 class CoordinatorConnector:
-    """Connection to the coordinator at one of the invite's addresses; the clients of all scopes share one.
+    """Connection to the coordinator at one of the invite's addresses, shared by the clients of all scopes.
 
-    ``channel``: the one that was asked last, None before the first request."""
+    ``channel``: the channel of the last request; None before the first one."""
 
     def __init__(self, control: ControlPlane, invite: Invite) -> None:
         self.channel: Channel | None = None
         self._control = control
         self._key = invite.key
-        self._addresses = list(invite.addresses)  # the one that answered last first
+        self._addresses = list(invite.addresses)  # the last one that answered is first
         self._at = invite.addresses[0]
         self._is_silent = False
         self._failures = 0
 
     async def request(self, message: Message, reply: type[M], limit_s: float, scope: int = 0) -> M:
-        """One try: connect to whoever is there, and ask. ``limit_s``: for either of the two.
+        """Connect and send a request, once. ``limit_s`` applies to each of the two steps.
 
-        Raises ``Unreachable``, ``DeadlineExceeded``, or what the coordinator answers."""
+        Raises ``Unreachable``, ``DeadlineExceeded``, or the coordinator's error."""
         try:
             channel = await self._connect(limit_s)
         except LinkError as error:
-            # Another key, a refusal: somebody else is there now, and the coordinator may come back.
+            # A wrong key or a refusal: another server uses the address now, and the coordinator may come back.
             raise Unreachable(str(error)) from error
         return await self._ask(channel, message, reply, self._answer_s(limit_s), scope)
 
     async def request_anywhere(
         self, message: Message, reply: type[M], connect_s: float, answer_s: float, scope: int = 0
     ) -> M:
-        """Ask at one address after the other until somebody answers; for the first request of all.
+        """Send the first request at one address after the other until an answer comes.
 
-        Raises as ``request``, and ``WrongKey`` or ``NotAdmitted`` when that is all that was found."""
+        Raises like ``request``, and ``WrongKey`` or ``NotAdmitted`` when all addresses fail with these."""
         for _ in self._addresses[1:]:
             channel = await self._connect(connect_s)
             try:
                 return await self._ask(channel, message, reply, min(answer_s, connect_s), scope)
             except (DeadlineExceeded, Unreachable) as error:
-                log.info("%s; trying the invite's next address", error)
+                log.info("%s; trying the next address of the invite", error)
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + connect_s
         while True:
@@ -106,7 +106,7 @@ class CoordinatorConnector:
             try:
                 return await self._ask(channel, message, reply, answer_s, scope)
             except Unreachable:
-                # A port that strangers flood hangs up on whoever it does not know yet, too.
+                # A coordinator that is flooded by strangers disconnects newcomers, too: try again.
                 if not channel.was_connected or loop.time() > give_up_s:
                     raise
 
@@ -116,7 +116,7 @@ class CoordinatorConnector:
         except (DeadlineExceeded, Unreachable):
             if channel is self.channel and len(self._addresses) > 1:
                 self._failures += 1
-                if channel.is_connected:  # whoever is there stands still: the others are called first
+                if channel.is_connected:  # it is connected but silent: try the other addresses first
                     self._is_silent = True
                     self._addresses.sort(key=lambda one: one == self._at)
             raise
@@ -131,7 +131,7 @@ class CoordinatorConnector:
         return min(limit_s, _FIRST_ANSWER_S * 2.0 ** min(self._failures // len(self._addresses), 16))
 
     async def _connect(self, limit_s: float) -> Channel:
-        """The first to be connected, of those that are called ``HEAD_START_S`` apart."""
+        """Connect to all addresses, ``HEAD_START_S`` apart, and return the first channel that is connected."""
         if self.channel is not None and self.channel.is_connected and not self._is_silent:
             return self.channel
         if len(self._addresses) == 1:
@@ -147,13 +147,13 @@ class CoordinatorConnector:
             for call in asyncio.as_completed(calls):
                 address, found = await call
                 if not isinstance(found, LinkError):
-                    self._turn_to(address, found)
+                    self._use(address, found)
                     break
                 troubles[address] = found
             for task in calls:
                 task.cancel()
         if len(troubles) == len(self._addresses):
-            raise _trouble(troubles)
+            raise _combined_error(troubles)
         assert self.channel is not None
         return self.channel
 
@@ -166,7 +166,7 @@ class CoordinatorConnector:
             return address, error
         return address, channel
 
-    def _turn_to(self, address: Address, channel: Channel) -> None:
+    def _use(self, address: Address, channel: Channel) -> None:
         if self.channel is not None and address != self._at:
             log.info("connecting to the coordinator at %s from now on", address)
         self.channel, self._at, self._is_silent = channel, address, False
@@ -175,22 +175,22 @@ class CoordinatorConnector:
         return self._control.dial(address.host, address.control_port, self._key)
 
 
-def _trouble(troubles: dict[Address, LinkError]) -> LinkError:
-    """One error that names all addresses. When one of them may only be away, trying again is worth it."""
-    away = [error for error in troubles.values() if isinstance(error, Unreachable)]
-    if len(away) == len(troubles):
-        places = " or ".join(map(str, troubles))
+def _combined_error(errors: dict[Address, LinkError]) -> LinkError:
+    """One error that names all addresses; ``Unreachable``, so that callers try again, if any of them may come back."""
+    away = [error for error in errors.values() if isinstance(error, Unreachable)]
+    if len(away) == len(errors):
+        places = " or ".join(map(str, errors))
         return Unreachable(
             f"nothing answers at {places}: is the coordinator running there, are the ports open, "
             "are the addresses right?"
         )
-    text = "; ".join(str(error) for error in troubles.values())
-    return Unreachable(text) if away else type(next(iter(troubles.values())))(text)
+    text = "; ".join(str(error) for error in errors.values())
+    return Unreachable(text) if away else type(next(iter(errors.values())))(text)
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """``toml``: as the host wrote it; ``coordinator``: its identity and the key that the invite names."""
+    """A run as its coordinator publishes it: run file, as the host wrote it and validated, and certificate."""
 
     toml: str
     run_file: RunFile
@@ -198,46 +198,47 @@ class PublishedRun:
 
 
 async def fetch_run(connector: CoordinatorConnector, invite: Invite) -> PublishedRun:
-    """Ask whoever answers at the invite's addresses.
+    """Fetch the run file from the coordinator and check it against the invite.
 
-    Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``ProtocolMismatch``, ``RunFileError`` for a file that no run
-    may have, and ``RunChanged`` for another one than the invite's."""
+    Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``ProtocolMismatch``, ``RunFileError`` for an invalid run
+    file, and ``RunChanged`` for one that the invite does not name."""
     ask = PeerToCoordinatorGetRun(run=invite.run)
     answer = await connector.request_anywhere(ask, CoordinatorToPeerRun, CONNECT_S, CONNECT_S)
     verify_certificate(answer.coordinator)
     if answer.coordinator.curve_key != invite.key:
-        raise WireError("the coordinator's certificate is for another key than the invite's")
+        raise WireError("the coordinator's certificate is not for the key that the invite names")
     check_hash(answer.run_hash, invite)
     run_file = parse_run_file(answer.run_toml, "the coordinator's run file")
     if run_file.hash != invite.run_hash:
         raise RunChanged(
-            "the run file that the host sent has another hash than the invite's: install the same release of shoal on "
-            "both machines; if it is the same, the host has changed the run since: do not join before you know why"
+            "the host's run file does not have the hash that the invite names: install the same release of shoal on "
+            "both machines; if it is the same already, the host has changed the run: ask why before you join"
         )
     return PublishedRun(answer.run_toml, run_file, answer.coordinator)
 
 
 def check_hash(run_hash: bytes, invite: Invite) -> None:
-    """Raises ``RunChanged`` unless the coordinator says to host the invite's run."""
+    """Check the hash of the hosted run against the invite. Raises ``RunChanged``."""
     if run_hash != invite.run_hash:
         raise RunChanged(
-            f"the host has changed the run {invite.run!r} since this invite: its hash is {run_hash.hex()[:16]} now, "
-            f"and {invite.run_hash.hex()[:16]} in the invite; ask for a new invite, and what has changed"
+            f"the host has changed the run {invite.run!r} since this invite was made: its hash is "
+            f"{run_hash.hex()[:16]} now, and {invite.run_hash.hex()[:16]} in the invite; ask what has changed, and for "
+            "a new invite"
         )
 
 
 _RETRY_S = 0.5
 _LEAVE_S = 2.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 15.0
-"""Before the next try to join where there is no place at the moment."""
+"""Time until the next attempt to join a run that has no place at the moment."""
 
 JOIN_S = 20.0
-"""For the answer to a join: the coordinator may be trying for some seconds whether we can be reached."""
+"""Time for the answer to a join: the coordinator may test for some seconds whether this peer can be reached."""
 
 
 @dataclass(frozen=True)
 class MemberInfo:
-    """How a member introduces itself; an empty ``host`` is the address that the coordinator sees."""
+    """A member as it describes itself; an empty ``host`` stands for the address that the coordinator sees."""
 
     name: str
     role: Role
@@ -247,7 +248,7 @@ class MemberInfo:
 
 
 class CoordinatorClient:
-    """``join`` first. ``scope``: what it is a member of, the run, or one of its stages (``in_scope``)."""
+    """A membership of a run, or of one of its stages (``in_scope``); call ``join`` first."""
 
     def __init__(
         self, node: Node, identity: Identity, keys: CurveKeys, invite: Invite, me: MemberInfo, scope: int = 0
@@ -263,27 +264,27 @@ class CoordinatorClient:
         self.coordinator_is_away = False
         self._away_s = -math.inf
         self.farewell: tuple[LeaveReason, str] = ("done", "")
-        """What is said on leaving at the end: the reason, and the trouble if there is any."""
+        """Reason for leaving at the end, and the error if there was one."""
         self.joins = 0
-        """How many times we were admitted; what an earlier membership held is with others."""
+        """Number of admissions; samples and claims of earlier memberships were given to others."""
         self._certificate = identity.certify(keys)
         self._connector = CoordinatorConnector(node.control, invite)
         self._view: RunView | None = None
         self._is_ahead = False
-        """We know of a verdict that the coordinator has forgotten."""
+        """Whether this member knows a verdict that the coordinator has lost."""
         self._closes_at_s: float | None = None
         self._roster: dict[str, RosterEntry] = {}
         self._coordinator_reach: Reach = "public"
-        self._roster_version = 0  # no run has that one: the next view brings the roster
+        self._roster_version = 0  # a version that no run has, so the next view brings the roster
         self._changed = asyncio.Event()
         self._superseded = False
         self._clients = [self]
-        """Of all scopes that this process is a member of."""
+        """Clients of all scopes that this process is a member of."""
         node.control.handle(CoordinatorToPeerView, self._on_view, scope)
         node.control.handle(CoordinatorToPeerSuperseded, self._on_superseded, scope)
 
     def in_scope(self, scope: int) -> CoordinatorClient:
-        """This process in another scope, over the same connection: ``join``, at last ``leave`` and ``withdraw``."""
+        """A client of another scope over the same connection: ``join``, and at the end ``leave`` and ``withdraw``."""
         client = CoordinatorClient(self.node, self._identity, self._keys, self.invite, self.me, scope)
         client._connector, client._clients, client._run = self._connector, self._clients, self._run
         self._clients.append(client)
@@ -292,7 +293,7 @@ class CoordinatorClient:
     # Joining ----------------------------------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Get the run file, the first time, and become a member if it is the invite's.
+        """Fetch the run file, the first time, and join if it is the one that the invite names.
 
         Raises ``Unreachable``, ``WrongKey``, ``UnknownRun``, ``RunChanged``, ``ProtocolMismatch``, ``RunEnded``, …"""
         if self._run is None:
@@ -315,49 +316,49 @@ class CoordinatorClient:
         host = self._connector.channel.remote_host
         self._coordinator_reach = least_reach(await all_addresses(host, 0, CONNECT_S))
         self.node.control.silence_s = min(SILENCE_S, self.deadlines.dead_s)
-        self._roster_version = 0  # no run has that one: the next view brings the roster
+        self._roster_version = 0  # a version that no run has, so the next view brings the roster
         self.joins += 1
-        self._take(answer.view)
+        self._apply_view(answer.view)
 
     async def rejoin(self) -> None:
-        """Hand back everything and start as a new member; outlives the coordinator's absence. Raises like ``join``."""
+        """Leave and join again, also after the coordinator's absence. Raises like ``join``."""
         await self.leave("starts afresh")
         await self.come_back()
 
     async def join_in_time(self) -> None:
-        """Join as soon as there is a place. Raises like ``join``, without ``TryLater``."""
+        """Join as soon as the run has a place. Raises like ``join``, except ``TryLater``."""
         wait_s = _FIRST_WAIT_S
         while True:
             try:
                 return await self.join()
             except TryLater as error:
-                self._require_place()
-                log.warning("waiting to be let in: %s", error)
-            # Those who wait together do not come back together.
+                self._check_superseded()
+                log.warning("cannot join yet, trying again soon: %s", error)
+            # Peers that wait at the same time should not try again at the same time.
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def come_back(self) -> None:
-        """Join again, however long the coordinator is away. Raises like ``join_in_time``."""
+        """Join, however long the coordinator is away. Raises like ``join_in_time``."""
         while True:
             try:
                 await self.join_in_time()
             except (DeadlineExceeded, Unreachable) as error:
-                await self._bear_absence(error)
+                await self._wait_for_return(error)
             else:
                 self.coordinator_is_away = False
                 return
 
     async def leave(self, reason: LeaveReason, trouble: str = "") -> None:
-        """Tell the coordinator; never fails: it would find out by itself. ``trouble``: what keeps us from going on."""
+        """Tell the coordinator, without raising: it would notice anyway. ``trouble``: the error that was the cause."""
         goodbye = PeerToCoordinatorLeave(reason=reason, trouble=trouble[:MAX_TROUBLE])
         try:
             await self._connector.request(goodbye, Acknowledged, _LEAVE_S, self.scope)
         except LinkError as error:
-            log.debug("left without a goodbye: %s", error)
+            log.debug("could not tell the coordinator that this peer leaves: %s", error)
 
     def withdraw(self) -> None:
-        """Nothing of this scope, a stage's, is for this process any more."""
+        """Remove this client of a stage's scope from the process."""
         assert self.scope, "the run's own membership ends with the node"
         self._clients.remove(self)
         self.node.leave(self.scope)
@@ -383,7 +384,7 @@ class CoordinatorClient:
 
     @property
     def coordinator_key(self) -> bytes:
-        """The identity key that verdicts are signed with."""
+        """The identity key whose signature verdicts carry."""
         return self.coordinator.identity_key
 
     # The view ---------------------------------------------------------------------------------------------
@@ -399,11 +400,11 @@ class CoordinatorClient:
 
     @property
     def closes_at_s(self) -> float | None:
-        """When the round closes, on the event loop's clock; None while that is not announced."""
+        """When the round closes, on the event loop's clock; None if not announced yet."""
         return self._closes_at_s
 
     async def wait_for(self, predicate: Callable[[RunView], bool], timeout_s: float | None = None) -> RunView:
-        """The first view that satisfies the predicate; the current one after ``timeout_s``."""
+        """Wait for a view that satisfies the predicate; return the current one after ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not predicate(self.view):
@@ -413,9 +414,9 @@ class CoordinatorClient:
             pass
         return self.view
 
-    def _take(self, view: RunView) -> None:
+    def _apply_view(self, view: RunView) -> None:
         old = self._view
-        # Late, or from a coordinator that goes on from an old copy of its journal; that one we show what it lacks.
+        # A late view, or one of a coordinator with an old copy of its journal, to which we show what it lacks.
         self._is_ahead = old is not None and old.verdict is not None and view.round <= old.verdict.round
         if self._is_ahead or (old is not None and (view.epoch, view.sequence) < (old.epoch, old.sequence)):
             return
@@ -423,22 +424,26 @@ class CoordinatorClient:
         if verdict is None and view.verdict_chain is not None:
             verdict = old.verdict if old is not None else None
             if verdict is None or verdict.chain != view.verdict_chain:
-                log.debug("a view without a verdict that is not known here")
-                return  # as if it were lost: the next heartbeat says what we have
+                log.debug("ignored a view that refers to a verdict that is not known here")
+                return  # the next heartbeat shows the coordinator what is known here
             view = view.model_copy(update={"verdict": verdict})
         if verdict is not None and (old is None or old.verdict is None or verdict.chain != old.verdict.chain):
             check_verdict(verdict, self.coordinator_key)
-        if view.pipeline is None and old is not None and old.pipeline is not None:  # as we have said that we know it
+        if (
+            view.pipeline is None and old is not None and old.pipeline is not None
+        ):  # left out, as the heartbeat has named its version
             view = view.model_copy(update={"pipeline": old.pipeline})
-        self._take_roster(view)
+        self._apply_roster(view)
         self._view = view
         loop = asyncio.get_running_loop()
         self._closes_at_s = None if view.closes_in_s is None else loop.time() + view.closes_in_s
         self._changed.set()
 
-    def _take_roster(self, view: RunView) -> None:
-        """The whole one, or what has changed since the version that is known here; what a change for another version
-        lacks comes with the answer to the next heartbeat, which says ours."""
+    def _apply_roster(self, view: RunView) -> None:
+        """Apply a whole roster, or the changes since the version that is known here.
+
+        Changes since another version are ignored; the answer to the next heartbeat, which names our version, has
+        them."""
         delta = view.roster_delta
         if view.roster is not None:
             self._roster = {entry.peer: self._checked(entry) for entry in view.roster}
@@ -452,24 +457,25 @@ class CoordinatorClient:
         self.node.update_roster(tuple(self._roster.values()), self.scope)
 
     def _checked(self, entry: RosterEntry) -> RosterEntry:
-        """Leave out addresses that would have us connect to something in our own network that the coordinator cannot
-        know; a member without any other counts as one that cannot be reached."""
+        """Remove addresses inside our private network of which the coordinator cannot know.
+
+        A member without other addresses counts as one that cannot be reached."""
         if not entry.reachable:
             return entry
         usable = tuple(address for address in entry.addresses if may_dial(address.host, self._coordinator_reach))
         if usable == entry.addresses:
             return entry
-        log.info("%s is not called at an address that is not in the coordinator's network", entry.peer)
+        log.info("ignored addresses of %s that lie outside of the coordinator's network", entry.peer)
         return entry.model_copy(update={"addresses": usable} if usable else {"reachable": False})
 
     def wake(self) -> None:
-        """Make ``wait_for`` look again."""
+        """Make ``wait_for`` test its predicate again."""
         self._changed.set()
 
     async def _on_view(self, channel: Channel, message: Message) -> None:
         assert isinstance(message, CoordinatorToPeerView)
         if channel is self._connector.channel and self._view is not None:
-            self._take(message.view)
+            self._apply_view(message.view)
 
     async def _on_superseded(self, channel: Channel, message: Message) -> None:
         if channel is self._connector.channel:
@@ -479,41 +485,40 @@ class CoordinatorClient:
     # Requests ---------------------------------------------------------------------------------------------
 
     async def ask(self, message: Message, reply: type[M]) -> M:
-        """Repeat until the coordinator answers, however long it is away. All requests are idempotent.
+        """Repeat a request until the coordinator answers, however long it is away. All requests are idempotent.
 
-        Raises its typed errors; ``NotAdmitted`` when it does not know us any more (``rejoin`` then).
-        """
+        Raises the coordinator's errors; ``NotAdmitted`` when this peer is not a member any more (then ``rejoin``)."""
         while True:
             try:
                 answer = await self._connector.request(message, reply, self.deadlines.request_s, self.scope)
             except (DeadlineExceeded, Unreachable) as error:
-                await self._bear_absence(error)
+                await self._wait_for_return(error)
                 continue
             self.coordinator_is_away = False
-            self._require_place()
+            self._check_superseded()
             if isinstance(answer, CoordinatorToPeerView):
-                self._take(answer.view)
+                self._apply_view(answer.view)
             return answer
 
     async def ask_view(self, message: Message) -> RunView:
-        """``ask`` what is answered with a view; returns the current one, which may be newer."""
+        """Send a request whose answer is a view; returns the current view, which may be newer."""
         await self.ask(message, CoordinatorToPeerView)
         return self.view
 
     def was_away(self, since_s: float) -> bool:
-        """Whether the coordinator did not answer, now or since that moment of the event loop's clock."""
+        """Whether the coordinator has failed to answer at any time since ``since_s`` on the event loop's clock."""
         return self.coordinator_is_away or self._away_s > since_s
 
-    async def _bear_absence(self, error: LinkError) -> None:
-        self._require_place()
+    async def _wait_for_return(self, error: LinkError) -> None:
+        self._check_superseded()
         if not self.coordinator_is_away:
-            log.warning("the coordinator does not answer; going on without it: %s", error)
+            log.warning("the coordinator does not answer; continuing without it until it is back: %s", error)
         self.coordinator_is_away = True
         self._away_s = asyncio.get_running_loop().time()
         await asyncio.sleep(_RETRY_S)
 
     async def heartbeat(self, heartbeat: PeerToCoordinatorHeartbeat) -> None:
-        """One beat; raises like ``ask``."""
+        """Send a heartbeat. Raises like ``ask``."""
         headway, plan = heartbeat.headway, self.view.pipeline
         if plan is not None:
             headway = headway.model_copy(update={"plan_version": plan.version})
@@ -523,16 +528,16 @@ class CoordinatorClient:
         if self._is_ahead and self.view.verdict is not None:
             await self.ask(PeerToCoordinatorShowVerdict(verdict=self.view.verdict), Acknowledged)
 
-    def _require_place(self) -> None:
+    def _check_superseded(self) -> None:
         if self._superseded:
             raise Superseded
 
     async def admit(self, curve_key: bytes) -> bool:
-        """Whether a caller's key is on the roster of any of our scopes; asks for fresh ones when it is not."""
+        """Whether a caller's key is on a roster of any of our scopes; waits for fresh rosters if it is not."""
         if curve_key == self.invite.key or self.node.knows_key(curve_key):
             return True
         async with task_scope() as tasks:
-            asked = [tasks.create_task(client._looks_for(curve_key)) for client in self._clients]
+            asked = [tasks.create_task(client._await_key(curve_key)) for client in self._clients]
             for found in asyncio.as_completed(asked):
                 if await found:
                     break
@@ -540,8 +545,8 @@ class CoordinatorClient:
                 task.cancel()
         return self.node.knows_key(curve_key)
 
-    async def _looks_for(self, curve_key: bytes) -> bool:
+    async def _await_key(self, curve_key: bytes) -> bool:
         if self._view is not None:
-            # The answer to the next heartbeat has what is new, and takes a moment.
+            # The answer to the next heartbeat brings new members.
             await self.wait_for(lambda view: self.node.knows_key(curve_key), 1.5 * self.deadlines.heartbeat_s)
         return self.node.knows_key(curve_key)

@@ -1,4 +1,4 @@
-"""Observer: a guest that holds the invite and trains nothing, for `shoal status`, `shoal export` and before a join."""
+"""Observer: reads a run without training, for `shoal status`, `shoal export` and before a join."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ _NOBODY = DeviceInfo(kind="none", name="observer", memory_bytes=0)
 
 @asynccontextmanager
 async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
-    """Join as an observer under a throw-away identity; leaves at the end. Raises the errors of a join.
+    """Join as an observer under a temporary identity, and leave at the end. Raises the errors of a join.
 
-    Observers are on the roster, so members serve them; nobody journals or counts them.
-    """
+    Observers are on the roster, so that members serve them, but they are neither journaled nor counted."""
     keys, identity = CurveKeys.fresh(), Identity.generate()
     me = MemberInfo("observer", "observer", _NOBODY, ports=(1, 1))
     async with _stranger(keys) as node:
         client = CoordinatorClient(node, identity, keys, invite, me)
         await client.join()
         async with task_scope() as tasks:
-            beats = tasks.create_task(_stay(client))
+            beats = tasks.create_task(_keep_place(client))
             try:
                 yield client
             finally:
@@ -50,7 +49,7 @@ async def observe(invite: Invite) -> AsyncIterator[CoordinatorClient]:
 
 @asynccontextmanager
 async def _stranger(keys: CurveKeys) -> AsyncIterator[Node]:
-    """A node that calls, and that nobody has reason to call."""
+    """A node that only connects to others and admits no caller."""
 
     async def admit(key: bytes) -> bool:
         return False
@@ -60,21 +59,19 @@ async def _stranger(keys: CurveKeys) -> AsyncIterator[Node]:
 
 
 async def look_up_run(invite: Invite) -> PublishedRun:
-    """The run of an invite, for who may join it; the coordinator keeps nothing of having been asked.
-
-    Raises as ``fetch_run``."""
+    """Fetch the run file of an invite without joining. Raises the errors of ``fetch_run``."""
     async with _stranger(CurveKeys.fresh()) as node:
         return await fetch_run(CoordinatorConnector(node.control, invite), invite)
 
 
 @asynccontextmanager
 async def observe_stages(client: CoordinatorClient, stages: int) -> AsyncIterator[tuple[CoordinatorClient, ...]]:
-    """The same in each stage of a pipeline, for a guest of the run: a client for each. Raises the errors of a join."""
+    """Observe each stage of a pipeline, with a client for each. Raises the errors of a join."""
     clients = [client.in_scope(stage + 1) for stage in range(stages)]
     for one in clients:
         await one.join()
     async with task_scope() as tasks:
-        beats = [tasks.create_task(_stay(one)) for one in clients]
+        beats = [tasks.create_task(_keep_place(one)) for one in clients]
         try:
             yield tuple(clients)
         finally:
@@ -84,8 +81,8 @@ async def observe_stages(client: CoordinatorClient, stages: int) -> AsyncIterato
                 await one.leave("observed")
 
 
-async def _stay(client: CoordinatorClient) -> None:
-    """Heartbeats with nothing in them: fetching a large model takes longer than the run's patience."""
+async def _keep_place(client: CoordinatorClient) -> None:
+    """Send empty heartbeats, as fetching a large model takes longer than the run's patience."""
     nothing = PeerToCoordinatorHeartbeat(
         round=0,
         activity="observing",
@@ -108,6 +105,6 @@ async def _stay(client: CoordinatorClient) -> None:
 
 
 async def get_status(invite: Invite) -> CoordinatorToPeerStatus:
-    """One look at the run. Raises the errors of a join."""
+    """Fetch the run's status once. Raises the errors of a join."""
     async with observe(invite) as client:
         return await client.ask(PeerToCoordinatorGetStatus(), CoordinatorToPeerStatus)

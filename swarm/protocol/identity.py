@@ -30,13 +30,13 @@ _MAX_FILE_BYTES = 65_536
 _FIELD = 2**255 - 19
 _HPKE = hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
 SEALED_BYTES = 48
-"""By which sealed content is longer: an ephemeral public key of 32 bytes and a tag of 16."""
+"""Length that sealing adds: an ephemeral public key of 32 bytes and a tag of 16."""
 
 _CURVE_D = -121665 * pow(121666, -1, _FIELD)
 
 
 def peer_id(identity_key: bytes) -> str:
-    """The printable id of a raw Ed25519 public key: 16 base32 characters, 80 bits of its SHA-256."""
+    """The peer id of a raw Ed25519 public key: 16 base32 characters, 80 bits of its SHA-256."""
     return base64.b32encode(hashlib.sha256(identity_key).digest()[:10]).decode().lower()
 
 
@@ -50,33 +50,38 @@ def parse_key(text: str) -> bytes:
     try:
         key = base64.b32decode(text.upper() + "====")
     except (ValueError, binascii.Error) as error:
-        raise IdentityError(f"{text[:60]!r} is no public key: expected the 52 letters of `shoal identity`") from error
+        raise IdentityError(
+            f"{text[:60]!r} is not a public key; expected the 52 characters that `shoal identity` prints"
+        ) from error
     if len(key) != 32 or key_text(key) != text:
-        raise IdentityError(f"{text[:60]!r} is no public key: expected the 52 letters of `shoal identity`")
+        raise IdentityError(
+            f"{text[:60]!r} is not a public key; expected the 52 characters that `shoal identity` prints"
+        )
     agreement_key(key)
     return key
 
 
 def agreement_key(identity_key: bytes) -> X25519PublicKey:
-    """The X25519 key of the same secret as this Ed25519 public key, by the birational map u = (1 + y) / (1 - y)
-    (RFC 7748, section 4.1). Raises ``IdentityError`` for bytes that are no point of the curve, or one of small order.
-    """
+    """The X25519 public key with the same secret as an Ed25519 public key.
+
+    By the birational map u = (1 + y) / (1 - y) (RFC 7748, section 4.1). Raises ``IdentityError`` for bytes that are not
+    a point of the curve, or a point of small order."""
     y = int.from_bytes(identity_key, "little") & (1 << 255) - 1
-    # A point: x² = (y² - 1) / (d y² + 1) has to be a square (Euler's criterion).
+    # On the curve, x² = (y² - 1) / (d y² + 1) is a square (Euler's criterion).
     x_squared = (y * y - 1) * pow(_CURVE_D * y * y + 1, -1, _FIELD) % _FIELD
     if len(identity_key) == 32 and 1 < y < _FIELD - 1 and pow(x_squared, (_FIELD - 1) // 2, _FIELD) == 1:
         u = (1 + y) * pow(1 - y, -1, _FIELD) % _FIELD
         public = X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
-        with suppress(ValueError):  # a secret of all zeros: every key agrees on it with a point of small order
+        with suppress(ValueError):  # raised for a shared secret of zeros, which results from a point of small order
             X25519PrivateKey.generate().exchange(public)
             return public
-    raise IdentityError(f"{identity_key.hex()} is no Ed25519 public key of any identity")
+    raise IdentityError(f"{identity_key.hex()} is not a valid Ed25519 public key")
 
 
 def seal_to(identity_key: bytes, content: bytes, context: bytes) -> bytes:
-    """``content``, encrypted for whoever has this Ed25519 identity: HPKE (RFC 9180), ``SEALED_BYTES`` longer.
+    """Encrypt ``content`` for an Ed25519 identity with HPKE (RFC 9180); the result is ``SEALED_BYTES`` longer.
 
-    ``context`` says what for, and has to be given again to ``Identity.unseal``."""
+    ``context`` names the purpose; ``Identity.unseal`` needs the same one."""
     return _HPKE.encrypt(content, agreement_key(identity_key), info=context)
 
 
@@ -98,7 +103,7 @@ class CurveKeys:
 
 
 class Identity:
-    """An Ed25519 key pair. Sign with it; never send the private half anywhere."""
+    """An Ed25519 key pair. The private key never leaves this machine."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -111,10 +116,9 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Read the identity file, or make one with mode 0600.
+        """Read the identity file, or create one with mode 0600.
 
-        Raises ``IdentityError`` when others may read it or it is not an unencrypted PKCS#8 Ed25519 key.
-        """
+        Raises ``IdentityError`` when other users may read it, or it is not an unencrypted PKCS#8 Ed25519 key."""
         try:
             if not path.exists():
                 return cls._create(path)
@@ -122,17 +126,17 @@ class Identity:
                 mode = os.fstat(file.fileno()).st_mode
                 text = file.read(_MAX_FILE_BYTES)
         except OSError as error:
-            raise IdentityError(f"{path}: cannot be used as identity file: {error}") from error
+            raise IdentityError(f"{path}: cannot read the identity file: {error}") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise IdentityError(
-                f"{path}: others may read this identity (mode {stat.S_IMODE(mode):o}); run: chmod 600 {path}"
+                f"{path}: other users may read this identity (mode {stat.S_IMODE(mode):o}); run: chmod 600 {path}"
             )
         try:
             key = serialization.load_pem_private_key(text, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise IdentityError(f"{path}: not an identity file; move it away to get a new identity") from error
+            raise IdentityError(f"{path}: not an identity file; move it away to create a new identity") from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise IdentityError(f"{path}: holds another kind of key; expected Ed25519")
+            raise IdentityError(f"{path}: holds a key of another type; expected Ed25519")
         return cls(key)
 
     @classmethod
@@ -142,8 +146,8 @@ class Identity:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # A temporary name and link(2): of two processes that start at once, the second uses the first's key.
-        # A random one: process ids repeat in containers, and a killed process leaves its file behind.
+        # A temporary name and link(2): of two processes that start together, the second uses the first's key.
+        # The name is random, as process ids repeat in containers and a killed process leaves its file behind.
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             durable.write_whole(temporary, pem, 0o600)
@@ -161,10 +165,10 @@ class Identity:
         return self._private.sign(data)
 
     def unseal(self, sealed: bytes, context: bytes) -> bytes:
-        """The content that ``seal_to`` sealed for this identity under this context.
+        """Decrypt content that ``seal_to`` has sealed for this identity and context.
 
-        Raises ``ValueError`` for what was sealed for another, in another context, or is damaged."""
-        # What RFC 8032, section 5.1.5, makes of the seed is the secret of the point that ``agreement_key`` maps.
+        Raises ``ValueError`` for content of another identity or context, and for damaged content."""
+        # The secret that RFC 8032, section 5.1.5, derives from the seed is that of the key that ``agreement_key`` maps.
         secret = hashlib.sha512(self._private.private_bytes_raw()).digest()[:32]
         try:
             return _HPKE.decrypt(sealed, X25519PrivateKey.from_private_bytes(secret), info=context)
@@ -172,7 +176,7 @@ class Identity:
             raise ValueError("not sealed for this identity in this context, or damaged") from error
 
     def certify(self, keys: CurveKeys) -> Certificate:
-        """Vouch for a transport key."""
+        """Sign a transport key."""
         return Certificate(
             identity_key=self.public_key,
             curve_key=keys.public,
@@ -180,13 +184,13 @@ class Identity:
         )
 
     def coordinator_keys(self) -> CurveKeys:
-        """The CURVE keys of a coordinator with this identity: always the same, so that invites stay valid."""
+        """The CURVE keys of a coordinator with this identity; always the same, so that invites stay valid."""
         seed = self._private.private_bytes_raw()
         return CurveKeys.from_secret(HKDF(hashes.SHA256(), 32, None, _COORDINATOR_CONTEXT).derive(seed))
 
 
 def verify_signature(identity_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether ``identity_key`` signed ``data``."""
+    """Whether ``identity_key`` has signed ``data``."""
     try:
         Ed25519PublicKey.from_public_bytes(identity_key).verify(signature, data)
     except (InvalidSignature, ValueError):
@@ -195,7 +199,7 @@ def verify_signature(identity_key: bytes, signature: bytes, data: bytes) -> bool
 
 
 def verify_certificate(certificate: Certificate) -> str:
-    """The peer id that the certificate proves. Raises ``NotAdmitted`` when it proves none."""
+    """The peer id that a certificate proves. Raises ``NotAdmitted`` for a wrong signature."""
     data = _CERTIFICATE_CONTEXT + certificate.curve_key
     if not verify_signature(certificate.identity_key, certificate.signature, data):
         raise NotAdmitted("the certificate's signature does not match its keys")

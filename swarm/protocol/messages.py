@@ -1,7 +1,7 @@
-"""Every message of the protocol, named by its direction, with the range of every field.
+"""All messages of the protocol, named by their direction, with the range of every field.
 
-All are frozen and strict: a wrong type, an unknown field or a value out of range is refused when the bytes
-are decoded (``wire.py``), so handlers never see one. Tuples, not lists: they are what msgpack decodes to.
+Messages are frozen and strict: ``wire.py`` refuses a wrong type, an unknown field or a value out of range, so handlers
+never see one. Sequences are tuples, as that is what msgpack decodes them to.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from shoal.swarm.protocol.types import (
 )
 
 PROTOCOL_VERSION = 1
-"""Raised whenever a message changes meaning; both sides must agree exactly."""
+"""Incremented whenever a message changes its meaning; both sides must have the same version."""
 
 
 # Peer to coordinator ------------------------------------------------------------------------------------
 
 
 class PeerToCoordinatorJoinRun(Message):
-    """One of the two requests that a stranger may make. ``addresses``: the ways in which it can be reached."""
+    """Join a run. One of the two requests that strangers may make; ``GetRun`` is the other."""
 
     run: Annotated[str, Field(max_length=100)]
     certificate: Certificate
@@ -77,16 +77,17 @@ class PeerToCoordinatorJoinRun(Message):
 
 
 class PeerToCoordinatorGetRun(Message):
-    """Ask for the run file, without becoming a member: whoever joins knows before what it joins."""
+    """Ask for the run file without joining, so that a newcomer knows the run before it joins."""
 
     run: Annotated[str, Field(max_length=100)]
 
 
 class PeerToCoordinatorDescribeModel(Message):
-    """What this peer built from the run file; the run's first one defines it, later ones must agree.
+    """Describe the model and data that this peer built from the run file.
 
-    ``corpus_digest`` and ``samples`` (of one epoch) are None before the data is known: an own training loop brings
-    them with its first batch. Nothing else is told of a machine's data: no names, paths or sizes of files."""
+    Without pins the first description defines the run's model and data, and later ones must agree. ``corpus_digest``
+    and ``samples`` (of one epoch) are None before the data is known: an own training loop brings it with its first
+    batch. Nothing else is sent about a machine's data: no names, paths or sizes of files."""
 
     layout: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS)]
     corpus_digest: Digest | None
@@ -95,15 +96,17 @@ class PeerToCoordinatorDescribeModel(Message):
 
     @property
     def elements(self) -> int:
-        """Of the whole model."""
+        """Number of parameters."""
         return sum(spec.elements for spec in self.layout)
 
 
 class PeerToCoordinatorHeartbeat(Message):
-    """Liveness and progress. ``anchor_version`` and ``state_digest`` say which state the peer holds, if any; ``kept``,
-    of a peer that holds none yet, which ones it could go back to, newest first; ``roster_version`` and
-    ``verdict_chain`` what the answer need not tell it again. ``diverged``: the state from which its local work is of no
-    use any more; it waits for what the others say, and tells what it has ``kept`` as well."""
+    """Liveness and progress of a member.
+
+    ``anchor_version`` and ``state_digest``: the state that the peer holds, if any. ``kept``: states that it could
+    return to, newest first, of a peer that holds none yet or has diverged. ``roster_version``, ``verdict_chain``: what
+    the peer knows, so the answer can leave it out. ``diverged``: the state from which the peer's local work diverges;
+    it waits for the decision in the view."""
 
     round: Count
     activity: Annotated[str, Field(max_length=32)]
@@ -125,7 +128,7 @@ class PeerToCoordinatorHeartbeat(Message):
 
 
 class PeerToCoordinatorRequestLease(Message):
-    """Ask for samples to train on; ``tokens_done`` as in the heartbeat, so that the answer is fresh."""
+    """Ask for samples to train on. ``tokens_done`` as in the heartbeat, so that the answer takes it into account."""
 
     round: Count
     samples: Annotated[int, Field(ge=1, le=2**31)]
@@ -133,8 +136,9 @@ class PeerToCoordinatorRequestLease(Message):
 
 
 class PeerToCoordinatorRoundReady(Message):
-    """Local work has stopped; a contribution over these sample ranges is waiting to be averaged. ``norms``: what it
-    claims of that contribution, before any of it is sent (``averaging/norm_claims.py``)."""
+    """Report that local work has stopped and a contribution over these sample ranges is ready to be averaged.
+
+    ``norms``: claimed norms of the contribution, sent before any of it (``averaging/norm_claims.py``)."""
 
     round: Count
     anchor_version: Count
@@ -146,9 +150,10 @@ class PeerToCoordinatorRoundReady(Message):
 
 
 class PeerToCoordinatorRoundReport(Message):
-    """How the averaging ended here: the digest of every part's result bytes, or None where it did not arrive.
+    """Report how the averaging ended here: the digest of each part's result, or None if it did not arrive.
 
-    ``dropped`` are the members (indices of the plan) that some chunk of the results that we hold does without;
+    Members are given as indices of the plan. ``dropped``: members that are missing in some chunk of the results held
+    here;
     ``failed`` the owners and row reducers that did not give us what they had to; ``undelivered`` the members whose
     contributions are missing in what we reduced ourselves; ``deliveries`` what others' links gave."""
 
@@ -162,7 +167,7 @@ class PeerToCoordinatorRoundReport(Message):
 
 
 class PeerToCoordinatorShowCapability(Message):
-    """What this peer could do for the run's pipeline, and what each of the recipe's layers takes."""
+    """Report this peer's capability for the run's pipeline, and the size of each layer of the recipe."""
 
     capability: Capability
     layers: Annotated[tuple[LayerSize, ...], Field(min_length=1, max_length=MAX_LAYERS)]
@@ -170,15 +175,16 @@ class PeerToCoordinatorShowCapability(Message):
     @model_validator(mode="after")
     def _consistent(self) -> PeerToCoordinatorShowCapability:
         if len(self.capability.layer_s) != len(self.layers):
-            raise ValueError("every layer has its seconds")
+            raise ValueError("layer_s: expected the seconds of each layer")
         return self
 
 
 class PeerToCoordinatorDrive(Message):
-    """Ask for samples to drive through the stages: about ``samples`` in hand in all, with those that this peer drives
-    already. ``done``: those of this round that it has driven to their end, since it asked last at least. Answered with
-    a lease of all that it is to drive, one range a micro-batch: the same question has the same answer. What it has
-    named as done and stands there all the same is to be driven once more, as a stage has lost it."""
+    """Ask for samples to drive through the stages, about ``samples`` in total with those that this peer drives already.
+
+    ``done``: samples of this round that it has driven to their end, at least those since its last request. The answer
+    is a lease of all samples to drive, one range for each micro-batch; a repeated request has the same answer. Samples
+    in the answer that were named as done have to be driven again, as a stage has lost them."""
 
     round: Count
     samples: Annotated[int, Field(ge=1, le=2**31)]
@@ -186,28 +192,28 @@ class PeerToCoordinatorDrive(Message):
 
 
 class PeerToCoordinatorClaim(Message):
-    """In a stage's scope: the gradient of these samples shall count here, and in no other replica of the stage."""
+    """In a stage's scope: claim samples, so that their gradient counts in this replica of the stage and in no other."""
 
     round: Count
     ranges: Annotated[tuple[SampleRange, ...], Field(min_length=1, max_length=MAX_RANGES)]
 
 
 class PeerToCoordinatorRelease(Message):
-    """In a stage's scope: what was claimed here will not be done here; any replica may claim it again."""
+    """In a stage's scope: release claimed samples that this replica will not finish; any replica may claim them."""
 
     round: Count
     ranges: Annotated[tuple[SampleRange, ...], Field(min_length=1, max_length=MAX_RANGES)]
 
 
 class PeerToCoordinatorLeave(Message):
-    """Going away on purpose; unfinished leases are free again at once. ``trouble``: of who could not go on."""
+    """Leave the run; unfinished leases are free again at once. ``trouble``: the error that made the peer leave."""
 
     reason: LeaveReason
     trouble: Trouble = ""
 
 
 class PeerToCoordinatorShowVerdict(Message):
-    """The newest verdict here, to a coordinator that speaks of an earlier round: its journal must be an old copy."""
+    """Show the newest verdict known here to a coordinator in an earlier round, whose journal must be an old copy."""
 
     verdict: Verdict
 
@@ -226,7 +232,7 @@ class PeerToCoordinatorGetVerdicts(Message):
 
 
 class CoordinatorToPeerRun(Message):
-    """The run file as its host wrote it: TOML text, whose hash the peer checks against its invite's."""
+    """The run file as the host wrote it, in TOML. The peer checks its hash against the invite."""
 
     run_toml: Annotated[str, Field(max_length=200_000)]
     run_hash: Digest
@@ -234,7 +240,7 @@ class CoordinatorToPeerRun(Message):
 
 
 class CoordinatorToPeerJoinAccepted(Message):
-    """A member now, with the first view of the run. ``run_hash``: of the run file that is hosted by now."""
+    """The join was accepted; ``view`` is the first view of the run. ``run_hash``: of the run file hosted now."""
 
     peer: PeerId
     run_hash: Digest
@@ -244,44 +250,45 @@ class CoordinatorToPeerJoinAccepted(Message):
 
 
 class CoordinatorToPeerView(Message):
-    """The view, pushed on change and in answer to heartbeats, readies and reports."""
+    """The view of the run, sent on changes and in answer to heartbeats, readies and reports."""
 
     view: RunView
 
 
 class CoordinatorToPeerModelAccepted(Message):
-    """The model agrees with the run's."""
+    """The described model and data agree with the run's."""
 
 
 class CoordinatorToPeerLease(Message):
-    """Samples that nobody else trains on. Empty: there is nothing to do right now, watch the view."""
+    """Samples that no other member trains on. Empty when there is nothing to do now; the view shows when there is."""
 
     ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
 
 
 class CoordinatorToPeerClaimed(Message):
-    """Those of the claimed samples that are this peer's. The others are another live replica's: pass them through."""
+    """The granted samples. The others are another live replica's; their gradients do not count here."""
 
     ranges: Annotated[tuple[SampleRange, ...], Field(max_length=MAX_RANGES)]
 
 
 class CoordinatorToPeerSuperseded(Message):
-    """The same identity joined from another process: this one must stop."""
+    """Another process has joined with the same identity; this one has to stop."""
 
 
 class CoordinatorToPeerVerdicts(Message):
-    """A page of the run's history, oldest first, without gaps; ``more`` of it follows. Empty at its end."""
+    """A page of the run's history, oldest first and without gaps; empty at its end. ``more``: whether more follows."""
 
     verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MAX_VERDICTS)]
     more: bool
 
 
 class CoordinatorToPeerStatus(Message):
-    """The run at a glance. ``rounds_undone``: committed ones that the run went back behind; they count as committed no
-    longer. ``outlook``: a sentence on what the run waits for while nobody holds its newest state, else empty.
-    ``warning``: a sentence on a loss that has risen far above what it was, else empty.
-    ``coverage``: of the newest epochs, the oldest first; none while nobody has told how long one is. ``stages``: of a
-    pipeline, once they are planned."""
+    """Summary of the run for ``shoal status``.
+
+    ``rounds_undone``: rounds that were committed and then undone by a rollback; they are not in ``rounds_committed``.
+    ``outlook``: a sentence on what the run waits for while nobody holds its newest state, otherwise empty. ``warning``:
+    a sentence on a loss that has risen far, otherwise empty. ``coverage``: of the newest epochs, oldest first; empty
+    while the length of an epoch is not known. ``stages``: of a pipeline, once they are planned."""
 
     run: Annotated[str, Field(max_length=100)]
     run_hash: Digest
@@ -313,15 +320,15 @@ StreamNumber = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class PeerToPeerPing(Message):
-    """Are you there? Also the coordinator's test whether a new member can be reached."""
+    """Ask for a sign of life; the coordinator also uses it to test whether a new member can be reached."""
 
 
 class PeerToPeerPong(Message):
-    """Yes."""
+    """Answer to a ping."""
 
 
 class PeerToPeerOpenLink(Message):
-    """Agree on keys for bulk frames; travels inside CURVE. The opener then attaches its data socket."""
+    """Agree on keys for bulk frames, inside the CURVE channel. The opener then attaches its data connections."""
 
     link: LinkName
     secret: Key
@@ -329,15 +336,16 @@ class PeerToPeerOpenLink(Message):
 
 
 class PeerToPeerLinkOpened(Message):
-    """The acceptor's half of the secret, and the cipher that both will use."""
+    """The acceptor's half of the secret, and the cipher that both sides use."""
 
     secret: Key
     cipher: Literal["aes-256-gcm", "chacha20-poly1305"]
 
 
 class PeerToPeerOfferMemory(Message):
-    """Over a link between processes of one machine, by whoever opened it: that descriptor of ours is memory in which
-    frames can lie, and begins with the token."""
+    """Stream control, by the opener of a link between processes of one machine: offer shared memory for frames.
+
+    ``descriptor``: of the memory, in ``process``. ``token``: the first bytes of the memory."""
 
     process: Annotated[int, Field(ge=1, lt=2**31)]
     descriptor: Annotated[int, Field(ge=0, lt=2**31)]
@@ -345,13 +353,13 @@ class PeerToPeerOfferMemory(Message):
 
 
 class PeerToPeerMemoryOpened(Message):
-    """Over a link: whether we could open what you have offered; if so, frames may lie there from now on."""
+    """Stream control: whether the offered memory was opened; if so, frames may lie there from now on."""
 
     is_open: bool
 
 
 class PeerToPeerOpenStream(Message):
-    """Over a link: send chunks ``first <= c < stop`` of ``blob``, as each becomes available."""
+    """Stream control: send chunks ``first <= c < stop`` of ``blob``, each as soon as it is available."""
 
     stream: StreamNumber
     blob: Blob
@@ -361,13 +369,13 @@ class PeerToPeerOpenStream(Message):
 
 
 class PeerToPeerCloseStream(Message):
-    """Over a link: send no more of that stream."""
+    """Stream control: send no more of a stream."""
 
     stream: StreamNumber
 
 
 class PeerToPeerStreamEnded(Message):
-    """Over a link: no chunk more comes in a stream that you opened, and why; ``code`` as in ``RequestFailed``."""
+    """Stream control: a stream that the receiver opened has ended early; ``code`` as in ``RequestFailed``."""
 
     stream: StreamNumber
     code: Annotated[str, Field(max_length=64)]
@@ -375,11 +383,12 @@ class PeerToPeerStreamEnded(Message):
 
 
 class PeerToPeerOfferTensor(Message):
-    """In the scope of the receiver's stage: a micro-batch's activation, or the gradient for the one that it had sent,
-    can be fetched here, packed, as the blob of that kind and ``number``. Acknowledged, or refused as ``Busy``.
+    """Offer a micro-batch's activation, or the gradient of one, in the scope of the receiver's stage.
 
-    (``round``, ``start``, ``stop``): the micro-batch's samples; ``attempt``: which drive of them it is; ``size_bytes``:
-    of the packed tensor. After it come the raw bytes of ``targets``, with the activations of a forward pass."""
+    The packed tensor can be fetched as the blob of this kind and ``number``. The receiver acknowledges the offer or
+    refuses it with ``Busy``. (``round``, ``start``, ``stop``): the micro-batch's samples. ``attempt``: number of
+    this drive of the samples. ``size_bytes``: of the packed tensor, which the raw bytes of ``targets`` follow in a
+    forward pass."""
 
     kind: Literal["activation", "gradient"]
     round: Count
@@ -394,9 +403,11 @@ class PeerToPeerOfferTensor(Message):
 
 
 class PeerToPeerNote(Message):
-    """What saves another peer of the pipeline time or memory, and is not needed for a result: ``cancel`` of what was
-    offered to it; ``abandoned``, what it had offered; ``taken``, the gradient that it keeps for us; ``room`` for one
-    micro-batch more. ``stage``: the receiver's, whose input or output it is about; ``attempt`` as in the offer."""
+    """A hint that saves another peer of the pipeline time or memory; no result depends on it.
+
+    ``cancel``: an offer to the receiver is withdrawn; ``abandoned``: the receiver's offer will not be used; ``taken``:
+    the gradient that the receiver keeps was received; ``slot_free``: there is room for one more micro-batch. ``stage``:
+    the receiver's; ``attempt`` as in the offer."""
 
     kind: Literal["cancel", "abandoned", "taken", "slot_free"]
     round: Count
@@ -410,11 +421,11 @@ class PeerToPeerNote(Message):
 
 
 class Acknowledged(Message):
-    """Done; nothing more to say."""
+    """The request was carried out; the answer has no content."""
 
 
 class RequestFailed(Message):
-    """The typed error in place of a reply; ``code`` is a class name in ``errors.REMOTE_ERRORS``."""
+    """An error in place of a reply; ``code`` is a class name in ``errors.REMOTE_ERRORS``."""
 
     code: Annotated[str, Field(max_length=64)]
     message: Text

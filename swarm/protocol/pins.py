@@ -1,8 +1,7 @@
 """The ``[pins]`` section of the run file: the model, data and first state that every member must have.
 
-Without pins the first member to join says what the run's model, data and first state are, and everybody after it has
-to believe that. The host's machine, or another one that the host trusts, works them out before
-(``peer/cli/prepare.py``).
+Without pins the first member to join defines the run's model, data and first state, and all later members have to trust
+it. The host's machine, or another one that the host trusts, computes the pins beforehand (``peer/cli/prepare.py``).
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from shoal.swarm.protocol.types import MAX_LAYERS, MAX_TENSORS, Record, TensorSp
 
 Elements = Annotated[int, Field(ge=0, le=2**40)]
 
-_WHO = "is the same release of shoal and of the recipe installed here as where the run was prepared?"
+_ADVICE = "install the same releases of shoal and of the recipe as on the machine that prepared the run"
 
 FIRST_STATE_OUTLOOK = (
-    "no member here has the first state that the run file pins yet; where they all make another one, join from the "
+    "no member has the first state that the run file pins yet; if all members compute a different one, join from the "
     "machine that prepared the run, or from one with the same versions of PyTorch and of the recipe"
 )
-"""For people who wonder why nothing happens."""
+"""Shown in ``shoal status`` while the run waits."""
 
 
 class PinnedLayer(Record):
-    """One layer of a pipeline's model: stages are cut between layers, wherever that will be. ``tensors``, ``elements``:
-    of its trainable parameters; ``layout``: their digest (``layout_digest``)."""
+    """One layer of a pipeline's model; pinned one by one, as the model may be cut into stages between any two layers.
+
+    ``tensors``, ``elements``: of its trainable parameters; ``layout``: their digest (``layout_digest``)."""
 
     tensors: Annotated[int, Field(ge=0, le=MAX_TENSORS)]
     elements: Elements
@@ -42,10 +42,10 @@ class PinnedLayer(Record):
 class PinsSection(Record):
     """``[pins]``, as `shoal prepare` and `shoal host` write it.
 
-    ``layout``: of all parameters (``layout_digest``), ``elements`` of them; ``tokens_per_sample``, ``samples`` and
-    ``corpus``: of the training data, the last one its SHA-256, absent where the members bring data of their own.
-    ``state``: the digest of version 0 of the state, absent where the run starts from a checkpoint (``[start]`` says it
-    then), and in a pipeline, whose stages have states of their own and are not cut yet. ``layers``: of a pipeline."""
+    ``layout``: digest of the layout of all parameters (``layout_digest``), of which there are ``elements``.
+    ``tokens_per_sample``, ``samples``, ``corpus``: of the training data, the last one its SHA-256; absent where members
+    bring their own data. ``state``: digest of version 0 of the state; absent where the run starts from a checkpoint,
+    which ``[start]`` pins, and in a pipeline, whose stages are not cut yet. ``layers``: of a pipeline."""
 
     layout: Sha256
     elements: Annotated[int, Field(ge=1, le=2**40)]
@@ -60,49 +60,49 @@ class PinsSection(Record):
         if self.layers is not None and sum(layer.elements for layer in self.layers) != self.elements:
             raise ValueError(f"layers: expected {self.elements} elements in all of them, as elements says")
         if self.layers is not None and self.state is not None:
-            raise ValueError("state: is that of a whole model, and layers are those of a pipeline")
+            raise ValueError("state: expected for a whole model only, and layers for a pipeline only")
         return self
 
     def check_model(self, model: PeerToCoordinatorDescribeModel) -> None:
-        """Of the whole model. Raises ``ModelMismatch`` or ``CorpusError``."""
+        """Check the description of a whole model. Raises ``ModelMismatch`` or ``CorpusError``."""
         self.check_layout(model.layout)
         self.check_data(model.tokens_per_sample, model.corpus_digest, model.samples)
 
     def check_layout(self, layout: Sequence[TensorSpec]) -> None:
-        """Of the whole model. Raises ``ModelMismatch``."""
+        """Check the layout of a whole model. Raises ``ModelMismatch``."""
         if layout_digest(layout) != self.layout:
             found = sum(spec.elements for spec in layout)
             raise ModelMismatch(
-                "this model is not the run's: names, shapes or types of its parameters are not those that the run file "
-                f"pins ({found:,} parameters here, {self.elements:,} in the run); {_WHO}"
+                "this model is not the run's: names, shapes or types of its parameters differ from those that the run "
+                f"file pins ({found:,} parameters here, {self.elements:,} in the run); {_ADVICE}"
             )
 
     def check_stage(self, model: PeerToCoordinatorDescribeModel, layers: Sequence[PinnedLayer]) -> None:
-        """Of the stage that is made of these layers. Raises ``ModelMismatch`` or ``CorpusError``."""
+        """Check the description of the stage with these layers. Raises ``ModelMismatch`` or ``CorpusError``."""
         at = 0
         for layer in layers:
             if layout_digest(model.layout[at : at + layer.tensors]) != layer.layout:
-                raise ModelMismatch(f"this stage's layers are not those that the run file pins; {_WHO}")
+                raise ModelMismatch(f"this stage's layers differ from those that the run file pins; {_ADVICE}")
             at += layer.tensors
         if at != len(model.layout):
-            raise ModelMismatch(f"this stage has {len(model.layout)} parameters, and {at} in the run file; {_WHO}")
+            raise ModelMismatch(f"this stage has {len(model.layout)} tensors here and {at} in the run file; {_ADVICE}")
         self.check_data(model.tokens_per_sample, model.corpus_digest, model.samples)
 
     def check_data(self, tokens_per_sample: int, corpus: bytes | None, samples: int | None) -> None:
-        """Compare with the pins; None is not told, and not checked. Raises ``ModelMismatch`` or ``CorpusError``."""
+        """Check the data; None is unknown and not checked. Raises ``ModelMismatch`` or ``CorpusError``."""
         if tokens_per_sample != self.tokens_per_sample:
             raise ModelMismatch(
-                f"this model takes {tokens_per_sample} tokens a sample, the run's {self.tokens_per_sample}"
+                f"this model has {tokens_per_sample} tokens a sample, the run's has {self.tokens_per_sample}; {_ADVICE}"
             )
         told = (corpus.hex() if corpus else None, samples)
         if any(None not in pair and pair[0] != pair[1] for pair in zip((self.corpus, self.samples), told, strict=True)):
             raise CorpusError(
-                "this machine's data differs from the run's, whose digest stands in the run file: use the same files, "
-                "and the same Python version as where the run was prepared"
+                "this machine's data differs from the data whose digest the run file pins: use the same files, and the "
+                "same Python version as on the machine that prepared the run"
             )
 
 
 def layout_digest(layout: Iterable[TensorSpec]) -> str:
-    """SHA-256, in hexadecimal, of names, shapes and types in their order."""
+    """SHA-256, in hexadecimal, of the tensors' names, shapes and types in order."""
     named = [(spec.name, spec.shape, spec.dtype) for spec in layout]
     return hashlib.sha256(b"shoal layout 1\0" + json.dumps(named).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A round as its members see it: its plan, its verdict, and the view of the run that leads from one to the other."""
+"""A round as its members see it: its plan, its verdict, and the view of the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shoal.swarm.protocol.types import (
 )
 
 MIN_CHUNK_ELEMENTS = 2**12
-"""Chunks are multiples of so many elements, so that codec blocks never straddle two of them."""
+"""Chunks are multiples of this many elements, so that no block of a codec lies in two of them."""
 
 
 class PlanMember(Record):
@@ -86,11 +86,11 @@ class RoundPlan(Record):
     @model_validator(mode="after")
     def _consistent(self) -> RoundPlan:
         if any(one.peer >= two.peer for one, two in pairwise(self.members)):
-            raise ValueError("members are ordered by peer id, each named once")
+            raise ValueError("members: expected in order of peer ids, each once")
         starts = [0, *(part.stop for part in self.parts[:-1])]
         for part, start in zip(self.parts, starts, strict=True):
             if part.start != start or part.start >= part.stop or part.start % self.chunk_elements:
-                raise ValueError("parts tile the elements from 0 on, each beginning with a chunk")
+                raise ValueError("parts: expected to tile the elements from 0 on, each beginning at a chunk")
         row_of = [member.row for member in self.members]
         rows = list(range(1 + max(row_of)))
         if set(row_of) != set(rows) or bool(self.columns) != (len(rows) > 1):

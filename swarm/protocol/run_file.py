@@ -1,7 +1,7 @@
-"""The run file: everything a run does, validated, with a hash that every peer of the run shares.
+"""The run file: all settings of a run, validated, with a hash that is the same for every peer of the run.
 
-The hash is over the validated content with its defaults filled in, so comments, order and spacing do not
-matter, and a new default in a later version shows as another hash.
+The hash covers the validated content with all defaults, so comments, order and spacing do not matter, and a changed
+default in a later release results in a different hash.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MAX_SETTINGS_DEPTH = 8
 
 
 def make_format_map(setting: str | dict[str, Any], shapes: Shapes) -> FormatMap:
-    """The formats that a setting names, for tensors of these ``shapes``. Raises ``CodecError``."""
+    """The codec formats that a setting names, for tensors of these ``shapes``. Raises ``CodecError``."""
     return named_format_map(*_name_and_options(setting), shapes)
 
 
 def make_format(setting: str | dict[str, Any]) -> BlockFormat | TopKFormat:
-    """The one format that a setting names, for tensors of any shape. Raises ``CodecError``."""
+    """The codec format that a setting names, for tensors of any shape. Raises ``CodecError``."""
     return named_format(*_name_and_options(setting))
 
 
@@ -51,12 +51,12 @@ def _name_and_options(setting: str | dict[str, Any]) -> tuple[str, dict[str, Any
     options = dict(setting)
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise CodecError('a table of a codec has its name, as in { name = "int8", block = 4096 }')
+        raise CodecError('the table of a codec needs a name, as in { name = "int8", block = 4096 }')
     return name, options
 
 
 def check_plain(value: Any, where: str, depth: int = MAX_SETTINGS_DEPTH) -> None:
-    """Settings have one JSON, the same on every machine, as the hash needs it."""
+    """Check that settings have a unique JSON form, which the hash needs. Raises ``ValueError``."""
     if depth == 0:
         raise ValueError(f"{where[:80]}: expected at most {MAX_SETTINGS_DEPTH} levels")
     match value:
@@ -79,7 +79,7 @@ def check_plain(value: Any, where: str, depth: int = MAX_SETTINGS_DEPTH) -> None
 MAX_RUN_FILE_BYTES = 200_000
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
-"""Also a part of folders' names."""
+"""Also used in the names of folders."""
 
 _MAX_DOTS = 64
 _PIECES = re.compile(r"[=\[\]{},]")
@@ -88,46 +88,37 @@ PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
-"""Arrays of TOML are lists."""
+"""Not strict, as TOML arrays are read as lists."""
 
 
 class RunSection(Record):
-    """``[run]``. The run ends after ``tokens`` committed tokens, ``rounds`` committed rounds or ``max_s``
-    seconds, whichever comes first; without any of them it goes on until the host stops it."""
+    """``[run]``: name, seed, and when the run ends: at the first of ``tokens``, ``rounds`` and ``max_s``."""
 
-    name: Annotated[
-        RunName,
-        Field(description="name of the run, in its invite and its folders"),
-    ]
+    name: Annotated[RunName, Field(description="name of the run, in its invite and its folders")]
     seed: Annotated[
         int,
         Field(
             ge=0, lt=2**63, description="seed of the model, the order of the samples and the random numbers of training"
         ),
     ] = 0
-    tokens: Annotated[
-        PositiveInt | None,
-        Field(description="the run ends after so many committed tokens"),
-    ] = None
-    rounds: Annotated[
-        PositiveInt | None,
-        Field(description="the run ends after so many committed rounds"),
-    ] = None
+    tokens: Annotated[PositiveInt | None, Field(description="the run ends after this many committed tokens")] = None
+    rounds: Annotated[PositiveInt | None, Field(description="the run ends after this many committed rounds")] = None
     max_s: Annotated[
         Annotated[float, Field(gt=0)] | None,
-        Field(description="the run ends after this long; without any of the three it goes on until the host stops it"),
+        Field(
+            description="the run ends after this long; without any of the three it continues until the host stops it"
+        ),
     ] = None
 
 
 class RecipeSection(Record):
-    """``[recipe]``: the entry point in ``shoal.recipes`` and its own settings, which the recipe validates.
-
-    ``name = "own"`` is for people who bring model, loss and data themselves (``Session``)."""
+    """``[recipe]``: the entry point in ``shoal.recipes`` and its settings, which the recipe validates."""
 
     name: Annotated[
-        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")],
+        str,
+        StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$"),
         Field(
-            description="installed code that makes model and data, such as `gpt`; `own`: members bring their own loop"
+            description="installed code that builds model and data, such as `gpt`; `own`: members bring their own loop"
         ),
     ]
     settings: Annotated[
@@ -148,13 +139,11 @@ class RecipeSection(Record):
 
 
 class DataSection(Record):
-    """``[data]``. ``source``: ``stdlib``, ``text:GLOB``, ``tokens:FILE``, or ``own`` with an own loop. Files are named
-    relative to the folders that each volunteer gives with ``--data`` (``run_sources.py``).
-
-    ``tokens_per_sample`` is set for own loops that count something else than one unit a sample."""
+    """``[data]``: the training data, which ``run_sources.py`` checks."""
 
     source: Annotated[
-        Annotated[str, Field(min_length=1, max_length=500)],
+        str,
+        Field(min_length=1, max_length=500),
         Field(
             description=(
                 "`stdlib`: the `.py` files of the running Python; `text:GLOB`; `tokens:FILE` (`.u16`, `.u32`, "
@@ -163,13 +152,9 @@ class DataSection(Record):
         ),
     ] = "stdlib"
     tokens_per_sample: Annotated[
-        PositiveInt | None,
-        Field(description="for own loops that count in something else than samples"),
+        PositiveInt | None, Field(description="for own loops that count tokens instead of samples")
     ] = None
-    held_out: Annotated[
-        float,
-        Field(gt=0, lt=0.5, description="share of the data that is never trained on"),
-    ] = 0.02
+    held_out: Annotated[float, Field(gt=0, lt=0.5, description="share of the data that is not trained on")] = 0.02
 
     @field_validator("source")
     @classmethod
@@ -179,43 +164,18 @@ class DataSection(Record):
 
 
 class InnerSection(Record):
-    """``[inner]``: the local optimizer of ``diloco``; with ``virtual_batch`` only ``batch_samples`` counts.
+    """``[inner]``: the local optimizer of ``diloco``; with ``virtual_batch`` only ``batch_samples`` is used."""
 
-    ``schedule`` scales the learning rate by global tokens: a linear warm-up, then ``constant``, or ``cosine``
-    or ``linear`` down to ``final_lr_factor`` at the run's ``tokens``."""
-
-    optimizer: Annotated[
-        Literal["adamw", "sgd"],
-        Field(description="the local optimizer of `diloco`"),
-    ] = "adamw"
-    lr: Annotated[
-        Rate,
-        Field(description="its learning rate"),
-    ] = 4e-4
-    betas: Annotated[
-        Betas,
-        Field(description="AdamW's decay rates of the moments"),
-    ] = (0.9, 0.95)
-    momentum: Annotated[
-        Fraction,
-        Field(description="momentum of `sgd`"),
-    ] = 0.0
-    eps: Annotated[
-        float,
-        Field(gt=0, description="AdamW's term against division by zero"),
-    ] = 1e-8
-    weight_decay: Annotated[
-        float,
-        Field(ge=0, le=10, description="decoupled weight decay"),
-    ] = 0.1
+    optimizer: Annotated[Literal["adamw", "sgd"], Field(description="the local optimizer of `diloco`")] = "adamw"
+    lr: Annotated[Rate, Field(description="its learning rate")] = 4e-4
+    betas: Annotated[Betas, Field(description="AdamW's decay rates of the moments")] = (0.9, 0.95)
+    momentum: Annotated[Fraction, Field(description="momentum of `sgd`")] = 0.0
+    eps: Annotated[float, Field(gt=0, description="AdamW's term against division by zero")] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10, description="decoupled weight decay")] = 0.1
     clip_norm: Annotated[
-        Annotated[float, Field(gt=0)] | None,
-        Field(description="norm to which gradients are clipped"),
+        Annotated[float, Field(gt=0)] | None, Field(description="norm to which gradients are clipped")
     ] = 1.0
-    batch_samples: Annotated[
-        int,
-        Field(gt=0, le=2**20, description="samples of a local step"),
-    ] = 8
+    batch_samples: Annotated[int, Field(gt=0, le=2**20, description="samples of a local step")] = 8
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Field(description="precision of the computation; `auto`: bfloat16 autocast on GPUs that have it"),
@@ -223,8 +183,7 @@ class InnerSection(Record):
 
 
 class ScheduleSection(Record):
-    """``[schedule]``: the learning-rate factor on global tokens; applies to the inner optimizer of ``diloco``
-    and to the outer one of ``virtual_batch``."""
+    """``[schedule]``: the learning-rate factor as a function of the run's committed tokens."""
 
     kind: Annotated[
         Literal["constant", "cosine", "linear"],
@@ -235,58 +194,30 @@ class ScheduleSection(Record):
             )
         ),
     ] = "constant"
-    warmup_tokens: Annotated[
-        int,
-        Field(ge=0, le=2**62, description="tokens of a linear warm-up from 0"),
-    ] = 0
-    final_factor: Annotated[
-        float,
-        Field(ge=0, le=1, description="factor at the end of `cosine` and `linear`"),
-    ] = 0.1
+    warmup_tokens: Annotated[int, Field(ge=0, le=2**62, description="tokens of a linear warm-up from 0")] = 0
+    final_factor: Annotated[float, Field(ge=0, le=1, description="factor at the end of `cosine` and `linear`")] = 0.1
 
 
 class OuterSection(Record):
-    """``[outer]``: turns the mean contribution into the next anchor."""
+    """``[outer]``: the optimizer that computes the next anchor from the mean contribution."""
 
     optimizer: Annotated[
-        Literal["nesterov", "sgd", "adamw"],
-        Field(description="turns the mean contribution into the next anchor"),
+        Literal["nesterov", "sgd", "adamw"], Field(description="computes the next anchor from the mean contribution")
     ] = "nesterov"
-    lr: Annotated[
-        Rate,
-        Field(description="its learning rate"),
-    ] = 0.7
-    momentum: Annotated[
-        Fraction,
-        Field(description="momentum of `nesterov` and `sgd`"),
-    ] = 0.9
-    betas: Annotated[
-        Betas,
-        Field(description="AdamW's decay rates of the moments"),
-    ] = (0.9, 0.95)
-    eps: Annotated[
-        float,
-        Field(gt=0, description="AdamW's term against division by zero"),
-    ] = 1e-8
-    weight_decay: Annotated[
-        float,
-        Field(ge=0, le=10, description="decoupled weight decay of `adamw`"),
-    ] = 0.0
+    lr: Annotated[Rate, Field(description="its learning rate")] = 0.7
+    momentum: Annotated[Fraction, Field(description="momentum of `nesterov` and `sgd`")] = 0.9
+    betas: Annotated[Betas, Field(description="AdamW's decay rates of the moments")] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, description="AdamW's term against division by zero")] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10, description="decoupled weight decay of `adamw`")] = 0.0
 
     @property
     def slots(self) -> int:
-        """Float32 values that the outer optimizer keeps for each parameter."""
+        """Number of float32 values that the outer optimizer keeps for each parameter."""
         return {"sgd": 0, "nesterov": 1, "adamw": 2}[self.optimizer]
 
 
 class AveragingSection(Record):
-    """``[averaging]``. ``codec``: a name, or a table of its ``name`` and options, as in
-    ``codec = { name = "int8", block = 4096 }``. ``residual_decay``: what is kept, from round to round, of what
-    encoding lost; 1 keeps all of it. ``group_size``: up to so many members average in one flat group, more in a
-    grid. ``streams``: TCP connections that a link's chunks are spread over. ``robust``: ``norm`` bounds how far one
-    member may move a round's mean (``coordinator/influence.py``), ``none`` does not. ``overlap``: the exchange of a
-    round runs under the local work of the next one, and its result is applied one round late; not for
-    ``virtual_batch``, whose gradients are all of one anchor."""
+    """``[averaging]``: how contributions are encoded, bounded (``coordinator/influence.py``) and averaged."""
 
     codec: Annotated[
         str | dict[str, Any],
@@ -299,24 +230,25 @@ class AveragingSection(Record):
         ),
     ] = "int8"
     residual_decay: Annotated[
-        float,
-        Field(ge=0, le=1, description="share that a peer keeps, from round to round, of what encoding lost"),
+        float, Field(ge=0, le=1, description="share of the encoding error that a peer carries over to the next round")
     ] = 1.0
     group_size: Annotated[
-        Annotated[int, Field(ge=2, le=1024)],
+        int,
+        Field(ge=2, le=1024),
         Field(
             description=(
-                "up to so many peers average as one group, each with each; more form a grid, with the same mean,"
-                " the same bytes a peer and fewer connections"
+                "up to this many peers average in one group, each with each; more form a grid, with the same mean, the "
+                "same bytes for each peer and fewer connections"
             )
         ),
     ] = 32
     streams: Annotated[
-        Annotated[int, Field(ge=1, le=16)],
+        int,
+        Field(ge=1, le=16),
         Field(
             description=(
-                "TCP connections that the chunks between two peers are spread over; more fill fast links over "
-                "long distances"
+                "TCP connections between two peers, over which chunks are spread; more fill fast links over long "
+                "distances"
             )
         ),
     ] = 1
@@ -324,8 +256,8 @@ class AveragingSection(Record):
         Literal["norm", "none"],
         Field(
             description=(
-                "`norm` bounds how far one member may move a round's mean: four times what is usual for its "
-                "work; `none` does not"
+                "`norm` limits how far one member may move a round's mean, to four times what is usual for its work; "
+                "`none` does not"
             )
         ),
     ] = "norm"
@@ -333,9 +265,8 @@ class AveragingSection(Record):
         bool,
         Field(
             description=(
-                "members train on for the next round while one is averaged, whose mean is applied one round "
-                "late; for slow links. Costs one more copy of the parameters in host memory; not with "
-                "`virtual_batch`"
+                "members train for the next round while one is averaged, and its mean is applied one round late; for "
+                "slow links. Needs one more copy of the parameters in host memory; not with `virtual_batch`"
             )
         ),
     ] = False
@@ -351,43 +282,35 @@ class AveragingSection(Record):
 
 
 class RoundSection(Record):
-    """``[round]``: a round closes at ``tokens`` or after ``max_s``. ``patience_s`` is how long anybody waits
-    for a silent machine; every deadline is derived from it (``deadlines.py``)."""
+    """``[round]``: when a round closes, and the patience from which all deadlines follow (``deadlines.py``)."""
 
     tokens: Annotated[
-        PositiveInt,
-        Field(description="a round closes when all members together have done so many"),
+        PositiveInt, Field(description="a round closes when all members together have trained on this many")
     ]
-    max_s: Annotated[
-        float,
-        Field(gt=0, le=86_400, description="a round closes after this long at the latest"),
-    ] = 600.0
+    max_s: Annotated[float, Field(gt=0, le=86_400, description="a round closes after this time at the latest")] = 600.0
     patience_s: Annotated[
         float,
         Field(
-            ge=1, le=600, description="how long anybody waits for a silent machine; every deadline is derived from it"
+            ge=1, le=600, description="how long members wait for a silent machine; all deadlines are derived from it"
         ),
     ] = 20.0
 
 
 class CheckpointsSection(Record):
-    """``[checkpoints]``. ``transfer``: how joiners get the state: ``raw``, or ``lossless``, fewer bytes for some of the
-    processors' time, for slow links. ``sealed``: each peer encrypts what it saves, for itself and for ``readers``:
-    other peers' public keys, as ``shoal identity`` prints them."""
+    """``[checkpoints]``: the transfer of states to joiners, and the encryption of checkpoints."""
 
     transfer: Annotated[
         Literal["raw", "lossless"],
         Field(
             description=(
-                "how joiners get the state; `lossless` packs it, to 0.84 of the bytes for a trained model, at "
-                "3.2 CPU-seconds a GB for the donors and 1.2 for the joiner: for links up to some 100 Mbit/s"
+                "how joiners get the state; `lossless` packs it to 0.84 of the bytes, for a trained model, at 3.2 "
+                "CPU-seconds per GB for the donors and 1.2 for the joiner: for links up to some 100 Mbit/s"
             )
         ),
     ] = "raw"
-    sealed: Annotated[
-        bool,
-        Field(description="each peer encrypts its checkpoints, for itself and for `readers`"),
-    ] = False
+    sealed: Annotated[bool, Field(description="each peer encrypts its checkpoints, for itself and for `readers`")] = (
+        False
+    )
     readers: Annotated[
         tuple[str, ...],
         Field(
@@ -406,51 +329,48 @@ class CheckpointsSection(Record):
             except IdentityError as error:
                 raise ValueError(str(error)) from error
         if len(set(readers)) != len(readers):
-            raise ValueError("names a public key twice")
+            raise ValueError("names a public key twice; expected each one once")
         return readers
 
     @model_validator(mode="after")
     def _of_use(self) -> CheckpointsSection:
         if self.readers and not self.sealed:
-            raise ValueError("readers are of use with sealed = true only")
+            raise ValueError("readers: expected with sealed = true only")
         return self
 
     @property
     def sealed_for(self) -> tuple[bytes, ...] | None:
-        """The readers' raw Ed25519 public keys, 32 bytes each; None where checkpoints are not sealed."""
+        """The readers' raw Ed25519 public keys, 32 bytes each; None if checkpoints are not sealed."""
         return tuple(parse_key(reader) for reader in self.readers) if self.sealed else None
 
 
 class AccessSection(Record):
-    """``[access]``: how many may come. A network is an IPv4 /24 or an IPv6 /48; all machines behind one router are of
-    one. ``joins_per_minute`` newcomers are let in, in all, and ``joins_per_minute_per_network``; as many may come at
-    once. Who has a record of committed work, or is a member already, comes back beside these.
-    ``members_per_network``: without a record. ``members_without_record``: in all; without it 128, or twice the members
-    with a record if that is more."""
+    """``[access]``: limits on newcomers. A network is an IPv4 /24 or IPv6 /48, like all machines behind one router.
+
+    A minute's newcomers may also come all at once. Peers with a record of committed work, and current members, are not
+    counted."""
 
     joins_per_minute: Annotated[
         int,
-        Field(gt=0, le=10**6, description="newcomers that are let in, in all; known members come back beside these"),
+        Field(gt=0, le=10**6, description="newcomers that are admitted, in total; returning members are not counted"),
     ] = 600
     joins_per_minute_per_network: Annotated[
-        int,
-        Field(gt=0, le=10**6, description="newcomers from one network (IPv4 /24, IPv6 /48)"),
+        int, Field(gt=0, le=10**6, description="newcomers from one network (IPv4 /24, IPv6 /48)")
     ] = 60
     members_per_network: Annotated[
-        int,
-        Field(gt=0, le=4096, description="members without a record of committed work, from one network"),
+        int, Field(gt=0, le=4096, description="members without a record of committed work, from one network")
     ] = 128
     members_without_record: Annotated[
         Annotated[int, Field(gt=0, le=4096)] | None,
         Field(
             description=(
-                "members without a record, in all; by default 128, or twice the members with one if that is more"
+                "members without a record, in total; by default 128, or twice the members with one if that is more"
             )
         ),
     ] = None
 
     def newcomers(self, with_record: int) -> int:
-        """How many members without a record may be here, beside so many with one."""
+        """Most members without a record, given the number of members with one."""
         return self.members_without_record or max(_FEWEST_NEWCOMERS, 2 * with_record)
 
 
@@ -459,22 +379,20 @@ _USUAL_STAGES, _SPARE_IN_FLIGHT = 3, 4
 
 
 class PipelineSection(Record):
-    """``[pipeline]``: the model is cut into stages, each held by some peers. ``stages``: how many, or ``auto``: by what
-    the first peers can hold. ``micro_batch``: samples that go through the stages together. ``activations``: the codec
-    of activations and their gradients, a name or a table as in ``averaging.codec``. ``max_in_flight``: up to so many
-    micro-batches wait at a peer for their gradients; ``auto``: ``in_flight``."""
+    """``[pipeline]``: the model is cut into stages, each held by some of the peers."""
 
     stages: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=2, le=1024)],
         Field(
             description=(
-                "number of stages that the model is cut into; `auto`: by what the first peers can hold. Needs "
-                "`virtual_batch`, and a recipe that gives its layers: [docs/pipeline.md](pipeline.md)"
+                "number of stages that the model is cut into; `auto`: chosen by what the first peers can hold. Needs "
+                "`virtual_batch` and a recipe that provides layers: [docs/pipeline.md](pipeline.md)"
             )
         ),
     ] = "auto"
     micro_batch: Annotated[
-        Annotated[int, Field(gt=0, le=2**20)],
+        int,
+        Field(gt=0, le=2**20),
         Field(
             description=(
                 "samples that go through the stages together; `round.tokens` is a whole number of micro-batches"
@@ -493,8 +411,8 @@ class PipelineSection(Record):
         Literal["auto"] | Annotated[int, Field(gt=0, le=1024)],
         Field(
             description=(
-                "up to so many micro-batches wait at a peer for their gradients; `auto`: 4 and two a stage, or "
-                "10 where `stages` is `auto`, too"
+                "most micro-batches that wait at a peer for their gradients; `auto`: 4 plus two for each stage, or 10 "
+                "if `stages` is `auto`, too"
             )
         ),
     ] = "auto"
@@ -510,8 +428,8 @@ class PipelineSection(Record):
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that may wait at a peer. For ``auto`` two for each stage of a chain, one at work and one on its
-        way, and some more, as replicas of a stage do not take turns exactly (docs/decisions/028-micro-batches.md)."""
+        """Most micro-batches that wait at a peer. ``auto``: two for each stage, one being computed and one in transit,
+        and some more, as replicas of a stage do not take turns exactly (docs/decisions/028-micro-batches.md)."""
         if self.max_in_flight != "auto":
             return self.max_in_flight
         stages = _USUAL_STAGES if self.stages == "auto" else self.stages
@@ -519,7 +437,7 @@ class PipelineSection(Record):
 
     @property
     def activation_format(self) -> BlockFormat | TopKFormat:
-        """The format that activations and their gradients are packed in."""
+        """The codec format of activations and their gradients."""
         return make_format(self.activations)
 
 
@@ -529,11 +447,12 @@ _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "outer": {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0},
     }
 }
-"""What an algorithm sets where the run file does not, by section. sparseloco: Sarfi et al. 2025, arXiv:2508.15706."""
+"""Defaults of an algorithm that differ from the general ones, by section. sparseloco: Sarfi et al. 2025,
+arXiv:2508.15706."""
 
 
 class RunFile(Record):
-    """A whole run file. ``algorithm = "sparseloco"`` is ``diloco`` with other defaults (``_PRESETS``)."""
+    """A run file. ``algorithm = "sparseloco"`` is ``diloco`` with other defaults (``_PRESETS``)."""
 
     run: RunSection
     recipe: RecipeSection
@@ -560,20 +479,20 @@ class RunFile(Record):
         StartSection | None,
         Field(
             description=(
-                "the checkpoint that the run starts from; `shoal host --from` writes it. `start.tokens`: how far"
-                " schedule and samples have come (`run.tokens` counts from there)"
+                "the checkpoint that the run starts from; `shoal host --from` writes it. `start.tokens`: position in "
+                "the schedule and in the samples (`run.tokens` counts from there)"
             )
         ),
     ] = None
     pins: Annotated[
         PinsSection | None,
-        Field(description="what members have to bring; `shoal host` and `shoal prepare` write it"),
+        Field(description="the model, data and first state of members; `shoal host` and `shoal prepare` write it"),
     ] = None
 
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, content: Any) -> Any:
-        """Fill in what the algorithm sets and the file does not."""
+        """Fill in the algorithm's defaults."""
         if not isinstance(content, dict):
             return content
         filled = dict(content)
@@ -587,15 +506,15 @@ class RunFile(Record):
     def _consistent(self) -> RunFile:
         if self.averaging.overlap and self.algorithm == "virtual_batch":
             raise ValueError(
-                'averaging.overlap = true needs algorithm = "diloco" or "sparseloco", whose members train on without '
-                'the mean; "virtual_batch" has nothing to train on before it'
+                'averaging.overlap = true needs algorithm = "diloco" or "sparseloco", whose members continue to train '
+                'without the mean; "virtual_batch" needs it before it can continue'
             )
         if self.schedule.kind != "constant" and self.run.tokens is None:
-            raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, to know where it ends")
+            raise ValueError(f"schedule.kind = {self.schedule.kind!r} needs run.tokens, at which it ends")
         if self.pipeline is not None and self.algorithm != "virtual_batch":
             raise ValueError(
-                f'[pipeline] needs algorithm = "virtual_batch", not {self.algorithm!r}: with local optimizers the '
-                f"stages that a micro-batch goes through would hold weights of different moments"
+                f'[pipeline] needs algorithm = "virtual_batch", not {self.algorithm!r}: with local optimizers, the '
+                "stages that a micro-batch passes through would hold weights of different steps"
             )
         if self.data.tokens_per_sample is not None:
             self._check_micro_batches(self.data.tokens_per_sample)
@@ -607,7 +526,7 @@ class RunFile(Record):
         if pins is None:
             return
         if self.start is not None and pins.state is not None:
-            raise ValueError("pins.state: the run starts from a checkpoint, and [start] says which state that is")
+            raise ValueError("pins.state: expected only without [start], which pins the state of its checkpoint")
         if (pins.layers is None) == (self.pipeline is not None):
             raise ValueError("pins.layers: expected in a run with a [pipeline], and in no other")
 
@@ -623,8 +542,9 @@ class RunFile(Record):
             )
 
     def check_micro_batches(self, tokens_per_sample: int) -> None:
-        """Raises ``RunFileError`` unless a pipeline's round is a whole number of micro-batches; for callers who know
-        from the recipe what a sample is."""
+        """Check that a pipeline's round is a whole number of micro-batches, for callers that know a sample's tokens.
+
+        Raises ``RunFileError``."""
         try:
             self._check_micro_batches(tokens_per_sample)
         except ValueError as error:
@@ -632,11 +552,11 @@ class RunFile(Record):
 
     @property
     def max_chunk_values(self) -> int:
-        """Values: as many as packed are no larger than 4 MiB of float32, which a frame can hold."""
+        """Most values of a chunk: packed they are no larger than 4 MiB of float32, which fits into a frame."""
         return self.format_map(()).max_chunk_values
 
     def format_map(self, shapes: Shapes) -> FormatMap:
-        """The formats that contributions and results are packed in, for a model of these tensors."""
+        """The codec formats of contributions and results, for a model of tensors of these shapes."""
         return make_format_map(self.averaging.codec, shapes)
 
     @property
@@ -648,11 +568,11 @@ class RunFile(Record):
 
 
 def parse_run_file(text: str, where: str = "run file") -> RunFile:
-    """Validate TOML text. Raises ``RunFileError`` that names the file, the field and what was expected."""
+    """Validate TOML text. Raises ``RunFileError`` that names the file, the field and the expected value."""
     if len(text.encode()) > MAX_RUN_FILE_BYTES:
-        raise RunFileError(f"{where}: larger than {MAX_RUN_FILE_BYTES} bytes; that is no run file")
+        raise RunFileError(f"{where}: larger than {MAX_RUN_FILE_BYTES} bytes, the most that a run file may have")
     for line in text.splitlines():
-        # The parser takes memory quadratic in the dots of one key; run files come from other machines too.
+        # The parser needs memory quadratic in the dots of one key, and run files come from other machines, too.
         if not line.lstrip().startswith("#") and any(piece.count(".") > _MAX_DOTS for piece in _PIECES.split(line)):
             raise RunFileError(f"{where}: a key with more than {_MAX_DOTS} dots: {line[:40]!r}…")
     try:
@@ -666,12 +586,12 @@ def parse_run_file(text: str, where: str = "run file") -> RunFile:
             message = problem["msg"].removeprefix("Value error, ")
             lines.append(f"{field}: {message}" if field else message)
         raise RunFileError(f"{where}: " + "; ".join(lines)) from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, arrays of thousands of levels
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, arrays with thousands of levels
         raise RunFileError(f"{where}: not valid TOML: {error}") from error
 
 
 def load_run_file(path: Path) -> tuple[str, RunFile]:
-    """Read and validate; returns the text as written and the validated run file."""
+    """Read and validate a run file; returns its text and its validated content. Raises ``RunFileError``."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_RUN_FILE_BYTES + 1).decode("utf-8-sig")

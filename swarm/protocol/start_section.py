@@ -1,8 +1,7 @@
 """The ``[start]`` section of the run file: the checkpoint of another run that this run starts from.
 
-Each tensor of the whole model has a digest of its own, so that whoever holds a stage can check that stage alone,
-wherever the model is cut.
-"""
+Each tensor of the model has its own digest, so that a peer can check the stage that it holds, wherever the model is
+cut."""
 
 from __future__ import annotations
 
@@ -20,16 +19,18 @@ Shape = Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(stric
 
 
 class StartTensor(Record):
-    """A parameter's shape, and the digest (``tensor_hash``) of its values and of the outer optimizer's for it."""
+    """A parameter's shape, and the digest (``tensor_hash``) of its values and its outer optimizer state."""
 
     shape: Shape
     sha256: Sha256
 
 
 class StartSection(Record):
-    """``[start]``, as `shoal host --from` writes it. ``run``, ``round``, ``state``: of the checkpoint, the last one its
-    state's digest. ``tokens``: how far the learning rate's schedule and the order of the samples have come.
-    ``outer_steps``: how many steps the outer optimizer's vectors have behind them; 0: they begin at zero."""
+    """``[start]``, as `shoal host --from` writes it.
+
+    ``run``, ``round``, ``state``: of the checkpoint, the last one its state's digest. ``tokens``: position in the
+    learning-rate schedule and in the order of samples. ``outer_steps``: steps that the checkpoint's outer optimizer
+    state has behind it; 0: the outer optimizer starts from zeros."""
 
     run: Annotated[str, Field(max_length=100)]
     round: Count
@@ -40,30 +41,31 @@ class StartSection(Record):
 
     @property
     def source(self) -> str:
-        """The checkpoint, for people."""
+        """The checkpoint, in words."""
         return f"round {self.round} of {self.run}"
 
     @property
     def outlook(self) -> str:
-        """For people who wonder why nothing happens while nobody has it."""
+        """Shown in ``shoal status`` while no member has the checkpoint."""
         return (
-            f"the run starts from {self.source}, and nobody here has that: one peer has to bring its checkpoint, with "
+            f"the run starts from {self.source}, and no member has that checkpoint: a peer that has it must join with "
             "`shoal join INVITE --from FOLDER`"
         )
 
     def rows(self, slots: int) -> int:
-        """How many vectors come from the checkpoint: the anchor, and those of an outer optimizer with ``slots``."""
+        """Vectors that come from the checkpoint: the anchor, and those of an outer optimizer with ``slots``."""
         return 1 + (slots if self.outer_steps else 0)
 
     def difference(self, layout: Iterable[TensorSpec], *, whole: bool) -> str:
-        """A sentence on the first tensor that is not as the checkpoint has it; empty when none is. ``whole``: the
-        layout is the whole model's, and lacks nothing either."""
+        """A sentence on the first tensor that differs from the checkpoint; empty if none does.
+
+        ``whole``: the layout is that of the whole model and must have all tensors of the checkpoint."""
         named = {}
         for spec in layout:
             named[spec.name] = spec
             known = self.tensors.get(spec.name)
             if known is None:
-                return f"it has {spec.name} {list(spec.shape)}, which the checkpoint has not"
+                return f"it has {spec.name} {list(spec.shape)}, which the checkpoint lacks"
             if known.shape != spec.shape:
                 return f"{spec.name} is {list(spec.shape)} here, and {list(known.shape)} in the checkpoint"
         if whole:
@@ -73,15 +75,13 @@ class StartSection(Record):
         return ""
 
     def state_digest(self, layout: Iterable[TensorSpec]) -> bytes:
-        """That of version 0 of the state of these tensors, in their order. It follows from the run file, so nobody has
-        to be believed."""
+        """Digest of version 0 of the state of these tensors, in order. It follows from the run file alone."""
         named = [(spec.name, self.tensors[spec.name].sha256) for spec in layout]
         return hashlib.sha256(b"shoal start 1\0" + json.dumps(named).encode()).digest()
 
 
 def tensor_hash(shape: tuple[int, ...], rows: int, values: Iterable[memoryview]) -> str:
-    """SHA-256, in hexadecimal, of a tensor's values in each of so many vectors, float32 in little-endian order, one
-    vector after the other."""
+    """SHA-256, in hexadecimal, of a tensor's values in ``rows`` vectors, one after the other, little-endian float32."""
     digest = hashlib.sha256(f"shoal start tensor 1 {list(shape)} {rows}\0".encode())
     for piece in values:
         digest.update(piece)

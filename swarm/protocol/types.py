@@ -1,4 +1,4 @@
-"""Field types and records that messages are made of, with the range of every field: peers, samples, tensors, stages."""
+"""Types and records of which messages consist, with the range of every field: peers, samples, tensors, stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PeerId = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Key = Annotated[bytes, Field(min_length=32, max_length=32)]
 NormClaim = Annotated[bytes, Field(max_length=MAX_CLAIM_BYTES)]
-"""Norms of a contribution by range, as ``averaging/norm_claims.py`` packs them; empty: of nothing but zeros."""
+"""Norms of a contribution by range, as ``averaging/norm_claims.py`` packs them; empty for a contribution of zeros."""
 Text = Annotated[str, Field(max_length=2000)]
 Host = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
@@ -47,21 +47,21 @@ Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
 Dtype = Annotated[str, Field(max_length=32)]
 Role = Literal["trainer", "contributor", "validator", "observer"]
-"""``trainer``: trains and reduces parts; ``contributor``: trains, and reduces nothing; ``validator``: follows the
-anchor and brings nothing; ``observer``: looks at the run and is not recorded."""
+"""``trainer``: trains and reduces parts; ``contributor``: trains but reduces nothing; ``validator``: follows the anchor
+without contributing; ``observer``: reads the run and is not recorded."""
 LeaveReason = Literal["done", "starts afresh", "observed", "diverged", "failed"]
 Trouble = Annotated[str, Field(max_length=MAX_TROUBLE)]
-"""What made somebody leave, and what to do about it, in its own words."""
+"""The error that made a member leave, and what to do about it."""
 Index = Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
 Stage = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
 Scope = Annotated[int, Field(ge=0, le=MAX_STAGES)]
-"""0: the run; s + 1: its stage s, whose replicas average like a run of their own."""
+"""0: the run; s + 1: its stage s, whose replicas average with each other like a run of their own."""
 
 Column = Annotated[tuple[Index, ...], Field(max_length=MAX_MEMBERS)]
 DivergenceWord = Literal["", "go on", "at fault", "hopeless"]
-"""To a member that says that its local work from a state on is of no use. ``go on``: that state is not the run's (any
-more); ``at fault``: those with most of the work go on from it; ``hopeless``: they say the same, and there is nothing
-better to go back to."""
+"""Decision on a member whose local work from a state diverges. ``go on``: the state is not, or no longer, the run's;
+``at fault``: the members with most of the work continue from it; ``hopeless``: theirs diverges too, and there is no
+earlier state to go back to."""
 Phase = Literal["waiting", "training", "closing", "averaging", "ended"]
 
 
@@ -74,7 +74,7 @@ class Record(BaseModel):
 
 
 class Message(Record):
-    """A record that travels on its own; its class name is its type on the wire."""
+    """A record that is sent on its own; its class name is its type on the wire."""
 
 
 class SampleRange(Record):
@@ -85,7 +85,7 @@ class SampleRange(Record):
 
 
 class Certificate(Record):
-    """An identity's signature under the CURVE key that one of its processes uses."""
+    """An identity's signature of the CURVE key that one of its processes uses."""
 
     identity_key: Key
     curve_key: Key
@@ -93,7 +93,7 @@ class Certificate(Record):
 
 
 class DeviceInfo(Record):
-    """What a member trains on, for people to read."""
+    """The device that a member trains on, for people to read."""
 
     kind: Annotated[str, Field(max_length=16)]
     name: Annotated[str, Field(max_length=100)]
@@ -137,9 +137,9 @@ Addresses = Annotated[ClaimedAddresses, AfterValidator(_require_hosts)]
 
 
 class RosterEntry(Record):
-    """Everything that one member must know to talk to another.
+    """All that one member must know to connect to another.
 
-    ``reachable``: the coordinator has called it at its first address and was answered."""
+    ``reachable``: the coordinator has pinged its first address and received an answer."""
 
     peer: PeerId
     certificate: Certificate
@@ -150,12 +150,12 @@ class RosterEntry(Record):
 
     @property
     def address(self) -> Address:
-        """The first way that can be used from here; every kind can be, so far."""
+        """The preferred address; all kinds of addresses can be used from everywhere so far."""
         return self.addresses[0]
 
 
 class RosterDelta(Record):
-    """What has become of version ``since`` of a roster: entries that are new or other ones, and peers that are gone."""
+    """Changes of a roster from version ``since`` on: new and changed entries, and peers that left."""
 
     since: Count
     changed: Annotated[tuple[RosterEntry, ...], Field(max_length=2 * MAX_MEMBERS)]
@@ -175,22 +175,23 @@ class TensorSpec(Record):
 
 
 class TensorForm(Record):
-    """What raw bytes are."""
+    """Shape and dtype of a tensor that is sent as raw bytes."""
 
     shape: Shape
     dtype: Dtype
 
 
 class KeptState(Record):
-    """A state that a peer could go back to: it is on its disk, or can be made again."""
+    """A state that a peer could return to: it is on its disk, or can be rebuilt."""
 
     anchor_version: Count
     digest: Digest
 
 
 class Coverage(Record):
-    """What has become of one epoch's samples: committed, with somebody (``leased``), or given back by somebody who went
-    and free again (``returned``). The rest has not been given out yet."""
+    """Counts of an epoch's samples: committed, leased to members, and returned by members that left.
+
+    Returned samples are free again. The rest has not been leased yet."""
 
     epoch: Count
     samples: Count
@@ -200,7 +201,7 @@ class Coverage(Record):
 
 
 class LayerSize(Record):
-    """What one layer takes, by one micro-batch: its float32 parameters, its output as sent, and what autograd keeps."""
+    """Sizes of a layer, for one micro-batch: its float32 parameters, its packed output, and what autograd keeps."""
 
     parameters_bytes: Count
     activation_bytes: Count
@@ -208,8 +209,10 @@ class LayerSize(Record):
 
 
 class Capability(Record):
-    """What a peer could do in a pipeline: its free memory, whether all copies of the state are in there or only those
-    that a device of its own computes with, seconds of each layer's forward and backward of a micro-batch, its link."""
+    """Capability of a peer in a pipeline: memory, speed and link.
+
+    ``holds_all``: whether all copies of the state share this memory, or only those that a separate device computes
+    with. ``layer_s``: seconds of each layer's forward and backward pass of a micro-batch."""
 
     memory_bytes: Count
     holds_all: bool
@@ -219,9 +222,11 @@ class Capability(Record):
 
 
 class Headway(Record):
-    """How a pipeline's peer gets on: ``prepared``: which share of its stages' layers is built, or, in a stage's scope,
-    of its state is there; ``computed``: how many forwards and backwards its process has done; ``has_work``: whether
-    there is one for it to do; ``plan_version``: which version of the spans it knows, in the run's own scope."""
+    """Progress of a pipeline's peer.
+
+    ``prepared``: share of its stages' layers that is built or, in a stage's scope, of the state that is present.
+    ``computed``: forward and backward passes that its process has done. ``has_work``: whether one is waiting.
+    ``plan_version``: version of the spans that it knows, in the run's own scope."""
 
     prepared: Annotated[float, Field(ge=0, le=1)] = 0.0
     computed: Count = 0
@@ -230,8 +235,10 @@ class Headway(Record):
 
 
 class AssignedSpan(Record):
-    """The stages ``first <= s <= last`` that a peer holds, the micro-batches a second that the plan expects of it there
-    (0: it does not know), and whether it ``recomputes`` what it has no memory to keep."""
+    """The stages ``first <= s <= last`` that a peer holds.
+
+    ``rate``: micro-batches a second that the plan expects of it, 0 if unknown. ``recomputes``: whether it recomputes
+    activations that it has no memory to keep."""
 
     peer: PeerId
     first: Stage
@@ -241,10 +248,10 @@ class AssignedSpan(Record):
 
 
 class PipelineView(Record):
-    """How the layers are cut into stages, for the whole run, and who holds which; each change has a higher ``version``.
+    """Stages of a pipeline and the peers that hold them; each change has a higher ``version``.
 
-    Stage s has the layers ``boundaries[s] <= l < boundaries[s + 1]``. Spans are ordered by peer id; who has no place is
-    not among them."""
+    Stage s has the layers ``boundaries[s] <= l < boundaries[s + 1]``. Spans are ordered by peer id; peers without a
+    stage have none."""
 
     boundaries: Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_STAGES + 1)]
     spans: Annotated[tuple[AssignedSpan, ...], Field(max_length=MAX_MEMBERS)]
@@ -253,21 +260,23 @@ class PipelineView(Record):
     @model_validator(mode="after")
     def _consistent(self) -> PipelineView:
         if self.boundaries[0] != 0 or any(one >= two for one, two in pairwise(self.boundaries)):
-            raise ValueError("boundaries rise from layer 0 on")
+            raise ValueError("boundaries: expected to rise from layer 0 on")
         if any(one.peer >= two.peer for one, two in pairwise(self.spans)):
-            raise ValueError("spans are ordered by peer id, one of each peer")
+            raise ValueError("spans: expected in order of peer ids, one for each peer")
         if any(not span.first <= span.last < len(self.boundaries) - 1 for span in self.spans):
-            raise ValueError("spans are of the run's stages")
+            raise ValueError("spans: expected stages of the run")
         return self
 
 
 class StageStatus(Record):
-    """One stage of a pipeline in ``shoal status``: its layers ``first_layer <= l < stop_layer`` and the bytes of their
-    float32 parameters; ``replicas`` that hold its newest state, and those ``coming`` that are to hold it; what the
-    replicas say to do in a second, together, and what they could do by their capabilities; ``queue``: samples that they
-    have claimed in this round and not done yet. ``state_digest``: of the newest state, once it is agreed on.
-    ``outlook``: a sentence on what it waits for while nobody holds that state, else empty. ``is_bottleneck``: no other
-    stage could do less, and some could do more."""
+    """One stage of a pipeline in ``shoal status``, with the layers ``first_layer <= l < stop_layer``.
+
+    ``parameters_bytes``: of the layers, in float32. ``replicas``: peers that hold the newest state; ``coming``: peers
+    that were assigned the stage and do not hold it yet. ``tokens_per_s``, ``capacity_tokens_per_s``: what all replicas
+    report, and what their capabilities allow. ``queue``: samples claimed in this round and not done yet.
+    ``state_digest``: of the newest state, once it is agreed on. ``outlook``: a sentence on what the stage waits for
+    while nobody holds that state, otherwise empty. ``is_bottleneck``: no stage has less capacity, and some have
+    more."""
 
     first_layer: Count
     stop_layer: Count
@@ -284,17 +293,19 @@ class StageStatus(Record):
 
 
 class Delivery(Record):
-    """How fast a member of the plan delivered to whoever reports it, bits a second."""
+    """Rate at which a member of the plan delivered to the reporting one, in bits a second."""
 
     member: Index
     bps: Annotated[float, Field(ge=1, le=1e18)]
 
 
 class MemberStatus(Record):
-    """One line of ``shoal status``. ``share`` is the member's part of all committed tokens, 0 to 1; ``stages``: the
-    first and the last one that it is to hold, of a pipeline; ``left``: why it is not here any more; ``trouble``: what
-    made it go; ``clipped``: in how many rounds its contribution was above its bound; ``suspended_rounds``: how much
-    longer its work does not count, as the run went back behind rounds that it may have spoilt."""
+    """One member in ``shoal status``.
+
+    ``share``: of all committed tokens, 0 to 1. ``stages``: the first and the last one that it was assigned, in a
+    pipeline. ``left``: why it left; ``trouble``: the error that made it leave. ``clipped``: rounds in which its
+    contribution was above its bound. ``suspended_rounds``: rounds for which its work still does not count, as the run
+    was rolled back behind rounds that it may have spoilt."""
 
     peer: PeerId
     name: Annotated[str, Field(max_length=64)]
@@ -317,7 +328,7 @@ class MemberStatus(Record):
 
 
 class Blob(Record):
-    """The name of chunked bytes that a member offers.
+    """Name of bytes that a member offers in chunks.
 
     ``contribution``: what it brings to the round; ``partial``: a row reducer's means of its row, for the owners;
     ``result``: means of a round, each as soon as it is held here; ``held``: the same as they are now, empty where there

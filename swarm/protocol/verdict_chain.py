@@ -1,4 +1,4 @@
-"""The chain of verdicts: what is hashed and signed, and how anybody checks it."""
+"""The chain of verdicts: hashing, signing bytes, packing, and the check of a verdict."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ _TOGETHER = b"shoal verdicts of all stages, version 1\0"
 
 
 def genesis(run_hash: bytes, scope: int = 0) -> bytes:
-    """The chain before the first round: of the run, or of its stage ``scope - 1``."""
+    """The chain hash before the first round, of the run or of its stage ``scope - 1``."""
     stage = b"stage" + (scope - 1).to_bytes(4, "big") if scope else b""
     return hashlib.sha256(b"shoal chain, version 1\0" + run_hash + stage).digest()
 
 
 def chain_hash(verdict: Verdict) -> bytes:
-    """SHA-256 over the previous chain and everything the verdict says, but for its own hash and signature."""
+    """SHA-256 over all fields of a verdict, including the previous chain hash, except its own hash and signature."""
     content = verdict.model_dump(exclude={"chain", "signature"})
     packed: bytes = msgpack.packb([sorted(content), [content[key] for key in sorted(content)]])
     return hashlib.sha256(_CONTEXT + packed).digest()
 
 
 def tied_together(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts of all stages on one round, in their order, each with ``together``: SHA-256 over what all of them
-    say. So each one's signature covers the others."""
+    """Put ``together``, SHA-256 over the verdicts of all stages on one round, into each of them.
+
+    So the signature of each verdict covers all of them."""
     together = _together(verdicts)
     return [verdict.model_copy(update={"together": together}) for verdict in verdicts]
 
 
 def are_all_stages(verdicts: Sequence[Verdict]) -> bool:
-    """Whether these are the verdicts of all stages on one round, in their order: as each of them says."""
+    """Whether these are the verdicts of all stages on one round, in order, by their ``together`` hashes."""
     together = _together(verdicts)
     return bool(verdicts) and all(verdict.together == together for verdict in verdicts)
 
@@ -51,30 +52,30 @@ def _together(verdicts: Sequence[Verdict]) -> bytes:
 
 
 def signed_bytes(chain: bytes) -> bytes:
-    """What the coordinator signs: the chain hash covers the rest."""
+    """The bytes that the coordinator signs; the chain hash in them covers the verdict."""
     return _CONTEXT + chain
 
 
 def pack_verdict(verdict: Verdict) -> bytes:
-    """Encode a verdict for a file: msgpack of all its fields. Several are written one after the other."""
+    """Encode a verdict for a file, as msgpack of all its fields; verdicts are written one after the other."""
     data: bytes = msgpack.packb(verdict.model_dump())
     return data
 
 
 def unpack_verdicts(data: bytes | memoryview, start: int = 0) -> Iterator[tuple[Verdict, int]]:
-    """Decode the verdicts from offset ``start`` on, each with the offset of its end; stops at an incomplete one.
+    """Decode verdicts from offset ``start`` on, each with the offset of its end; stop at an incomplete one.
 
-    Hashes and signatures are not checked. Raises ``WireError`` for bytes that are no verdict."""
+    Does not check hashes and signatures. Raises ``WireError`` for bytes that are not a verdict."""
     for body, end in unpack_maps(data, start):
         try:
             verdict = Verdict.model_validate(body)
         except (ValueError, TypeError, RecursionError) as error:
-            raise WireError(f"no verdict: {type(error).__name__}") from error
+            raise WireError(f"not a verdict: {type(error).__name__}") from error
         yield verdict, end
 
 
 def unpack_maps(data: bytes | memoryview, start: int = 0) -> Iterator[tuple[object, int]]:
-    """Decode msgpack values, each with the offset of its end; stops at an incomplete one. Raises ``WireError``."""
+    """Decode msgpack values, each with the offset of its end; stop at an incomplete one. Raises ``WireError``."""
     unpacker = msgpack.Unpacker(
         use_list=False,
         strict_map_key=True,
@@ -92,12 +93,12 @@ def unpack_maps(data: bytes | memoryview, start: int = 0) -> Iterator[tuple[obje
         except msgpack.OutOfData:
             return
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-            raise WireError(f"no verdict: {type(error).__name__}") from error
+            raise WireError(f"not msgpack: {type(error).__name__}") from error
         yield value, start + unpacker.tell()
 
 
 def check_verdict(verdict: Verdict, coordinator_key: bytes) -> None:
-    """Raises ``WireError`` when the hash or the coordinator's signature is wrong."""
+    """Check a verdict's hash and the coordinator's signature. Raises ``WireError`` if either is wrong."""
     if chain_hash(verdict) != verdict.chain:
         raise WireError(f"the verdict of round {verdict.round} does not match its own hash")
     if not verify_signature(coordinator_key, verdict.signature, signed_bytes(verdict.chain)):

@@ -1,4 +1,4 @@
-"""msgpack bytes to messages and back: one envelope, one size limit, one error for anything malformed."""
+"""Encoding of messages as msgpack and decoding, with size limits and one error for everything malformed."""
 
 from __future__ import annotations
 
@@ -34,26 +34,25 @@ from shoal.swarm.protocol.types import (
 )
 
 MAX_MESSAGE_BYTES = 8 * 2**20
-"""Of an encoded control message to whoever has dialed us, and trusts our key; ZeroMQ refuses larger ones before it
-allocates them."""
+"""Largest control message to a caller, which trusts our key; ZeroMQ refuses larger ones before it allocates them."""
 
 MAX_REQUEST_BYTES = 2**20
-"""Of one to whoever we have dialed, who accepts connections from anybody. The largest, a full run's verdict, has less
-than half of that."""
+"""Largest control message to a dialed process, which accepts connections from anybody. The largest in use, a full run's
+verdict, has less than half of that."""
 
 MAX_FRAME_BYTES = 2**15
-"""Of a frame of such a message: more is sent in pieces, so that ZeroMQ refuses larger ones from everybody."""
+"""Largest frame of such a message; larger messages are sent in pieces, so ZeroMQ refuses larger frames of callers."""
 
 _IS_PIECE = 0xC1
-"""The one byte that msgpack never uses."""
+"""The only byte that msgpack never uses."""
 
 _PIECE = struct.Struct(">BII")
-"""That byte, the size of the whole message, and where in it the piece begins."""
+"""``_IS_PIECE``, the size of the whole message, and the offset of the piece."""
 
 _PIECE_BYTES = MAX_FRAME_BYTES - _PIECE.size
 
 MAX_LAYOUT_BYTES = 2**23
-"""Of a model's layout once it is unpacked: 65,536 tensors with names of a hundred letters."""
+"""Largest unpacked layout of a model: 65,536 tensors with names of a hundred characters."""
 
 _MAX_PROBLEMS = 100
 
@@ -64,14 +63,15 @@ _KINDS: tuple[Kind, ...] = ("request", "reply", "notice")
 _ARRAY_OF_6 = bytes(msgpack.Packer().pack_array_header(6))
 _SHARED = 32
 _shared: tuple[tuple[tuple[Record, ...], bytes], ...] = ()
-"""The records that were packed last, and their bytes: of each scope a plan, a verdict, a roster, and one that is on its
-way out."""
+"""The records that were packed last, and their bytes: for each scope a plan, a verdict and a roster, and older ones."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """``number`` pairs a reply with its request; it is 0 in a notice, which has no reply. ``scope``: 0 for the run,
-    s + 1 for its stage s; a reply has its request's."""
+    """A message with its kind, number and scope.
+
+    ``number`` pairs a reply with its request; it is 0 in a notice, which has no reply. A reply has its request's
+    scope."""
 
     kind: Kind
     number: int
@@ -80,8 +80,9 @@ class Envelope:
 
 
 def encode(envelope: Envelope, limit_bytes: int | None = None) -> bytes:
-    """``limit_bytes``: ``MAX_MESSAGE_BYTES`` by default. Raises ``WireError`` when the message is larger than the other
-    side would accept."""
+    """Encode an envelope. ``limit_bytes``: what the other side accepts, ``MAX_MESSAGE_BYTES`` by default.
+
+    Raises ``WireError`` when the message is larger."""
     message = envelope.message
     kind = _KINDS.index(envelope.kind)
     head = [PROTOCOL_VERSION, kind, envelope.number, envelope.scope, type(message).__name__]
@@ -92,10 +93,10 @@ def encode(envelope: Envelope, limit_bytes: int | None = None) -> bytes:
 
 
 def cut(data: bytes) -> list[bytes]:
-    """Frames of an encoded message, for whoever accepts only small ones: the message, or its pieces.
+    """Cut an encoded message into frames of at most ``MAX_FRAME_BYTES``, each a ZeroMQ message of its own.
 
-    Not one ZeroMQ message of several frames: their number has no limit, and libzmq ends the process that closes a
-    socket at the moment when the connection is lost in the middle of one (``session_base.cpp``, ``clean_pipes``)."""
+    A ZeroMQ message of several frames would have no size limit. And libzmq ends a process that closes a socket while
+    the connection is lost in the middle of such a message (``session_base.cpp``, ``clean_pipes``)."""
     if len(data) <= MAX_FRAME_BYTES:
         return [data]
     return [
@@ -105,15 +106,16 @@ def cut(data: bytes) -> list[bytes]:
 
 
 class Assembly:
-    """Puts the pieces of one sender's messages together; messages that are whole may come between them."""
+    """Joins the pieces of one sender's messages; whole messages may arrive between them."""
 
     def __init__(self) -> None:
         self._whole = bytearray()
         self._bytes = 0
 
     def add(self, frame: memoryview) -> memoryview | None:
-        """The message that the frame is or completes, if any. Pieces that do not follow each other are dropped: they
-        are left over from a connection that was lost."""
+        """Add a frame; returns the message that it is or completes, if any.
+
+        Pieces that do not follow each other are dropped: they are left over from a lost connection."""
         if len(frame) < _PIECE.size or frame[0] != _IS_PIECE:
             return frame
         _, size, start = _PIECE.unpack_from(frame)
@@ -132,7 +134,7 @@ class Assembly:
 
 
 def _pack(value: Any) -> bytes:
-    """msgpack of a field. What views share, which is nearly all of them, is packed once for everybody."""
+    """Pack a field. Records that most views share are packed once for all members."""
     match value:
         case None | int() | float() | str() | bytes():
             return _packb(value)
@@ -152,13 +154,13 @@ def _pack(value: Any) -> bytes:
 
 @functools.cache
 def _packed_names(kind: type[Record]) -> tuple[bytes, list[tuple[str, bytes]]]:
-    """The header of a record's map, and its fields' names as they are and packed."""
+    """The header of a record's map, and its fields' names, plain and packed."""
     header = bytes(msgpack.Packer().pack_map_header(len(kind.model_fields)))
     return header, [(name, _packb(name)) for name in kind.model_fields]
 
 
 def _pack_shared(records: tuple[Record, ...], dump: Callable[[], Any]) -> bytes:
-    """Frozen records are the same as last time when they are the same objects."""
+    """Pack records, or reuse their bytes: identical objects have the same content, as records are frozen."""
     global _shared
     for known, data in _shared:
         if len(known) == len(records) and all(map(operator.is_, known, records)):
@@ -169,7 +171,7 @@ def _pack_shared(records: tuple[Record, ...], dump: Callable[[], Any]) -> bytes:
 
 
 def _pack_layout(layout: tuple[TensorSpec, ...]) -> bytes:
-    """Compressed, as names of tensors repeat each other: 65,536 of them have 6 MB, and 0.3 MB so."""
+    """Pack a layout, compressed as tensor names are repetitive: 65,536 of them have 6 MB, compressed 0.3 MB."""
     fields = []
     for spec in layout:
         name, dtype = spec.name.encode(), spec.dtype.encode()
@@ -183,9 +185,9 @@ def _pack_layout(layout: tuple[TensorSpec, ...]) -> bytes:
 
 @functools.lru_cache(maxsize=2)
 def _unpack_layout(packed: bytes) -> tuple[TensorSpec, ...]:
-    """Not msgpack, of which each byte may become an object: this takes no more memory than its tensors do. All members
-    of a run say the same, so it is remembered.
+    """Unpack a layout; cached, as all members of a run send the same one.
 
+    Not msgpack, of which each byte may become an object: this takes no more memory than the tensors' specs do.
     Raises ``WireError`` and ``ValidationError``."""
     unpacker, at = zlib.decompressobj(), 0
     layout: list[TensorSpec] = []
@@ -201,7 +203,7 @@ def _unpack_layout(packed: bytes) -> tuple[TensorSpec, ...]:
     except (zlib.error, struct.error, UnicodeDecodeError) as error:
         raise WireError(f"malformed layout: {type(error).__name__}") from error
     if at != len(data) or not unpacker.eof or unpacker.unused_data:
-        raise WireError("malformed layout: it has not the length that it says")
+        raise WireError("malformed layout: wrong length")
     return tuple(layout)
 
 
@@ -211,9 +213,9 @@ def _packb(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Envelope:
-    """Raises ``ProtocolMismatch`` for another version and ``WireError`` for everything else that is wrong."""
+    """Decode an envelope. Raises ``ProtocolMismatch`` for another version, ``WireError`` for everything else."""
     if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(data)} bytes is too large")
+        raise WireError(f"a message of {len(data)} bytes is too large")
     try:
         # Deep nesting makes msgpack raise StackError (a ValueError). Arrays are allocated by their declared
         # length: unlimited, each of many nested headers could claim eight times the size of the whole input.
@@ -236,26 +238,15 @@ def decode(data: bytes | memoryview) -> Envelope:
         )
     match fields:
         case (_, int(kind), int(number), int(scope), str(name), dict(body)):
-            return Envelope(_kind(kind), _number(number), _message(name, body), _scope(scope))
+            for value, limit, what in (
+                (kind, len(_KINDS), "kind"),
+                (number, 2**63, "number"),
+                (scope, MAX_STAGES + 1, "scope"),
+            ):
+                if isinstance(value, bool) or not 0 <= value < limit:
+                    raise WireError(f"an envelope's {what} is out of range")
+            return Envelope(_KINDS[kind], number, _message(name, body), scope)
     raise WireError("not a Shoal message")
-
-
-def _kind(index: int) -> Kind:
-    if isinstance(index, bool) or not 0 <= index < len(_KINDS):
-        raise WireError("unknown kind of envelope")
-    return _KINDS[index]
-
-
-def _number(number: int) -> int:
-    if isinstance(number, bool) or not 0 <= number < 2**63:
-        raise WireError("request number out of range")
-    return number
-
-
-def _scope(scope: int) -> int:
-    if isinstance(scope, bool) or not 0 <= scope <= MAX_STAGES:
-        raise WireError("scope out of range")
-    return scope
 
 
 def _message(name: str, body: dict[Any, Any]) -> Message:
@@ -274,7 +265,7 @@ def _first_problem(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return type(error).__name__
     if error.error_count() > _MAX_PROBLEMS:
-        return f"{error.error_count()} problems"  # pydantic would spell them all out to name the first
+        return f"{error.error_count()} problems"  # pydantic would describe all of them to name the first
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    # The place may be made of the sender's own bytes, on the way to a log.
+    # The location may contain bytes of the sender, which must not reach a log unescaped.
     return ascii(f"{'.'.join(str(step)[:100] for step in first['loc'])}: {first['msg']}")[:300]

@@ -137,7 +137,12 @@ def test_another_run_than_the_invites(swarm: Swarm) -> None:
         own = {"invited": mild, "served": one["served"]}
         one |= {key: json.loads(json.dumps(value).replace("reef", one["name"])) for key, value in own.items()}
     invites, heard = lying_host(swarm, runs)
-    words = {"open": "since this invite", "lie": "another hash", "late": "another hash", "later": "since this invite"}
+    words = {
+        "open": "since this invite",
+        "lie": "does not have the hash",
+        "late": "does not have the hash",
+        "later": "since this invite",
+    }
     for name, invite in invites.items():
         victim = swarm.member(invite, name, SHOAL, extra=("--data", str(data)))
         refused(victim, RunChanged, words[name])

@@ -128,7 +128,7 @@ def test_a_coordinator_that_has_lost_rounds_takes_none_from_us(tmp_path: Path) -
             older = newest.model_copy(
                 update={"sequence": newest.sequence + 1, "verdict": before[1], "verdict_chain": before[1].chain}
             )
-            run[0].client._take(older)
+            run[0].client._apply_view(older)
             await asyncio.sleep(20.0)
             assert keeping.verdicts == before
             assert put_aside(tmp_path) == 0

@@ -248,7 +248,7 @@ def test_a_model_of_other_settings_is_refused_naming_the_first_difference(place:
         start.check(wider, whole=True)
     with pytest.raises(ModelMismatch, match=r"it lacks \S*3\S* \[\d+\], which the checkpoint has"):
         start.check(shorter, whole=True)
-    with pytest.raises(ModelMismatch, match=r"it has \S*4\S* \[\d+\], which the checkpoint has not"):
+    with pytest.raises(ModelMismatch, match=r"it has \S*4\S* \[\d+\], which the checkpoint lacks"):
         start.state_of(longer)
 
 

@@ -93,8 +93,8 @@ def test_what_was_given_ahead_counts_though_its_member_hears_of_the_verdict_only
             await run.own_nothing(deaf)
             brought = [contribution(SMALL, index) for index in range(3)]
             plays = [asyncio.create_task(run[index].play(brought[index], 10)) for index in range(3)]
-            take = deaf.client._take
-            deaf.client._take = lambda view: None if view.plan is not None else take(view)  # type: ignore[method-assign]
+            take = deaf.client._apply_view
+            deaf.client._apply_view = lambda view: None if view.plan is not None else take(view)  # type: ignore[method-assign]
             outcomes = await asyncio.gather(*plays)
             assert all(isinstance(one, Committed) and one.included for one in outcomes)
             assert isinstance(outcomes[0], Committed)

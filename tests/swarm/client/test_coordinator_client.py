@@ -190,7 +190,7 @@ def test_who_finds_no_place_waits_for_one_and_says_why(caplog: pytest.LogCapture
             await client.join_in_time()
             took_s = asyncio.get_running_loop().time() - began_s
             assert 0.5 * (1 + 2 + 4 + 8 + 15 + 15) < took_s < 46
-            assert caplog.text.count("waiting to be let in: the run is full") == 6
+            assert caplog.text.count("cannot join yet, trying again soon: the run is full") == 6
             run.coordinator.refusals = [TryLater("full")]
             with pytest.raises(TryLater):
                 await client.join()

@@ -62,10 +62,10 @@ def test_the_run_of_the_invite() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (serves_another, RunChanged, "since this invite: its hash is"),
-        (lies, RunChanged, "has another hash than the invite's"),
+        (serves_another, RunChanged, "since this invite was made: its hash is"),
+        (lies, RunChanged, "does not have the hash that the invite names"),
         (sends_nonsense, RunFileError, "the coordinator's run file: "),
-        (has_another_key, WireError, "for another key than the invite's"),
+        (has_another_key, WireError, "not for the key that the invite names"),
     ],
 )
 def test_nothing_else_is_joined(

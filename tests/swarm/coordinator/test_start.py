@@ -121,7 +121,7 @@ def test_a_stage_may_lack_what_others_have() -> None:
     desk.join(0)
     assert desk.machine.agreed_digest == desk.digests[RIGHT]
     assert "round 8 of reef-01234567" in desk.machine.say_outlook()
-    with pytest.raises(ModelMismatch, match=r"it has new \[4\], which the checkpoint has not"):
+    with pytest.raises(ModelMismatch, match=r"it has new \[4\], which the checkpoint lacks"):
         Desk(StageScope(run, SIGNER.sign, 0.0, 1, 1)).join(
             0, MODEL.model_copy(update={"layout": (OTHER.model_copy(update={"name": "new"}),)})
         )

@@ -90,7 +90,7 @@ def test_they_count_in_the_runs_hash() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (RUN + START + SECTION + f'state = "{"2" * 64}"\n', "pins.state: the run starts from a checkpoint"),
+        (RUN + START + SECTION + f'state = "{"2" * 64}"\n', "pins.state: expected only without"),
         (RUN + SECTION + f'layers = [{{ tensors = 1, elements = 5, layout = "{"1" * 64}" }}]\n', "pins.layers"),
         (RUN + SECTION.replace("= 5", "= 0"), "pins.elements"),
         (RUN + SECTION.replace("1" * 64, "no digest"), "pins.layout"),

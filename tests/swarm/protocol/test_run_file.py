@@ -192,7 +192,7 @@ def test_a_whole_pipeline() -> None:
         ("max_in_flight = 0", r"pipeline\.max_in_flight.*greater than 0"),
         ('activations = "gzip"', r"pipeline\.activations: expected one of float32, .*'gzip'"),
         ('activations = "auto"', r"pipeline\.activations: expected one of float32, .*'auto'"),
-        ("activations = { block = 64 }", r"pipeline\.activations: a table of a codec has its name"),
+        ("activations = { block = 64 }", r"pipeline\.activations: the table of a codec needs a name"),
         ("depth = 2", r"pipeline\.depth: .*not permitted"),
     ],
 )
@@ -316,7 +316,7 @@ def test_the_hash_of_this_release() -> None:
         ("averaging", "residual_decay = 1.5", r"averaging\.residual_decay: .*less than or equal to 1"),
         ("averaging", "group_size = 1", r"averaging\.group_size: .*greater than or equal to 2"),
         ("averaging", "group_size = 1025", r"averaging\.group_size: .*less than or equal to 1024"),
-        ("averaging", "codec = { block = 64 }", r"averaging\.codec: .*has its name"),
+        ("averaging", "codec = { block = 64 }", r"averaging\.codec: .*needs a name"),
         (
             "",
             'algorithm = "virtual_batch"\naveraging.overlap = true',

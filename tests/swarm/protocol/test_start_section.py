@@ -69,7 +69,7 @@ def test_the_first_difference_is_named() -> None:
     assert found.difference(LAYOUT[:1], whole=True) == "it lacks bias [], which the checkpoint has"
     assert found.difference(other, whole=False) == "a.weight is [3, 2] here, and [2, 3] in the checkpoint"
     more = [TensorSpec(name="new", shape=(1,), dtype="float32"), *LAYOUT]
-    assert found.difference(more, whole=False) == "it has new [1], which the checkpoint has not"
+    assert found.difference(more, whole=False) == "it has new [1], which the checkpoint lacks"
 
 
 def test_a_states_digest_is_of_names_order_and_values() -> None:
