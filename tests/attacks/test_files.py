@@ -92,7 +92,7 @@ def test_a_run_file_reaches_for_files(swarm: Swarm) -> None:
             ("text:.secrets/*", ("--data", str(home)), RunFileError, "hidden files"),
             (f"tokens:{home}/diary/key.u16", named, RunFileError, "must be relative"),
             (f"file://{home}/diary/key.txt", named, RunFileError, "not file:"),
-            (url, named, RunFileError, "not the public name or address"),
+            (url, named, RunFileError, "not a public host name or IP address"),
             (f"simplecache::{url}", named, RunFileError, "not simplecache:"),
             (f"zip://key.txt::file://{home}/diary.zip", named, RunFileError, "not zip:"),
             ("https://example.org/a::file:///etc/passwd", named, RunFileError, "chained"),

@@ -150,7 +150,7 @@ def test_it_waits_for_somebody_who_has_it(place: Path) -> None:
     async def main() -> None:
         world = World(place, have=(), others=("a", "b"))
         state = world.me.state_of(FIRST)
-        with pytest.raises(LinkError, match="one peer has to bring its checkpoint"):
+        with pytest.raises(LinkError, match="a peer that has it must join"):
             await state.fetch()
         waiting = asyncio.ensure_future(fetched(state))
         await asyncio.sleep(60)

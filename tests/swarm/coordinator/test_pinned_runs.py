@@ -76,7 +76,7 @@ def test_the_first_state_is_the_pinned_one_whatever_members_say(machine: PlainRu
     assert all(machine.view(peer_name(number), 1.0).must_resync for number in range(3))
     assert machine.view(peer_name(0), 1.0).state_digest == RIGHT
     assert (machine.round.phase, dict(machine.synced())) == ("waiting", {})
-    assert "no member here has the first state that the run file pins" in machine.status(1.0).outlook
+    assert "no member has the first state that the run file pins" in machine.status(1.0).outlook
     join(machine, 3)
     beat(machine, 3, RIGHT)
     assert (machine.round.phase, list(machine.synced())) == ("training", [peer_name(3)])
