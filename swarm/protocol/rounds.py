@@ -36,13 +36,14 @@ MIN_CHUNK_ELEMENTS = 2**12
 
 
 class PlanMember(Record):
-    """One contributor of a round. ``weight_tokens`` is its share in the weighted mean; a flat group is all row 0.
+    """One contributor of a round.
 
-    ``norms``: what it claims of its contribution (``averaging/norm_claims.py``); chunks above their claim are left out.
-    ``factor``: what its contribution is multiplied with, so that it moves the mean no further than the run's bound.
-    ``carried_tokens``: of its work that earlier rounds were planned with and left out, as far as that raises its bound
-    (``coordinator/influence.py``); ``last_tokens``: the weight of its last committed contribution, for the same.
-    ``detours``: members that it did not get from what they had to; it asks others for their results first."""
+    ``weight_tokens``: its weight in the mean. ``row``: 0 in a flat group. ``norms``: claimed norms of its contribution
+    (``averaging/norm_claims.py``); chunks above their claim are left out of the mean. ``factor``: multiplies its
+    contribution, so that it moves the mean no further than the run's bound. ``carried_tokens``: weight of its work that
+    earlier rounds were planned with but left out, as far as that raises its bound (``coordinator/influence.py``).
+    ``last_tokens``: the weight of its last committed contribution, for the same bound. ``detours``: members that did
+    not deliver to it; it asks others for their results first."""
 
     peer: PeerId
     weight_tokens: Annotated[int, Field(ge=1, le=2**62)]
@@ -55,8 +56,10 @@ class PlanMember(Record):
 
 
 class Part(Record):
-    """Elements ``start <= i < stop`` of the contribution, reduced by ``members[owner]``; when that fails, by the
-    first of ``stand_ins`` that can. ``column``: whose row reducers collect for the owner, in a grid."""
+    """Elements ``start <= i < stop`` of the contribution, reduced by ``members[owner]`` or, if it fails, a stand-in.
+
+    The first of ``stand_ins`` that can takes its place. ``column``: whose row reducers collect for the owner, in a
+    grid."""
 
     owner: Index
     stand_ins: Annotated[tuple[Index, ...], Field(max_length=MAX_STAND_INS)] = ()
@@ -66,12 +69,12 @@ class Part(Record):
 
 
 class RoundPlan(Record):
-    """Who reduces what in a round. Members are ordered by peer id, parts by start; parts tile all elements, on the grid
-    of chunks.
+    """Plan of a round: its members and the parts that they reduce.
 
-    ``rho``: the usual norm of a contribution of one token, by which all are bounded; 0 while nobody has claimed any.
-    ``columns``: none in a flat group; in a grid, of each column its row reducer in every row: the member of that row
-    that sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a
+    Members are ordered by peer id and parts by start; parts tile all elements, on the grid of chunks. ``rho``: the
+    usual norm of a contribution of one token, by which all contributions are bounded; 0 while no member has claimed a
+    norm. ``columns``: none in a flat group; in a grid, of each column its row reducer in every row: the member of that
+    row that sums its row's contributions to the column's parts, and passes their means on to it. Many parts share a
     column."""
 
     round: Count
@@ -111,19 +114,16 @@ class RoundPlan(Record):
 
 
 class Verdict(Record):
-    """The one end of a round, journaled before it is announced and signed by the coordinator.
+    """The end of a round, signed by the coordinator and journaled before it is announced.
 
-    ``chain`` is SHA-256 over the previous chain and this verdict's content (``verdicts.chain_hash``);
-    ``digests`` are those of the parts' result bytes, in the plan's order, None for a void part: nobody's mean is
-    applied there, and what was offered is offered again. Empty when aborted;
-    ``run_hash`` says of which run it is, as a host may have several;
-    ``tokens`` are this round's, ``tokens_total`` all committed ones up to and with it; ``ended_s`` is the coordinator's
-    word for when that was; ``sent_bytes`` are what members said that they sent since the verdict before.
-    ``anchor_version`` is the run's from now on: one more when committed, the same when aborted, and lower where an
-    aborted round ends with the run going back; ``tokens_total`` goes back with it.
-    ``together``, of a pipeline's stage: the hash of what the verdicts of all stages say on this round
-    (``verdicts.tied_together``).
-    """
+    ``chain``: SHA-256 over the previous chain and this verdict's content (``verdict_chain.chain_hash``). ``digests``:
+    of the parts' results, in the plan's order; None for a void part, where no mean is applied and contributions are
+    offered again; empty when aborted. ``run_hash``: the run, as a host may have several. ``tokens``: of this round;
+    ``tokens_total``: all committed ones up to this round. ``ended_s``: on the coordinator's clock. ``sent_bytes``: as
+    members have reported them since the previous verdict. ``anchor_version``: the run's version from now on, one higher
+    when committed, the same when aborted, and lower where an aborted round ends with a rollback, which also lowers
+    ``tokens_total``. ``together``, of a pipeline's stage: hash over the verdicts of all stages on this round
+    (``verdict_chain.tied_together``)."""
 
     round: Count
     committed: bool
@@ -144,20 +144,17 @@ class Verdict(Record):
 
 
 class RunView(Record):
-    """What one member has to know of the run right now; sent on change and with every heartbeat.
+    """All that a member has to know of the run at the moment; sent on changes and in answer to heartbeats.
 
-    It is a state, not an event: a member that missed ten of them and reads the eleventh knows all it needs.
-    ``epoch`` (the coordinator's start) and ``sequence`` order the views: an older one is ignored.
-    ``verdict`` is left out when the member has said that it knows the one with this ``verdict_chain``, None before the
-    first: of a large swarm it is nearly all of a view.
-    ``roster`` is left out when the member has said that it knows the one with this ``roster_version``, and where
-    ``roster_delta`` makes it of the one that it knows.
-    ``expected``: while the round closes, the plan as it will be if everybody who works for it is ready, but for the
-    weights: what does not depend on those may begin. ``as_expected``: ``plan`` is that one, and nobody in it has left
-    since.
-    ``divergence``: the answer to a member that says that its work has diverged; empty while there is none.
-    ``pipeline``: of the run's own scope, once its stages are planned; None without a pipeline.
-    """
+    A view is a state, not an event: a member that missed ten views and receives the eleventh knows all it needs.
+    ``epoch`` (the coordinator's start) and ``sequence`` order views; older ones are ignored. ``verdict``: left out if
+    the member's heartbeat has named this ``verdict_chain``, as it is nearly all of a large swarm's view;
+    ``verdict_chain`` is None before the first verdict. ``roster``: left out if the heartbeat has named this
+    ``roster_version``, or if ``roster_delta`` leads to it from the version that the heartbeat has named. ``expected``:
+    while the round closes, the plan that results if all working members become ready, except for the weights; work that
+    does not depend on those may begin. ``as_expected``: ``plan`` is the expected one, and none of its members has left
+    since. ``divergence``: the decision on a member that has reported divergence, otherwise empty. ``pipeline``: in the
+    run's own scope, once stages are planned."""
 
     epoch: Count
     sequence: Count
