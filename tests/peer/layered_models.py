@@ -1,4 +1,4 @@
-"""Small models in layers, for tests, and how they are computed in one piece."""
+"""Small models in layers for tests, and their computation as one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a peer that touch the device, on CUDA; they skip by themselves elsewhere."""
+"""Tests of peer/ on CUDA; skipped on other machines."""
 
 from __future__ import annotations
 

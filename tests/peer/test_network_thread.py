@@ -1,3 +1,5 @@
+"""Tests of network_thread: calls, interrupts, failures and the end of the thread."""
+
 import asyncio
 import threading
 import time

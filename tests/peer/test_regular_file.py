@@ -1,4 +1,4 @@
-"""What is no regular file is refused at once, and nothing is read that does not fit into memory."""
+"""Tests of regular_file: other kinds of files are refused at once, and nothing is read that does not fit."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""A member that is stopped and started again goes on from its checkpoint, with the bits that it would have had."""
+"""Tests of a restarted member: it goes on from its checkpoint with the same bits."""
 
 import asyncio
 import random

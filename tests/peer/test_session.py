@@ -1,4 +1,4 @@
-"""When a session starts afresh, and how it ends when something goes wrong at its end."""
+"""Tests of session: when it resyncs, and how it ends when its last steps fail."""
 
 from types import SimpleNamespace
 from typing import Any

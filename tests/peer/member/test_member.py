@@ -1,4 +1,4 @@
-"""A member's own wiring, with the real coordinator's machine and no sockets: on the virtual clock."""
+"""Tests of member/member with the real coordinator's machine, without sockets, on the virtual clock."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

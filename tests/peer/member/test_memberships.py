@@ -1,4 +1,4 @@
-"""One process in several stages at once: real nodes on loopback, the real machine for each scope, real replicas."""
+"""Tests of member/memberships: one process in several stages, with real nodes, coordinator scopes and replicas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

@@ -1,4 +1,4 @@
-"""What a round does to a member that works on while the round is averaged; the network is the test's."""
+"""Tests of member/replica: rounds of a member that trains on while they are averaged; the network is a fake."""
 
 import asyncio
 import math

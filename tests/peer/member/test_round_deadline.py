@@ -1,3 +1,5 @@
+"""Tests of member/round_deadline: when a round has to be closed, and what goes before local work."""
+
 import math
 
 import pytest

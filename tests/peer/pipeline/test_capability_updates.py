@@ -1,4 +1,4 @@
-"""When a peer of a pipeline tells anew what it can do: traces of what it measures, a look every 15 s."""
+"""Tests of pipeline/capability_updates: traces of measurements, checked every 15 s, and the reports they cause."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a pipeline's peer asks its coordinator: claims together and in order, only new samples to drive."""
+"""Tests of pipeline/claims: claims in order and together, and requests for new samples to drive."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Tests of pipeline/compute: stages give the whole model's gradient, and refuse inputs that do not fit."""
+
 from collections.abc import Callable, Collection
 from itertools import accumulate, pairwise
 from typing import Any

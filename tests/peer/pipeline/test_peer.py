@@ -1,4 +1,4 @@
-"""How a pipeline's peer goes from place to place, and what becomes of it when the coordinator gives it up."""
+"""Tests of pipeline/peer: from one assigned span to the next, reports of its capability, lost memberships."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,4 +1,4 @@
-"""What a pipeline's peer does when the run ends before it has got ready for it, or when it cannot go on itself."""
+"""Tests of pipeline/peer: the run ends before the peer is ready, or the peer cannot go on."""
 
 from types import SimpleNamespace
 from typing import Any

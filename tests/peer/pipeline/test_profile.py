@@ -1,4 +1,4 @@
-"""What was measured is kept on the disk: used again, made again when stale or damaged, never in the way."""
+"""Tests of the cache of pipeline/profile: used again, measured again when stale or damaged."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pipelines of runners in one process: real engines, routers and layers; coordinator and control channels are simple.
+"""Tests of pipeline/runner: several peers in one process, with real engines and layers and a fake coordinator.
 
 All claims are granted to who asks first; a batch is given out to whoever drives. The gradients that count are compared
 with those of the whole model on the whole batch.

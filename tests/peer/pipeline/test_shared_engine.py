@@ -1,4 +1,4 @@
-"""One engine, told by the event loop and by what the training thread hands in."""
+"""Tests of the shared engine in pipeline/runner: events of the loop and results of the training thread in order."""
 
 import asyncio
 import threading

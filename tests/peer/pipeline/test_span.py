@@ -1,4 +1,4 @@
-"""What a pipeline's peer says of its stages when it leaves them."""
+"""Tests of pipeline/span: the reported headway while a span is left."""
 
 from types import SimpleNamespace
 from typing import Any

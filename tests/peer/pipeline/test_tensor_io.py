@@ -1,4 +1,4 @@
-"""Packed tensors between device and host, on a GPU by streams that wait for each other only where they must."""
+"""Tests of transfers in pipeline/tensor_io: a GPU's streams wait for each other only where they must."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

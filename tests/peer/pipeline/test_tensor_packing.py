@@ -1,3 +1,5 @@
+"""Tests of packing in pipeline/tensor_io: exact sizes, values within the codec's error, hostile headers."""
+
 from typing import Any
 
 import pytest

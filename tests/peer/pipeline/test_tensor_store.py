@@ -1,4 +1,4 @@
-"""Tensors between the peers of a pipeline: packed once, checked before they are fetched, forgotten when told."""
+"""Tests of pipeline/tensor_store: results packed once, offers checked before the fetch, jobs dropped."""
 
 import asyncio
 from typing import Any

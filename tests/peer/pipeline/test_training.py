@@ -1,4 +1,4 @@
-"""How the stages of one peer end their rounds together."""
+"""Tests of pipeline/training: all stages of one peer close and conclude their rounds together."""
 
 from types import SimpleNamespace
 from typing import Any

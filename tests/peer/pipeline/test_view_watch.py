@@ -1,4 +1,4 @@
-"""What a pipeline's peer sees in its views: what goes before computing, who is gone, who comes next."""
+"""Tests of pipeline/view_watch: attention, departed peers and replicas of the next stage."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,3 +1,5 @@
+"""Tests of training/algorithms: contributions and steps of each algorithm, also with overlap."""
+
 import math
 
 import pytest

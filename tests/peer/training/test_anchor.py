@@ -1,3 +1,5 @@
+"""Tests of training/anchor: digests of states, whole and added in pieces."""
+
 import hashlib
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tests of training/data: leased samples in their states, batches, and fingerprints of datasets."""
+
 import itertools
 import subprocess
 import sys

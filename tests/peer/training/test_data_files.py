@@ -1,3 +1,5 @@
+"""Tests of training/data_files: a run reads regular files below the named folders and nothing else."""
+
 import os
 import socket
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How much memory is free, from what each system says, and what autograd keeps."""
+"""Tests of training/device and machine_memory: free memory, what autograd keeps, and the batch that fits."""
 
 from pathlib import Path
 from types import SimpleNamespace

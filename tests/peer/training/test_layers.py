@@ -1,3 +1,5 @@
+"""Tests of training/layers: models as layers, their stages, shared weights and shapes."""
+
 import gc
 import itertools
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Tests of training/lr_schedule: the factor over global tokens, warm-up and decay."""
+
 from itertools import pairwise
 
 import pytest

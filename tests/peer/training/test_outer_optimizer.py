@@ -1,4 +1,4 @@
-"""The outer step: the published formulas, and the same bits wherever and in whatever pieces it is done."""
+"""Tests of training/outer_optimizer: the published formulas, with the same bits on every device and in any pieces."""
 
 import math
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Tests of training/parameters: a model's parameters as one vector, and its layout."""
+
 import pytest
 import torch
 from torch import nn

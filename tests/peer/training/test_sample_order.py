@@ -1,3 +1,5 @@
+"""Tests of the sample order in training/data: a permutation in every epoch, the same for any ranges."""
+
 from itertools import pairwise
 
 import numpy as np
