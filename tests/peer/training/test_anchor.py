@@ -1,4 +1,4 @@
-"""Tests of training/anchor: digests of states, whole and added in pieces."""
+"""Tests of training/anchor: a state copies its vectors, and its digest covers everything."""
 
 import hashlib
 
