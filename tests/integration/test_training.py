@@ -152,7 +152,7 @@ def test_a_late_joiner_gets_the_state_and_takes_part_in_the_next_round(swarm: Sw
     late = swarm.member(host.invite, "late")
     synced = late.event("synced", START_S)
     assert synced["anchor_version"] >= version
-    late.says("the link carries about")  # it has probed
+    late.says("link carries about")  # it has probed
     taken = late.committed()
     for member in first:
         member.event("committed", round=taken["round"])
