@@ -1,15 +1,17 @@
-"""One real coordinator process and up to a thousand simulated peers that heartbeat and run rounds against it.
+"""Speed and memory of one real coordinator process with up to a thousand simulated peers.
 
 The peers are light (``light_peer.py``): they speak the protocol over CURVE on loopback, but hold no model and average
-no bytes. Planning: from the closing moment until every peer has the plan. CPU share: seconds of CPU that the
-coordinator's process takes a second, over whole rounds, with everybody's heartbeats; 1 is one core. Their own share of
-the machine's cores goes to the peers, so all times are upper bounds.
+no bytes. Planning: seconds from the closing moment until every peer has the plan. CPU share: CPU seconds that the
+coordinator takes in a second, over whole rounds with all heartbeats; 1 is one core. RSS: the coordinator's resident
+memory at its largest; the goal is 80 MB with ten members and 400 MB with a thousand. The peers run on the same cores
+as the coordinator, so all times are upper bounds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import sys
 import tempfile
 import time
 from bisect import bisect_left
@@ -32,8 +34,8 @@ from shoal.swarm.protocol.invite import Invite
 
 PATIENCE_S = 20.0
 _MAX_SOCKETS = 60_000
-_JOINING = 8
-"""Peers of one process that are joining at the same time."""
+PEERS_JOINING_AT_ONCE = 8
+"""Peers of one process that join at the same time."""
 
 RUN_FILE = """
 [run]
@@ -60,14 +62,14 @@ patience_s = {patience_s}
 
 
 def run_peers(pipe: Connection, invite: str, habits: Habits, peers: int) -> None:
-    """One process with so many light peers; sends their records when the run has ended."""
+    """Run light peers in this process; send their records through ``pipe`` when the run has ended."""
     pipe.send(asyncio.run(_run_peers(pipe, Invite.parse(invite), habits, peers)))
 
 
 async def _run_peers(pipe: Connection, invite: Invite, habits: Habits, peers: int) -> list[Record]:
     context = zmq.asyncio.Context()
     context.max_sockets = _MAX_SOCKETS
-    joining, everybody = asyncio.Semaphore(_JOINING), asyncio.Event()
+    joining, everybody = asyncio.Semaphore(PEERS_JOINING_AT_ONCE), asyncio.Event()
     here = asyncio.Semaphore(0)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -86,7 +88,7 @@ async def _run_peers(pipe: Connection, invite: Invite, habits: Habits, peers: in
 
 @dataclass(frozen=True)
 class Sample:
-    """Usage of the coordinator's process up to a moment of the monotonic clock."""
+    """CPU and memory of the coordinator's process at a moment of the monotonic clock."""
 
     at_s: float
     cpu_s: float
@@ -98,12 +100,12 @@ def sample(pid: int) -> Sample:
 
 
 def limit_s(rounds: int, options: Any) -> float:
-    """Nothing goes on for longer, from the begin of the first round on, however busy the machine."""
+    """Time limit from the start of the first round on, for busy machines."""
     return float((1 + rounds) * (2 * options.work_s + options.exchange_s + 4 * PATIENCE_S))
 
 
 def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
-    """A row: so many peers for one round to warm up and ``rounds`` measured ones."""
+    """Measure one row of the table: ``rounds`` rounds after one to warm up."""
     context = multiprocessing.get_context("spawn")
     deadlines = Deadlines(PATIENCE_S)
     habits = Habits(options.elements, options.work_s, options.exchange_s, deadlines.heartbeat_s, deadlines.request_s)
@@ -117,6 +119,7 @@ def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
             invite = await_invite(host, time.monotonic() + 60)
             pid = host.process.pid
             samples = [sample(pid)]
+            say(f"{peers} peers: join, {PEERS_JOINING_AT_ONCE} of each process at once")
             for number in range(options.processes):
                 here = len(range(number, peers, options.processes))
                 ours, theirs = context.Pipe()
@@ -128,13 +131,15 @@ def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
             for pipe in pipes:
                 assert pipe.recv() == "here"
             joined = sample(pid)
+            joined_s, taken_s = joined.at_s - samples[0].at_s, (1 + rounds) * (options.work_s + options.exchange_s)
+            say(f"{peers} peers: joined after {joined_s:.0f} s; {1 + rounds} rounds take {taken_s:.0f} s or more")
             for pipe in pipes:
                 pipe.send("begin")
             deadline_s = time.monotonic() + limit_s(rounds, options)
             while host.is_running and not all(pipe.poll() for pipe in pipes):
                 if time.monotonic() > deadline_s:
                     raise RuntimeError(
-                        f"{peers} peers: the run did not end in time; --log FILE keeps the coordinator's"
+                        f"{peers} peers: the run did not end in time; see the coordinator's log, with --log FILE"
                     )
                 samples.append(sample(pid))
                 time.sleep(0.1)
@@ -151,7 +156,7 @@ def measure(peers: int, rounds: int, options: Any) -> dict[str, Any]:
 
 
 def summary(records: list[Record], samples: list[Sample], joined: Sample) -> dict[str, Any]:
-    """One row of the table."""
+    """Make a row of the table from what the peers and the coordinator's process did."""
     numbers = sorted(records[0].rounds)
     first, measured = numbers[0], [one for one in numbers[1:] if all(record.rounds[one].plan_s for record in records)]
     start_s = max(record.rounds[first].verdict_s for record in records)
@@ -190,6 +195,11 @@ def _last(records: list[Record], number: int, moment: str) -> float:
     return max(float(getattr(record.rounds[number], moment)) for record in records)
 
 
+def say(words: str) -> None:
+    """Tell at once how far it is, apart from the results."""
+    print(words, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--peers", type=int, nargs="+", default=[10, 100, 1000])
@@ -204,7 +214,7 @@ def main() -> None:
     rows = []
     for peers in options.peers:
         rows.append(measure(peers, options.rounds, options))
-        print(rows[-1])
+        say(f"{peers} peers: {rows[-1]['RSS MB']:.0f} MB, {rows[-1]['CPU share']:.3f} of a core")
     fewest, most = rows[0], rows[-1]
     ratios: dict[str, float | None] = {"coordinator_1000_cpu_share": None}  # where so many were not asked for
     ratios |= {

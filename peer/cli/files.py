@@ -1,4 +1,4 @@
-"""The commands that look at finished things: ``log verify replay restore checkpoint export generate identity``."""
+"""Commands on what runs have written: ``log verify replay restore checkpoint export generate identity``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from shoal.swarm.protocol.identity import Identity
 
 app = typer.Typer()
-"""Without a name of its own: ``cli.py`` takes its commands over."""
+"""Part of the ``shoal`` command in ``main.py``."""
 
 console = Console()
 
-IdentityOption = Annotated[Path, typer.Option(help="Ed25519 identity; made when it is missing.")]
-ReaderOption = Annotated[Path, typer.Option("--identity", help="Of a reader, to open sealed checkpoints.")]
+IdentityOption = Annotated[Path, typer.Option(help="File with this machine's Ed25519 keys; made if it is missing.")]
+ReaderOption = Annotated[Path, typer.Option("--identity", help="A reader's keys, to open sealed checkpoints.")]
 
 
 class Precision(StrEnum):
-    """In which an export is fetched and written."""
+    """Number format in which an export is fetched and written."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -36,15 +36,15 @@ class Precision(StrEnum):
 
 @app.command("log")
 def log_command(
-    run: Annotated[str, typer.Argument(help="An invite, or the folder of a host, of a member, or of a checkpoint.")],
-    last: Annotated[int, typer.Option(min=0, help="Only so many rounds, the newest; 0: all.")] = 0,
+    run: Annotated[str, typer.Argument(help="An invite, or the folder of a host, a member or a checkpoint.")],
+    last: Annotated[int, typer.Option(min=0, help="Show only the newest rounds, so many; 0 shows all.")] = 0,
     round_number: Annotated[
-        int | None, typer.Option("--round", min=0, help="One round in detail: weights, owners, digests.")
+        int | None, typer.Option("--round", min=0, help="Show one round in detail: weights, owners, digests.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One object a line, with everything.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one round a line, with all fields.")] = False,
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
-    """Show a run's history, checked from its beginning: each round's verdict, its hash and its signature."""
+    """Show a run's history: the verdict of each round. Hashes and signatures are checked from the first round on."""
     from shoal.peer.cli.log import open_log, show_log
 
     show_log(open_log(run, _reader(identity)), console, last, round_number, json_lines=as_json)
@@ -52,10 +52,10 @@ def log_command(
 
 @app.command("verify")
 def verify_command(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint's folder, a peer's, or a run's.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of a checkpoint, a peer or a run.")],
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
-    """Check checkpoints offline: every file, signature and verdict, and what vouches for each state."""
+    """Check checkpoints offline: files, signatures and verdicts, and which verdict vouches for each state."""
     from shoal.peer.cli.verify_view import summary, verify_notes, verify_table
     from shoal.peer.offline.verify import Refused, find_checkpoints, verify_checkpoints
     from shoal.peer.terminal.events import printable
@@ -67,20 +67,24 @@ def verify_command(
     for one in wrong:
         console.print(printable(one.reason), style="red", markup=False, highlight=False, soft_wrap=True)
     if wrong and all(one.is_for_others for one in wrong):
-        raise SealedForOthers(f"{len(wrong)} of {len(results)} checkpoints are sealed for others, and not checked")
+        raise SealedForOthers(
+            f"{len(wrong)} of {len(results)} checkpoints are sealed for other readers and were not checked: give the "
+            "--identity of a reader"
+        )
     if wrong:
         raise StateFileError(summary(results))
 
 
 @app.command("replay")
 def replay_command(
-    folder: Annotated[Path, typer.Argument(help="One peer's folder (~/.shoal/runs/RUN-HASH/PEER), or the run's.")],
-    number: Annotated[int | None, typer.Option("--round", min=0, help="Only up to this one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: one object a line.")] = False,
+    folder: Annotated[Path, typer.Argument(help="A peer's folder (~/.shoal/runs/RUN-HASH/PEER), or the run's.")],
+    number: Annotated[int | None, typer.Option("--round", min=0, help="The last round to replay.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one round a line.")] = False,
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
-    """Make finished rounds again from their committed bytes, and show that the run's states come out: of a pipeline, in
-    each stage that the peer has kept."""
+    """Replay finished rounds from their committed bytes, and check that the run's states come out.
+
+    Of a pipeline: in each stage that the peer has kept."""
     from shoal.peer.offline.replay import replay
     from shoal.peer.offline.replay import table as replay_table
 
@@ -97,16 +101,16 @@ def replay_command(
 
 @app.command("restore")
 def restore_command(
-    url: Annotated[str, typer.Argument(help="What --copy-to of `shoal join` had, or a run's or peer's folder there.")],
-    to: Annotated[Path, typer.Option(help="Where `shoal join --state` looks.")] = SHOAL_HOME / "runs",
+    url: Annotated[str, typer.Argument(help="The URL of `shoal join --copy-to`, or a folder of a run or peer there.")],
+    to: Annotated[Path, typer.Option(help="The folder that `shoal join` uses as --state.")] = SHOAL_HOME / "runs",
     identity: IdentityOption = SHOAL_HOME / "identity",
-    only_list: Annotated[bool, typer.Option("--list", help="Show what is there.")] = False,
-    all_stages: Annotated[bool, typer.Option(help="Of a pipeline all, not only those that this peer copied.")] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="List the copies and restore nothing.")] = False,
+    all_stages: Annotated[bool, typer.Option(help="Restore all stages of a pipeline, not only this peer's.")] = False,
     number: Annotated[
-        int | None, typer.Option("--round", min=0, help="The copy of that round, and not the newest one.")
+        int | None, typer.Option("--round", min=0, help="Restore the copy of this round instead of the newest.")
     ] = None,
 ) -> None:
-    """Bring back the newest whole copy of a run's checkpoint; `shoal join` goes on from it."""
+    """Restore the newest complete copy of a run's checkpoint; `shoal join` goes on from it."""
     from shoal.peer.cli.restore import list_copies, restore
 
     if only_list:
@@ -117,11 +121,11 @@ def restore_command(
 
 @app.command("checkpoint")
 def checkpoint_command(
-    run: Annotated[str, typer.Option(help="A pipeline's invite, or a folder with all its stages, of whichever peers.")],
-    out: Annotated[Path, typer.Option(help="The folder that becomes the checkpoint; it must not be there.")],
+    run: Annotated[str, typer.Option(help="A pipeline's invite, or a folder with checkpoints of all its stages.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the checkpoint to; it must not exist yet.")],
     identity: IdentityOption = SHOAL_HOME / "identity",
 ) -> None:
-    """Put a pipeline's whole model together from its stages, as one checkpoint that this identity signs."""
+    """Join the stages of a pipeline into one checkpoint of the whole model, signed by this identity."""
     from shoal.swarm.protocol.identity import Identity
     from shoal.swarm.protocol.invite import Invite
 
@@ -141,14 +145,14 @@ def checkpoint_command(
 
 @app.command("export")
 def export_command(
-    run: Annotated[str, typer.Option(help="An invite, a run's folder, or a checkpoint's; with all stages, if any.")],
-    out: Annotated[Path, typer.Option(help="The safetensors file to write.")] = Path("model.safetensors"),
-    precision: Annotated[Precision, typer.Option(help="bfloat16: half the bytes, from a live run only.")] = (
+    run: Annotated[str, typer.Option(help="An invite, or the folder of a run or of a checkpoint, with all stages.")],
+    out: Annotated[Path, typer.Option(help="Safetensors file to write.")] = Path("model.safetensors"),
+    precision: Annotated[Precision, typer.Option(help="bfloat16 takes half the bytes; only with an invite.")] = (
         Precision.float32
     ),
     identity: ReaderOption = SHOAL_HOME / "identity",
 ) -> None:
-    """Write a run's model for inference, from a live run (invite) or from what a member saved here."""
+    """Write a run's model for inference, from a running run (invite) or from checkpoints on this machine."""
     from shoal.swarm.protocol.invite import Invite
 
     invite = Invite.parse(run) if run.startswith("shoal://") else None
@@ -158,7 +162,7 @@ def export_command(
     if invite is not None:
         version = asyncio.run(export_from_run(invite, out, rounded=rounded))
     elif rounded:
-        raise UserError("--precision bfloat16 saves bytes on the way from a live run: give its invite, or leave it out")
+        raise UserError("--precision bfloat16: needs a running run; give its invite, or leave the option out")
     else:
         version = export_model(Path(run), out, _reader(identity))
     console.print(f"Anchor version {version} written to {out}, its recipe to {out.with_suffix('.json')}")
@@ -166,12 +170,12 @@ def export_command(
 
 @app.command("generate")
 def generate_command(
-    model: Annotated[Path, typer.Argument(help="A model written by `shoal export`.")],
-    prompt: Annotated[str, typer.Option(help="What to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens (bytes).")] = 300,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.7,
-    top_k: Annotated[int, typer.Option(min=0, help="Among so many; 0: all.")] = 50,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    model: Annotated[Path, typer.Argument(help="Model file written by `shoal export`.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens (bytes) to write.")] = 300,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.7,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among the K most likely tokens; 0 among all.")] = 50,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")] = 0,
 ) -> None:
     """Sample text from an exported gpt model."""
     from shoal.peer.offline.export import read_model
@@ -179,14 +183,14 @@ def generate_command(
 
     loaded = read_model(model)
     if not isinstance(loaded, Gpt):
-        raise RecipeError(f"{model}: generate knows the gpt recipe only")
+        raise RecipeError(f"{model}: is no model of the recipe gpt, the only one that `shoal generate` can run")
     text = generate(loaded, prompt.encode(), tokens, temperature, top_k or None, seed)
     print(prompt + text.decode(errors="replace"))
 
 
 @app.command("identity")
 def identity_command(identity: IdentityOption = SHOAL_HOME / "identity") -> None:
-    """Show this machine's peer id, and its public key, which `readers` in a run file takes."""
+    """Show this machine's peer id and public key; a run file lists such keys as `readers`."""
     from shoal.swarm.protocol.identity import Identity, key_text
 
     found = Identity.load_or_create(identity)
@@ -203,7 +207,9 @@ def start_of(folder: Path | None, identity: Path | None, *, only_parameters: boo
     """The checkpoint to start from, by the host's options. Raises ``UserError``."""
     if folder is None:
         if only_parameters:
-            raise UserError("--parameters-only says what to take from a checkpoint: give that with --from FOLDER")
+            raise UserError(
+                "--parameters-only: says what to take from a checkpoint; name the checkpoint with --from FOLDER"
+            )
         return None
     keys = identity or SHOAL_HOME / "identity"
     return StartFrom(folder, keys if keys.exists() else None, only_parameters)

@@ -1,6 +1,6 @@
-"""The command line: ``host prepare join status doctor demo`` and those of ``files``; errors become exit codes.
+"""Command line: ``host prepare join status doctor demo`` and the commands of ``files``; errors become exit codes.
 
-Each command imports its implementation when it runs, so that help, wrong arguments and a host need no torch.
+Each command imports its implementation when it runs, so that help, wrong arguments and a host load no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_DESCRIPTORS = 8192
-"""Open files and sockets that are asked for: enough for a full run's roster four times over."""
+"""Limit of open files and sockets that is asked for: four times what the members of a full run need."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +43,7 @@ errors = Console(stderr=True)
 
 
 class JoinRole(StrEnum):
-    """Role of a member in a run, as the command line names it."""
+    """Roles of a member in a run, as the command line names them."""
 
     full = "full"
     contribute_only = "contribute-only"
@@ -56,48 +56,55 @@ _ROLES: dict[JoinRole, Role] = {
     JoinRole.observe: "validator",
 }
 
-InviteArgument = Annotated[str, typer.Argument(help="shoal://HOST:PORT/RUN?key=…&run=… (quote it, for its ? and &)")]
+InviteArgument = Annotated[
+    str, typer.Argument(help="The run's invite, in quotes: 'shoal://HOST:PORT/RUN?key=…&run=…'.")
+]
 DataOption = Annotated[
     list[Path] | None,
     typer.Option(
-        "--data", metavar="FOLDER", help="The run may read the files that it names below it, and no others; repeatable."
+        "--data",
+        metavar="FOLDER",
+        help="Folder in which the run may read the files it names; repeatable.",
     ),
 ]
-LogJson = Annotated[Path | None, typer.Option(help="Write one JSON event a line to this file.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")]
+LogJson = Annotated[Path | None, typer.Option(help="Append events to this file, one JSON object a line.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")]
 
 
 @app.command("host")
 def host_command(
     run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
-    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0: any free one.")] = (
+    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")] = (
         f"0.0.0.0:{DEFAULT_PORT}"
     ),
     advertise: Annotated[
-        str, typer.Option(help="HOST[:PORT] that the invite shall name; several with commas: A:1,B:2.")
+        str,
+        typer.Option(help="HOST[:PORT] that the invite names; several with commas: A:1,B:2."),
     ] = "",
-    state: Annotated[Path, typer.Option(help="Where journal and identity are kept, in a folder per run.")] = (
+    state: Annotated[Path, typer.Option(help="Folder for the journal and the keys; each run has its own in it.")] = (
         SHOAL_HOME / "host"
     ),
-    backup: Annotated[Path | None, typer.Option(help="Keep all of that in this folder, too, up to date.")] = None,
-    identity: Annotated[Path | None, typer.Option(help="The host's keys; the run's own in --state by default.")] = None,
+    backup: Annotated[Path | None, typer.Option(help="Keep an up-to-date copy of it in this folder.")] = None,
+    identity: Annotated[Path | None, typer.Option(help="The host's keys; by default each run has its own.")] = None,
     start_from: Annotated[
-        Path | None, typer.Option("--from", help="Start from this checkpoint, or the newest in this folder.")
+        Path | None,
+        typer.Option("--from", help="Start the run from this checkpoint, or the newest in this folder."),
     ] = None,
     parameters_only: Annotated[
-        bool, typer.Option(help="Of --from: schedule, samples and outer optimizer begin anew.")
+        bool, typer.Option(help="Take only the parameters of --from; schedule, samples and outer optimizer start at 0.")
     ] = False,
     no_pins: Annotated[
-        bool, typer.Option("--no-pins", help="Let the first member define model, data and first state.")
+        bool,
+        typer.Option("--no-pins", help="Let the first member define model, data and first state."),
     ] = False,
     data: DataOption = None,
     log_json: LogJson = None,
     verbose: Verbose = False,
     _: Annotated[
-        bool, typer.Option(UNSUPERVISED, help="One process, for service managers: they start it again if it dies.")
+        bool, typer.Option(UNSUPERVISED, help="Run as one process, for service managers that restart it themselves.")
     ] = False,
 ) -> None:
-    """Host a run: keep its membership, rounds and verdicts. The same command goes on where it was stopped."""
+    """Host a run: its coordinator keeps membership, rounds and verdicts. After a stop, the same command goes on."""
     from shoal.peer.cli.host import HostOptions, host, say_pins, warn_descriptors
     from shoal.peer.terminal.events import plain_line
     from shoal.peer.terminal.reporter import Reporter, setup_logging
@@ -121,7 +128,7 @@ def host_command(
             console.print(f"Start   {hosting.start.source}; {where}", soft_wrap=True)
         if hosting.resumed_round:
             console.print(f"Goes on in round {hosting.resumed_round}, from anchor version {hosting.resumed_version}")
-        console.print("Invite  (one command joins a machine)")
+        console.print("Invite  (this command joins a machine to the run)")
         console.print(f"\n  shoal join '{hosting.invite}'\n", soft_wrap=True, highlight=False)
 
     with Reporter(console, log_json) as reporter:
@@ -136,10 +143,10 @@ def host_command(
 @app.command("prepare")
 def prepare_command(
     run: Annotated[Path, typer.Argument(help="The run file (TOML).")],
-    out: Annotated[Path, typer.Option(help="The run file to write, for `shoal host`.")],
+    out: Annotated[Path, typer.Option(help="Where to write the prepared run file, for `shoal host`.")],
     data: DataOption = None,
 ) -> None:
-    """Build a run's model here and pin what its members have to bring; another machine can host the file then."""
+    """Build a run's model here and write a run file that pins model and data; any machine can host that file."""
     from shoal.peer.cli.host import say_pins
     from shoal.peer.cli.prepare import prepare
 
@@ -167,40 +174,44 @@ def start_section_command(
 def join_command(
     invite: InviteArgument,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    max_memory: Annotated[str, typer.Option(help="At most so much memory, such as 8G.")] = "",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads for training; 0: all.")] = 0,
-    name: Annotated[str, typer.Option(help="How others see this machine; its host name by default.")] = "",
-    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; data goes over the next port.")] = "0.0.0.0",
-    advertise: Annotated[str, typer.Option(help="HOST[:PORT] at which other peers reach this one.")] = "",
+    max_memory: Annotated[str, typer.Option(help="Memory that this peer may use, such as 8G.")] = "",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for training; 0 uses all.")] = 0,
+    name: Annotated[str, typer.Option(help="Name of this machine in the run; by default its host name.")] = "",
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; data uses the port after it.")] = "0.0.0.0",
+    advertise: Annotated[str, typer.Option(help="HOST[:PORT] where other peers reach this one.")] = "",
     role: Annotated[
-        JoinRole, typer.Option(help="full; contribute-only: train, reduce nothing; observe: follow the model only.")
+        JoinRole,
+        typer.Option(help="full; contribute-only: train, reduce nothing; observe: follow the model only."),
     ] = JoinRole.full,
-    state: Annotated[Path, typer.Option(help="Where checkpoints are kept.")] = SHOAL_HOME / "runs",
-    keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="So many of the newest are kept.")] = "3",
-    keep_every: Annotated[int, typer.Option(min=0, help="Also one of each so many rounds, for ever; 0: none.")] = 0,
-    copy_to: Annotated[str, typer.Option(metavar="URL", help="Also copy checkpoints there, by fsspec.")] = "",
+    state: Annotated[Path, typer.Option(help="Folder for checkpoints.")] = SHOAL_HOME / "runs",
+    keep_checkpoints: Annotated[str, typer.Option(metavar="N|off", help="Keep the newest N checkpoints.")] = "3",
+    keep_every: Annotated[int, typer.Option(min=0, help="Keep one of every so many rounds for ever; 0: none.")] = 0,
+    copy_to: Annotated[str, typer.Option(metavar="URL", help="Also copy checkpoints to this URL, with fsspec.")] = "",
     start_from: Annotated[
         Path | None,
-        typer.Option("--from", help="Where this run's start is: a checkpoint, or a folder above it."),
+        typer.Option("--from", help="Where the checkpoint is that the run starts from, or a folder above it."),
     ] = None,
-    copy_every: Annotated[int, typer.Option(min=1, metavar="K", help="Copy after so many rounds or more.")] = 1,
+    copy_every: Annotated[
+        int,
+        typer.Option(min=1, metavar="K", help="With --copy-to: K rounds or more between copies."),
+    ] = 1,
     data: DataOption = None,
     accept: Annotated[
         str,
-        typer.Option(metavar="RUNHASH", help="Agree to this run without a question: its hash, or 16 digits of it."),
+        typer.Option(metavar="RUNHASH", help="Agree to this run without being asked: its hash, or 16 digits of it."),
     ] = "",
     identity: IdentityOption = SHOAL_HOME / "identity",
     log_json: LogJson = None,
     verbose: Verbose = False,
 ) -> None:
-    """Join a run and train until it ends. Ctrl-C leaves gracefully, a second one at once.
+    """Join a run and train until it ends. Ctrl-C leaves after saving; a second Ctrl-C leaves at once.
 
-    A run that trains on files of this machine is shown first, and joined if you agree."""
+    Before a run trains on files of this machine, it is shown, and you are asked."""
     from shoal.peer.checkpoints.retention import parse_retention
     from shoal.swarm.protocol.addresses import split_host_port
     from shoal.swarm.protocol.invite import Invite
 
-    Invite.parse(invite)  # whoever mistyped it learns that at once
+    Invite.parse(invite)  # before torch is imported, which takes seconds
     retention = parse_retention(keep_checkpoints, keep_every)
     memory_bytes = _memory(max_memory)
     bind_to, reached_at = split_host_port(bind), split_host_port(advertise) if advertise else ("", 0)
@@ -232,9 +243,9 @@ def join_command(
 @app.command("status")
 def status_command(
     invite: InviteArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a run: round, loss, and its members with device, speed and share of the work."""
+    """Show a run: its round and loss, and each member's device, speed and share of the work."""
     from shoal.peer.terminal.views import status_json, status_table
     from shoal.swarm.client.observer import get_status
     from shoal.swarm.protocol.invite import Invite
@@ -248,16 +259,16 @@ def status_command(
 
 @app.command("doctor")
 def doctor_command(
-    run: Annotated[Path | None, typer.Argument(help="A run file, for its model; a small gpt by default.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="Run file with the model to measure; by default a gpt.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    max_memory: Annotated[str, typer.Option(help="As for `shoal join`, such as 8G.")] = "",
+    max_memory: Annotated[str, typer.Option(help="Memory that a peer here could use, such as 8G.")] = "",
     data: DataOption = None,
 ) -> None:
-    """Show what this machine can do for a run: memory, speed layer by layer, and what would make it better."""
+    """Show what this machine can do for a run: memory, speed of each layer, and advice."""
     memory_bytes = _memory(max_memory)
     from shoal.peer.cli.doctor import examine, report
 
-    with console.status("Looking at this machine, and measuring the model's layers"):
+    with console.status("Looking at this machine and measuring the model's layers"):
         found = examine(run, device, memory_bytes, data=data or ())
     console.print(report(found))
 
@@ -265,19 +276,19 @@ def doctor_command(
 @app.command("demo")
 def demo_command(
     pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="A model in stages, which no peer can hold as a whole.")
+        bool, typer.Option("--pipeline", help="Train a model in stages that no peer can hold as a whole.")
     ] = False,
     peers: Annotated[
-        int | None, typer.Option(min=2, max=16, help="Peers at the start; 4, or 5 with --pipeline.")
+        int | None, typer.Option(min=2, max=16, help="Peers at the start; by default 4, or 5 with --pipeline.")
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.2, help="How long to train, about.")] = 3.0,
-    preset: Annotated[str | None, typer.Option(help="The algorithm: diloco, as by default, or sparseloco.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("shoal-demo"),
+    preset: Annotated[str | None, typer.Option(help="Algorithm: diloco (the default) or sparseloco.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this JSON file.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("shoal-demo"),
 ) -> None:
-    """A whole run on this machine: one peer is killed, one comes late, a model is trained.
+    """Train a small model with several peers on this machine; one is killed, and one joins late.
 
-    With --pipeline two are killed, the second one alone in its stage: it comes back, and so does the stage."""
+    With --pipeline two peers are killed. The second one was the only one with its stage; it comes back."""
     from shoal.peer.demo.run import run_demo
     from shoal.peer.demo.scenario import make_scenario
 
@@ -292,7 +303,7 @@ def _memory(text: str) -> int | None:
 
 
 def allow_descriptors() -> int:
-    """Raise the soft limit as far as it may be, to ``_MOST_DESCRIPTORS``; returns what it is then."""
+    """Raise the soft limit of open files towards ``_MOST_DESCRIPTORS``; returns the limit reached."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_MOST_DESCRIPTORS, hard)
     if soft == resource.RLIM_INFINITY:
@@ -308,7 +319,7 @@ def allow_descriptors() -> int:
 
 
 def main() -> None:
-    """The ``shoal`` command."""
+    """Run the ``shoal`` command."""
     allow_descriptors()
     try:
         app(prog_name="shoal")
