@@ -23,7 +23,7 @@ from zmq.utils import z85
 
 from shoal.swarm.aio import task_scope
 from shoal.swarm.averaging.norm_claims import pack, ranges
-from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError
+from shoal.swarm.errors import REMOTE_ERRORS, DeadlineExceeded, LinkError, TryLater
 from shoal.swarm.protocol.identity import CurveKeys, Identity
 from shoal.swarm.protocol.invite import Invite
 from shoal.swarm.protocol.messages import (
@@ -257,6 +257,8 @@ class LightPeer:
             if name == RequestFailed.__name__:
                 failed = decode(data).message
                 assert isinstance(failed, RequestFailed)
+                if failed.code == TryLater.__name__:  # the first of two equal requests is still being answered
+                    continue
                 raise REMOTE_ERRORS.get(failed.code, LinkError)(failed.message)
             if name in _WITH_VIEW:
                 for _ in range(unpacker.read_map_header()):

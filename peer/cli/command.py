@@ -8,7 +8,7 @@ UNSUPERVISED = "--no-supervisor"
 
 
 def main() -> None:
-    """Import only what is needed: a supervisor stays for as long as its host."""
+    """Run the command. Imports are late, so that a supervisor, which lives as long as its host, stays small."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["host"] and UNSUPERVISED not in arguments:
         from shoal.peer.cli.supervisor import Restarts, supervise

@@ -1,8 +1,8 @@
-"""The summary of a run that a volunteer sees before anything of it happens here, and the consent to go on.
+"""Consent of a machine's owner to a run, asked after a summary of what the run would do there.
 
-An invite names the run's hash, so whoever pastes it has agreed to that run: no question for one that reads no files.
-For one that does, the owner of the machine agrees to the files: at the terminal, or with ``--accept`` where there is
-none. That is remembered beside the run's checkpoints, for this run file and these folders.
+An invite names the run's hash, so who pastes it agrees to that run: a run that reads no files needs no question. For a
+run that reads files, the owner agrees at the terminal, or with ``--accept`` where there is none. The answer is kept
+beside the run's checkpoints, for this run file and these folders.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from shoal.swarm.protocol.run_sources import file_pattern
 log = logging.getLogger(__name__)
 
 ACCEPTED_FILE = "accepted.json"
-"""In a peer's folder of a run."""
+"""File in a peer's folder of a run that keeps the answer."""
 
 _LEAST_DIGITS = 16
-"""Of a hash, in hexadecimal: 64 bits are too many to try for a second run file with the same."""
+"""Hexadecimal digits of a run's hash: nobody can find a second run file with the same 64 bits by trying."""
 
 _SHOWN_FILES = 3
 _SHOWN_LETTERS = 160
@@ -43,8 +43,7 @@ _SHOWN_LETTERS = 160
 
 @dataclass(frozen=True)
 class RunTerms:
-    """Summary of what the run would do on this machine. ``files``: those that it would read; none for one that reads
-    none."""
+    """What the run would do on this machine. ``files``: the files that it would read."""
 
     run: RunFile
     recipe: Recipe
@@ -53,22 +52,22 @@ class RunTerms:
 
     @classmethod
     def of(cls, run: RunFile, recipe: Recipe, data: Sequence[Path]) -> RunTerms:
-        """Look which files these are; none is opened. ``data``: what ``--data`` says.
+        """Find the files that the run names, without opening any. ``data``: the folders of ``--data``.
 
-        Raises ``UserError`` for what is no folder, ``CorpusError`` for files that are not there."""
+        Raises ``UserError`` for a path that is no folder, ``CorpusError`` for missing files."""
         folders, named = named_folders(data), file_pattern(run.data.source)
         return cls(run, recipe, folders, find_files(*named, folders) if named is not None else ())
 
 
 class Consent:
-    """Asks for it. ``accept``: what ``--accept`` says, empty without it."""
+    """Asks the owner. ``accept``: the value of ``--accept``, empty without the option."""
 
     def __init__(self, console: Console, accept: str = "") -> None:
         self._console = console
         self._accept = accept
 
     def __call__(self, terms: RunTerms, folder: Path) -> None:
-        """Show the terms, and return if the owner of this machine has agreed, here or earlier. ``folder``: the peer's.
+        """Show the terms; return if the owner agrees now or has agreed before. ``folder``: the peer's.
 
         Raises ``NotAccepted``, and ``StorageError`` where the answer cannot be kept."""
         digest = terms.run.hash.hex()
@@ -80,8 +79,8 @@ class Consent:
             return
         elif not (sys.stdin.isatty() and self._console.is_terminal):
             raise NotAccepted(
-                f"the run would train on the files that are shown above: if you agree, join with --accept "
-                f"{digest[:_LEAST_DIGITS]}"
+                f"the run would train on the files shown above, and there is no terminal to ask at: if you agree, "
+                f"join with --accept {digest[:_LEAST_DIGITS]}"
             )
         else:
             self._ask()
@@ -94,7 +93,9 @@ class Consent:
         except (EOFError, KeyboardInterrupt):
             answer = ""
         if answer.strip().lower() not in ("y", "yes"):
-            raise NotAccepted("not joined: nothing was read, and nothing was told to the host")
+            raise NotAccepted(
+                "you did not agree, so the run was not joined: no file was read, and the host was told nothing"
+            )
 
 
 def _check_accepted(given: str, digest: str) -> None:
@@ -110,7 +111,7 @@ def _check_accepted(given: str, digest: str) -> None:
 
 
 def terms_table(terms: RunTerms) -> Table:
-    """For people, before they agree. What the run file says is shown without what could move the cursor."""
+    """Make the summary. Text of the run file is stripped of what could move the cursor."""
     run, table = terms.run, Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -141,7 +142,7 @@ def _model(terms: RunTerms) -> str:
 
 
 def _parameters(recipe: Recipe) -> int | None:
-    """Without memory for them; None where the model cannot be made so."""
+    """Count the model's parameters without memory for them; None where the model cannot be built so."""
     try:
         with torch.device("meta"):
             return sum(one.numel() for one in recipe.model_from_config(recipe.config()).parameters())

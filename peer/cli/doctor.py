@@ -53,13 +53,13 @@ tokens = 2_048_000
 """The model of examples/stdlib.toml, in layers."""
 
 _WAITING = PipelineSection(micro_batch=1).in_flight
-"""Micro-batches that a peer of a run without ``[pipeline]`` is supposed to have under way: that section's default."""
+"""Micro-batches in flight that are assumed for a run without ``[pipeline]``: the default of that section."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``layer_bytes``: what holding each layer takes here; ``span``: the layers [first, stop) that it could hold with
-    the most parameters; ``port_is_free``: that of ``shoal host``."""
+    """What this machine can do for a run. ``layer_bytes``: memory to hold each layer; ``span``: of the runs of layers
+    [first, stop) that fit, the one with most parameters; ``port_is_free``: the default port of ``shoal host``."""
 
     run: str
     device: DeviceInfo
@@ -75,7 +75,7 @@ class Diagnosis:
 
     @property
     def share(self) -> float:
-        """Of the model's parameters, those of ``span``."""
+        """Share of the model's parameters that ``span`` has."""
         costs = [layer.cost.parameters_bytes for layer in self.model.layers]
         return sum(costs[slice(*self.span)]) / max(1, sum(costs))
 
@@ -92,7 +92,7 @@ def examine(
     *,
     data: Sequence[Path] = (),
 ) -> Diagnosis:
-    """Look at the machine and measure the run's model on it; ``data``: what ``--data`` says.
+    """Look at the machine and measure the run's model on it; ``data``: the folders of ``--data``.
 
     Raises ``DeviceError``, ``RunFileError``, ``RecipeError`` or ``CorpusError``."""
     device = choose_device(device_name)
@@ -123,15 +123,15 @@ def examine(
 
 
 def held_bytes(cost: LayerCost, run: RunFile, device: torch.device) -> int:
-    """Memory that a layer takes on the device: its parameters, gradients and inner optimizer, and what autograd
-    keeps of all micro-batches under way; on the CPU the anchor, the outer optimizer and the averaging, too. Of a
-    pipeline's layer the state counts as the plan has it."""
+    """Memory that a layer takes on the device: parameters, gradients, inner optimizer, and what autograd keeps for all
+    micro-batches in flight; on the CPU also anchor, outer optimizer and averaging. A pipeline's layer counts as the
+    coordinator's plan counts it."""
     waiting = run.pipeline.in_flight if run.pipeline else _WAITING
     return int(held_copies(run, device) * cost.parameters_bytes) + waiting * cost.kept_bytes
 
 
 def largest_span(costs: Sequence[LayerCost], layer_bytes: Sequence[int], memory_bytes: int) -> tuple[int, int]:
-    """The consecutive layers [first, stop) that fit into memory and have the most parameters; (0, 0): none does."""
+    """Of the runs of layers [first, stop) that fit into memory, the one with most parameters; (0, 0) if none fits."""
     best, best_parameters = (0, 0), -1
     first, taken, parameters = 0, 0, 0
     for stop, (cost, size) in enumerate(zip(costs, layer_bytes, strict=True), 1):
@@ -171,7 +171,7 @@ def advice(found: Diagnosis) -> Iterator[str]:
     if found.limit_bytes is None and found.usable_bytes < found.device.memory_bytes / 2:
         yield "More than half of the memory is in use: other programs take it."
     if found.has_idle_gpu:
-        yield "There is a GPU, and it was not asked for: leave --device out."
+        yield "This machine has a GPU that is not used: leave --device out."
     if not found.has_numba:
         yield "Rounds of large models cost less time with compiled kernels: pip install 'shoal\\[fast]'."
     if not found.port_is_free:
@@ -179,8 +179,9 @@ def advice(found: Diagnosis) -> Iterator[str]:
 
 
 def report(found: Diagnosis) -> RenderableType:
-    """For a terminal of 80 columns or more. Of each kind of layer: how many there are, and of one its parameters, the
-    time of a micro-batch there and back, what it sends on of one, keeps of one, and takes of the memory in all."""
+    """Render the diagnosis for a terminal of 80 columns or more. For each kind of layer: how many there are, the
+    parameters of one, and for a micro-batch the time forward and backward, the bytes sent on and the bytes kept; then
+    the memory that the layer takes."""
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()

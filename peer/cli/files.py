@@ -204,7 +204,7 @@ def _reader(identity: Path) -> Identity | None:
 
 
 def start_of(folder: Path | None, identity: Path | None, *, only_parameters: bool) -> StartFrom | None:
-    """The checkpoint to start from, by the host's options. Raises ``UserError``."""
+    """Read the host's options for the checkpoint to start from. Raises ``UserError``."""
     if folder is None:
         if only_parameters:
             raise UserError(

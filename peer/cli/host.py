@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.toml"
 IDENTITY_FILE = "identity"
 ORIGIN_FILE = "origin.msgpack"
-"""HistoryOrigin of the folder's history: the head of a history's file, without verdicts."""
+"""File with the origin of the run's history: the head of a history file, without verdicts."""
 
 _PORT_FILE = "port.txt"
 
@@ -89,7 +89,7 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class Hosting:
-    """Facts that the person who hosts has to know."""
+    """What the person who hosts has to know at the start."""
 
     invite: Invite
     run_hash: bytes
@@ -131,7 +131,7 @@ async def host(
     except BaseException:
         journal.close()
         raise
-    if backup is not None:  # not before the check: it may have the only copy of the right keys
+    if backup is not None:  # only after the check: the backup may hold the only copy of the right keys
         backup.keep(RUN_FILE, text.encode())
         backup.keep(IDENTITY_FILE, pem, 0o600)
     stop = asyncio.Event()
@@ -265,7 +265,7 @@ async def _run_command(arguments: Sequence[str]) -> None:
 
 
 def say_pins(pins: PinsSection | None) -> str:
-    """For people."""
+    """Describe the pins for people."""
     if pins is None:
         return "none: the first member to join defines the run's model, data and first state"
     first = f"first state {pins.state[:16]}" if pins.state else "first state not pinned here"
@@ -277,7 +277,7 @@ def say_pins(pins: PinsSection | None) -> str:
 
 
 def _earlier_port(state: Path) -> int:
-    """The port of the time before, so that invites stay valid; 0 when there was none."""
+    """Read the port of the last start, so that invites stay valid; 0 when there was none."""
     try:
         return int((state / _PORT_FILE).read_text())
     except (OSError, ValueError):
@@ -285,9 +285,9 @@ def _earlier_port(state: Path) -> int:
 
 
 def host_identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
-    """The host's keys and their file's bytes.
+    """Load or create the host's keys; returns them and the bytes of their file.
 
-    A run's own are in its folder, so that the folder is all that another machine needs."""
+    A run's own keys lie in its folder, so that the folder is all that another machine needs."""
     path = given or state / IDENTITY_FILE
     try:
         if given is None and not path.exists() and (state / JOURNAL).exists():
@@ -302,7 +302,7 @@ def host_identity(given: Path | None, state: Path) -> tuple[Identity, bytes]:
 
 
 def check_keys(identity: Identity, journal: LocalJournal, path: Path) -> None:
-    """Raises ``IdentityError`` when the journal's newest verdict has another host's signature."""
+    """Check that these keys signed the journal's newest verdict. Raises ``IdentityError`` if others did."""
     for event in journal.verdicts(max(0, journal.rounds - 1), 1):
         try:
             check_verdict(event.verdict, identity.public_key)
@@ -321,7 +321,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _own_address(bind: str) -> str:
-    """The address that the invite names: the bound one, or that of the interface that leads outside."""
+    """Find the address for the invite: the bound one, or that of the interface that leads outside."""
     if bind not in ("0.0.0.0", "::", "*"):
         return bind
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

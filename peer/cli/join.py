@@ -1,8 +1,7 @@
-"""``shoal join``: recipe, model and data from the run file, trained in a ``Session`` until the end, or
-in stages, by a ``PipelinePeer``.
+"""``shoal join``: train a run's recipe in a ``Session``, or in stages by a ``PipelinePeer``, until the run ends.
 
-All that can be wrong with a run on this machine is found before it is joined: until then the coordinator has only been
-asked for the run file, by nobody in particular."""
+Whatever can be wrong with the run on this machine is found before joining: until then the coordinator has only been
+asked for the run file, anonymously."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 @dataclass(frozen=True)
 class Work:
-    """``max_memory_bytes`` None: nine tenths of the device's. ``threads`` None: as many as torch likes."""
+    """Limits of training. ``max_memory_bytes`` None: nine tenths of the device's; ``threads`` None: torch decides."""
 
     device: str = "auto"
     max_memory_bytes: int | None = None
@@ -53,8 +52,7 @@ class Work:
 
 
 Agree = Callable[[RunTerms, Path], None]
-"""Returns if the owner of this machine agrees to the terms, raises ``NotAccepted`` otherwise; the path is that of the
-peer's folder."""
+"""Asks the owner of this machine for consent to the terms. Raises ``NotAccepted``. The path is the peer's folder."""
 
 
 def run_member(
@@ -66,8 +64,8 @@ def run_member(
 ) -> None:
     """Join and train until the run ends or Ctrl-C: the first leaves gracefully, the second stops at once.
 
-    ``agree`` is called before any file that the run names is opened, and before it is joined; ``watch`` once with what
-    trains, before it does. Raises the errors of joining and training.
+    ``agree`` is called before joining, and before any file that the run names is opened; ``watch`` is called with the
+    session or pipeline peer before it trains. Raises the errors of joining and training.
     """
     device = choose_device(work.device)
     if work.threads is not None:
@@ -102,7 +100,7 @@ def run_member(
 
 
 def _prepare(run: RunFile, options: SessionOptions, agree: Agree) -> Recipe:
-    """The run's recipe with its data opened, once the owner of this machine has agreed.
+    """Load the run's recipe and open its data, after the owner of this machine has agreed.
 
     Raises ``RecipeError``, ``CorpusError``, ``RunFileError`` and what ``agree`` raises."""
     if run.recipe.name == "own":
@@ -110,7 +108,7 @@ def _prepare(run: RunFile, options: SessionOptions, agree: Agree) -> Recipe:
     recipe = load_recipe(run, options.data)
     terms = RunTerms.of(run, recipe, options.data)
     agree(terms, options.folder(run, Identity.load_or_create(options.identity).peer_id))
-    if run.pins is not None:  # so whoever has other data is told so here, and the host learns nothing of it
+    if run.pins is not None:  # other data is refused here, before the host learns of it
         run.pins.check_data(recipe.tokens_per_sample, recipe.corpus_digest, len(recipe.training_data()))
     log.info("data: %s", recipe.corpus_about)
     return recipe
@@ -132,7 +130,7 @@ def _train(session: Session, recipe: Recipe, device: torch.device, max_memory: i
     micro_batch = samples_that_fit(model, one_sample, run.inner.batch_samples, room)
     if micro_batch < run.inner.batch_samples:
         log.warning(
-            "batches of %d samples are taken in pieces of %d, to fit memory",
+            "batches of %d samples are computed in micro-batches of %d, so that they fit into memory",
             run.inner.batch_samples,
             micro_batch,
         )

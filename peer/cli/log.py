@@ -51,8 +51,8 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Log:
-    """A run's verdicts as they were found, none of them checked. ``whole``: whether they must begin with the first
-    round. ``damage``: why there are no more, empty at a proper end; ``note``: what else there is to say."""
+    """A run's verdicts as found, unchecked. ``whole``: whether they must begin with the first round; ``damage``: why
+    the history breaks off, empty at a proper end; ``note``: a remark for the reader."""
 
     run: str
     run_hash: bytes
@@ -65,7 +65,7 @@ class Log:
 
 
 def open_log(source: str, identity: Identity | None = None) -> Log:
-    """``identity`` opens sealed checkpoints.
+    """Read the history at ``source``; ``identity`` opens sealed checkpoints.
 
     Raises ``StateFileError`` where there is no history, ``StorageError``, or the errors of a join."""
     if source.startswith("shoal://"):
@@ -80,13 +80,14 @@ def open_log(source: str, identity: Identity | None = None) -> Log:
     found = sorted(path.glob(f"**/{HISTORY_FILE}"))
     if not found:
         raise StateFileError(f"{path}: no history of a run here; {_EXPECTED}")
-    # Of several members of one run, who knows most; of a pipeline's stages the last one.
+    # Of several members the longest history; of a pipeline's stages the last one.
     return max((_of_file(one) for one in found), key=lambda log: (len(log.verdicts), log.scope))
 
 
 async def _from_run(invite: Invite) -> Log:
-    """Of a pipeline the last stage's history: it has the loss, and rounds are the same in all. With those who could not
-    go on: rounds do not say why there are no more."""
+    """Fetch the history from a running run; of a pipeline the last stage's, which has the loss.
+
+    The note names members that had to leave, and why: verdicts do not say that."""
     async with observe(invite) as client:
         pipeline = client.view.pipeline
         async with observe_stages(client, len(pipeline.boundaries) - 1 if pipeline else 0) as stages:
@@ -122,12 +123,12 @@ def _of_host(folder: Path) -> Log:
 
 
 def _of_checkpoint(folder: Path, identity: Identity | None) -> Log:
-    from shoal.peer.checkpoints.checkpoint import read_verdicts  # it needs torch, which no other source does
+    from shoal.peer.checkpoints.checkpoint import read_verdicts  # imports torch, which no other source needs
     from shoal.peer.member.memberships import scope_of
 
     source = open_source(FolderSource(folder), identity)
     manifest = read_manifest(source)
-    # Of a whole model that stages made, the last one's: it is the one that knows the loss.
+    # Of a whole model made of stages, the last stage's verdicts: they have the loss.
     number = len(manifest.verdicts_files) - 1
     verdicts = read_verdicts(source, manifest, number)
     stage = manifest.stage.number if manifest.stage is not None else None if manifest.parts is None else number
@@ -151,7 +152,7 @@ def _unpack(path: Path) -> UnpackedHistory:
 
 
 WIDE = 120
-"""Columns of a terminal from which on everything has a column of its own."""
+"""Terminal columns from which on the table shows all columns."""
 
 _NAMED = 4
 
@@ -166,7 +167,7 @@ def log_head(run: str, run_hash: bytes, coordinator_key: bytes) -> RenderableTyp
 
 
 def log_table(verdicts: Sequence[Verdict], width: int) -> Table:
-    """Checked verdicts, oldest first."""
+    """Make the table of checked verdicts, oldest first."""
     wide = width >= WIDE
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("round", justify="right", no_wrap=True)
@@ -184,7 +185,7 @@ def log_table(verdicts: Sequence[Verdict], width: int) -> Table:
 
 
 def log_foot(checked: Sequence[Verdict], width: int) -> str:
-    """Words on the verdicts that were checked, shown or not; at least one."""
+    """Summarize the checked verdicts, of which there is at least one, whether shown or not."""
     which = f"Rounds {checked[0].round} to {checked[-1].round}: all hashes, links and signatures are right."
     return which if width >= WIDE else f"{which}\nv: anchor version; members: how many, and the largest share"
 
@@ -219,12 +220,12 @@ def _when(ended_s: float, wide: bool) -> str:
     try:
         moment = datetime.fromtimestamp(ended_s, UTC)
     except (OverflowError, ValueError, OSError):
-        return "?"  # a clock may say anything
+        return "?"  # a wrong clock may give a time out of range
     return moment.strftime("%Y-%m-%d %H:%M:%S" if wide else "%m-%d %H:%M")
 
 
 def _shares(plan: RoundPlan | None, wide: bool) -> str:
-    """The largest first; how many members there are, when not all are named; where it is narrow the largest alone."""
+    """Members' shares, largest first, and how many are not named; on a narrow terminal the largest only."""
     if plan is None:
         return "–"
     members = sorted(plan.members, key=lambda one: (-one.weight_tokens, one.peer))
@@ -240,7 +241,7 @@ def _shares(plan: RoundPlan | None, wide: bool) -> str:
 
 
 def round_details(verdict: Verdict) -> RenderableType:
-    """Contributions, owners of the parts, and all digests of a checked verdict."""
+    """Show a checked verdict in detail: contributions, owners of the parts, digests."""
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
     head.add_column(overflow="fold")
@@ -292,15 +293,15 @@ def _parts(plan: RoundPlan, digests: Sequence[bytes | None]) -> Table:
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """All of it, digests as hexadecimal, of a checked verdict."""
+    """Convert a checked verdict to JSON, with digests as hexadecimal."""
     return {**jsonable(verdict.model_dump()), "signature_ok": True}
 
 
 def show_log(log: Log, console: Console, last: int = 0, round_number: int | None = None, *, json_lines: bool) -> None:
-    """Print the last so many rounds (0: all), or one in detail. All are checked, whatever is shown.
+    """Print the ``last`` rounds (0: all), or one round in detail; all are checked, whatever is shown.
 
-    Raises ``StateFileError`` for a broken chain, once what comes before is printed, and ``UserError`` for a round
-    that is not there.
+    Raises ``StateFileError`` for a broken chain, after printing what comes before the break, and ``UserError`` for a
+    round that the history does not have.
     """
     checked, broken = _check(log)
     shown = checked[-last:] if last else checked
@@ -323,7 +324,7 @@ def show_log(log: Log, console: Console, last: int = 0, round_number: int | None
 
 
 def _check(log: Log) -> tuple[list[Verdict], StateFileError | None]:
-    """The verdicts that hold, and why no more do."""
+    """Check the chain; returns the verdicts up to a break, and what is wrong there."""
     check = ChainCheck(log.run_hash, log.coordinator_key, scope=log.scope, whole=log.whole)
     checked: list[Verdict] = []
     try:

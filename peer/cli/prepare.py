@@ -1,7 +1,7 @@
-"""``[pins]`` of a run file: what a run's members have to bring, worked out by building the model and reading the data.
+"""``[pins]`` of a run file: digests of model, data and first state that every member must have.
 
-`shoal prepare` does it for a run file; `shoal host` starts `shoal prepare` as a process, so that it holds no model
-itself.
+`shoal prepare` computes them by building the model and reading the data. `shoal host` runs it as a process, so that the
+host itself holds no model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.swarm.protocol.pins import PinnedLayer, PinsSection, layout_digest
 from shoal.swarm.protocol.run_file import RunFile, load_run_file, parse_run_file
 
 _PIECE_ELEMENTS = 2**22
-"""So many values are hashed at once."""
+"""Values that are hashed at once."""
 
 Say = Callable[[str], object]
 
@@ -32,7 +32,7 @@ Say = Callable[[str], object]
 
 
 def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection:
-    """Build the model and read the data, below ``folders`` only, as a member would. ``say``: told what is done.
+    """Build the model and read the data, in ``folders`` only, as a member would. ``say`` gets progress messages.
 
     Raises ``RecipeError``, ``CorpusError``, ``ModelMismatch``, and ``DeviceError`` for a model that does not fit."""
     if run.recipe.name == "own":
@@ -74,8 +74,7 @@ def pins_of(run: RunFile, say: Say, folders: Sequence[Path] = ()) -> PinsSection
 
 
 def _first_state(vector: ParameterVector, slots: int) -> bytes:
-    """The digest of version 0: the model as it was built, and an outer optimizer that has done nothing. Without a copy
-    of all values."""
+    """Digest of version 0: the model as built, and an outer optimizer that has taken no step. Copies no values."""
     digest = GrowingDigest(0, (1 + slots, vector.elements))
     at = 0
     for parameter in vector.parameters:
@@ -91,7 +90,7 @@ def _first_state(vector: ParameterVector, slots: int) -> bytes:
 
 
 def with_pins(text: str, pins: PinsSection, where: str) -> tuple[str, RunFile]:
-    """A run file's text with that section, validated. Raises ``RunFileError``, as for a file that has one already."""
+    """Add the section to a run file's text and validate it. Raises ``RunFileError``, also if there is one already."""
     if parse_run_file(text, where).pins is not None:
         raise RunFileError(f"{where}: has [pins] already: leave that section out to have it made anew")
     fields = pins.model_dump(mode="json", exclude={"layers"}, exclude_none=True)

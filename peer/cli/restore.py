@@ -17,7 +17,8 @@ from shoal.swarm.protocol.identity import Identity
 
 
 def parse_copy_to(url: str, every: int, retention: Retention | None) -> CopyDestination | None:
-    """From the command line; None for no URL. Raises ``UserError`` and ``RemoteStorageError``."""
+    """Read the options ``--copy-to`` and ``--copy-every``; None without a URL. Raises ``UserError`` and
+    ``RemoteStorageError``."""
     if not url:
         return None
     if retention is None:
@@ -26,7 +27,7 @@ def parse_copy_to(url: str, every: int, retention: Retention | None) -> CopyDest
 
 
 def list_copies(url: str, console: Console) -> None:
-    """Show what is there, newest first. Raises ``RemoteStorageError``."""
+    """List the copies, newest first. Raises ``RemoteStorageError``."""
     copies = find_copies(RemoteStore.open(url))
     has_stages = any(copy.stage is not None for copy in copies)
     table = Table("run", "peer", *(("stage",) * has_stages), "round", "MB", "")
@@ -39,8 +40,9 @@ def list_copies(url: str, console: Console) -> None:
 def restore(
     url: str, to: Path, identity: Path, console: Console, *, all_stages: bool, number: int | None = None
 ) -> None:
-    """Bring the newest whole copy, or that of round ``number``, of a pipeline one of each stage. Raises the errors of
-    ``CheckpointRestorer.restore`` and of identity files."""
+    """Restore the newest complete copy, or that of round ``number``; of a pipeline one copy of each stage.
+
+    Raises the errors of ``CheckpointRestorer.restore`` and of identity files."""
     remote = RemoteStore.open(url)
     copies = find_copies(remote)
 

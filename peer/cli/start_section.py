@@ -44,9 +44,9 @@ def write_started(run_path: Path, out: Path, start_from: StartFrom) -> None:
 
 
 def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
-    """The section that makes ``run`` start from the newest checkpoint there that is whole.
+    """Make the section with which ``run`` starts from the newest complete checkpoint.
 
-    All of it is read, a few files at a time. The outer optimizer's vectors are taken over where the run has the
+    All of the checkpoint is read, a few files at a time. The outer optimizer's vectors are kept where the run has the
     same outer optimizer.
 
     Raises ``StateFileError``."""
@@ -72,7 +72,7 @@ def start_section(start_from: StartFrom, run: RunFile) -> StartSection:
 def _section_of(
     source: CheckpointSource, manifest: Manifest, start_from: StartFrom, run: RunFile
 ) -> tuple[StartSection, list[str]]:
-    """The section of that checkpoint, and the tensors that no training can go on from."""
+    """Make the section for this checkpoint, and list tensors with values that are not finite."""
     before = parse_run_file(manifest.run_toml, f"{source.place(MANIFEST)}: run_toml")
     tokens, steps = manifest.tokens, manifest.anchor_version
     if before.start is not None:
@@ -99,7 +99,7 @@ def _section_of(
 
 
 def with_section(text: str, start: StartSection, where: str) -> tuple[str, RunFile]:
-    """A run file's text with that section, validated. Raises ``RunFileError``, as for a file that has one already."""
+    """Add the section to a run file's text and validate it. Raises ``RunFileError``, also if there is one already."""
     if parse_run_file(text, where).start is not None:
         raise RunFileError(f"{where}: has a [start] already: leave out --from, or that section")
     lines = ["", "# Written by `shoal host --from`.", "[start]", f"run = {json.dumps(start.run)}"]
@@ -114,7 +114,7 @@ def with_section(text: str, start: StartSection, where: str) -> tuple[str, RunFi
 
 
 def _check_model(run: RunFile, start: StartSection) -> None:
-    """As far as the recipe is installed here; otherwise the peers find out."""
+    """Compare the checkpoint with the run's model, if its recipe is installed here; otherwise the peers will."""
     if run.recipe.name == "own":
         return
     try:
@@ -134,7 +134,7 @@ def _check_model(run: RunFile, start: StartSection) -> None:
 
 
 def _newest_first(folder: Path, identity: Identity | None) -> list[tuple[CheckpointSource, Manifest]]:
-    """At least one, all of one run."""
+    """List the checkpoints of one run, newest first; at least one."""
     refused: list[str] = []
     found = sorted(whole_checkpoints(folder, identity, refused), key=lambda one: -one[1].round)
     if not found:

@@ -1,6 +1,7 @@
-"""Supervisor of `shoal host`: runs it in a process of its own, and starts it anew when a signal has ended it.
-A journal makes that safe: a coordinator resumes where its journal ends, on the same port, under the same invite.
-Nothing heavy is imported here, so that the process that waits stays small and is there at once.
+"""Supervisor of `shoal host`: runs the host as a process and restarts it when a signal has ended it.
+
+The journal makes that safe: a coordinator resumes where its journal ends, on the same port, with the same invite.
+Nothing heavy is imported here, so that the waiting process is small and starts at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ASKED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Restarts:
-    """Decides how long to wait before each restart, longer each time, and when there were too many."""
+    """Restart policy: longer pauses with each restart, and an end when there were too many."""
 
     def __init__(
         self, most: int = _MOST_RESTARTS, within_s: float = _WITHIN_S, first_pause_s: float = _FIRST_PAUSE_S
@@ -36,7 +37,7 @@ class Restarts:
         self._ended_s: deque[float] = deque()
 
     def pause_s(self, now_s: float) -> float | None:
-        """The host has ended just now: until it is started again; None if it is not worth it any more."""
+        """Seconds to wait before restarting a host that has just ended; None after too many restarts."""
         while self._ended_s and self._ended_s[0] <= now_s - self.within_s:
             self._ended_s.popleft()
         earlier = len(self._ended_s)
@@ -47,19 +48,19 @@ class Restarts:
 
 
 class Supervisor:
-    """Runs the host's process until it ends by itself, or is asked to. Use it once, on the main thread."""
+    """Runs the host's process until it ends by itself or a signal asks it to. For one use, on the main thread."""
 
     def __init__(self, arguments: Sequence[str], restarts: Restarts) -> None:
-        """``arguments``: of ``shoal``, from ``host`` on."""
+        """``arguments``: those of ``shoal``, from ``host`` on."""
         self._arguments = arguments
         self._restarts = restarts
         self._child: subprocess.Popen[bytes] | None = None
         self._is_asked = False
-        # Only we hold the end that is written to: when we are gone, however, the child reads that there is no more.
+        # Only the supervisor holds the writing end: when it is gone, however it ended, the child reads the pipe's end.
         self._lifeline, self._held = os.pipe()
 
     def run(self) -> int:
-        """Returns the exit code. Raises ``HostCrashed`` when signals end the host again and again."""
+        """Supervise until the end; returns the exit code. Raises ``HostCrashed`` after too many crashes."""
         for number in _ASKED:
             signal.signal(number, self._pass_on)
         signal.signal(signal.SIGTSTP, self._stop_for_a_while)
@@ -76,7 +77,7 @@ class Supervisor:
 
     def _run_child(self) -> int:
         command = [sys.executable, "-m", "shoal.peer.cli.supervisor", str(self._lifeline), *self._arguments]
-        # In a group of its own a Ctrl-C in the terminal is for us alone, and reaches it once.
+        # In its own process group the child does not get the terminal's Ctrl-C; the supervisor passes it on once.
         self._child = subprocess.Popen(command, pass_fds=[self._lifeline], process_group=0)
         code = self._child.wait()
         self._child = None
@@ -98,11 +99,11 @@ class Supervisor:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = True
         if self._child is None:
-            raise _Asked(number)  # nobody else is there to end
+            raise _Asked(number)  # there is no child to pass it on to
         self._child.send_signal(number)
 
     def _stop_for_a_while(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z, until ``fg`` or ``bg``."""
+        """Stop on Ctrl-Z, until ``fg`` or ``bg``."""
         child = self._child
         if child is not None:
             child.send_signal(signal.SIGSTOP)
@@ -118,14 +119,14 @@ class _Asked(Exception):
 
 
 def _end_by(number: int) -> None:
-    """End as the child has, for whoever looks at how we ended."""
+    """End by the same signal as the child, so that the exit status tells it."""
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def supervise(arguments: Sequence[str], restarts: Restarts) -> int:
-    """Host with those arguments of ``shoal``; returns the exit code."""
+    """Run `shoal` with these arguments under a supervisor; returns the exit code."""
     try:
         return Supervisor(arguments, restarts).run()
     except HostCrashed as error:
@@ -137,13 +138,13 @@ def supervise(arguments: Sequence[str], restarts: Restarts) -> int:
 
 
 def _run_supervised() -> None:
-    """``python -m shoal.peer.cli.supervisor LIFELINE host …``: the host's process, which ends with its supervisor.
+    """Run ``python -m shoal.peer.cli.supervisor LIFELINE host …``: the host's process, which ends with its supervisor.
 
-    ``LIFELINE`` is a pipe's descriptor that the supervisor holds open. Without it a supervisor that was killed would
-    leave a host behind that nobody expects, with the port and the journal."""
+    ``LIFELINE`` is a pipe's descriptor whose other end the supervisor holds open. Without it, a killed supervisor would
+    leave a host behind that still holds the port and the journal."""
     lifeline = int(sys.argv.pop(1))
     threading.Thread(target=_end_with_supervisor, args=(lifeline,), daemon=True).start()
-    # Only now: a supervisor may end while these imports take their time.
+    # Imported late: the lifeline must be watched while these imports take their time.
     from shoal.peer.cli.main import main as run_command
 
     run_command()

@@ -1,4 +1,4 @@
-"""Output of ``shoal verify``: a line for each checkpoint, and what the words in it mean."""
+"""Output of ``shoal verify``: a table of the checkpoints, and what its words mean."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shoal.peer.terminal.events import count_text, printable
 
 
 def verify_table(results: Iterable[Verified | Refused]) -> Table:
-    """A line for each. "chain": what of it was checked; "vouched by": who says that the run had this state. Where it is
-    narrow, names are cut, and nothing else."""
+    """Make the table. "chain": which part of the chain was checked; "vouched by": who confirms that the run had this
+    state. On a narrow terminal only names are cut."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     results = list(results)
     has_stages = any(isinstance(one, Verified) and _stages_text(one.manifest) for one in results)
@@ -53,7 +53,7 @@ def _stages_text(manifest: Manifest) -> str:
 
 
 def verify_notes(results: Iterable[Verified | Refused]) -> str:
-    """Explanation of the table's words."""
+    """Explain the table's words."""
     notes = [
         "Checked: sizes and SHA-256 of all files, layout, state digests, signatures, chains of verdicts.",
         "Vouched by: a later round's plan, which the coordinator signed, or this checkpoint's peer alone.",
@@ -69,7 +69,7 @@ def verify_notes(results: Iterable[Verified | Refused]) -> str:
 
 
 def summary(results: Sequence[Verified | Refused]) -> str:
-    """Number of the wrong ones, in words."""
+    """Say how many checkpoints failed."""
     wrong = [one for one in results if isinstance(one, Refused)]
     histories = sum(one.is_history for one in wrong)
     checkpoints = len(results) - histories

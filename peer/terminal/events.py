@@ -1,4 +1,4 @@
-"""Events: JSON-able dicts that a peer or a host logs, and the words that a person reads for each."""
+"""Events in words: one sentence for people for each event that a peer or a host logs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shoal.peer.event_schema import Event
 
 
 def plain_line(event: Event) -> str:
-    """One line with the time of day in front, for terminals that scroll."""
+    """Format an event as one line that starts with the time of day."""
     return f"{clock(event.get('time'))}  {sentence(event)}"
 
 
 def sentence(event: Event) -> str:
-    """The event in a few words, of printable characters only: names and reasons come from other machines."""
+    """Describe an event in printable characters only: names and reasons come from other machines."""
     say = _SENTENCES.get(str(event.get("event")), _any_event)
     where = f"stage {event['stage']}: " if "stage" in event else ""
     return printable(where + say(event))
@@ -226,12 +226,12 @@ def _short(digest: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what could move a terminal's cursor."""
+    """Replace characters that could move a terminal's cursor."""
     return "".join(character if character.isprintable() else "·" for character in text)
 
 
 def clock(moment: float | None) -> str:
-    """Local time of day, ``HH:MM:SS``."""
+    """Format the local time of day, ``HH:MM:SS``."""
     return time.strftime("%H:%M:%S", time.localtime(moment))
 
 

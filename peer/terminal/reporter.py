@@ -27,11 +27,11 @@ _REFRESHES_A_SECOND = 4
 _LINE_EVERY_S = 10.0
 _HANDLER = "shoal-console"
 _LASTING = frozenset({"joined", "span", "state_fetched", "donor_refused", "synced"})
-"""Events that stay above the live panel, whose few lines the next rounds push out."""
+"""Events printed above the live panel, where they stay; in the panel, later events push lines out."""
 
 
 def setup_logging(console: Console, verbose: bool) -> None:
-    """Log records go to this console: above a live view where there is one. Other libraries only warn."""
+    """Send log records to this console, above a live view if there is one. Other libraries log warnings only."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=verbose, log_time_format="%H:%M:%S", markup=False)
@@ -48,15 +48,15 @@ def setup_logging(console: Console, verbose: bool) -> None:
 
 
 class JsonLines:
-    """A file that gets one JSON object a line, each flushed at once. Raises ``StorageError`` when it cannot be
-    opened; a disk that fills up later costs one warning and the rest of the events."""
+    """File of events, one JSON object a line, flushed at once. Raises ``StorageError`` when it cannot be opened; when
+    it cannot be written later, one warning is logged and further events are dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Appended to: a peer that comes back with the same command goes on with the same file.
+            # Append: a peer that is restarted with the same command continues the same file.
             self._file: BinaryIO | None = path.open("ab", buffering=0)
         except OSError as error:
             raise StorageError(f"{path}: events cannot be logged there: {error}") from error
@@ -76,7 +76,7 @@ class JsonLines:
                 self._file.close()
                 self._file = None
         if trouble is not None:
-            log.warning("%s: no more events are logged there: %s", self._path, trouble)
+            log.warning("%s: the event log cannot be written, so no more events are logged: %s", self._path, trouble)
 
     def close(self) -> None:
         with self._lock:
@@ -86,14 +86,15 @@ class JsonLines:
 
 
 class Reporter:
-    """Shows a session on ``console`` and logs its events to ``json_path``. Give ``on_event`` to the session's
-    options and the session to ``watch``. Nothing here may stop the training."""
+    """Shows a session on ``console`` and logs its events to ``json_path``.
+
+    Give ``on_event`` to the session's options and the session to ``watch``. No failure here stops the training."""
 
     def __init__(self, console: Console, json_path: Path | None) -> None:
         self._console = console
         self._json_path = json_path
         self._json: JsonLines | None = None
-        # Never held while printing: rich has locks of its own, which its refresh thread holds when it calls us.
+        # Never held while printing: rich's refresh thread holds rich's own locks when it calls ``render``.
         self._lock = threading.Lock()
         self._losses: deque[float] = deque(maxlen=64)
         self._lines: deque[str] = deque(maxlen=4)
@@ -120,12 +121,12 @@ class Reporter:
             self._json.close()
 
     def record(self, event: Event) -> None:
-        """Log it and show nothing. From any thread."""
+        """Log the event without showing it. Thread-safe."""
         if self._json is not None:
             self._json.write(event)
 
     def on_event(self, event: Event) -> None:
-        """Log it and show it. From any thread."""
+        """Log the event and show it. Thread-safe."""
         self.record(event)
         line = plain_line(event)
         if event.get("event") in _LASTING or not self._console.is_terminal:
@@ -135,7 +136,7 @@ class Reporter:
             self._lines.append(line)
 
     def watch(self, session: Watched) -> None:
-        """Show this session from now on; read it four times a second in a terminal, else every ten seconds."""
+        """Show this session from now on: four times a second in a terminal, else every ten seconds."""
         self._session = session
         if self._console.is_terminal:
             self._live = Live(
@@ -149,7 +150,7 @@ class Reporter:
             self._ticker.start()
 
     def render(self) -> RenderableType:
-        """The panel with what is known now; a session that has failed keeps its last one."""
+        """Render the panel; a session that has failed keeps its last one."""
         self._look()
         with self._lock:
             losses, lines = list(self._losses), list(self._lines)
@@ -165,7 +166,7 @@ class Reporter:
             self._print(plain_line({"event": "status", "words": status_line(self._snapshot)}))
 
     def _look(self) -> None:
-        # Taken away first: whatever the snapshot raises, nobody asks this session a second time.
+        # Cleared first, so that a session whose snapshot raises is not asked again.
         session, self._session = self._session, None
         if session is None:
             return
@@ -185,7 +186,7 @@ class Reporter:
         try:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         except OSError as error:
-            # A closed pipe or a full disk behind the output is no reason to stop training.
+            # A closed pipe or a full disk behind the output must not stop the training.
             log.debug("progress cannot be printed: %s", error)
 
 

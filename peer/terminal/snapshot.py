@@ -1,4 +1,4 @@
-"""A session at a glance: plain values, taken from any thread."""
+"""Snapshot of a session for live views: plain values that any thread may take."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flow:
-    """Micro-batches at a pipeline's peer: those that wait there, of ``max_in_flight``, and those that it has computed
-    since it holds its stages."""
+    """Micro-batches at a pipeline's peer: those in flight, of at most ``max_in_flight``, and those computed since it
+    holds its stages."""
 
     in_flight: int
     max_in_flight: int
@@ -27,8 +27,8 @@ class Flow:
 @dataclass(frozen=True)
 class HeldStages:
     """Stages that a pipeline's peer holds: ``first`` to ``last`` of ``stages``, with the layers
-    ``first_layer <= l < stop_layer``; the one that fewest hold has so many ``replicas``. ``empty``: stages of the run
-    that nobody holds."""
+    ``first_layer <= l < stop_layer``. ``replicas``: of the held stage with the fewest; ``empty``: stages of the run
+    without any."""
 
     first: int
     last: int
@@ -42,9 +42,9 @@ class HeldStages:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A session at a glance, for live views. ``loss``: of late here, or, where this peer does not compute it, the one
-    of the newest committed round. ``compression``: float32 bytes of a contribution for each of its bytes as sent.
-    ``held``: of a pipeline's peer that has a place."""
+    """A session at one moment. ``loss``: this peer's recent loss, or, if it computes none, that of the newest committed
+    round; ``compression``: ratio of a contribution's float32 bytes to its bytes as sent; ``held``: None except for a
+    pipeline's peer that holds stages."""
 
     run: str
     peer: str
@@ -72,7 +72,7 @@ class Watched(Protocol):
     """Source of live views: a ``Session`` or a ``PipelinePeer``."""
 
     def snapshot(self) -> Snapshot:
-        """From any thread. Raises what has ended the network thread."""
+        """Take a snapshot. Thread-safe. Raises the error that has ended the network thread."""
         ...
 
 

@@ -37,8 +37,8 @@ _ONE_LINE: Any = {"no_wrap": True, "overflow": "ellipsis"}
 
 
 def stages_drawing(stages: Sequence[StageStatus], names: Mapping[str, str]) -> RenderableType:
-    """Boxes, from the first stage to the last one. A bar is as long as what the stage could do, next to the stage that
-    could do the most, and full as far as it does that. ``names``: by peer id."""
+    """Draw the stages as boxes, first to last. A bar's length is the stage's capacity, relative to the largest; its
+    filled part is the present rate. ``names``: by peer id."""
     most = max((stage.capacity_tokens_per_s for stage in stages), default=0.0)
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True)
@@ -56,7 +56,7 @@ def _style(stage: StageStatus) -> str:
 
 
 def _box(number: str, *, is_first: bool, is_last: bool) -> str:
-    """Three lines; an arrow comes in from the stage above, and a line goes on to the one below."""
+    """Draw a box of three lines, with an arrow from the stage above and a line to the one below."""
     right = "─" * (len(number) // 2)
     left = "─" * (len(number) - len(right) - 1)
     top, bottom = "─" if is_first else "▼", "─" if is_last else "┬"
@@ -72,7 +72,7 @@ def _stage_headline(stage: StageStatus) -> Table:
 
 
 def _flow(stage: StageStatus, most: float) -> Table:
-    """The rate of micro-batches, and the rate that is possible."""
+    """Rate of tokens through the stage, and its capacity."""
     could = stage.capacity_tokens_per_s
     width = max(1, round(_BAR_WIDTH * could / most)) if could else 0
     full = round(width * min(1.0, stage.tokens_per_s / could)) if could else 0
@@ -85,7 +85,7 @@ def _flow(stage: StageStatus, most: float) -> Table:
 
 
 def _holders(stage: StageStatus, names: Mapping[str, str]) -> Text:
-    """Holders of the stage and peers that are about to hold it; or what it waits for."""
+    """Peers that hold the stage, peers that are about to, and what the stage waits for."""
     line = Text(**_ONE_LINE)
     for mark, style, peers in (("●", "green", stage.replicas), ("○", "yellow", stage.coming)):
         for peer in peers:
@@ -123,7 +123,7 @@ def flow_text(flow: Flow) -> str:
 
 
 def empty_text(held: HeldStages) -> str:
-    """Words on the stages that nobody holds; empty where all are held."""
+    """Name the stages that nobody holds; empty if all are held."""
     if not held.empty:
         return ""
     one = len(held.empty) == 1
@@ -159,7 +159,7 @@ def phase_text(phase: str) -> Text:
 
 
 def session_panel(snapshot: Snapshot, losses: Sequence[float], lines: Sequence[str]) -> Panel:
-    """``losses`` of late and ``lines`` on the last events, both the oldest first."""
+    """Render a member's live panel. ``losses`` and ``lines`` (on events) are the latest, oldest first."""
     rows: list[RenderableType] = [_headline(snapshot), _round_bar(snapshot), _figures(snapshot, losses)]
     if snapshot.held is not None:
         rows.insert(1, Text(held_text(snapshot.held), style="bold", **_ONE_LINE))
@@ -230,7 +230,7 @@ def _figure(name: str, value: str) -> Text:
 
 
 def status_line(snapshot: Snapshot) -> str:
-    """The same in one plain line, for logs."""
+    """Format a snapshot as one plain line, for logs."""
     words = [
         f"round {snapshot.round} {snapshot.phase}",
         f"{count_text(snapshot.tokens_in_round)}/{count_text(snapshot.tokens_target)} tokens",
@@ -253,7 +253,7 @@ def status_line(snapshot: Snapshot) -> str:
 
 
 def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
-    """The output of ``shoal status``."""
+    """Render the output of ``shoal status``."""
     rounds = f"{status.rounds_committed} committed, {status.rounds_aborted} aborted"
     if status.rounds_undone:
         rounds += f", {status.rounds_undone} undone"
@@ -285,7 +285,7 @@ def status_table(status: CoordinatorToPeerStatus) -> RenderableType:
 
 
 def stopped_lines(members: Iterable[MemberStatus]) -> list[str]:
-    """Members that left the run as they could not go on, and why; those with the same trouble together."""
+    """List members that had to leave the run, and why; those with the same reason in one line."""
     names: dict[tuple[str, str], list[str]] = {}
     for member in members:
         if member.trouble and not member.alive:
@@ -297,7 +297,7 @@ def stopped_lines(members: Iterable[MemberStatus]) -> list[str]:
 
 
 def _agreement(status: CoordinatorToPeerStatus) -> str:
-    """The state of a pipeline is that of its stages."""
+    """Say which state is agreed on; of a pipeline, in how many stages."""
     if not status.stages:
         return status.state_digest.hex()[:16] if status.state_digest else "not agreed yet"
     agreed = sum(stage.state_digest is not None for stage in status.stages)
@@ -310,12 +310,12 @@ def _agreement(status: CoordinatorToPeerStatus) -> str:
 
 def _members_table(status: CoordinatorToPeerStatus) -> Table:
     members = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    # Their cells do not wrap, but the columns may: those are the ones that rich makes narrower first.
+    # The cells do not wrap, but these columns may: rich narrows such columns first.
     for name in ("peer", "device", "doing"):
         members.add_column(name)
     if status.stages:
         members.add_column("stage", justify="right", no_wrap=True)
-    # Of a pipeline only those who hold the last stage have a loss: it stands above.
+    # In a pipeline only holders of the last stage have a loss, and it is shown above.
     for name in ("tok/s", "share", *(() if status.stages else ("loss",)), "sent", "recv"):
         members.add_column(name, justify="right", no_wrap=True)
     members.add_column("sync", justify="center", no_wrap=True)
@@ -326,7 +326,7 @@ def _members_table(status: CoordinatorToPeerStatus) -> Table:
 
 
 def _coverage_rows(coverage: Sequence[Coverage]) -> list[tuple[str, RenderableType]]:
-    """The newest epoch in full, those before it only where samples of theirs are not committed, and how many are."""
+    """Rows on the newest epoch, and on each earlier one of which samples are not committed yet."""
     if not coverage:
         return []
     newest, before = coverage[-1], coverage[:-1]
@@ -363,13 +363,13 @@ def _status_row(member: MemberStatus, *, in_stages: bool) -> list[RenderableType
 
 
 def status_json(status: CoordinatorToPeerStatus) -> dict[str, Any]:
-    """All of it, digests as hexadecimal."""
+    """Convert the status to JSON, with digests as hexadecimal."""
     plain: dict[str, Any] = jsonable(status.model_dump())
     return plain
 
 
 def jsonable(value: Any) -> Any:
-    """Bytes as hexadecimal, tuples as lists."""
+    """Convert a value to JSON types: bytes to hexadecimal, tuples to lists."""
     match value:
         case bytes():
             return value.hex()
